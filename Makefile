@@ -1,0 +1,46 @@
+# Everything runs in .venv, which makes itself: only python3 (3.11 or newer) and make are needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check bench format install clean
+.DEFAULT_GOAL := check
+
+# Train a small language model with four peers on this machine; the report goes to demo-report/.
+demo: install
+	$(BIN)/shoal demo
+
+# All tests. Choose some with: make test TESTS=tests/dht
+test: install
+	$(BIN)/python -m pytest $(TESTS)
+
+# Style, types and the layering of the rooms.
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install
+	$(BIN)/python benchmarks/allreduce.py --library shoal --peers 2 --megabytes 200
+	$(BIN)/python benchmarks/allreduce.py --library gloo --peers 2 --megabytes 200
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(VENV)/package.stamp
+
+$(VENV)/requirements.stamp: requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shoal is developed on Python 3.11 or newer; this is %s. Say which one to use: make PYTHON=python3.11" % sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+# --no-deps and --no-build-isolation: nothing but the pinned versions above is ever downloaded.
+$(VENV)/package.stamp: $(VENV)/requirements.stamp pyproject.toml
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report

@@ -1,0 +1,112 @@
+"""What every test gets: ``async def`` tests, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+LEAK_GRACE_SECONDS = 3.0
+"""Closing is asynchronous: what a test left is a leak only if it is still there after this time."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--loop",
+        choices=["uvloop", "asyncio"],
+        default="uvloop",
+        help="event loop for `async def` tests: uvloop as in production (where it exists), or the standard one",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run ``async def`` tests in a fresh event loop each."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    loop = _new_event_loop(pyfuncitem.config.getoption("--loop"))
+    try:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(_run_alone(pyfuncitem.obj(**arguments)))
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        asyncio.set_event_loop(None)
+        loop.close()
+    return True
+
+
+def _new_event_loop(kind: str) -> asyncio.AbstractEventLoop:
+    if kind == "uvloop":
+        try:
+            import uvloop
+        except ImportError:  # Windows
+            return asyncio.new_event_loop()
+        return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
+
+
+async def _run_alone(test) -> None:
+    """Await the test; tasks that outlive it are a leak of the test or of the code under test."""
+    try:
+        await test
+        deadline = time.monotonic() + LEAK_GRACE_SECONDS
+        while (left := asyncio.all_tasks() - {asyncio.current_task()}) and time.monotonic() < deadline:
+            await asyncio.wait(left, timeout=0.05)
+        assert not left, f"the test left running tasks behind: {left}"
+    finally:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+class Belongings:
+    """What this process holds at one moment: threads, child processes, internet sockets."""
+
+    def __init__(self) -> None:
+        process = psutil.Process()
+        self.threads = {thread for thread in threading.enumerate() if not _belongs_to_reactor(thread)}
+        self.children = set(process.children(recursive=True))
+        self.sockets = {(s.fd, s.laddr, s.raddr) for s in process.net_connections("inet") if s.fd != -1}
+
+    def beyond(self, before: Belongings) -> list[str]:
+        threads = [f"thread {thread.name}" for thread in self.threads - before.threads]
+        children = [f"process {child}" for child in self.children - before.children]
+        sockets = [f"socket {laddr} -> {raddr or 'listening'}" for _, laddr, raddr in self.sockets - before.sockets]
+        return threads + children + sockets
+
+
+def _belongs_to_reactor(thread: threading.Thread) -> bool:
+    """The background loop and its executor live as long as the process."""
+    return thread.name == "shoal-reactor" or thread.name.startswith(("asyncio_", "ThreadPoolExecutor-"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test after which a thread, a child process or a socket stays open."""
+    before = Belongings()
+    yield
+    if request.node.get_closest_marker("leaves_something"):
+        return
+    deadline = time.monotonic() + LEAK_GRACE_SECONDS
+    while left := Belongings().beyond(before):
+        if time.monotonic() > deadline:
+            pytest.fail("left behind: " + "; ".join(left), pytrace=False)
+        time.sleep(0.02)  # closing runs in the background; there is no event to wait for
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The background loop itself must end when asked to."""
+    from shoal.reactor import Reactor
+
+    reactor = Reactor._current
+    if reactor is not None:
+        reactor.stop()
+        assert not reactor.thread.is_alive(), "the reactor's thread did not end"
