@@ -85,7 +85,7 @@ class Belongings:
 
 def _belongs_to_reactor(thread: threading.Thread) -> bool:
     """The background loop and its executor live as long as the process."""
-    return thread.name == "shoal-reactor" or thread.name.startswith(("asyncio_", "ThreadPoolExecutor-"))
+    return thread.name.startswith(("shoal-reactor", "shoal-worker"))
 
 
 @pytest.fixture(autouse=True)
