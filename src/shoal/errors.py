@@ -1,0 +1,96 @@
+"""Every exception that shoal raises on purpose.
+
+::
+
+    ShoalError
+    ├── ReactorError            a blocking call from inside the event loop, a forked child, a closed object
+    ├── P2PDaemonError          this side of the network failed: cannot start, listen, dial, or find a handler
+    │   ├── BootstrapError      no bootstrap address answered; one verdict for each address
+    │   ├── DialError           one peer could not be connected, with the reason
+    │   │   └── IdentityMismatchError   the address answered, but as another peer
+    │   └── StreamClosedError   the connection to a peer ended in the middle of something
+    ├── P2PHandlerError         the other side received the call and its handler raised
+    ├── ProtocolError           a peer sent bytes that break the protocol; its connection is dropped
+    ├── DHTError                the distributed table refused or failed
+    │   └── ValidationError     this node may not join: unreachable, or its clock is off
+    └── AveragingError
+        ├── MatchmakingException    no group could be formed
+        └── AllreduceException      a group was formed (or not in time) but no result came of it
+            └── BannedException     a member of the group was excluded from the rest of the round
+
+``P2PDaemonError`` keeps the name that users of this field know, although shoal has no daemon.
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """Base class: catch it to catch everything that shoal raises on purpose."""
+
+
+class ReactorError(ShoalError, RuntimeError):
+    """The background event loop cannot be used from here, or not any more."""
+
+
+class P2PDaemonError(ShoalError):
+    """A problem on this side of the network: start-up, listening, dialling, or a missing handler."""
+
+
+class DialError(P2PDaemonError, ConnectionError):
+    """A peer could not be connected; the text names the address and the cause."""
+
+
+class IdentityMismatchError(DialError):
+    """The address answered and proved to be another peer than the expected one."""
+
+
+class StreamClosedError(P2PDaemonError, ConnectionError):
+    """The connection to a peer ended before the operation was complete."""
+
+
+class BootstrapError(P2PDaemonError, RuntimeError):
+    """No bootstrap address could be used.
+
+    Attributes:
+        verdicts: why each address failed, by address.
+    """
+
+    def __init__(self, verdicts: dict[str, str]) -> None:
+        self.verdicts = verdicts
+        lines = "".join(f"\n  {address}: {reason}" for address, reason in verdicts.items())
+        super().__init__(f"failed to connect to bootstrap peers:{lines}")
+
+    def __reduce__(self) -> tuple[type[BootstrapError], tuple[dict[str, str]]]:
+        return type(self), (self.verdicts,)
+
+
+class P2PHandlerError(ShoalError):
+    """The remote handler raised; the text carries its error type and message, never its traceback."""
+
+
+class ProtocolError(ShoalError):
+    """A peer sent something that the protocol does not allow."""
+
+
+class DHTError(ShoalError):
+    """The distributed hash table could not do what was asked."""
+
+
+class ValidationError(DHTError):
+    """This node may not take part in the table: it cannot be reached, or its clock is off."""
+
+
+class AveragingError(ShoalError):
+    """Averaging with other peers failed; local tensors keep their values."""
+
+
+class MatchmakingException(AveragingError):
+    """A group of peers could not be formed."""
+
+
+class AllreduceException(AveragingError):
+    """An averaging step ended without a result."""
+
+
+class BannedException(AllreduceException):
+    """A group member was excluded from the rest of the round."""

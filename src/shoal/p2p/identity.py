@@ -1,0 +1,132 @@
+"""The key pair that a peer *is*: signing, the TLS certificate made from it, and the file that keeps it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import stat
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.x509.oid import NameOID
+
+from shoal.errors import P2PDaemonError
+from shoal.p2p.peer_id import PeerID
+
+_FILE_HEADER = b"\x08\x01\x12\x40"  # protobuf of libp2p's PrivateKey: type Ed25519, 64 bytes of data follow
+SIGNATURE_BYTES = 64
+
+
+class Identity:
+    """An Ed25519 key pair and the peer id that follows from it."""
+
+    def __init__(self, private_key: Ed25519PrivateKey) -> None:
+        self._private_key = private_key
+        self.public_key: bytes = private_key.public_key().public_bytes_raw()
+        self.peer_id = PeerID.from_public_key(self.public_key)
+
+    @classmethod
+    def generate(cls, rng: random.Random | None = None) -> Identity:
+        """A new identity; with ``rng`` a reproducible one, for simulations only."""
+        if rng is None:
+            return cls(Ed25519PrivateKey.generate())
+        return cls(Ed25519PrivateKey.from_private_bytes(rng.randbytes(32)))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Identity:
+        """Read the contents of an identity file.
+
+        Raises:
+            ValueError: not an Ed25519 identity.
+        """
+        if len(data) != len(_FILE_HEADER) + 64 or not data.startswith(_FILE_HEADER):
+            raise ValueError(
+                "this is not an Ed25519 identity (68 bytes in libp2p's private key format): delete the file to get a "
+                "new one"
+            )
+        identity = cls(Ed25519PrivateKey.from_private_bytes(data[4:36]))
+        if identity.public_key != data[36:]:
+            raise ValueError("the identity is damaged: its public half does not belong to its private half")
+        return identity
+
+    def to_bytes(self) -> bytes:
+        """The private key in the format of an identity file. Keep it secret."""
+        return _FILE_HEADER + self._private_key.private_bytes_raw() + self.public_key
+
+    @classmethod
+    def load_or_create(cls, path: str | os.PathLike[str]) -> Identity:
+        """Load the identity kept at ``path``, or make one and keep it there, readable by its owner alone.
+
+        Raises:
+            FileNotFoundError: the directory does not exist.
+            P2PDaemonError: the file is not an identity, or other users can read it.
+        """
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"cannot keep an identity in {path}: the directory {path.parent} does not exist")
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return cls._load(path)
+        identity = cls.generate()
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(identity.to_bytes())
+        return identity
+
+    @classmethod
+    def _load(cls, path: Path) -> Identity:
+        if os.name == "posix" and stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise P2PDaemonError(f"identity file {path} can be read by other users: run chmod 600 {path}")
+        try:
+            return cls.from_bytes(path.read_bytes())
+        except ValueError as e:
+            raise P2PDaemonError(f"cannot use identity file {path}: {e}") from None
+
+    def sign(self, message: bytes) -> bytes:
+        """Ed25519 signature, 64 bytes."""
+        return self._private_key.sign(message)
+
+    def certificate_pem(self) -> tuple[bytes, bytes]:
+        """A self-signed X.509 certificate of this key, and the key, both as PEM.
+
+        Nobody checks names, dates or issuers: what counts is the key, which the peer id contains.
+        """
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.peer_id.to_base58())])
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(self._private_key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(datetime.datetime(2000, 1, 1))
+            .not_valid_after(datetime.datetime(9999, 12, 31))
+            .sign(self._private_key, None)
+        )
+        key = self._private_key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        return certificate.public_bytes(serialization.Encoding.PEM), key
+
+
+def verify_signature(public_key: bytes, signature: bytes, message: bytes) -> bool:
+    """Whether ``signature`` over ``message`` was made with the private half of this raw Ed25519 key."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def peer_id_of_certificate(certificate_der: bytes) -> PeerID | None:
+    """The peer id of a certificate's key, or ``None`` if the certificate is not one of an Ed25519 key."""
+    try:
+        public_key = x509.load_der_x509_certificate(certificate_der).public_key()
+    except (ValueError, TypeError):
+        return None
+    if not isinstance(public_key, Ed25519PublicKey):
+        return None
+    return PeerID.from_public_key(public_key.public_bytes_raw())

@@ -1,0 +1,191 @@
+"""A network inside one process: the same streams as over TCP, without sockets, for tests and simulations.
+
+Bytes arrive in order after the delay that the network asks for, in the time of the running loop, so that a loop with
+virtual time runs a slow network in no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
+from shoal.p2p.identity import Identity
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.peer_id import PeerID
+from shoal.p2p.transport import Buffer, OnStream, Stream, Transport
+
+Delay = Callable[[PeerID, PeerID, int], float]
+"""Seconds that a number of bytes needs from one peer to another."""
+WINDOW_BYTES = 4 * 2**20
+"""How much a reader may be behind before the writer has to wait."""
+
+
+class MemoryStream(Stream):
+    """One end of a pipe."""
+
+    def __init__(self, network: MemoryNetwork, local: PeerID, remote: PeerID, address: Multiaddr | None) -> None:
+        self.remote = remote
+        self.remote_address = address
+        self._network = network
+        self._local = local
+        self._loop = asyncio.get_running_loop()
+        self._other: MemoryStream | None = None
+        self._inbox: deque[memoryview] = deque()
+        self._unread = 0  # sent by the other side and not read here yet, on the way included
+        self._arrival = 0.0  # when the last bytes sent from here arrive: later ones must not overtake them
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._closed = False
+        self._close_callback: Callable[[], object] | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _at_arrival(self, size: int, action: Callable[[], None]) -> None:
+        delay = self._network.delay(self._local, self.remote, size)
+        self._arrival = max(self._arrival, self._loop.time() + delay)
+        self._loop.call_at(self._arrival, action)
+
+    async def write(self, *buffers: Buffer) -> None:
+        other = self._other
+        if self._closed or other is None:
+            raise StreamClosedError("the connection is closed")
+        data = memoryview(b"".join(buffers))
+        other._unread += len(data)
+        self._at_arrival(len(data), lambda: other._arrive(data))
+        while other._unread > WINDOW_BYTES:
+            self._writer = self._loop.create_future()
+            try:
+                await self._writer
+            finally:
+                self._writer = None
+            if self._closed:
+                raise StreamClosedError("the other side closed the connection")
+
+    def _arrive(self, data: memoryview) -> None:
+        if not self._closed:
+            self._inbox.append(data)
+            _wake(self._reader)
+
+    async def read_exactly_into(self, buffer: memoryview) -> None:
+        filled = 0
+        while filled < len(buffer):
+            if self._inbox:
+                filled += self._take(buffer[filled:])
+                continue
+            if self._closed:
+                raise StreamClosedError("the other side closed the connection")
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            except asyncio.CancelledError:
+                self.abort()  # as over TCP: the stream has lost its place
+                raise
+            finally:
+                self._reader = None
+
+    def _take(self, room: memoryview) -> int:
+        head = self._inbox.popleft()
+        size = min(len(head), len(room))
+        room[:size] = head[:size]
+        if size < len(head):
+            self._inbox.appendleft(head[size:])
+        self._unread -= size
+        if self._other is not None and self._unread <= WINDOW_BYTES:
+            _wake(self._other._writer)
+        return size
+
+    def on_closed(self, callback: Callable[[], object] | None) -> None:
+        self._close_callback = callback
+        if self._closed and callback is not None:
+            self._loop.call_soon(callback)
+
+    def _end(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _wake(self._reader)
+        _wake(self._writer)
+        callback, self._close_callback = self._close_callback, None
+        if callback is not None:
+            callback()
+
+    def close(self) -> None:
+        if not self._closed and self._other is not None:
+            self._at_arrival(0, self._other._end)
+        self._end()
+
+    abort = close
+
+
+def _wake(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)
+
+
+class MemoryNetwork:
+    """Where in-memory peers find each other.
+
+    Args:
+        delay: seconds that bytes take between two peers; none by default.
+    """
+
+    def __init__(self, delay: Delay | None = None) -> None:
+        self.delay: Delay = delay or (lambda source, target, size: 0.0)
+        self.listeners: dict[Multiaddr, tuple[PeerID, OnStream]] = {}
+        self._next_address = 1
+
+    def transport(self, identity: Identity | None = None) -> MemoryTransport:
+        """A transport for one peer of this network."""
+        return MemoryTransport(self, identity or Identity.generate())
+
+    def new_address(self) -> Multiaddr:
+        """An address that nobody has."""
+        address = Multiaddr(f"/memory/{self._next_address}")
+        self._next_address += 1
+        return address
+
+
+class MemoryTransport(Transport):
+    """Reaches the peers of one :class:`MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, identity: Identity) -> None:
+        self.identity = identity
+        self._network = network
+        self._listening: list[Multiaddr] = []
+
+    def supports(self, address: Multiaddr) -> bool:
+        return address.protocols() == ["memory"] or address.protocols() == ["ip4", "tcp"]
+
+    async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
+        if "memory" not in address:  # the default of P2P.create: any address will do
+            address = self._network.new_address()
+        if address in self._network.listeners:
+            raise P2PDaemonError(f"cannot listen on {address}: somebody else does")
+        self._network.listeners[address] = (self.identity.peer_id, on_stream)
+        self._listening.append(address)
+        return [address]
+
+    async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
+        local = self.identity.peer_id
+        round_trip = self._network.delay(local, expected_peer, 0) + self._network.delay(expected_peer, local, 0)
+        await asyncio.sleep(round_trip)
+        found = self._network.listeners.get(address)
+        if found is None:
+            raise DialError(f"{address}: connection refused: nothing listens there")
+        peer, on_stream = found
+        if peer != expected_peer:
+            raise IdentityMismatchError(f"{address}: wrong identity: peer {peer} answers there, not {expected_peer}")
+        near = MemoryStream(self._network, local, peer, address)
+        far = MemoryStream(self._network, peer, local, None)
+        near._other, far._other = far, near
+        asyncio.get_running_loop().call_soon(on_stream, far)
+        return near
+
+    async def close(self) -> None:
+        for address in self._listening:
+            self._network.listeners.pop(address, None)
+        self._listening.clear()

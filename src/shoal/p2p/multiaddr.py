@@ -1,0 +1,254 @@
+"""Addresses of peers: ``/ip4/203.0.113.7/tcp/31337/p2p/12D3Koo…``.
+
+A multiaddr (https://multiformats.io/multiaddr/) is a path of protocols, each with a value or none. This is the
+small part of the format that peers of this library use, without the dozen packages that the reference
+implementation needs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+
+import base58
+
+_CODES = {
+    "ip4": 4,
+    "tcp": 6,
+    "ip6": 41,
+    "dns": 53,
+    "dns4": 54,
+    "dns6": 55,
+    "udp": 273,
+    "p2p-circuit": 290,
+    "p2p": 421,
+    "tls": 448,
+    "quic": 460,
+    "quic-v1": 461,
+    "ws": 477,
+    "wss": 478,
+    "memory": 777,
+}
+_NAMES = {code: name for name, code in _CODES.items()}
+_NAMES_WITHOUT_VALUE = frozenset({"p2p-circuit", "tls", "quic", "quic-v1", "ws", "wss"})
+_MAX_TEXT_LENGTH = 1024
+
+
+class ProtocolLookupError(LookupError):
+    """The address has no such protocol."""
+
+
+def _parse_port(name: str, text: str) -> bytes:
+    port = int(text)
+    if not (text.isascii() and text.isdigit() and 0 <= port <= 65535):
+        raise ValueError(f"{name} port {text!r} is not a number from 0 to 65535")
+    return port.to_bytes(2, "big")
+
+
+def _value_to_bytes(name: str, text: str) -> bytes:
+    if name == "ip4":
+        return ipaddress.IPv4Address(text).packed
+    if name == "ip6":
+        return ipaddress.IPv6Address(text).packed
+    if name in ("tcp", "udp"):
+        return _parse_port(name, text)
+    if name == "memory":
+        return int(text).to_bytes(8, "big")
+    raw = base58.b58decode(text) if name == "p2p" else text.encode()
+    if not raw or "/" in text:
+        raise ValueError(f"{name} needs a value, got {text!r}")
+    return raw
+
+
+def _value_from_bytes(name: str, raw: bytes) -> str:
+    if name == "ip4":
+        return str(ipaddress.IPv4Address(raw))
+    if name == "ip6":
+        return str(ipaddress.IPv6Address(raw))
+    if name in ("tcp", "udp", "memory"):
+        return str(int.from_bytes(raw, "big"))
+    return base58.b58encode(raw).decode() if name == "p2p" else raw.decode()
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _read_varint(data: bytes, start: int) -> tuple[int, int]:
+    number, shift = 0, 0
+    for position in range(start, min(start + 5, len(data))):
+        number |= (data[position] & 0x7F) << shift
+        if data[position] < 0x80:
+            return number, position + 1
+        shift += 7
+    raise ValueError("binary multiaddr is cut off or has a number that is too long")
+
+
+_FIXED_SIZES = {"ip4": 4, "ip6": 16, "tcp": 2, "udp": 2, "memory": 8}
+_Items = tuple[tuple[str, "str | None"], ...]
+
+
+def _parse_text(text: str) -> _Items:
+    if len(text) > _MAX_TEXT_LENGTH or not text.startswith("/"):
+        raise ValueError("it must start with / and be no longer than 1024 characters")
+    words = iter(text.rstrip("/").split("/")[1:])
+    items: list[tuple[str, str | None]] = []
+    for name in words:
+        name = "p2p" if name == "ipfs" else name
+        if name not in _CODES:
+            raise ValueError(f"unknown protocol {name!r}")
+        if name in _NAMES_WITHOUT_VALUE:
+            items.append((name, None))
+            continue
+        value = next(words, None)
+        if value is None:
+            raise ValueError(f"{name} needs a value")
+        items.append((name, _value_from_bytes(name, _value_to_bytes(name, value))))
+    return tuple(items)
+
+
+def _parse_bytes(data: bytes) -> _Items:
+    items: list[tuple[str, str | None]] = []
+    position = 0
+    while position < len(data):
+        code, position = _read_varint(data, position)
+        name = _NAMES.get(code)
+        if name is None:
+            raise ValueError(f"unknown protocol code {code}")
+        if name in _NAMES_WITHOUT_VALUE:
+            items.append((name, None))
+            continue
+        size = _FIXED_SIZES.get(name)
+        if size is None:
+            size, position = _read_varint(data, position)
+        raw = data[position : position + size]
+        if len(raw) != size:
+            raise ValueError("binary multiaddr is cut off")
+        items.append((name, _value_from_bytes(name, raw)))
+        position += size
+    return tuple(items)
+
+
+class Multiaddr:
+    """An immutable network address.
+
+    Args:
+        address: text such as ``/ip4/127.0.0.1/tcp/1337``, the binary form, or another ``Multiaddr``.
+
+    Raises:
+        ValueError: not a multiaddr; the text names the value and what is wrong with it.
+        TypeError: neither text, bytes nor ``Multiaddr``.
+    """
+
+    __slots__ = ("_items", "_text")
+
+    def __init__(self, address: str | bytes | Multiaddr) -> None:
+        if isinstance(address, Multiaddr):
+            self._items: _Items = address._items
+        elif isinstance(address, (str, bytes)):
+            try:
+                self._items = _parse_text(address) if isinstance(address, str) else _parse_bytes(address)
+            except ValueError as e:
+                raise ValueError(f"{address!r} is not a multiaddr such as /ip4/203.0.113.7/tcp/31337: {e}") from None
+        else:
+            raise TypeError(f"a multiaddr is made from str, bytes or Multiaddr, not from {address!r}")
+        self._text = "".join(f"/{name}" if value is None else f"/{name}/{value}" for name, value in self._items)
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"<Multiaddr {self._text}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Multiaddr) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __reduce__(self) -> tuple[type[Multiaddr], tuple[str]]:
+        return Multiaddr, (self._text,)
+
+    def __contains__(self, protocol: str) -> bool:
+        return any(name == protocol for name, _ in self._items)
+
+    def __getitem__(self, protocol: str) -> str | None:
+        """The first value of a protocol, ``None`` for a protocol without values.
+
+        Raises:
+            ProtocolLookupError: the address has no such protocol.
+        """
+        for name, value in self._items:
+            if name == protocol:
+                return value
+        raise ProtocolLookupError(f"{self._text} has no /{protocol}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.protocols())
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, protocol: str) -> str | None:
+        """Like ``self[protocol]``, but ``None`` where the protocol is missing."""
+        return next((value for name, value in self._items if name == protocol), None)
+
+    def protocols(self) -> list[str]:
+        """Protocol names in order."""
+        return [name for name, _ in self._items]
+
+    keys = protocols
+
+    def values(self) -> list[str | None]:
+        """Values in the order of :meth:`protocols`."""
+        return [value for _, value in self._items]
+
+    def items(self) -> list[tuple[str, str | None]]:
+        """Pairs of protocol and value in order."""
+        return list(self._items)
+
+    def to_bytes(self) -> bytes:
+        """The binary form."""
+        out = bytearray()
+        for name, value in self._items:
+            out += _varint(_CODES[name])
+            if value is not None:
+                raw = _value_to_bytes(name, value)
+                out += raw if name in _FIXED_SIZES else _varint(len(raw)) + raw
+        return bytes(out)
+
+    def split(self, maxsplit: int = -1) -> list[Multiaddr]:
+        """One address per protocol; after ``maxsplit`` of them the rest stays together."""
+        head = len(self._items) if maxsplit < 0 else min(maxsplit, len(self._items))
+        pieces = [self._from_items((item,)) for item in self._items[:head]]
+        return pieces if head == len(self._items) else [*pieces, self._from_items(self._items[head:])]
+
+    @classmethod
+    def join(cls, *addresses: str | bytes | Multiaddr) -> Multiaddr:
+        """Concatenate addresses."""
+        return cls._from_items(tuple(item for address in addresses for item in cls(address)._items))
+
+    def encapsulate(self, other: str | bytes | Multiaddr) -> Multiaddr:
+        """This address followed by another one."""
+        return self.join(self, other)
+
+    def decapsulate(self, other: str | bytes | Multiaddr) -> Multiaddr:
+        """This address up to the last occurrence of ``other``.
+
+        Raises:
+            ValueError: ``other`` does not occur.
+        """
+        tail = Multiaddr(other)._items
+        for start in range(len(self._items) - len(tail), -1, -1):
+            if self._items[start : start + len(tail)] == tail:
+                return self._from_items(self._items[:start])
+        raise ValueError(f"{self._text} does not contain {Multiaddr(other)}")
+
+    @classmethod
+    def _from_items(cls, items: _Items) -> Multiaddr:
+        return cls("".join(f"/{name}" if value is None else f"/{name}/{value}" for name, value in items) or b"")

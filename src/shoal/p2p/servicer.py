@@ -1,0 +1,161 @@
+"""Methods that other peers can call: classes with ``rpc_*`` methods, and the stubs through which they are called.
+
+The annotations of a method say what travels. There are two shapes::
+
+    async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse   # unary
+    async def rpc_download(self, call: Call, context: P2PContext) -> None                 # both sides send at will
+
+and the callers look like this::
+
+    response = await stub.rpc_find(FindRequest(...), timeout=3.0)
+    async with stub.rpc_download() as call: ...
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from shoal.p2p.connection import Call
+from shoal.p2p.peer_id import PeerID
+from shoal.p2p.wire import Header
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+
+@dataclass(frozen=True)
+class P2PContext:
+    """Who calls whom."""
+
+    handle_name: str
+    local_id: PeerID
+    remote_id: PeerID
+    """The caller; its identity has been proven."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One remotely callable method."""
+
+    name: str
+    request_type: type[Header] | None
+    """``None`` for a method that takes the :class:`Call` itself."""
+    response_type: type[Header] | None
+
+
+@dataclass(frozen=True)
+class Handler:
+    """A method that is registered at a peer."""
+
+    method: Method
+    function: Callable[..., Awaitable[Any]]
+
+
+_methods: dict[type, tuple[Method, ...]] = {}
+
+
+def methods_of(servicer: type) -> tuple[Method, ...]:
+    """The remotely callable methods of a class.
+
+    Raises:
+        TypeError: a method's annotations are not one of the two shapes.
+    """
+    if servicer not in _methods:
+        _methods[servicer] = _inspect_methods(servicer)
+    return _methods[servicer]
+
+
+def _inspect_methods(servicer: type) -> tuple[Method, ...]:
+    found = []
+    for name, function in inspect.getmembers(servicer, inspect.isfunction):
+        if not name.startswith("rpc_"):
+            continue
+        hints = get_type_hints(function)
+        parameters = list(inspect.signature(function).parameters)[1:]
+        request_type = hints.get(parameters[0]) if parameters else None
+        response_type = hints.get("return")
+        if request_type is Call:
+            found.append(Method(name, None, None))
+        elif _is_header(request_type) and _is_header(response_type):
+            found.append(Method(name, request_type, response_type))
+        else:
+            raise TypeError(
+                f"{servicer.__name__}.{name} must be (self, request: Header, context) -> Header or (self, call: Call, "
+                "context) -> None, with subclasses of shoal.p2p.Header"
+            )
+    return tuple(found)
+
+
+def _is_header(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Header)
+
+
+class StubBase:
+    """Calls the methods of a servicer at another peer. Made by :meth:`ServicerBase.get_stub`."""
+
+    def __init__(self, p2p: P2P, peer: PeerID, servicer: type[ServicerBase], namespace: str | None) -> None:
+        self._p2p = p2p
+        self._peer = peer
+        self._servicer = servicer
+        self._namespace = namespace
+
+    def __getattr__(self, name: str) -> Any:
+        for method in methods_of(self._servicer):
+            if method.name == name:
+                caller = self._make_caller(method)
+                setattr(self, name, caller)
+                return caller
+        raise AttributeError(f"{self._servicer.__name__} has no remote method {name}")
+
+    def _make_caller(self, method: Method) -> Callable[..., Any]:
+        handle = self._servicer.handle_name(method.name, self._namespace)
+
+        def unary(request: Header, timeout: float | None = None) -> Awaitable[Header]:
+            assert method.response_type is not None
+            return self._p2p.call(self._peer, handle, request, method.response_type, timeout)
+
+        def stream() -> AbstractAsyncContextManager[Call]:
+            return self._p2p.open_call(self._peer, handle)
+
+        return stream if method.request_type is None else unary
+
+
+class ServicerBase:
+    """Base class of objects whose ``rpc_*`` methods other peers may call."""
+
+    @classmethod
+    def handle_name(cls, method: str, namespace: str | None) -> str:
+        """The name on the wire: ``[namespace::]Class.rpc_x``."""
+        name = f"{cls.__name__}.{method}"
+        return name if namespace is None else f"{namespace}::{name}"
+
+    async def add_p2p_handlers(self, p2p: P2P, wrapper: Any = None, *, namespace: str | None = None) -> None:
+        """Let other peers call this object.
+
+        Args:
+            p2p: the peer that serves.
+            wrapper: object whose methods stand in for those of this one, such as an access check.
+            namespace: told apart from other objects of the same class by this.
+
+        Raises:
+            P2PDaemonError: such an object is served already.
+        """
+        target = self if wrapper is None else wrapper
+        handlers = {
+            self.handle_name(method.name, namespace): Handler(method, getattr(target, method.name))
+            for method in methods_of(type(self))
+        }
+        p2p.add_handlers(handlers)
+
+    async def remove_p2p_handlers(self, p2p: P2P, *, namespace: str | None = None) -> None:
+        """Stop serving; calls in progress go on."""
+        p2p.remove_handlers(self.handle_name(method.name, namespace) for method in methods_of(type(self)))
+
+    @classmethod
+    def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None) -> StubBase:
+        """An object through which the methods of this class are called at ``peer``."""
+        return StubBase(p2p, peer, cls, namespace)

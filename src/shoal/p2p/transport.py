@@ -1,0 +1,96 @@
+"""What every transport offers: authenticated, ordered, reliable, flow-controlled byte streams between two peers.
+
+Everything above this file works on these two classes alone, so that a new way to reach a peer (a relay, QUIC, a
+simulated network) is one more implementation and no change elsewhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
+
+from shoal.p2p.identity import Identity
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.peer_id import PeerID
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+"""Bytes to send. A memoryview must be contiguous and of format ``B``."""
+
+
+class Stream(ABC):
+    """One two-way byte pipe to a peer whose identity has been proven. One task may read while another one writes."""
+
+    remote: PeerID
+    remote_address: Multiaddr | None
+    """Where the other side is seen from here, as far as the transport knows."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """The connection is over: nothing more can be written, only what has arrived can be read."""
+
+    @abstractmethod
+    async def write(self, *buffers: Buffer) -> None:
+        """Send buffers, waiting while the other side is slow. They may be changed as soon as this returns.
+
+        Raises:
+            StreamClosedError: the connection ended.
+        """
+
+    @abstractmethod
+    async def read_exactly_into(self, buffer: memoryview) -> None:
+        """Fill the whole buffer (format ``B``, writable) with the next bytes.
+
+        Raises:
+            StreamClosedError: the connection ended before the buffer was full.
+        """
+
+    @abstractmethod
+    def on_closed(self, callback: Callable[[], object] | None) -> None:
+        """Call this once when the connection ends; at once if it has. Replaces the previous callback."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connection after what was written has been sent."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the connection now; unsent data is dropped."""
+
+
+OnStream = Callable[[Stream], None]
+
+
+class Transport(ABC):
+    """A way to reach peers, on behalf of one identity."""
+
+    identity: Identity
+
+    @abstractmethod
+    def supports(self, address: Multiaddr) -> bool:
+        """Whether this transport understands such addresses."""
+
+    @abstractmethod
+    async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
+        """Accept streams from other peers; ``on_stream`` gets each one after the dialler has proven who it is.
+
+        Returns:
+            The addresses where others may reach this peer, without ``/p2p``.
+
+        Raises:
+            P2PDaemonError: it is not possible to listen there; the text says why.
+        """
+
+    @abstractmethod
+    async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
+        """Connect to a peer and check that it is the expected one.
+
+        Raises:
+            IdentityMismatchError: somebody else answered.
+            DialError: the peer could not be reached, or is no shoal peer; the text says why.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop listening and drop every connection that is still being made."""

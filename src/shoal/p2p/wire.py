@@ -1,0 +1,131 @@
+"""Messages on a stream: a fixed prefix, a small typed header, and a payload that is never parsed.
+
+::
+
+    version  kind  flags   header length  payload length
+    u8       u8    u16     u32            u32              big-endian, 12 bytes
+    header: msgpack map, decoded into a typed struct; unknown fields are ignored
+    payload: raw bytes, such as a part of a tensor, sent from and received into the caller's memory
+
+Sizes are checked before memory is taken for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from shoal.errors import ProtocolError
+from shoal.p2p.transport import Buffer, Stream
+
+VERSION = 1
+MAX_HEADER_BYTES = 2**20
+MAX_PAYLOAD_BYTES = 2**31
+_PREFIX = struct.Struct(">BBHII")
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    HELLO = 1  # facts about the sender, first message of each side
+    OPEN = 2  # start of a call: which handler
+    ITEM = 3  # one message of the call
+    ERROR = 4  # the call has failed; ends the sender's side
+
+
+class Flag(IntEnum):
+    NONE = 0
+    END = 1  # the sender's last message of this call
+
+
+class Prefix(NamedTuple):
+    kind: Kind
+    is_end: bool
+    header_bytes: int
+    payload_bytes: int
+
+
+class Header(msgspec.Struct):
+    """Base class of everything typed that peers send each other.
+
+    Fields may be added later: an older peer ignores what it does not know, a newer one must give defaults.
+    """
+
+
+H = TypeVar("H", bound=Header)
+_encoder = msgspec.msgpack.Encoder()
+
+
+@functools.cache
+def _decoder(header_type: type[Any]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(header_type)
+
+
+def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:
+    """Parse a header.
+
+    Raises:
+        ProtocolError: not such a header.
+    """
+    try:
+        return cast("H", _decoder(header_type).decode(data))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"invalid {header_type.__name__}: {e}") from None
+
+
+def pack(kind: Kind, header: Header, payload_bytes: int = 0, *, end: bool = False) -> bytes:
+    """Prefix and header of a message; the payload is to follow.
+
+    Raises:
+        ProtocolError: too large to send.
+    """
+    encoded = _encoder.encode(header)
+    if len(encoded) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ProtocolError(
+            f"a message of {len(encoded)} + {payload_bytes} bytes is over the limit of {MAX_HEADER_BYTES} for its "
+            f"header or {MAX_PAYLOAD_BYTES} for its payload: send it in parts"
+        )
+    return _PREFIX.pack(VERSION, kind, Flag.END if end else Flag.NONE, len(encoded), payload_bytes) + encoded
+
+
+async def write_message(
+    stream: Stream, kind: Kind, header: Header, *payload: Buffer, end: bool = False, before: bytes = b""
+) -> int:
+    """Send a message, after the bytes ``before`` if any; returns the number of bytes sent."""
+    payload_bytes = sum(map(len, payload))
+    head = before + pack(kind, header, payload_bytes, end=end)
+    await stream.write(head, *payload)
+    return len(head) + payload_bytes
+
+
+async def read_prefix(stream: Stream) -> Prefix:
+    """Receive and check the next prefix.
+
+    Raises:
+        ProtocolError: not a message of this protocol.
+        StreamClosedError: the connection ended.
+    """
+    raw = bytearray(_PREFIX.size)
+    await stream.read_exactly_into(memoryview(raw))
+    version, kind, flags, header_bytes, payload_bytes = _PREFIX.unpack(raw)
+    if version != VERSION:
+        raise ProtocolError(f"message of protocol version {version}, this peer speaks version {VERSION}")
+    try:
+        known = Kind(kind)
+    except ValueError:
+        raise ProtocolError(f"message of unknown kind {kind}") from None
+    if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ProtocolError(f"message of {header_bytes} + {payload_bytes} bytes is over the limits")
+    return Prefix(known, bool(flags & Flag.END), header_bytes, payload_bytes)
+
+
+async def read_header_bytes(stream: Stream, prefix: Prefix) -> bytearray:
+    """Receive the header that belongs to a prefix."""
+    raw = bytearray(prefix.header_bytes)
+    if raw:
+        await stream.read_exactly_into(memoryview(raw))
+    return raw

@@ -1,0 +1,246 @@
+"""The background event loop of this process, and the only bridge between threads and coroutines.
+
+One daemon thread runs one event loop (uvloop where it exists) for all DHTs, averagers and trackers of the process.
+It starts at first use, never at import, touches no signal handler, and belongs to one process: after ``fork`` the
+child gets a new one at first use, while objects made by the parent refuse to work there at once instead of hanging.
+
+Facades talk to the loop through a :class:`Portal` of their own, which remembers what they have in flight so that
+closing the facade resolves every future that it handed out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ClassVar, TypeVar
+
+from shoal.errors import ReactorError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+EXIT_GRACE_SECONDS = 1.0
+"""How long interpreter exit waits for open objects to say goodbye to other peers."""
+
+TASK_GRACE_SECONDS = 0.2
+"""How long the loop, on its way out, waits for cancelled tasks to clean up."""
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # Windows, PyPy
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def _end_remaining_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=TASK_GRACE_SECONDS)
+
+
+class Reactor:
+    """The loop and its thread. Use :meth:`get`; do not construct."""
+
+    _current: ClassVar[Reactor | None] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.loop = _new_event_loop()
+        self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(thread_name_prefix="shoal-worker"))
+        self.portals: weakref.WeakSet[Portal] = weakref.WeakSet()
+        self.thread = threading.Thread(target=self._run, name="shoal-reactor", daemon=True)
+        self.thread.start()
+
+    @classmethod
+    def get(cls) -> Reactor:
+        """The reactor of this process, started if there is none."""
+        with cls._lock:
+            if cls._current is None or not cls._current.thread.is_alive():
+                cls._current = cls()
+            return cls._current
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            self.loop.run_until_complete(_end_remaining_tasks())  # else each would complain when it is collected
+        finally:
+            self.loop.close()
+
+    def in_loop_thread(self) -> bool:
+        """Whether the caller already runs inside the loop, where blocking would deadlock."""
+        return threading.get_ident() == self.thread.ident
+
+    def stop(self, grace: float = EXIT_GRACE_SECONDS) -> None:
+        """Close everything that is still open and end the thread. Called at interpreter exit and by tests."""
+        if self.pid != os.getpid() or not self.thread.is_alive():
+            return
+        deadline = time.monotonic() + grace
+        portals = [portal for portal in self.portals if not portal.closed]
+        closing = [portal.begin_close() for portal in portals]
+        concurrent.futures.wait(closing, timeout=max(0.0, deadline - time.monotonic()))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(max(0.1, deadline - time.monotonic()))
+
+
+def _forget_after_fork() -> None:
+    Reactor._current = None
+    Reactor._lock = threading.Lock()
+
+
+def _stop_at_exit() -> None:
+    if Reactor._current is not None:
+        Reactor._current.stop()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
+atexit.register(_stop_at_exit)
+
+
+async def _no_goodbye() -> None:
+    return None
+
+
+class Portal:
+    """One object's door into the reactor.
+
+    Args:
+        owner: how error messages call the object, such as ``"DHT"``.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.reactor = Reactor.get()
+        self.reactor.portals.add(self)
+        self._pending: set[concurrent.futures.Future[Any]] = set()
+        self._lock = threading.RLock()  # a finaliser may close this portal in the middle of a submit of the same thread
+        self._goodbye: Callable[[], Coroutine[Any, Any, None]] = _no_goodbye
+        self._closing: concurrent.futures.Future[None] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """True once closing has begun, or in a forked child."""
+        return self._closing is not None or self.reactor.pid != os.getpid() or not self.reactor.thread.is_alive()
+
+    def on_close(self, goodbye: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Set the coroutine function that releases the owner's resources; it runs once, inside the loop."""
+        self._goodbye = goodbye
+
+    def _check(self) -> None:
+        if self.reactor.pid != os.getpid():
+            raise ReactorError(
+                f"this {self.owner} was made in process {self.reactor.pid} before fork and cannot work in process "
+                f"{os.getpid()}: create a new one after the fork"
+            )
+        if not self.reactor.thread.is_alive():
+            raise ReactorError(f"this {self.owner} is closed: the background loop has ended")
+
+    def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine in the loop; cancelling the returned future cancels it.
+
+        Raises:
+            ReactorError: the owner was shut down, or belongs to the parent of this forked process.
+        """
+        try:
+            self._check()
+            with self._lock:
+                if self._closing is not None:
+                    raise ReactorError(f"this {self.owner} is shut down: create a new one")
+                future = asyncio.run_coroutine_threadsafe(coro, self.reactor.loop)
+                self._pending.add(future)
+                if self.closed:
+                    future.cancel()
+        except ReactorError:
+            coro.close()
+            raise
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def call(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine in the loop and wait for its result.
+
+        Raises:
+            ReactorError: as :meth:`submit`, or called from inside the loop, where it would wait for itself.
+            concurrent.futures.TimeoutError: not done in time; the coroutine is cancelled.
+        """
+        if self.reactor.pid == os.getpid() and self.reactor.in_loop_thread():
+            coro.close()
+            raise ReactorError(
+                f"blocking call of {self.owner} from inside shoal's event loop would deadlock: await the async form "
+                "instead, or ask for a future"
+            )
+        future = self.submit(coro)
+        try:
+            return future.result(timeout)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def begin_close(self) -> concurrent.futures.Future[None]:
+        """Start closing: cancel what is in flight, then run the goodbye. Idempotent."""
+        if self.reactor.pid != os.getpid() or not self.reactor.thread.is_alive():
+            closed: concurrent.futures.Future[None] = concurrent.futures.Future()
+            closed.set_result(None)  # no lock here: after a fork it may be held by a thread that does not exist
+            return closed
+        with self._lock:
+            if self._closing is None:
+                for future in list(self._pending):  # resolved at once, even if the loop is busy
+                    future.cancel()
+                self._closing = asyncio.run_coroutine_threadsafe(self._close(), self.reactor.loop)
+            return self._closing
+
+    async def _close(self) -> None:
+        try:
+            await self._goodbye()
+        except Exception as e:
+            logger.warning("closing %s: %s: %s", self.owner, type(e).__name__, e)
+
+    def close(self, timeout: float | None) -> None:
+        """Close and wait up to ``timeout`` seconds; never raises, never hangs, may be called from the loop itself."""
+        closing = self.begin_close()
+        if self.reactor.in_loop_thread() and self.reactor.pid == os.getpid():
+            return  # the goodbye runs as soon as the caller yields
+        with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            closing.result(timeout)
+
+
+async def run_in_worker(function: Callable[..., T], *args: Any) -> T:
+    """Run heavy tensor work (above about a millisecond) outside the loop; a virtual-time loop runs it inline."""
+    try:
+        future = asyncio.get_running_loop().run_in_executor(None, function, *args)
+    except RuntimeError:  # the interpreter is on its way out and takes no new work for threads
+        return function(*args)
+    return await future
+
+
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait until all of them have really ended; their errors are theirs."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def first_completed(*awaitables: Awaitable[Any], timeout: float | None = None) -> None:
+    """Wait until one of several awaitables is done or the time is up; what is left is cancelled."""
+    tasks = [asyncio.ensure_future(a) for a in awaitables]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        unfinished = [task for task in tasks if not task.done()]
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)

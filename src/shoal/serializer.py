@@ -1,0 +1,130 @@
+"""Plain Python values to msgpack and back, for what users put into the DHT.
+
+Tuples survive as tuples: they travel as an extension type of their own, so that a tuple key and a list key differ.
+Nothing but plain values and registered types is ever created from bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar, cast
+
+import msgpack
+
+logger = logging.getLogger(__name__)
+
+_MAX_DEPTH = 64
+
+
+class SerializerBase(ABC):
+    """Turns a value into bytes and back."""
+
+    @staticmethod
+    @abstractmethod
+    def dumps(obj: object) -> bytes: ...
+
+    @staticmethod
+    @abstractmethod
+    def loads(buf: bytes) -> Any: ...
+
+
+class ExtSerializable(Protocol):
+    """What :meth:`MSGPackSerializer.ext_serializable` asks of a class."""
+
+    def packb(self) -> bytes: ...
+
+    @classmethod
+    def unpackb(cls, data: bytes, /) -> Any: ...
+
+
+_T = TypeVar("_T", bound=type[Any])
+
+
+class MSGPackSerializer(SerializerBase):
+    """msgpack with strict types: ``None``, bool, int, float, str, bytes, list, dict, tuple and registered classes."""
+
+    _ext_types: ClassVar[dict[type[Any], int]] = {}
+    _ext_type_codes: ClassVar[dict[int, type[Any]]] = {}
+    _TUPLE_CODE: ClassVar[int] = 0x40
+
+    @classmethod
+    def ext_serializable(cls, type_code: int) -> Callable[[_T], _T]:
+        """Class decorator: objects of this class are packed by their ``packb`` and restored by ``unpackb``.
+
+        Args:
+            type_code: msgpack extension code, 0 to 127, the same on all peers.
+
+        Raises:
+            ValueError: the code is out of range or taken.
+            TypeError: the class lacks ``packb`` or ``unpackb``.
+        """
+        if not isinstance(type_code, int) or not 0 <= type_code <= 127 or type_code == cls._TUPLE_CODE:
+            raise ValueError(f"type_code must be an int from 0 to 127 other than {cls._TUPLE_CODE}, got {type_code!r}")
+
+        def register(wrapped: _T) -> _T:
+            if not (callable(getattr(wrapped, "packb", None)) and callable(getattr(wrapped, "unpackb", None))):
+                raise TypeError(f"{wrapped!r} must define packb() and the class method unpackb(bytes)")
+            taken = cls._ext_type_codes.get(type_code)
+            if taken is not None and taken.__qualname__ != wrapped.__qualname__:
+                raise ValueError(f"extension code {type_code:#x} is taken by {taken!r}; choose another one")
+            cls._ext_type_codes[type_code] = wrapped
+            cls._ext_types[wrapped] = type_code
+            return wrapped
+
+        return register
+
+    @classmethod
+    def _encode_ext(cls, obj: object) -> msgpack.ExtType:
+        code = cls._ext_types.get(type(obj))
+        if code is not None:
+            return msgpack.ExtType(code, cast("ExtSerializable", obj).packb())
+        if isinstance(obj, tuple):
+            packed = b"".join(cls.dumps(item) for item in obj)
+            return msgpack.ExtType(cls._TUPLE_CODE, msgpack.Packer().pack_array_header(len(obj)) + packed)
+        raise TypeError(
+            f"cannot serialize {obj!r} of type {type(obj).__name__}: use plain values, lists, dicts, tuples"
+        )
+
+    @classmethod
+    def _decode_ext(cls, code: int, data: bytes, depth: int) -> Any:
+        if code == cls._TUPLE_CODE:
+            return tuple(cls._loads(data, depth + 1))
+        known = cls._ext_type_codes.get(code)
+        if known is not None:
+            return known.unpackb(data)
+        logger.warning("unknown msgpack extension code %#x: the value is kept as raw bytes", code)
+        return data
+
+    @classmethod
+    def dumps(cls, obj: object) -> bytes:
+        """Pack a value.
+
+        Raises:
+            TypeError: the value, or something inside it, is not a plain value or a registered type.
+        """
+        return cast("bytes", msgpack.dumps(obj, use_bin_type=True, strict_types=True, default=cls._encode_ext))
+
+    @classmethod
+    def loads(cls, buf: bytes) -> Any:
+        """Restore a value.
+
+        Raises:
+            ValueError: the bytes are not exactly one msgpack value, or are nested too deeply.
+        """
+        return cls._loads(buf, 0)
+
+    @classmethod
+    def _loads(cls, buf: bytes, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"tuples are nested more than {_MAX_DEPTH} deep")
+        try:
+            return msgpack.loads(
+                buf,
+                ext_hook=lambda code, data: cls._decode_ext(code, data, depth),
+                raw=False,
+                strict_map_key=False,
+            )
+        except (TypeError, msgpack.exceptions.UnpackException) as e:  # unhashable map keys, truncated or extra bytes
+            raise ValueError(f"not a valid msgpack value: {type(e).__name__}: {e}") from e
