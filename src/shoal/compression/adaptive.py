@@ -1,0 +1,107 @@
+"""Codecs that choose another codec for each tensor, by its size, its role or its name."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal.compression.base import CompressionBase, CompressionInfo, NoCompression, SerializedTensor, TensorRole
+from shoal.compression.serialization import deserialize_torch_tensor
+
+
+class AdaptiveCompressionBase(CompressionBase):
+    """Base class: override :meth:`choose_compression`, with a choice that every peer makes alike."""
+
+    @abstractmethod
+    def choose_compression(self, info: CompressionInfo) -> CompressionBase:
+        """The codec for this tensor."""
+
+    @abstractmethod
+    def choices(self) -> Iterable[tuple[str, CompressionBase]]:
+        """Every codec that may be chosen, with the condition as text; the same on all peers."""
+
+    @property
+    def fingerprint(self) -> str:
+        choices = ", ".join(f"{condition}: {codec.fingerprint}" for condition, codec in self.choices())
+        return f"{type(self).__name__}({choices})"
+
+    @property
+    def lossy(self) -> bool:  # type: ignore[override]
+        return any(codec.lossy for _, codec in self.choices())
+
+    def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
+        return self.choose_compression(info).compress(tensor, info, allow_inplace)
+
+    def extract(self, serialized_tensor: SerializedTensor) -> torch.Tensor:
+        return deserialize_torch_tensor(serialized_tensor)
+
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        return self.choose_compression(info).estimate_compression_ratio(info)
+
+    def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int | None:
+        return self.choose_compression(info).compressed_nbytes(size, info)
+
+
+class SizeAdaptiveCompression(AdaptiveCompressionBase):
+    """One codec for small tensors and another one for large tensors.
+
+    Args:
+        threshold: number of values of the whole tensor from which on it is large.
+        less: codec for smaller tensors.
+        greater_equal: codec for the others.
+    """
+
+    def __init__(self, threshold: int, less: CompressionBase, greater_equal: CompressionBase) -> None:
+        self.threshold, self.less, self.greater_equal = threshold, less, greater_equal
+
+    def choose_compression(self, info: CompressionInfo) -> CompressionBase:
+        return self.greater_equal if info.descriptor.numel() >= self.threshold else self.less
+
+    def choices(self) -> Iterable[tuple[str, CompressionBase]]:
+        return [(f"<{self.threshold}", self.less), (f">={self.threshold}", self.greater_equal)]
+
+
+class RoleAdaptiveCompression(AdaptiveCompressionBase):
+    """A codec for each role of a tensor; roles that are not given use ``default``."""
+
+    def __init__(
+        self,
+        *,
+        activation: CompressionBase | None = None,
+        parameter: CompressionBase | None = None,
+        gradient: CompressionBase | None = None,
+        optimizer: CompressionBase | None = None,
+        default: CompressionBase | None = None,
+    ) -> None:
+        self.default = default if default is not None else NoCompression()
+        given = {
+            TensorRole.ACTIVATION: activation,
+            TensorRole.PARAMETER: parameter,
+            TensorRole.GRADIENT: gradient,
+            TensorRole.OPTIMIZER: optimizer,
+        }
+        self.by_role = {role: codec if codec is not None else self.default for role, codec in given.items()}
+
+    def choose_compression(self, info: CompressionInfo) -> CompressionBase:
+        return self.by_role.get(info.role, self.default)
+
+    def choices(self) -> Iterable[tuple[str, CompressionBase]]:
+        return [*((role.name, codec) for role, codec in self.by_role.items()), ("else", self.default)]
+
+
+class PerTensorCompression(AdaptiveCompressionBase):
+    """A codec for each tensor, looked up by ``info.key``: a sequence for keys that are indices, or a mapping."""
+
+    def __init__(self, tensor_compressions: Sequence[CompressionBase] | Mapping[Any, CompressionBase]) -> None:
+        self.tensor_compressions = tensor_compressions
+
+    def choose_compression(self, info: CompressionInfo) -> CompressionBase:
+        return self.tensor_compressions[info.key]
+
+    def choices(self) -> Iterable[tuple[str, CompressionBase]]:
+        by_key = self.tensor_compressions
+        items = by_key.items() if isinstance(by_key, Mapping) else enumerate(by_key)
+        return sorted(((repr(key), codec) for key, codec in items), key=lambda item: item[0])

@@ -1,0 +1,241 @@
+"""How tensors become bytes and back: the base class of all codecs, and the codec that changes nothing.
+
+A codec gives a :class:`SerializedTensor`: a few typed fields for a message header, and a buffer that can be written to
+a stream as it is. An exact codec gives a view of the tensor's own memory. What comes back from a peer is believed only
+after shape, type and number of bytes have been checked against each other.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.compression.descriptor import CompressionType, TensorDescriptor
+
+Buffer = bytes | bytearray | memoryview
+
+MAX_DIMENSIONS = 64
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+"""The element types that may travel, by the name that goes over the wire."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TensorRole(Enum):
+    """What a tensor is to the training, for codecs that treat roles differently."""
+
+    ACTIVATION = auto()
+    PARAMETER = auto()
+    GRADIENT = auto()
+    OPTIMIZER = auto()
+    UNSPECIFIED = auto()
+
+
+@dataclass(frozen=True)
+class CompressionInfo:
+    """What a codec may want to know about a tensor besides its values."""
+
+    key: Any
+    """Name or index of the tensor among its siblings, the same on all peers."""
+    descriptor: TensorDescriptor
+    """The whole tensor, also when only a part of it is being compressed."""
+    role: TensorRole = TensorRole.UNSPECIFIED
+    part_index: int = 0
+    part_size: int | None = None
+    """Number of values in each part but the last; ``None`` if the tensor is not split."""
+
+    @classmethod
+    def from_tensor(
+        cls, tensor: torch.Tensor, key: Any = None, descriptor: TensorDescriptor | None = None, **kwargs: Any
+    ) -> CompressionInfo:
+        """Information on an existing tensor; further fields by keyword."""
+        return cls(key, descriptor or TensorDescriptor.from_tensor(tensor), **kwargs)
+
+    def get_part(self, part_index: int, part_size: int | None) -> CompressionInfo:
+        """The same for one part of the tensor."""
+        return replace(self, part_index=part_index, part_size=part_size)
+
+
+class TensorMetadata(msgspec.Struct, frozen=True):
+    """What is needed to read a serialized tensor besides its bytes; fits into any message header."""
+
+    compression: int
+    """Code of the codec, see :class:`CompressionType`."""
+    dtype: str
+    size: tuple[int, ...]
+    requires_grad: bool = False
+
+    def checked(self) -> tuple[torch.dtype, int]:
+        """Element type and number of values, after checking that such a tensor can exist.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        dtype = DTYPES.get(self.dtype)
+        if dtype is None:
+            raise ValueError(f"serialized tensor has unknown element type {self.dtype!r}")
+        if len(self.size) > MAX_DIMENSIONS or any(not 0 <= length < 2**48 for length in self.size):
+            raise ValueError(f"serialized tensor has impossible size {self.size}")
+        if math.prod(max(length, 1) for length in self.size) >= 2**48:
+            raise ValueError(f"serialized tensor of size {self.size} is too large")
+        if self.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"serialized tensor of type {self.dtype} cannot require gradients")
+        return dtype, math.prod(self.size)
+
+
+@dataclass(frozen=True)
+class SerializedTensor:
+    """A tensor ready to be sent, or as it was received."""
+
+    metadata: TensorMetadata
+    buffer: Buffer
+    """The bytes; a contiguous view of format ``B`` where no copy was needed."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of an element type on the wire.
+
+    Raises:
+        ValueError: such tensors cannot be sent.
+    """
+    name = _DTYPE_NAMES.get(dtype)
+    if name is None:
+        raise ValueError(f"tensors of type {dtype} cannot be sent; possible are {', '.join(DTYPES)}")
+    return name
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as a writable view of format ``B``, without a copy."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as a contiguous CPU tensor outside of autograd: the tensor's own memory where possible."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ValueError(f"only dense tensors can be sent, got layout {tensor.layout}, type {tensor.dtype}")
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def tensor_over(buffer: Buffer, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
+    """A tensor over received bytes: a view where the memory is writable and aligned, else a copy.
+
+    Raises:
+        RuntimeError: the number of bytes is not what such a tensor takes.
+    """
+    view = memoryview(buffer)
+    view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    expected = math.prod(size) * dtype.itemsize
+    if len(view) != expected:
+        raise RuntimeError(f"a {dtype} tensor of size {tuple(size)} takes {expected} bytes, got {len(view)}")
+    if expected == 0:
+        return torch.empty(tuple(size), dtype=dtype)
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    flat = torch.frombuffer(view, dtype=torch.uint8)
+    if flat.data_ptr() % dtype.itemsize != 0:
+        flat = flat.clone()
+    return flat.view(dtype).reshape(tuple(size))
+
+
+class CompressionBase(ABC):
+    """A way to turn tensors into bytes and back."""
+
+    compression_type: CompressionType
+    lossy: bool
+    """Whether the restored tensor may differ from the original one."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Two peers may average together if their codecs have equal fingerprints."""
+        return self.compression_type.name
+
+    @abstractmethod
+    def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
+        """Turn a tensor into bytes.
+
+        Args:
+            tensor: on any device; other than CPU tensors are copied to the CPU.
+            info: what the codec may want to know about the tensor.
+            allow_inplace: the codec may spoil the tensor's values if that saves memory.
+
+        Returns:
+            Metadata and bytes; the bytes may be a view of the tensor's memory.
+
+        Raises:
+            ValueError: the codec cannot represent such a tensor.
+        """
+
+    @abstractmethod
+    def extract(self, serialized_tensor: SerializedTensor) -> torch.Tensor:
+        """Restore a tensor. It may share memory with the given bytes: copy it to keep or change it.
+
+        Raises:
+            ValueError: the metadata make no sense.
+            RuntimeError: the bytes are truncated, too many, or do not fit the metadata.
+        """
+
+    @abstractmethod
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Bytes after compression over bytes before, about."""
+
+    @abstractmethod
+    def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int | None:
+        """Bytes that a part of this size and of type ``info.descriptor.dtype`` takes; ``None`` if it depends on values."""
+
+    def _read_metadata(self, serialized_tensor: SerializedTensor) -> tuple[torch.dtype, int]:
+        metadata = serialized_tensor.metadata
+        if metadata.compression != self.compression_type:
+            raise ValueError(
+                f"bytes were made by codec {metadata.compression}, they cannot be read by {type(self).__name__} "
+                f"({self.compression_type:d}): peers must use the same compression"
+            )
+        return metadata.checked()
+
+
+class NoCompression(CompressionBase):
+    """The tensor as it is in memory (little-endian). Sending and receiving take no copy."""
+
+    compression_type = CompressionType.NONE
+    lossy = False
+
+    def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
+        metadata = TensorMetadata(
+            int(self.compression_type), dtype_name(tensor.dtype), tuple(tensor.shape), tensor.requires_grad
+        )
+        return SerializedTensor(metadata, bytes_of(plain(tensor)))
+
+    def extract(self, serialized_tensor: SerializedTensor) -> torch.Tensor:
+        dtype, _ = self._read_metadata(serialized_tensor)
+        metadata = serialized_tensor.metadata
+        tensor = tensor_over(serialized_tensor.buffer, dtype, metadata.size)
+        return tensor.requires_grad_(metadata.requires_grad)
+
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        return 1.0
+
+    def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int:
+        return math.prod(size) * info.descriptor.dtype.itemsize

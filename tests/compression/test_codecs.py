@@ -1,0 +1,170 @@
+"""Codecs restore what they promise, without copies where none is needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.compression import (
+    CompressionInfo,
+    CompressionType,
+    Float16Compression,
+    NoCompression,
+    PerTensorCompression,
+    RoleAdaptiveCompression,
+    SizeAdaptiveCompression,
+    TensorDescriptor,
+    TensorRole,
+    deserialize_torch_tensor,
+    serialize_torch_tensor,
+)
+from shoal.compression.base import DTYPES
+
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 4), (2, 3, 4)]
+
+
+def info_of(tensor: torch.Tensor, **kwargs) -> CompressionInfo:
+    return CompressionInfo.from_tensor(tensor, **kwargs)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_no_compression_is_exact_for_every_type(dtype, shape):
+    tensor = (torch.randn(shape) * 100).to(dtype)
+    codec = NoCompression()
+    serialized = codec.compress(tensor, info_of(tensor))
+    assert len(serialized.buffer) == codec.compressed_nbytes(shape, info_of(tensor))
+    restored = deserialize_torch_tensor(serialized)
+    assert restored.dtype == dtype
+    assert restored.shape == tensor.shape
+    assert torch.equal(restored, tensor)
+
+
+def test_no_compression_copies_nothing():
+    tensor = torch.randn(1000)
+    serialized = serialize_torch_tensor(tensor)
+    restored = deserialize_torch_tensor(serialized)
+    assert np.frombuffer(serialized.buffer, dtype=np.uint8).ctypes.data == tensor.data_ptr() == restored.data_ptr()
+
+
+def test_strided_and_conjugated_tensors_keep_their_values():
+    strided = torch.arange(12.0).reshape(3, 4).t()
+    assert torch.equal(deserialize_torch_tensor(serialize_torch_tensor(strided)), strided)
+    conjugated = torch.randn(4, dtype=torch.complex64).conj()
+    assert torch.equal(deserialize_torch_tensor(serialize_torch_tensor(conjugated)), conjugated)
+
+
+@pytest.mark.parametrize("code", [CompressionType.NONE, CompressionType.FLOAT16])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_requires_grad_is_restored(code, requires_grad):
+    tensor = torch.ones(3, requires_grad=requires_grad)
+    assert deserialize_torch_tensor(serialize_torch_tensor(tensor, code)).requires_grad is requires_grad
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_float16_restores_type_and_shape_and_is_close(dtype, shape):
+    tensor = torch.randn(shape).to(dtype)
+    codec = Float16Compression()
+    serialized = codec.compress(tensor, info_of(tensor))
+    assert len(serialized.buffer) == codec.compressed_nbytes(shape, info_of(tensor)) == 2 * tensor.numel()
+    restored = deserialize_torch_tensor(serialized)
+    assert restored.dtype == dtype
+    assert restored.shape == tensor.shape
+    assert torch.allclose(restored, tensor, rtol=1e-3, atol=1e-6)
+
+
+def test_float16_error_is_small_on_normal_values_and_clamped_at_the_ends():
+    torch.manual_seed(0)
+    tensor = torch.randn(10_000)
+    restored = deserialize_torch_tensor(serialize_torch_tensor(tensor, CompressionType.FLOAT16))
+    assert (restored - tensor).square().mean() < 5e-8
+    large = torch.tensor([1e30, -torch.inf, 0.0])
+    assert deserialize_torch_tensor(serialize_torch_tensor(large, CompressionType.FLOAT16)).tolist() == [
+        65504,
+        -65504,
+        0,
+    ]
+
+
+def test_float16_leaves_the_input_alone_unless_allowed():
+    tensor = torch.tensor([1e30])
+    Float16Compression().compress(tensor, info_of(tensor))
+    assert tensor.item() == torch.tensor(1e30).item()
+    Float16Compression().compress(tensor, info_of(tensor), allow_inplace=True)
+    assert tensor.item() == 65504
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_float16_rejects_what_it_cannot_hold(dtype):
+    with pytest.raises(ValueError, match="float32"):
+        serialize_torch_tensor(torch.zeros(3).to(dtype), CompressionType.FLOAT16)
+
+
+def test_only_dense_cpu_tensors_of_known_types():
+    with pytest.raises(ValueError, match="dense"):
+        serialize_torch_tensor(torch.eye(3).to_sparse())
+    with pytest.raises(AssertionError, match="CPU"):
+        serialize_torch_tensor(torch.zeros(3, device="meta"))
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), max_size=50))
+def test_round_trip_of_any_values(values):
+    tensor = torch.tensor(values, dtype=torch.float32)
+    assert torch.equal(deserialize_torch_tensor(serialize_torch_tensor(tensor)), tensor)
+    halved = deserialize_torch_tensor(serialize_torch_tensor(tensor, CompressionType.FLOAT16))
+    assert torch.equal(halved, tensor.clamp(-65504, 65504).half().float())
+
+
+def test_ratio_is_that_of_the_bytes():
+    tensor = torch.zeros(8, dtype=torch.float64)
+    assert NoCompression().estimate_compression_ratio(info_of(tensor)) == 1.0
+    assert Float16Compression().estimate_compression_ratio(info_of(tensor)) == 0.25
+
+
+def test_choice_by_size_of_the_whole_tensor():
+    codec = SizeAdaptiveCompression(10, NoCompression(), Float16Compression())
+    whole = torch.zeros(12)
+    part = info_of(whole).get_part(3, 4)
+    assert codec.compress(whole[:4], part).metadata.compression == CompressionType.FLOAT16
+    assert codec.compress(torch.zeros(9), info_of(torch.zeros(9))).metadata.compression == CompressionType.NONE
+    assert codec.compressed_nbytes([4], part) == 8
+    assert codec.lossy
+
+
+def test_choice_by_role_and_by_key():
+    by_role = RoleAdaptiveCompression(gradient=Float16Compression())
+    tensor = torch.zeros(3)
+    assert isinstance(by_role.choose_compression(info_of(tensor, role=TensorRole.GRADIENT)), Float16Compression)
+    assert isinstance(by_role.choose_compression(info_of(tensor)), NoCompression)
+    by_key = PerTensorCompression([NoCompression(), Float16Compression()])
+    serialized = by_key.compress(tensor, info_of(tensor, key=1))
+    assert serialized.metadata.compression == CompressionType.FLOAT16
+    assert torch.equal(by_key.extract(serialized), tensor)
+
+
+def test_fingerprints_tell_codecs_apart():
+    plain, half = NoCompression(), Float16Compression()
+    codecs = [
+        plain,
+        half,
+        SizeAdaptiveCompression(10, plain, half),
+        SizeAdaptiveCompression(11, plain, half),
+        RoleAdaptiveCompression(gradient=half),
+        RoleAdaptiveCompression(parameter=half),
+        PerTensorCompression([plain, half]),
+        PerTensorCompression({0: half, 1: plain}),
+    ]
+    assert len({codec.fingerprint for codec in codecs}) == len(codecs)
+    assert PerTensorCompression([plain]).fingerprint == PerTensorCompression({0: NoCompression()}).fingerprint
+    assert not PerTensorCompression([plain]).lossy
+
+
+def test_descriptor_makes_zeros_alike():
+    tensor = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    zeros = TensorDescriptor.from_tensor(tensor).make_zeros()
+    assert (zeros.shape, zeros.dtype, zeros.requires_grad) == (tensor.shape, tensor.dtype, True)
+    assert zeros.abs().sum() == 0
