@@ -1,4 +1,4 @@
-"""Nothing from the wire is believed: every decoder refuses bytes and metadata that do not fit, and nothing else happens."""
+"""Nothing from the wire is believed: every decoder refuses bytes and metadata that do not fit."""
 
 from __future__ import annotations
 
