@@ -204,7 +204,7 @@ class CompressionBase(ABC):
 
     @abstractmethod
     def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int | None:
-        """Bytes that a part of this size, of type ``info.descriptor.dtype``, takes; ``None`` if it depends on values."""
+        """Bytes that a part of this size, of type ``info.descriptor.dtype``, takes; ``None``: it depends on values."""
 
     def _read_metadata(self, serialized_tensor: SerializedTensor) -> tuple[torch.dtype, int]:
         metadata = serialized_tensor.metadata
