@@ -1,0 +1,75 @@
+"""How long one all-reduce takes: shoal, hivemind and gloo, one process per peer, on this machine's loopback.
+
+    python benchmarks/allreduce.py --library all --peers 2 --megabytes 200
+
+The group is formed before the clock starts; a round counts from the trigger, given to all peers at once, until the last
+of them has the result, and every result is checked. ``--library all`` takes the libraries in turn within each round, so
+that a noisy moment of the machine hits all of them, and prints ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from statistics import median
+from typing import Any
+
+from crew import Crew
+
+LIBRARIES = ("gloo", "shoal", "hivemind")
+
+
+def measure(libraries: list[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        crews = []
+        for library in libraries:
+            options = {} if library == "gloo" else args.options
+            crews.append(stack.enter_context(Crew(library, args.peers, args.megabytes, options)))
+            results[library] = {"version": crews[-1].version, "seconds": []}
+        for round_number in range(-args.warmup, args.rounds):
+            for crew in crews:
+                crew.ask("fill")
+                crew.ask("form")
+                seconds = crew.time("reduce")
+                crew.ask("check")
+                if round_number >= 0:
+                    results[crew.library]["seconds"].append(seconds)
+    for result in results.values():
+        result["median"] = median(result["seconds"])
+    return results
+
+
+def report(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
+    print(f"all-reduce of {args.megabytes:g} MB (fp32) among {args.peers} peers, seconds per round")
+    for library, result in results.items():
+        rounds = " ".join(f"{seconds:6.3f}" for seconds in result["seconds"])
+        print(f"  {library:<9} {result['version']:<12} median {result['median']:6.3f}   rounds {rounds}")
+    if "shoal" in results:
+        own = results["shoal"]["median"]
+        for library in results.keys() - {"shoal"}:
+            other = results[library]["median"]
+            print(f"  shoal takes {own / other:.2f} × the time of {library} ({other / own:.2f} × as fast)")
+    print(json.dumps({"peers": args.peers, "megabytes": args.megabytes, "results": results}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", choices=[*LIBRARIES, "all"], required=True)
+    parser.add_argument("--peers", type=int, default=2)
+    parser.add_argument("--megabytes", type=float, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="JSON of further DecentralizedAverager parameters, for both"
+    )
+    args = parser.parse_args()
+    if args.peers < 2:
+        parser.error("--peers must be at least 2: one peer has nobody to average with")
+    libraries = list(LIBRARIES) if args.library == "all" else [args.library]
+    report(measure(libraries, args), args)
+
+
+if __name__ == "__main__":
+    main()

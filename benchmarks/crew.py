@@ -1,0 +1,128 @@
+"""Starts one process per peer and gives them commands, all at the same moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+HERE = Path(__file__).parent
+ANSWER_LIMIT_SECONDS = 300
+
+HIVEMIND_ENVIRONMENT = HERE / ".venv-hivemind"
+HIVEMIND_REQUIREMENTS = ["hivemind==1.1.12", "torch==2.13.0", "numpy<2.3", "setuptools<81"]
+"""numpy: newer ones break its codecs; setuptools: newer ones lack the pkg_resources that it imports."""
+
+
+def interpreter(library: str) -> str:
+    """The Python that has this library; hivemind's environment is made at first use."""
+    if library != "hivemind":
+        return sys.executable
+    python = HIVEMIND_ENVIRONMENT / "bin" / "python"
+    ready = HIVEMIND_ENVIRONMENT / "ready"
+    if not ready.exists():
+        print(f"making {HIVEMIND_ENVIRONMENT} with {', '.join(HIVEMIND_REQUIREMENTS)}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(HIVEMIND_ENVIRONMENT)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, *HIVEMIND_REQUIREMENTS], check=True)
+        ready.touch()
+    return str(python)
+
+
+class Crew:
+    """The peers of one library; use as a context manager, which ends every process at its exit."""
+
+    def __init__(self, library: str, peers: int, megabytes: float, options: dict[str, Any] | None = None) -> None:
+        self.library = library
+        self._scratch = tempfile.TemporaryDirectory(prefix="shoal-benchmark-")
+        threads = max(1, (os.cpu_count() or 1) // peers)  # the same for every library
+        arguments = {"library": library, "peers": peers, "megabytes": megabytes, "threads": threads}
+        command = [interpreter(library), "-W", "ignore", str(HERE / "peer.py"), "--options", json.dumps(options or {})]
+        command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+        environment = dict(os.environ)
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        self.processes = [
+            subprocess.Popen(
+                [*command, "--index", str(index)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                start_new_session=True,  # a group of its own: closing takes its children along
+            )
+            for index in range(peers)
+        ]
+
+    def __enter__(self) -> Crew:
+        try:
+            self.version = self._answers(self.processes)[0]
+            if self.library == "gloo":
+                address = f"file://{self._scratch.name}/rendezvous"
+            else:
+                address = self.ask("open", to=self.processes[:1])[0]
+            self.ask("join", address)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None and kind is None and all(process.poll() is None for process in self.processes):
+                self.ask("close")
+        finally:
+            for process in self.processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                assert process.stdin
+                assert process.stdout
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+                process.stdout.close()
+            self._scratch.cleanup()
+
+    def ask(self, command: str, *arguments: Any, to: Sequence[subprocess.Popen[str]] | None = None) -> list[Any]:
+        """Give a command to all peers (or to some) at once and return their answers.
+
+        Raises:
+            RuntimeError: a peer failed or did not answer in time; the text says which and why.
+        """
+        peers = self.processes if to is None else to
+        line = json.dumps([command, *arguments]) + "\n"
+        for process in peers:
+            assert process.stdin
+            process.stdin.write(line)
+            process.stdin.flush()
+        return self._answers(peers)
+
+    def _answers(self, peers: Sequence[subprocess.Popen[str]]) -> list[Any]:
+        alarm = threading.Timer(ANSWER_LIMIT_SECONDS, lambda: [process.kill() for process in self.processes])
+        alarm.start()
+        try:
+            lines = [process.stdout.readline() for process in peers if process.stdout]
+        finally:
+            alarm.cancel()
+        if not all(lines):
+            raise RuntimeError(f"a {self.library} peer ended, or gave no answer within {ANSWER_LIMIT_SECONDS} s")
+        answers = [json.loads(line) for line in lines]
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
+            raise RuntimeError(f"{self.library}: " + "; ".join(errors))
+        return [answer["result"] for answer in answers]
+
+    def time(self, command: str) -> float:
+        """Seconds from the first peer's beginning to the last peer's end; all processes share the monotonic clock."""
+        spans = self.ask(command)
+        return max(span["ended"] for span in spans) - min(span["began"] for span in spans)

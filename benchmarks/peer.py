@@ -1,0 +1,217 @@
+"""One peer of a benchmark: a process that obeys the commands it reads, one JSON line each, and answers likewise.
+
+It runs in two environments, shoal's own and the one of the library that shoal is compared with, so it imports nothing
+but the standard library, torch and the library under test. shoal and hivemind share their public interface, so they
+share this code too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+FORMATION_LIMIT_SECONDS = 120
+POLL_SECONDS = 0.002
+"""How often a peer looks whether its group is complete; small against every time measured here."""
+
+
+def realistic_shapes(megabytes: float) -> list[tuple[int, ...]]:
+    """Shapes of a transformer's tensors that take exactly this many megabytes (10^6 bytes) in fp32."""
+    budget = round(megabytes * 1e6 / 4)
+    width = next((w for w in (1024, 512, 256, 128, 64) if 48 * w * w <= budget), 32)
+    layer = [
+        (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,),
+        (4 * width, width), (4 * width,), (width, 4 * width), (width,), (width,), (width,),
+    ]  # fmt: skip
+    shapes: list[tuple[int, ...]] = []
+    while True:
+        for shape in layer:
+            size = torch.Size(shape).numel()
+            if size > budget:
+                return [*shapes, (budget,)] if budget else shapes
+            shapes.append(shape)
+            budget -= size
+
+
+class Peer(ABC):
+    """What the coordinator may ask for. Every value is checked after every round: a fast wrong answer is no answer."""
+
+    def __init__(self, index: int, peers: int, megabytes: float) -> None:
+        self.index, self.peers = index, peers
+        generator = torch.Generator().manual_seed(0)
+        self.base = [torch.randn(shape, generator=generator) for shape in realistic_shapes(megabytes)]
+
+    @abstractmethod
+    def open(self) -> Any:
+        """Start; returns the address that the others need (asked of peer 0 alone)."""
+
+    @abstractmethod
+    def join(self, address: Any) -> None:
+        """Connect with the others, who are told the same."""
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Set the local vector: the common base times (index + 1)."""
+
+    @abstractmethod
+    def form(self) -> dict[str, float]:
+        """Find the group of all peers; returns when it began and when it was complete."""
+
+    @abstractmethod
+    def reduce(self) -> dict[str, float]:
+        """Average within the group; returns when it began and when the result was there."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise unless the local vector holds the average."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave."""
+
+    def compare(self, tensors: list[torch.Tensor], factor: float) -> None:
+        for tensor, base in zip(tensors, self.base, strict=True):
+            torch.testing.assert_close(tensor.detach(), base * factor, rtol=1e-4, atol=1e-5)
+
+
+class GlooPeer(Peer):
+    """torch.distributed's all-reduce over TCP, without encryption, of one flat vector: gloo's best case."""
+
+    def open(self) -> str:
+        return ""
+
+    def join(self, address: str) -> None:
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo", init_method=address, rank=self.index, world_size=self.peers)
+        self.vector = torch.cat([tensor.flatten() for tensor in self.base])
+
+    def fill(self) -> None:
+        torch.cat([tensor.flatten() for tensor in self.base], out=self.vector).mul_(self.index + 1)
+
+    def form(self) -> dict[str, float]:
+        began = time.monotonic()
+        torch.distributed.barrier()
+        return {"began": began, "ended": time.monotonic()}
+
+    def reduce(self) -> dict[str, float]:
+        began = time.monotonic()
+        torch.distributed.all_reduce(self.vector)
+        return {"began": began, "ended": time.monotonic()}
+
+    def check(self) -> None:
+        pieces = self.vector.split([tensor.numel() for tensor in self.base])
+        tensors = [piece.view_as(tensor) for piece, tensor in zip(pieces, self.base, strict=True)]
+        self.compare(tensors, self.peers * (self.peers + 1) / 2)
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()
+
+
+class AveragerPeer(Peer):
+    """A DecentralizedAverager of the library's default settings, with a group that is complete at all peers."""
+
+    def __init__(self, library: str, index: int, peers: int, megabytes: float, options: dict[str, Any]) -> None:
+        super().__init__(index, peers, megabytes)
+        self.library = importlib.import_module(library)
+        self.stage = importlib.import_module(f"{library}.averaging.control").AveragingStage
+        self.options = options
+
+    def open(self) -> list[str]:
+        self.dht = self.library.DHT(start=True)
+        return [str(address) for address in self.dht.get_visible_maddrs()]
+
+    def join(self, address: list[str]) -> None:
+        if self.index != 0:
+            self.dht = self.library.DHT(initial_peers=address, start=True)
+        tensors = [torch.zeros_like(tensor) for tensor in self.base]
+        self.averager = self.library.DecentralizedAverager(
+            tensors,
+            self.dht,
+            start=True,
+            prefix="benchmark",
+            target_group_size=self.peers,
+            min_group_size=self.peers,
+            **self.options,
+        )
+
+    def fill(self) -> None:
+        with self.averager.get_tensors() as tensors, torch.no_grad():
+            for tensor, base in zip(tensors, self.base, strict=True):
+                torch.mul(base, self.index + 1, out=tensor)
+
+    def form(self) -> dict[str, float]:
+        began = time.monotonic()
+        self.control = self.averager.step(wait=False, require_trigger=True, timeout=FORMATION_LIMIT_SECONDS)
+        while self.control.stage != self.stage.AWAITING_TRIGGER:
+            if self.control.done():
+                raise RuntimeError(f"no group was formed: {self.control.exception()}")
+            time.sleep(POLL_SECONDS)
+        return {"began": began, "ended": time.monotonic()}
+
+    def reduce(self) -> dict[str, float]:
+        began = time.monotonic()
+        self.control.allow_allreduce()
+        members = self.control.result(FORMATION_LIMIT_SECONDS)
+        ended = time.monotonic()
+        if len(members) != self.peers:
+            raise RuntimeError(f"the group had {len(members)} members instead of {self.peers}")
+        return {"began": began, "ended": ended}
+
+    def check(self) -> None:
+        with self.averager.get_tensors() as tensors:
+            self.compare(list(tensors), (self.peers + 1) / 2)
+
+    def close(self) -> None:
+        self.averager.shutdown()
+        self.dht.shutdown()
+
+
+def obey(peer: Peer, answer: Callable[[dict[str, Any]], None]) -> None:
+    """Read commands until told to close, or until the coordinator is gone."""
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        try:
+            answer({"result": getattr(peer, command)(*arguments)})
+        except Exception as e:
+            answer({"error": f"peer {peer.index}, {command}: {type(e).__name__}: {e}"})
+        if command == "close":
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--peers", type=int, required=True)
+    parser.add_argument("--megabytes", type=float, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--options", type=json.loads, default={})
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints must not mix with the answers
+
+    def answer(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    if args.library == "gloo":
+        peer: Peer = GlooPeer(args.index, args.peers, args.megabytes)
+    else:
+        peer = AveragerPeer(args.library, args.index, args.peers, args.megabytes, args.options)
+    answer({"result": getattr(sys.modules.get(args.library, torch), "__version__", None)})
+    obey(peer, answer)
+
+
+if __name__ == "__main__":
+    main()
