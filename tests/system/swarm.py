@@ -1,0 +1,158 @@
+"""Runs training scripts as processes of their own and reads the events that they print, one JSON object per line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).parent
+Event = dict[str, Any]
+
+
+class Peer:
+    """One script in a process of its own."""
+
+    def __init__(self, script: str, *arguments: object) -> None:
+        self.events: list[Event] = []
+        self._news = threading.Condition()
+        self._output_ended = False
+        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed in close()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / script), *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+        )
+        self._reader = threading.Thread(target=self._read, name=f"reads {script}")
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        with self.process.stdout as lines:
+            for line in lines:
+                with self._news:
+                    self.events.append(json.loads(line))
+                    self._news.notify_all()
+        with self._news:
+            self._output_ended = True
+            self._news.notify_all()
+
+    def tell(self, word: str) -> None:
+        """Write a line to the script's standard input."""
+        assert self.process.stdin
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+    def wait_for(self, name: str, timeout: float, matches: Callable[[Event], bool] = lambda _: True) -> Event:
+        """The first event that has this key and matches, be it past or future.
+
+        Raises:
+            AssertionError: it did not come in time, or the script ended without it.
+        """
+        deadline = time.monotonic() + timeout
+        seen = 0
+        with self._news:
+            while True:
+                for event in self.events[seen:]:
+                    if name in event and matches(event):
+                        return event
+                seen = len(self.events)
+                assert not self._output_ended, f"ended without {name!r}: {self.events[-3:]}\n{self.errors()}"
+                left = deadline - time.monotonic()
+                assert left > 0, f"no {name!r} within {timeout} s: {self.events[-3:]}\n{self.errors()}"
+                self._news.wait(left)
+
+    def wait_until_quiet(self, name: str, seconds: float, timeout: float) -> None:
+        """Return when no event with this key has come for some seconds: the script waits for something.
+
+        Raises:
+            AssertionError: events kept coming, or the script ended.
+        """
+        deadline = time.monotonic() + timeout
+        with self._news:
+            before = -1
+            while before != (before := len([event for event in self.events if name in event])):
+                assert not self._output_ended, f"ended: {self.errors()}"
+                assert time.monotonic() < deadline, f"{name!r} kept coming for {timeout} s"
+                self._news.wait_for(lambda: self._output_ended, seconds)
+
+    def all(self, name: str) -> list[Event]:
+        """Every event so far that has this key."""
+        with self._news:
+            return [event for event in self.events if name in event]
+
+    def errors(self) -> str:
+        """What the script has written to its standard error."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def wait(self, timeout: float) -> int:
+        """Wait until the process has ended by itself; returns its exit status."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s: {self.events[-3:]}\n{self.errors()}") from None
+
+    def children(self) -> list[psutil.Process]:
+        """Processes that the script has started, at any depth."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        """End the process whatever it does."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self._reader.join()
+        self._errors.close()
+
+
+class Swarm:
+    """Peers that know each other through the first one; leaving the block ends all of them."""
+
+    def __init__(self, script: str, size: int, *arguments: object) -> None:
+        self.script, self.size, self.arguments = script, size, arguments
+        self.peers: list[Peer] = []
+
+    def __enter__(self) -> Swarm:
+        try:
+            first = Peer(self.script, *self.arguments)
+            self.peers.append(first)
+            self.address = first.wait_for("address", 60)["address"]
+            self.peers += [self._join() for _ in range(self.size - 1)]
+            for peer in self.peers:
+                peer.wait_for("ready", 60)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        for peer in self.peers:
+            peer.tell("go")
+        return self
+
+    def _join(self) -> Peer:
+        return Peer(self.script, *self.arguments, "--initial-peers", self.address)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for peer in self.peers:
+            peer.close()

@@ -1,0 +1,34 @@
+"""The memory of a peer does not grow with the number of rounds."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from tests.system.swarm import Swarm
+
+ALLOWED_GROWTH = 1.05
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs getrusage")
+
+
+@pytest.mark.timeout(120)
+def test_peak_memory_after_50_rounds_is_that_after_10() -> None:
+    with Swarm("average.py", 2, "--rounds", 50) as swarm:
+        for peer in swarm.peers:
+            peer.wait_for("done", 100)
+            early, late = (peer.wait_for("round", 0, lambda e, n=n: e["round"] == n)["peak"] for n in (10, 50))
+            assert late <= early * ALLOWED_GROWTH, f"{late / early:.3f} times as much"
+
+
+@pytest.mark.timeout(120)
+def test_peak_memory_after_50_epochs_is_that_after_10() -> None:
+    options = ["--epochs", 50, "--target-batch-size", 64, "--matchmaking-time", 1]
+    with Swarm("train.py", 2, *options) as swarm:
+        for peer in swarm.peers:
+            peer.wait_for("left", 100)
+            assert len([event for event in peer.all("epoch") if len(event["group"]) == 2]) > 10, (
+                "hardly any common round"
+            )
+            early, late = (peer.wait_for("epoch", 0, lambda e, n=n: e["epoch"] >= n)["peak"] for n in (10, 50))
+            assert late <= early * ALLOWED_GROWTH, f"{late / early:.3f} times as much"

@@ -1,0 +1,94 @@
+"""Several peers, each a process of its own, train together; some are killed or interrupted."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import pytest
+from tests.system.smoke import smoke
+from tests.system.swarm import Peer, Swarm
+
+needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals to other processes")
+MANY_EPOCHS = 10_000
+INTERRUPT_LIMIT_SECONDS = 2.0
+
+
+def epoch_of(peer: Peer) -> int:
+    return max((event["epoch"] for event in peer.all("epoch")), default=0)
+
+
+@pytest.mark.parametrize("delay_state_averaging", [False, True], ids=["synchronous", "delayed state averaging"])
+def test_four_peers_make_five_global_steps_and_leave_nothing_behind(delay_state_averaging: bool) -> None:
+    smoke(delay_state_averaging)
+
+
+@needs_signals
+def test_others_go_on_when_one_of_four_is_killed() -> None:
+    with Swarm("train.py", 4, "--epochs", MANY_EPOCHS, "--averaging-timeout", 10) as swarm:
+        victim, *others = swarm.peers[1:] + swarm.peers[:1]
+        for peer in swarm.peers:
+            peer.wait_for("epoch", 60, lambda event: len(event["group"]) == 4)
+        victim_id = victim.wait_for("peer_id", 1)["peer_id"]
+        victim.process.kill()
+        at_death = max(epoch_of(peer) for peer in swarm.peers)
+        for peer in others:
+            later = peer.wait_for(
+                "epoch",
+                60,
+                lambda event: event["epoch"] >= at_death + 3 and len(event["group"]) == 3,
+            )
+            assert victim_id not in later["group"]
+            assert "Traceback" not in peer.errors(), peer.errors()
+
+
+def interrupt(peer: Peer) -> int:
+    """Press Ctrl-C and return the exit status, which must come in time."""
+    children = peer.children()
+    peer.process.send_signal(signal.SIGINT)
+    pressed = time.monotonic()
+    status = peer.wait(20)
+    took = time.monotonic() - pressed
+    assert took < INTERRUPT_LIMIT_SECONDS, f"took {took:.1f} s\n{peer.errors()}"
+    orphans = [child for child in children if child.is_running()]
+    assert not orphans
+    return status
+
+
+@needs_signals
+def test_ctrl_c_during_training_ends_a_script_that_catches_it_without_a_word() -> None:
+    with Swarm("train.py", 2, "--epochs", MANY_EPOCHS, "--catch-interrupt") as swarm:
+        for peer in swarm.peers:
+            peer.wait_for("epoch", 60, lambda event: len(event["group"]) == 2)
+        for peer in swarm.peers:
+            assert interrupt(peer) == 0
+            assert peer.wait_for("left", 1)["left"] == []
+            assert "Traceback" not in peer.errors(), peer.errors()
+
+
+@needs_signals
+def test_ctrl_c_during_training_ends_a_script_that_knows_nothing_of_it() -> None:
+    """Python itself then prints where the script was; nothing of shoal's threads or exit handlers may come on top."""
+    with Swarm("train.py", 2, "--epochs", MANY_EPOCHS) as swarm:
+        for peer in swarm.peers:
+            peer.wait_for("epoch", 60, lambda event: len(event["group"]) == 2)
+        for peer in swarm.peers:
+            assert interrupt(peer) == -signal.SIGINT
+            errors = peer.errors()
+            assert errors.count("Traceback") == 1, errors
+            assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+
+
+@needs_signals
+def test_ctrl_c_ends_a_script_that_waits_for_a_stalled_peer() -> None:
+    """The other peer is stopped, so that this one waits in the middle of averaging when Ctrl-C comes."""
+    patience = ["--matchmaking-time", 30, "--averaging-timeout", 40]
+    with Swarm("train.py", 2, "--epochs", MANY_EPOCHS, "--catch-interrupt", "--report-steps", *patience) as swarm:
+        stalled, waiting = swarm.peers
+        for peer in swarm.peers:
+            peer.wait_for("epoch", 60, lambda event: len(event["group"]) == 2)
+        stalled.process.send_signal(signal.SIGSTOP)
+        waiting.wait_until_quiet("step", seconds=1.5, timeout=60)
+        assert interrupt(waiting) == 0
+        assert "Traceback" not in waiting.errors(), waiting.errors()

@@ -1,0 +1,85 @@
+"""Importing shoal does nothing but import: any room, in any order, with or without the optional packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+OPTIONAL_PACKAGES = ("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning")
+
+PRELUDE = """
+import importlib, logging, multiprocessing, os, pkgutil, signal, sys, threading
+import torch, torch.optim
+
+def all_modules():
+    import shoal
+    return [m.name for m in pkgutil.walk_packages(shoal.__path__, "shoal.") if not m.name.endswith("__main__")]
+"""
+
+
+def run(script: str) -> str:
+    command = [sys.executable, "-W", "error::Warning:shoal", "-c", PRELUDE + textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_no_side_effects() -> None:
+    run("""
+        def state():
+            return {
+                "threads": threading.enumerate(),
+                "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+                "start method": multiprocessing.get_start_method(allow_none=True),
+                "root handlers": list(logging.getLogger().handlers),
+                "root level": logging.getLogger().level,
+                "torch threads": torch.get_num_threads(),
+                "default dtype": torch.get_default_dtype(),
+                "random state": torch.get_rng_state().tolist(),
+                "environment": dict(os.environ),
+                "children": multiprocessing.active_children(),
+            }
+
+        before = state()
+        names = all_modules()
+        assert "shoal.reactor" in names, names
+        for name in names:
+            importlib.import_module(name)
+        after = state()
+        changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+        assert not changed, changed
+        assert sys.modules["shoal.reactor"].Reactor._current is None
+    """)
+
+
+def test_every_module_can_be_imported_first() -> None:
+    run("""
+        for name in all_modules():
+            for loaded in [m for m in sys.modules if m == "shoal" or m.startswith("shoal.")]:
+                del sys.modules[loaded]
+            importlib.import_module(name)
+    """)
+
+
+def test_optional_packages_may_be_missing() -> None:
+    run(f"""
+        sys.modules.update(dict.fromkeys({OPTIONAL_PACKAGES}))  # importing one raises ModuleNotFoundError
+        for name in all_modules():
+            importlib.import_module(name)
+        from shoal.reactor import Portal
+
+        async def one():
+            return 1
+
+        assert Portal("test object").call(one()) == 1
+    """)
+
+
+def test_bare_import_does_not_load_the_rooms() -> None:
+    output = run("""
+        import shoal
+        print([name for name in sys.modules if name.startswith("shoal.")])
+        assert set(shoal.__all__) <= set(dir(shoal))
+    """)
+    assert output.strip() == "[]"

@@ -1,0 +1,395 @@
+"""The public interface, held as tables: import paths, signatures with defaults, members, constants, errors.
+
+A change here is a change for every user. ``import shoal as hivemind`` must keep working for what is listed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from operator import attrgetter
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from shoal.compression import CompressionBase, NoCompression
+
+NAMES = {
+    "shoal": """
+        DHT DecentralizedAverager Optimizer __version__
+        averaging compression dht optim p2p utils
+        CompressionBase CompressionInfo TensorRole NoCompression Float16Compression
+        P2P P2PContext P2PHandlerError PeerID PeerInfo
+        MSGPackSerializer PerformanceEMA get_dht_time
+    """,
+    "shoal.dht": """
+        DHT DHTNode DHTID DHTValue DHTExpiration DHTKey Subkey DEFAULT_NUM_WORKERS CompositeValidator
+        RecordValidatorBase
+    """,
+    "shoal.dht.dht": "DHT",
+    "shoal.dht.node": "DHTNode",
+    "shoal.dht.routing": "DHTID RoutingTable",
+    "shoal.dht.storage": "DHTLocalStorage DictionaryDHTValue",
+    "shoal.dht.protocol": "DHTProtocol ValidationError",
+    "shoal.dht.validation": "DHTRecord RecordValidatorBase CompositeValidator",
+    "shoal.averaging": "DecentralizedAverager",
+    "shoal.averaging.averager": "DecentralizedAverager",
+    "shoal.averaging.allreduce": "AveragingMode",
+    "shoal.averaging.control": "AveragingStage StepControl",
+    "shoal.averaging.group_info": "GroupInfo",
+    "shoal.averaging.key_manager": "GroupKeyManager",
+    "shoal.averaging.load_balancing": "load_balance_peers",
+    "shoal.averaging.matchmaking": "MatchmakingException",
+    "shoal.averaging.partition": "AllreduceException BannedException DEFAULT_PART_SIZE_BYTES",
+    "shoal.compression": """
+        CompressionBase CompressionInfo TensorRole NoCompression Float16Compression
+        SizeAdaptiveCompression RoleAdaptiveCompression PerTensorCompression
+        serialize_torch_tensor deserialize_torch_tensor
+    """,
+    "shoal.compression.adaptive": "AdaptiveCompressionBase",
+    "shoal.optim": "Optimizer",
+    "shoal.optim.optimizer": "Optimizer",
+    "shoal.optim.grad_averager": "GradientAverager",
+    "shoal.optim.state_averager": "TrainingStateAverager ZERO_GRAD_SET_TO_NONE_DEFAULT LRSchedulerBase",
+    "shoal.optim.progress_tracker": "ProgressTracker LocalTrainingProgress GlobalTrainingProgress",
+    "shoal.p2p": "P2P P2PContext PeerID PeerInfo P2PDaemonError P2PHandlerError ServicerBase StubBase",
+    "shoal.utils": """
+        get_dht_time DHTExpiration MAX_DHT_TIME_DISCREPANCY_SECONDS ValueWithExpiration TimedStorage PerformanceEMA
+        MSGPackSerializer SerializerBase TensorDescriptor
+    """,
+}
+
+ANY = object()
+"""A default that is not part of the interface."""
+
+SIGNATURES = {
+    # --- the table
+    "shoal.DHT": """
+        initial_peers=None, *, start, p2p=None, daemon=True, num_workers=4, record_validators=(), shutdown_timeout=3,
+        await_ready=True, **kwargs
+    """,
+    "shoal.DHT.run_in_background": "self, await_ready=True, timeout=None",
+    "shoal.DHT.wait_until_ready": "self, timeout=None",
+    "shoal.DHT.get": "self, key, latest=False, return_future=False, **kwargs",
+    "shoal.DHT.store": "self, key, value, expiration_time, subkey=None, return_future=False, **kwargs",
+    "shoal.DHT.run_coroutine": "self, coro, return_future=False",
+    "shoal.DHT.add_validators": "self, record_validators",
+    "shoal.DHT.get_visible_maddrs": "self, latest=False",
+    "shoal.DHT.replicate_p2p": "self",
+    "shoal.DHT.is_alive": "self",
+    "shoal.DHT.shutdown": "self",
+    "shoal.dht.DHTNode.create": """
+        *, p2p=None, node_id=None, initial_peers=None, bucket_size=20, num_replicas=5, depth_modulo=5,
+        parallel_rpc=None, wait_timeout=3, refresh_timeout=None, bootstrap_timeout=None, cache_locally=True,
+        cache_nearest=1, cache_size=None, cache_refresh_before_expiry=5, cache_on_store=True, reuse_get_requests=True,
+        num_workers=4, chunk_size=16, blacklist_time=5.0, backoff_rate=2.0, client_mode=False, record_validator=None,
+        authorizer=None, ensure_bootstrap_success=True, strict=True, **kwargs
+    """,
+    "shoal.dht.DHTNode.get": "self, key, latest=False, **kwargs",
+    "shoal.dht.DHTNode.get_many": """
+        self, keys, sufficient_expiration_time=None, num_workers=None, beam_size=None, return_futures=False
+    """,
+    "shoal.dht.DHTNode.store": "self, key, value, expiration_time, subkey=None, **kwargs",
+    "shoal.dht.DHTNode.store_many": """
+        self, keys, values, expiration_time, subkeys=None, exclude_self=False, await_all_replicas=True, **kwargs
+    """,
+    "shoal.dht.DHTNode.find_nearest_nodes": """
+        self, queries, k_nearest=None, beam_size=None, num_workers=None, node_to_peer_id=None, exclude_self=False
+    """,
+    "shoal.dht.DHTNode.get_visible_maddrs": "self, latest=False",
+    "shoal.dht.DHTNode.shutdown": "self",
+    "shoal.dht.DHTID.generate": "source=None, nbits=255",
+    "shoal.utils.TimedStorage": "maxsize=None",
+    "shoal.dht.CompositeValidator": "validators=()",
+    # --- peers
+    "shoal.P2P.create": """
+        initial_peers=None, *, announce_maddrs=None, auto_nat=True, conn_manager=True, dht_mode="server",
+        force_reachability=None, host_maddrs=("/ip4/127.0.0.1/tcp/0",), identity_path=None, idle_timeout=30,
+        nat_port_map=True, relay_hop_limit=0, startup_timeout=15, tls=True, use_auto_relay=False, use_ipfs=False,
+        use_relay=True, persistent_conn_max_msg_size=4 * 1024 * 1024, quic=None, use_relay_hop=None,
+        use_relay_discovery=None, check_if_identity_free=True, no_listen=False, trusted_relays=None
+    """,
+    "shoal.P2P.get_visible_maddrs": "self, latest=False",
+    "shoal.P2P.shutdown": "self",
+    "shoal.p2p.ServicerBase.add_p2p_handlers": "self, p2p, wrapper=None, *, namespace=None",
+    "shoal.p2p.ServicerBase.remove_p2p_handlers": "self, p2p, *, namespace=None",
+    "shoal.p2p.ServicerBase.get_stub": "p2p, peer, *, namespace=None",
+    # --- averaging
+    "shoal.DecentralizedAverager": """
+        averaged_tensors, dht, *, start, prefix, target_group_size=None, min_group_size=2, initial_group_bits="",
+        min_matchmaking_time=5.0, request_timeout=3.0, averaging_alpha=1.0, part_size_bytes=524288,
+        allreduce_timeout=None, next_chunk_timeout=None, sender_timeout=None, reducer_timeout=None,
+        compression=NoCompression(), state_compression=NoCompression(), tensor_infos=None, bandwidth=None,
+        min_vector_size=0, auxiliary=False, allow_state_sharing=None, declare_state_period=30, client_mode=None,
+        daemon=True, shutdown_timeout=5
+    """,
+    "shoal.DecentralizedAverager.step": """
+        self, gather=None, scheduled_time=None, weight=None, timeout=None, allow_retries=True, require_trigger=False,
+        wait=True
+    """,
+    "shoal.DecentralizedAverager.run_in_background": "self, await_ready=True, timeout=None",
+    "shoal.DecentralizedAverager.wait_until_ready": "self, timeout=None",
+    "shoal.DecentralizedAverager.load_state_from_peers": "self, wait=True, timeout=None",
+    "shoal.DecentralizedAverager.get_current_state": "self",
+    "shoal.DecentralizedAverager.get_tensors": "self",
+    "shoal.DecentralizedAverager.get_group_bits": "self, wait=True",
+    "shoal.DecentralizedAverager.set_group_bits": "self, group_bits, wait=True",
+    "shoal.DecentralizedAverager.is_alive": "self",
+    "shoal.DecentralizedAverager.shutdown": "self",
+    "shoal.averaging.control.StepControl.allow_allreduce": "self",
+    "shoal.averaging.control.StepControl.get_timeout": "self",
+    "shoal.averaging.control.StepControl.result": "self, timeout=None",
+    "shoal.averaging.control.StepControl.exception": "self, timeout=None",
+    "shoal.averaging.control.StepControl.cancel": "self",
+    "shoal.averaging.load_balancing.load_balance_peers": "vector_size, bandwidths, min_size=0",
+    "shoal.averaging.key_manager.GroupKeyManager.declare_averager": """
+        self, group_key, peer_id, expiration_time, looking_for_group=True
+    """,
+    # --- compression
+    "shoal.CompressionInfo": "key, descriptor, role=shoal.TensorRole.UNSPECIFIED, part_index=0, part_size=None",
+    "shoal.CompressionInfo.from_tensor": "tensor, key=None, descriptor=None, **kwargs",
+    "shoal.CompressionInfo.get_part": "self, part_index, part_size",
+    "shoal.CompressionBase.compress": "self, tensor, info, allow_inplace=False",
+    "shoal.CompressionBase.extract": "self, serialized_tensor",
+    "shoal.CompressionBase.estimate_compression_ratio": "self, info",
+    "shoal.compression.SizeAdaptiveCompression": "threshold, less, greater_equal",
+    "shoal.compression.RoleAdaptiveCompression": """
+        *, activation=ANY, parameter=ANY, gradient=ANY, optimizer=ANY, default=ANY
+    """,
+    "shoal.compression.PerTensorCompression": "tensor_compressions",
+    "shoal.compression.serialize_torch_tensor": """
+        tensor, compression_type=shoal.compression.CompressionType.NONE, info=None, allow_inplace=False, **kwargs
+    """,
+    "shoal.compression.deserialize_torch_tensor": "serialized_tensor",
+    # --- optimisation
+    "shoal.Optimizer": """
+        *, dht, run_id, target_batch_size, optimizer, batch_size_per_step=None, params=None, scheduler=None,
+        matchmaking_time=15.0, averaging_timeout=60.0, allreduce_timeout=None, next_chunk_timeout=None,
+        load_state_timeout=600.0, reuse_grad_buffers=False, offload_optimizer=None, delay_optimizer_step=None,
+        delay_grad_averaging=False, delay_state_averaging=True, average_state_every=1, use_local_updates=False,
+        client_mode=None, auxiliary=False, grad_compression=NoCompression(), grad_averager_factory=ANY,
+        state_averaging_compression=NoCompression(), load_state_compression=NoCompression(),
+        average_opt_statistics=(), extra_tensors=(), averager_opts=None, tracker_opts=None, performance_ema_alpha=0.1,
+        shutdown_timeout=5, verbose=False
+    """,
+    "shoal.Optimizer.step": "self, closure=None, batch_size=None, grad_scaler=None",
+    "shoal.Optimizer.zero_grad": "self, set_to_none=ANY",
+    "shoal.Optimizer.load_state_from_peers": "self, **kwargs",
+    "shoal.Optimizer.is_synchronized_with_peers": "self",
+    "shoal.Optimizer.state_dict": "self",
+    "shoal.Optimizer.load_state_dict": "self, state_dict",
+    "shoal.Optimizer.add_param_group": "self, param_group",
+    "shoal.Optimizer.is_alive": "self",
+    "shoal.Optimizer.shutdown": "self",
+    "shoal.optim.grad_averager.GradientAverager": """
+        parameters, *, dht, prefix, reuse_grad_buffers=False, accumulate_grads_on=None, client_mode=None, warn=True,
+        averaged_grads=(), **kwargs
+    """,
+    "shoal.optim.grad_averager.GradientAverager.get_factory": "**kwargs",
+    "shoal.optim.grad_averager.GradientAverager.accumulate_grads_": "self, batch_size",
+    "shoal.optim.grad_averager.GradientAverager.schedule_step": "self, scheduled_time=None, **kwargs",
+    "shoal.optim.grad_averager.GradientAverager.step": """
+        self, weight=None, reset_accumulators=True, control=None, timeout=None, wait=True, **kwargs
+    """,
+    "shoal.optim.grad_averager.GradientAverager.load_accumulators_into_averager_": "self",
+    "shoal.optim.grad_averager.GradientAverager.reset_accumulated_grads_": "self",
+    "shoal.optim.grad_averager.GradientAverager.use_averaged_gradients": "self",
+    "shoal.optim.grad_averager.GradientAverager.notify_used_averaged_gradients": "self",
+    "shoal.optim.state_averager.TrainingStateAverager": """
+        *, dht, optimizer, params=None, scheduler=None, initialize_optimizer=None, offload_optimizer=False,
+        custom_gradients=False, reuse_tensors=None, delta_rule_averaging=False, performance_ema_alpha=0.1,
+        sync_epoch_when_averaging=False, parameter_names=None, average_opt_statistics=(), extra_tensors=(),
+        status_loglevel=10, **kwargs
+    """,
+    "shoal.optim.state_averager.TrainingStateAverager.step": """
+        self, wait_for_delayed_updates=None, apply_delayed_updates=True, increment_epoch=False, optimizer_step=False,
+        zero_grad=False, delay_optimizer_step=False, averaging_round=False, delay_averaging=None,
+        averaging_control=None, wait_for_trigger=None, grad_scaler=None, set_to_none=ANY, averaging_opts=None
+    """,
+    "shoal.optim.progress_tracker.ProgressTracker": """
+        dht, prefix, target_batch_size, *, client_mode=None, min_refresh_period=0.5, max_refresh_period=10,
+        default_refresh_period=3, expected_drift_peers=3, expected_drift_rate=0.2, performance_ema_alpha=0.1,
+        metadata_expiration=60.0, status_loglevel=10, private_key=None, daemon=True, start
+    """,
+    "shoal.optim.progress_tracker.ProgressTracker.report_local_progress": """
+        self, local_epoch, samples_accumulated, update_global_samples=True
+    """,
+    "shoal.optim.progress_tracker.ProgressTracker.update_epoch": "self, new_epoch=None",
+    "shoal.optim.progress_tracker.ProgressTracker.pause_updates": "self",
+    "shoal.optim.progress_tracker.ProgressTracker.is_alive": "self",
+    "shoal.optim.progress_tracker.ProgressTracker.shutdown": "self, timeout=None",
+    "shoal.optim.progress_tracker.LocalTrainingProgress": """
+        *, peer_id, epoch, samples_accumulated, samples_per_second, time, client_mode
+    """,
+    "shoal.optim.progress_tracker.GlobalTrainingProgress": """
+        epoch, samples_accumulated, target_batch_size, num_peers, num_clients, eta_next_epoch, next_fetch_time
+    """,
+    "shoal.PerformanceEMA": "alpha=0.1, eps=1e-20, paused=False",
+    "shoal.PerformanceEMA.update": "self, task_size, interval=None",
+}
+"""What callers may pass, in which order, and what happens if they do not. Private additions must have defaults."""
+
+MEMBERS = {
+    "shoal.DHT": "peer_id client_mode kwargs initial_peers",
+    "shoal.DecentralizedAverager": """
+        allow_state_sharing state_sharing_priority peer_id client_mode mode prefix bandwidth request_timeout
+        matchmaking_kwargs allreduce_kwargs total_size schema_hash serializer last_updated
+    """,
+    "shoal.averaging.control.StepControl": """
+        stage triggered began_allreduce scheduled_time weight deadline allow_retries data_for_gather
+        done cancelled add_done_callback __await__
+    """,
+    "shoal.averaging.group_info.GroupInfo": "group_size __contains__",
+    "shoal.optim.grad_averager.GradientAverager": "parameters local_samples_accumulated local_times_accumulated",
+    "shoal.optim.progress_tracker.ProgressTracker": """
+        global_epoch global_progress local_progress performance_ema estimated_next_update_time ready_to_update_epoch
+        fetched_global_progress_this_epoch
+    """,
+    "shoal.Optimizer": "local_epoch local_progress use_local_updates use_gradient_averaging param_groups state opt",
+    "shoal.PeerID": "to_bytes to_base58 pretty to_string from_base58 from_identity",
+    "shoal.PeerInfo": "peer_id addrs",
+    "shoal.P2PContext": "handle_name local_id remote_id",
+    "shoal.PerformanceEMA": """
+        samples_per_second ema_seconds_per_sample num_updates reset_timer pause update_threadsafe
+    """,
+    "shoal.utils.TimedStorage": "store get items top clear freeze __contains__ __len__ __delitem__ __bool__",
+    "shoal.dht.DHTID": "MIN MAX HASH_NBYTES xor_distance longest_common_prefix_length to_bytes from_bytes __bytes__",
+    "shoal.CompressionBase": "compression_type",
+}
+"""Methods, properties and attributes that users read."""
+
+VALUES = {
+    "shoal.averaging.control.AveragingStage": {
+        "IDLE": 0,
+        "LOOKING_FOR_GROUP": 1,
+        "AWAITING_TRIGGER": 2,
+        "RUNNING_ALLREDUCE": 3,
+        "FINISHED": 4,
+    },
+    "shoal.averaging.allreduce.AveragingMode": {"NODE": 0, "CLIENT": 1, "AUX": 2},
+    "shoal.compression.CompressionType": {"NONE": 0, "FLOAT16": 2},
+    "shoal.averaging.partition": {"DEFAULT_PART_SIZE_BYTES": 2**19},
+    "shoal.utils": {"MAX_DHT_TIME_DISCREPANCY_SECONDS": 3},
+    "shoal.dht.DHTID": {"MIN": 0, "MAX": 2**160, "HASH_NBYTES": 20},
+    "shoal.dht": {"DEFAULT_NUM_WORKERS": 4},
+}
+
+ERRORS = {
+    "shoal.p2p.P2PDaemonError": "shoal.errors.ShoalError",
+    "shoal.p2p.P2PHandlerError": "shoal.errors.ShoalError",
+    "shoal.errors.BootstrapError": "shoal.p2p.P2PDaemonError RuntimeError",
+    "shoal.errors.DialError": "shoal.p2p.P2PDaemonError ConnectionError",
+    "shoal.errors.ReactorError": "shoal.errors.ShoalError RuntimeError",
+    "shoal.dht.protocol.ValidationError": "shoal.errors.ShoalError",
+    "shoal.averaging.partition.AllreduceException": "shoal.errors.ShoalError",
+    "shoal.averaging.partition.BannedException": "shoal.averaging.partition.AllreduceException",
+    "shoal.averaging.matchmaking.MatchmakingException": "shoal.errors.ShoalError",
+}
+"""What one may catch each error as."""
+
+
+def find(path: str) -> Any:
+    """The object at a dotted path: the longest prefix that is a module, then attributes."""
+    parts = path.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError as e:
+            if not path.startswith(f"{e.name}"):
+                raise
+            continue
+        return attrgetter(".".join(parts[split:]))(module) if split < len(parts) else module
+    return getattr(sys.modules.get("builtins"), path)
+
+
+def expected_signature(parameters: str) -> inspect.Signature:
+    scope = {"NoCompression": NoCompression, "ANY": ANY, "shoal": importlib.import_module("shoal")}
+    exec(f"def function({' '.join(parameters.split())}): pass", scope)
+    return inspect.signature(scope["function"])
+
+
+def same_default(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, CompressionBase):
+        return type(actual) is type(expected)
+    return bool(expected is ANY or (actual == expected and (actual is None) == (expected is None)))
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names_can_be_imported(module: str) -> None:
+    found = importlib.import_module(module)
+    missing = [name for name in NAMES[module].split() if not hasattr(found, name)]
+    assert not missing, f"{module} lacks {missing}"
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signature(path: str) -> None:
+    actual = list(inspect.signature(find(path)).parameters.values())
+    expected = list(expected_signature(SIGNATURES[path]).parameters.values())
+    by_name = {parameter.name: parameter for parameter in actual}
+    takes_any = {parameter.kind for parameter in actual}
+    for parameter in expected:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            assert parameter.kind in takes_any, f"{path} must take further keywords"
+            continue
+        assert parameter.name in by_name, f"{path} lacks {parameter.name}"
+        found = by_name.pop(parameter.name)
+        keyword = found.kind is found.KEYWORD_ONLY
+        assert keyword == (parameter.kind is parameter.KEYWORD_ONLY), f"{path}: {parameter.name} is {found.kind}"
+        required = found.default is found.empty
+        assert required == (parameter.default is parameter.empty), f"{path}: is {parameter.name} required?"
+        assert required or same_default(found.default, parameter.default), (
+            f"{path}: {parameter.name} has default {found.default!r} instead of {parameter.default!r}"
+        )
+
+    positional = [p.name for p in actual if p.kind is p.POSITIONAL_OR_KEYWORD]
+    wanted = [p.name for p in expected if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional[: len(wanted)] == wanted, f"{path}: another order of positional parameters"
+    added = [p for p in by_name.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    assert all(p.default is not p.empty for p in added), f"{path}: old calls lack the new {added}"
+
+
+@pytest.mark.parametrize("path", MEMBERS)
+def test_members(path: str) -> None:
+    cls = find(path)
+    constructors = [vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)]
+    set_by_constructors = [constructor.__code__.co_names for constructor in constructors]
+    known = set(dir(cls)).union(*set_by_constructors, *(vars(base).get("__annotations__", {}) for base in cls.__mro__))
+    missing = set(MEMBERS[path].split()) - known
+    assert not missing, f"{path} lacks {sorted(missing)}"
+
+
+@pytest.mark.parametrize("path", VALUES)
+def test_values(path: str) -> None:
+    for name, value in VALUES[path].items():
+        found = getattr(find(path), name)
+        assert getattr(found, "value", found) == value
+
+
+@pytest.mark.parametrize("path", ERRORS)
+def test_errors_can_be_caught_as(path: str) -> None:
+    for base in ERRORS[path].split():
+        assert issubclass(find(path), find(base)), f"{path} is no {base}"
+
+
+def test_works_under_the_other_name() -> None:
+    """Each line in a state as after a fresh start of the interpreter: rooms load at first use."""
+    script = """
+        import sys, torch
+        for line in '''
+            hivemind.DHT, hivemind.Optimizer, hivemind.DecentralizedAverager
+            hivemind.averaging.control.StepControl
+            hivemind.optim.grad_averager.GradientAverager
+            hivemind.dht.node.DHTNode
+            hivemind.compression.Float16Compression()
+            hivemind.utils.get_dht_time()
+            hivemind.get_dht_time()
+        '''.split("\\n"):
+            import shoal as hivemind
+            exec(line.strip())
+            for loaded in [m for m in sys.modules if m == "shoal" or m.startswith("shoal.")]:
+                del sys.modules[loaded]
+    """
+    subprocess.run([sys.executable, "-W", "error::Warning:shoal", "-c", dedent(script)], check=True, timeout=60)
