@@ -1,0 +1,419 @@
+"""Average tensors with whoever is there: the object that users hold."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from shoal.averaging.allreduce import AveragingMode
+from shoal.averaging.control import Gathered, RoundResult, StepControl
+from shoal.averaging.node import DEFAULT_STALL_TIMEOUT, AveragerConfig, AveragerNode, schema_of
+from shoal.averaging.partition import DEFAULT_PART_SIZE_BYTES
+from shoal.averaging.state_sharing import State
+from shoal.averaging.tensor_lock import TensorLock
+from shoal.clock import get_dht_time
+from shoal.compression import CompressionBase, CompressionInfo, NoCompression
+from shoal.errors import ReactorError
+from shoal.p2p import PeerID
+from shoal.reactor import Portal
+from shoal.serializer import MSGPackSerializer
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class DecentralizedAverager:
+    """Averages a list of tensors with other peers that do the same under the same prefix.
+
+    A step finds a group of peers, then every member of the group ends with the weighted mean of all members' tensors.
+    Without lossy compression all of them end bit-identical.
+
+    Args:
+        averaged_tensors: tensors that are averaged in place; leaves of autograd. Use them inside :meth:`get_tensors`.
+        dht: how averagers find each other.
+        start: begin to answer other averagers at once; otherwise call :meth:`run_in_background` later.
+        prefix: name of the run; averagers with other prefixes never meet. No dots.
+        target_group_size: close a group at this size; ``None`` = no limit.
+        min_group_size: smaller groups do not start.
+        initial_group_bits: bucket of peers to begin with, such as ``"010"``; with many peers, groups of the target size
+            form in all buckets at once and mix from round to round.
+        min_matchmaking_time: seconds for which a group stays open, unless it is complete before.
+        request_timeout: seconds within which a leader must answer.
+        averaging_alpha: move local values by this fraction of the way to the average; 1 = replace them.
+        part_size_bytes: size of the pieces in which tensors travel, after compression.
+        allreduce_timeout: seconds for an all-reduce as a whole; ``None`` = as long as it makes progress.
+        next_chunk_timeout: seconds for the next piece of a state download; also the default of ``sender_timeout``.
+        sender_timeout: seconds of silence after which a sending member is given up; 30 if nothing is set.
+        reducer_timeout: the same for a member that reduces; must be longer, since it may itself wait for senders.
+            Default: twice ``sender_timeout``.
+        compression: codec for averaging; the same in all peers.
+        state_compression: codec for state downloads.
+        tensor_infos: what codecs may know about each tensor.
+        bandwidth: relative speed of this peer's network; 0 = let others reduce; ``None`` = like the others' mean.
+        min_vector_size: members that would reduce fewer values reduce none.
+        auxiliary: help to reduce, without own data.
+        allow_state_sharing: let newcomers download this averager's state. Default: unless client or auxiliary.
+        declare_state_period: seconds between renewals of that offer.
+        client_mode: only connect to others, never be connected to. Default: as the DHT.
+        shutdown_timeout: seconds for leaving politely.
+        averaging_expiration: old name of ``min_matchmaking_time``.
+
+    Raises:
+        AssertionError: an argument that the description above excludes.
+        ValueError: time limits that contradict each other.
+    """
+
+    serializer = MSGPackSerializer
+
+    def __init__(
+        self,
+        averaged_tensors: Sequence[torch.Tensor],
+        dht: DHT,
+        *,
+        start: bool,
+        prefix: str,
+        target_group_size: int | None = None,
+        min_group_size: int = 2,
+        initial_group_bits: str = "",
+        min_matchmaking_time: float = 5.0,
+        request_timeout: float = 3.0,
+        averaging_alpha: float = 1.0,
+        part_size_bytes: int = DEFAULT_PART_SIZE_BYTES,
+        allreduce_timeout: float | None = None,
+        next_chunk_timeout: float | None = None,
+        sender_timeout: float | None = None,
+        reducer_timeout: float | None = None,
+        compression: CompressionBase | None = None,
+        state_compression: CompressionBase | None = None,
+        tensor_infos: Sequence[CompressionInfo] | None = None,
+        bandwidth: float | None = None,
+        min_vector_size: int = 0,
+        auxiliary: bool = False,
+        allow_state_sharing: bool | None = None,
+        declare_state_period: float = 30,
+        client_mode: bool | None = None,
+        daemon: bool = True,
+        shutdown_timeout: float = 5,
+        averaging_expiration: float | None = None,
+    ) -> None:
+        assert "." not in prefix, f"prefix must not contain dots, got {prefix!r}: use '_' instead"
+        assert all(c in "01" for c in initial_group_bits), f"initial_group_bits are 0 and 1, got {initial_group_bits!r}"
+        assert bandwidth is None or (bandwidth >= 0 and math.isfinite(bandwidth)), (
+            f"bandwidth must be a non-negative finite number or None, got {bandwidth!r}"
+        )
+        tensors = list(averaged_tensors)
+        for index, tensor in enumerate(tensors):
+            is_leaf = isinstance(tensor, torch.Tensor) and tensor.grad_fn is None
+            assert is_leaf, f"averaged tensor {index} must be a leaf tensor: give a parameter, or .detach() it"
+        client_mode = dht.client_mode if client_mode is None else client_mode
+        assert not (client_mode and auxiliary), "an auxiliary peer must accept connections: client_mode excludes it"
+        if averaging_expiration is not None:
+            assert min_matchmaking_time == 5.0, "averaging_expiration is the old name of min_matchmaking_time: give one"
+            logger.warning("averaging_expiration is the old name of min_matchmaking_time")
+            min_matchmaking_time = averaging_expiration
+        if request_timeout >= min_matchmaking_time:
+            logger.debug("request_timeout %g s is not below min_matchmaking_time", request_timeout)
+        if target_group_size is not None and target_group_size & (target_group_size - 1):
+            logger.warning("target_group_size %d is not a power of two: peers mix more slowly", target_group_size)
+        sender_limit, reducer_limit = _resolve_timeouts(next_chunk_timeout, sender_timeout, reducer_timeout)
+        mode = AveragingMode.AUX if auxiliary else AveragingMode.CLIENT if client_mode else AveragingMode.NODE
+        self.dht, self.prefix, self.client_mode, self.mode, self.bandwidth = dht, prefix, client_mode, mode, bandwidth
+        self.tensor_infos = tuple(
+            tensor_infos or (CompressionInfo.from_tensor(t, key=i) for i, t in enumerate(tensors))
+        )
+        assert len(self.tensor_infos) == len(tensors), (
+            f"{len(tensors)} tensors, but {len(self.tensor_infos)} tensor_infos"
+        )
+        self.request_timeout, self.shutdown_timeout = request_timeout, shutdown_timeout
+        self._tensors, self._lock = tensors, TensorLock()
+        self.total_size = sum(tensor.numel() for tensor in tensors)
+        self.schema_hash = schema_of(self.tensor_infos)
+        self._allow_state_sharing = mode is AveragingMode.NODE if allow_state_sharing is None else allow_state_sharing
+        if client_mode and allow_state_sharing:
+            raise ValueError("allow_state_sharing: others cannot connect to a peer in client mode")
+        self._state_sharing_priority = 0.0
+        self._config = AveragerConfig(
+            prefix=prefix,
+            target_group_size=target_group_size,
+            min_group_size=min_group_size,
+            initial_group_bits=initial_group_bits,
+            min_matchmaking_time=min_matchmaking_time,
+            request_timeout=request_timeout,
+            allreduce_timeout=allreduce_timeout,
+            sender_timeout=sender_limit,
+            reducer_timeout=reducer_limit,
+            chunk_timeout=next_chunk_timeout if next_chunk_timeout is not None else DEFAULT_STALL_TIMEOUT,
+            averaging_alpha=averaging_alpha,
+            part_size_bytes=part_size_bytes,
+            compression=compression or NoCompression(),
+            state_compression=state_compression or NoCompression(),
+            bandwidth=bandwidth,
+            min_vector_size=min_vector_size,
+            mode=mode,
+            declare_state_period=declare_state_period,
+        )
+        self.matchmaking_kwargs = {
+            "min_matchmaking_time": min_matchmaking_time,
+            "request_timeout": request_timeout,
+            "target_group_size": target_group_size,
+            "min_group_size": min_group_size,
+        }
+        self.allreduce_kwargs = {
+            "compression": self._config.compression,
+            "part_size_bytes": part_size_bytes,
+            "averaging_alpha": averaging_alpha,
+            "sender_timeout": sender_limit,
+            "reducer_timeout": reducer_limit,
+        }
+        self._portal = Portal(type(self).__name__)
+        self._started: concurrent.futures.Future[AveragerNode] | None = None
+        if start:
+            self.run_in_background(await_ready=True)
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Begin to answer other averagers."""
+        if self._started is None:
+            self._started = self._portal.submit(self._start())
+        if await_ready:
+            self.wait_until_ready(timeout)
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until other averagers can reach this one; raises what prevented it."""
+        if self._started is None:
+            raise ReactorError(f"this {type(self).__name__} was made with start=False: call run_in_background() first")
+        self._started.result(timeout)
+
+    async def _start(self) -> AveragerNode:
+        get_state = weakref.WeakMethod(self.get_current_state)
+
+        def current_state() -> Any:
+            getter = get_state()
+            if getter is None:
+                raise ReactorError("this averager does not exist any more")
+            return getter()
+
+        node = AveragerNode(
+            self.dht.p2p, self.dht.node, self._tensors, self.tensor_infos, self._config, self._lock, current_state
+        )
+        node.state_sharing.set(allowed=self._allow_state_sharing, priority=self._state_sharing_priority)
+        await node.start()
+        self._portal.on_close(node.close)
+        return node
+
+    @property
+    def node(self) -> AveragerNode:
+        """The coroutine side, for components that live in the loop."""
+        if self._started is None:
+            raise ReactorError(f"this {type(self).__name__} was made with start=False: call run_in_background() first")
+        return self._started.result()
+
+    def is_alive(self) -> bool:
+        """Whether this averager answers others."""
+        return self._started is not None and not self._portal.closed
+
+    def shutdown(self) -> None:
+        """Leave: outstanding steps are cancelled, others are told. Idempotent, bounded by ``shutdown_timeout``."""
+        self._portal.close(self.shutdown_timeout)
+
+    def __del__(self) -> None:
+        if getattr(self, "_portal", None) is not None and not self._portal.closed:
+            self._portal.begin_close()
+
+    # --- averaging ----------------------------------------------------------------------------------------------------
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self.dht.peer_id
+
+    @property
+    def last_round(self) -> RoundResult | None:
+        """What came of the last all-reduce."""
+        return self.node.last_round
+
+    @property
+    def last_updated(self) -> float:
+        """DHT time at which the tensors were last averaged; 0 if never."""
+        return self.node.last_updated
+
+    def step(
+        self,
+        gather: Any = None,
+        scheduled_time: float | None = None,
+        weight: float | None = None,
+        timeout: float | None = None,
+        allow_retries: bool = True,
+        require_trigger: bool = False,
+        wait: bool = True,
+        *,
+        expected_group_size: int | None = None,
+    ) -> Gathered | StepControl:
+        """Average with other peers once.
+
+        Args:
+            gather: plain value for the other members to read.
+            scheduled_time: DHT time at which the group should start; default: now + ``min_matchmaking_time``.
+            weight: of this peer's tensors; default 1.
+            timeout: seconds after which the step gives up looking for a group; ``None`` = never.
+            allow_retries: look for another group if a round fails before that.
+            require_trigger: wait for ``allow_allreduce()`` of the returned control before the tensors are read.
+            wait: return the result; otherwise a :class:`StepControl` at once.
+            expected_group_size: start before the scheduled time when the group has so many members.
+
+        Returns:
+            What every member of the group gave as ``gather``, by peer; or the control.
+
+        Raises:
+            AllreduceException: no group was found in time, or the round failed.
+            AssertionError: bad arguments.
+        """
+        assert not (wait and require_trigger), "a step that waits for a trigger cannot be waited for: use wait=False"
+        now = get_dht_time()
+        deadline = math.inf if timeout is None else now + timeout
+        if scheduled_time is None:
+            scheduled_time = min(now + self._config.min_matchmaking_time, deadline)
+        else:
+            assert scheduled_time < deadline, f"scheduled_time {scheduled_time} is not before the deadline {deadline}"
+        control = StepControl(
+            scheduled_time,
+            deadline,
+            allow_retries,
+            (0.0 if self.mode is AveragingMode.AUX else 1.0) if weight is None else weight,
+            self.serializer.dumps(gather),
+            expected_group_size=expected_group_size,
+        )
+        if not require_trigger:
+            control.allow_allreduce()
+        running = self._portal.submit(self._run_step(control))
+        control.add_done_callback(lambda _: running.cancel())
+        if not wait:
+            return control
+        try:
+            return control.result()
+        except BaseException:
+            control.cancel()
+            raise
+
+    async def _ready_node(self) -> AveragerNode:
+        if self._started is None:
+            raise ReactorError(f"this {type(self).__name__} was made with start=False: call run_in_background() first")
+        return await asyncio.wrap_future(self._started)
+
+    async def _run_step(self, control: StepControl) -> None:
+        try:
+            await (await self._ready_node()).run_step(control)
+        finally:
+            control.cancel()  # no effect unless the step ended without a result, such as in a shutdown
+
+    @contextmanager
+    def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
+        """The averaged tensors, protected: no averaging happens inside this block. Keep it short."""
+        with self._lock.hold():
+            yield self._tensors
+
+    def get_group_bits(self, wait: bool = True) -> Any:
+        """The bucket in which this averager looks for groups."""
+        return self._ask(self._get_bits(), wait)
+
+    async def _get_bits(self) -> str:
+        return (await self._ready_node()).keys.group_bits
+
+    def set_group_bits(self, group_bits: str, wait: bool = True) -> Any:
+        """Choose the bucket for the next search."""
+        assert all(c in "01" for c in group_bits), f"group bits are 0 and 1 only, got {group_bits!r}"
+        return self._ask(self._set_bits(group_bits), wait)
+
+    async def _set_bits(self, group_bits: str) -> None:
+        (await self._ready_node()).keys.group_bits = group_bits
+
+    def _ask(self, coro: Any, wait: bool) -> Any:
+        return self._portal.call(coro) if wait else self._portal.submit(coro)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def allow_state_sharing(self) -> bool:
+        """Whether newcomers may download this averager's state."""
+        return self._allow_state_sharing
+
+    @allow_state_sharing.setter
+    def allow_state_sharing(self, allowed: bool) -> None:
+        if allowed and self.client_mode:
+            raise ValueError("allow_state_sharing: others cannot connect to a peer in client mode")
+        self._allow_state_sharing = allowed
+        self._update_state_sharing()
+
+    @property
+    def state_sharing_priority(self) -> float:
+        """Newcomers prefer donors with a higher number."""
+        return self._state_sharing_priority
+
+    @state_sharing_priority.setter
+    def state_sharing_priority(self, priority: float) -> None:
+        if priority and self.client_mode:
+            raise ValueError("state_sharing_priority: others cannot connect to a peer in client mode")
+        self._state_sharing_priority = float(priority)
+        self._update_state_sharing()
+
+    def _update_state_sharing(self) -> None:
+        if self._started is not None and not self._portal.closed:
+            sharing = self.node.state_sharing
+            allowed, priority = self._allow_state_sharing, self._state_sharing_priority
+            loop = self._portal.reactor.loop
+            loop.call_soon_threadsafe(lambda: sharing.set(allowed=allowed, priority=priority))
+
+    def get_current_state(self) -> tuple[Any, Sequence[torch.Tensor]]:
+        """What newcomers download; override it to share more. Called in a worker thread.
+
+        Returns:
+            Metadata of plain values and a list of tensors; optionally also a list of their ``CompressionInfo``.
+        """
+        with self.get_tensors() as tensors:
+            return {"group_key": self.node.keys.group_bits}, [tensor.detach().clone() for tensor in tensors]
+
+    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
+        """Download the state of the best donor; this averager itself does not change.
+
+        Args:
+            wait: return the state; otherwise a future.
+            timeout: seconds for everything; ``None`` = as long as a donor keeps sending.
+
+        Returns:
+            Metadata and tensors, or ``None`` if nobody gave any.
+
+        Raises:
+            concurrent.futures.TimeoutError: it took longer than ``timeout``.
+        """
+        coro = self._download_state()
+        return self._portal.call(coro, timeout) if wait else self._portal.submit(coro)
+
+    async def _download_state(self) -> State | None:
+        return await (await self._ready_node()).state_sharing.download()
+
+
+def _resolve_timeouts(chunk: float | None, sender: float | None, reducer: float | None) -> tuple[float, float]:
+    """Time limits for senders and reducers, in seconds.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    sender = chunk if sender is None else sender
+    if reducer is not None and (sender is None or reducer <= sender):
+        raise ValueError(
+            f"reducer_timeout {reducer} must be longer than sender_timeout {sender}: a reducer may wait that long for "
+            "senders itself"
+        )
+    sender = DEFAULT_STALL_TIMEOUT if sender is None else sender
+    return sender, 2 * sender if reducer is None else reducer

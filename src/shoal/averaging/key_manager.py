@@ -1,0 +1,126 @@
+"""Where averagers that look for a group find each other: one DHT key for each bucket of peers.
+
+Peers whose bits agree look under the same key. After every group each member takes other bits, drawn with the group
+id as seed, so that in the next round it meets members of other groups: an average spreads over N peers in a number
+of rounds that grows with log N (Moshpit SGD, https://arxiv.org/abs/2103.03239).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from shoal.averaging.group_info import GroupInfo
+from shoal.clock import DHTExpiration
+from shoal.p2p import P2P, PeerID
+
+logger = logging.getLogger(__name__)
+
+GroupKey = str
+GROUP_PATTERN = re.compile(r"^(([^.])+)[.]0b[01]*$")
+_MAX_ADDRESSES = 8
+
+
+def is_valid_group(key: str) -> bool:
+    """Whether this is a key such as ``"my_run.0b0101"``."""
+    return GROUP_PATTERN.match(key) is not None
+
+
+class _Table(Protocol):
+    """What is needed of a :class:`~shoal.dht.DHTNode`."""
+
+    async def get(self, key: Any, latest: bool = False) -> Any: ...
+    async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool: ...
+
+
+class GroupKeyManager:
+    """Declares and finds averagers under the keys of one prefix.
+
+    Args:
+        node: the distributed table.
+        p2p: this peer; learns the addresses of the averagers that are found.
+        prefix: name space of the keys, without dots.
+        initial_group_bits: bucket to begin with, such as ``"010"``; empty = one bucket for all.
+        target_group_size: size of a full group, if there is one.
+    """
+
+    def __init__(
+        self, node: _Table, p2p: P2P, prefix: str, initial_group_bits: str, target_group_size: int | None
+    ) -> None:
+        assert re.fullmatch("[01]*", initial_group_bits), f"group bits are 0 and 1 only, got {initial_group_bits!r}"
+        self._node, self._p2p = node, p2p
+        self.prefix = prefix
+        self.group_bits = initial_group_bits
+        self.target_group_size = target_group_size
+
+    @property
+    def current_key(self) -> GroupKey:
+        """The key under which this peer looks now."""
+        return f"{self.prefix}.0b{self.group_bits}"
+
+    async def declare_averager(
+        self, group_key: GroupKey, peer_id: PeerID, expiration_time: DHTExpiration, looking_for_group: bool = True
+    ) -> bool:
+        """Publish that an averager looks for a group, or that it no longer does.
+
+        Args:
+            expiration_time: until when it promises to have started.
+
+        Returns:
+            Whether the record was accepted.
+        """
+        if not looking_for_group:  # must be later than what it replaces
+            expiration_time = math.nextafter(expiration_time, math.inf)
+        addresses = [str(address) for address in self._p2p.get_addresses(peer_id)][:_MAX_ADDRESSES]
+        value = addresses if looking_for_group else None
+        return await self._node.store(group_key, value, expiration_time, subkey=peer_id.to_bytes())
+
+    async def get_averagers(self, group_key: GroupKey, only_active: bool) -> list[tuple[PeerID, DHTExpiration]]:
+        """Averagers under a key with the time until which they promise to start.
+
+        Args:
+            only_active: leave out those that have withdrawn.
+        """
+        assert is_valid_group(group_key), f"{group_key!r} is not a group key such as 'my_run.0b01'"
+        found = await self._node.get(group_key, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return []
+        averagers = []
+        for key, entry in found.value.items():
+            if entry.value is None and only_active:
+                continue
+            try:
+                peer_id = PeerID(key)
+                if entry.value is not None and peer_id != self._p2p.peer_id:
+                    self._p2p.add_addresses(peer_id, entry.value[:_MAX_ADDRESSES])
+                averagers.append((peer_id, float(entry.expiration_time)))
+            except (TypeError, ValueError) as e:
+                logger.warning("skipped a malformed record of an averager under %s: %s", group_key, e)
+        return averagers
+
+    def update_key_on_group_assembled(self, group: GroupInfo) -> None:
+        """Move to the bucket that follows from this peer's position in the group."""
+        self.group_bits = next_group_bits(
+            self.group_bits,
+            group.group_id,
+            group.peer_ids.index(self._p2p.peer_id),
+            group.group_size,
+            self.target_group_size,
+        )
+
+
+def next_group_bits(bits: str, group_id: bytes, position: int, group_size: int, target_group_size: int | None) -> str:
+    """New bits of a member: distinct numbers are drawn for all members with the group id as seed."""
+    if not bits:
+        return bits
+    slots = max(target_group_size or 1, 2 ** math.ceil(math.log2(max(group_size, 1))))
+    if target_group_size is not None and group_size <= target_group_size:
+        slots = target_group_size
+    num_bits = math.ceil(math.log2(slots)) if slots > 1 else 0
+    numbers: Sequence[int] = random.Random(group_id).sample(range(slots), group_size)
+    new_bits = f"{numbers[position]:0{num_bits}b}" if num_bits else ""
+    return (bits + new_bits)[-len(bits) :]

@@ -1,0 +1,466 @@
+"""Finding a group: who averages with whom in the next round.
+
+Every peer that looks for a group declares in the DHT until when it promises to start. Among those that see each
+other the one with the smallest (promised time, peer id) leads; everybody asks the smallest peer it knows of to be
+led by it. Since a peer only ever follows a smaller one, there can be no ring of peers that wait for each other, and
+so a peer that asks, or waits to be told the group, still answers those who ask it:
+
+- while it asks a leader it accepts followers; once it is accepted itself it sends them on to its leader;
+- while it follows, it tells who asks where its leader is.
+
+A leader starts as soon as the group is complete (it has the target size, or as many members as any of them
+expects), or at its promised time if it has enough members. Because records spread with a delay, a peer that sees
+others without seeing a smaller one also invites them, so that of two peers it is enough if one sees the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.averaging.allreduce import AveragingMode
+from shoal.averaging.control import StepControl
+from shoal.averaging.group_info import GroupInfo
+from shoal.averaging.key_manager import GroupKeyManager
+from shoal.averaging.load_balancing import load_balance_peers
+from shoal.averaging.protocol import Code, GroupStart, Invitation, JoinReply, JoinRequest, Member, PeerRecord
+from shoal.clock import get_dht_time, timeout
+from shoal.errors import AllreduceException, MatchmakingException, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.p2p import P2P, Call, PeerID, StubBase
+from shoal.reactor import cancel_and_wait, first_completed
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Matchmaking", "MatchmakingException", "MatchmakingSettings"]
+
+GROUP_ID_BYTES = 20
+FIRST_LOOKUP_PAUSE = 0.1
+MAX_LOOKUP_PAUSE = 1.0
+MAX_ASKS = 3
+"""How often a candidate is asked again after the connection to it failed."""
+MAX_GROUP_SIZE = 4096
+_PEER_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, asyncio.TimeoutError, TimeoutError)
+
+
+@dataclass
+class MatchmakingSettings:
+    """How this averager looks for groups."""
+
+    target_group_size: int | None
+    min_group_size: int
+    min_matchmaking_time: float
+    """Seconds for which a group is kept open, unless it is complete before."""
+    request_timeout: float
+    """Seconds within which a leader must answer a request to join."""
+    mode: AveragingMode
+    bandwidth: float | None
+    min_vector_size: int
+    total_size: int
+    """Number of values in the averaged vector."""
+    agreed: dict[str, str]
+    """What must be equal in all members of a group, readable."""
+
+
+@dataclass
+class _Follower:
+    request: JoinRequest
+    outcome: asyncio.Future[JoinReply]
+
+
+@dataclass
+class _Search:
+    """The state of one search for a group."""
+
+    control: StepControl
+    key: str
+    expiration: float
+    """DHT time until which this peer promises to start, if it leads."""
+    group: asyncio.Future[GroupInfo]
+    followers: dict[PeerID, _Follower] = field(default_factory=dict)
+    leader: tuple[PeerID, float] | None = None
+    """Whom this peer follows at the moment, and when that peer will start."""
+    candidates: dict[PeerID, float] = field(default_factory=dict)
+    """Others that look for a group, and their promised time."""
+    spent: dict[PeerID, float] = field(default_factory=dict)
+    """Candidates that were asked in vain while they promised this time."""
+    asks: dict[PeerID, int] = field(default_factory=dict)
+    invited: dict[PeerID, float] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+    declared: asyncio.Event = field(default_factory=asyncio.Event)
+    redeclare: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def offer(self, peer: PeerID, expiration: float) -> None:
+        """A peer is known to look for a group."""
+        if self.candidates.get(peer) != expiration:
+            self.candidates[peer] = expiration
+            self.control.changed.set()
+
+    def complete(self, size: int) -> bool:
+        """Whether as many as anybody in this group expects are here."""
+        expected = [self.control.expected_group_size, *(f.request.expected_group_size for f in self.followers.values())]
+        known = [number for number in expected if number is not None]
+        return bool(known) and size >= max(known)
+
+
+class Matchmaking:
+    """Looks for groups on behalf of one averager, and answers those who look for it."""
+
+    def __init__(
+        self,
+        p2p: P2P,
+        keys: GroupKeyManager,
+        settings: MatchmakingSettings,
+        get_stub: Callable[[PeerID], StubBase],
+    ) -> None:
+        self.p2p, self.keys, self.settings = p2p, keys, settings
+        self._get_stub = get_stub
+        self._one_at_a_time = asyncio.Lock()
+        self._search: _Search | None = None
+        self._background: set[asyncio.Task[Any]] = set()
+        self._warned: set[str] = set()
+
+    @property
+    def _leads(self) -> bool:
+        return self.settings.mode is not AveragingMode.CLIENT
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    async def look_for_group(self, control: StepControl) -> GroupInfo:
+        """Find a group for a step.
+
+        Raises:
+            AllreduceException: none was found before the step's deadline.
+        """
+        try:
+            async with timeout(control.get_timeout()), self._one_at_a_time:
+                return await self._run_search(control)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise AllreduceException(self._explain_failure()) from None
+
+    async def _run_search(self, control: StepControl) -> GroupInfo:
+        loop = asyncio.get_running_loop()
+        search = _Search(control, self.keys.current_key, self._promised_time(control), loop.create_future())
+        self._search, self._last_refusals = search, search.refusals
+        tasks = [asyncio.ensure_future(work) for work in (self._discover(search), self._lead_or_follow(search))]
+        if self._leads:
+            tasks.append(asyncio.ensure_future(self._declare(search)))
+        try:
+            waited: list[asyncio.Future[Any]] = [search.group, *tasks]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done() and not search.group.done():
+                    task.result()  # raises what broke the search
+            return await search.group
+        finally:
+            self._search = None
+            await cancel_and_wait(*tasks)
+            self._send_followers_away(search, None)
+            if self._leads and search.declared.is_set():
+                me = self.p2p.peer_id
+                self._in_background(self.keys.declare_averager(search.key, me, search.expiration, False))
+
+    _last_refusals: dict[str, str]
+
+    def _explain_failure(self) -> str:
+        refusals = "".join(f"\n  {peer}: {reason}" for peer, reason in self._last_refusals.items())
+        detail = f"; peers that refused:{refusals}" if refusals else ""
+        return (
+            f"could not find a group of at least {self.settings.min_group_size} peers under {self.keys.current_key} "
+            f"in time{detail}"
+        )
+
+    def _promised_time(self, control: StepControl) -> float:
+        earliest = get_dht_time() + self.settings.min_matchmaking_time
+        return min(max(control.scheduled_time, earliest), control.deadline)
+
+    async def _declare(self, search: _Search) -> None:
+        while True:
+            await self.keys.declare_averager(search.key, self.p2p.peer_id, search.expiration)
+            search.declared.set()
+            await search.redeclare.wait()
+            search.redeclare.clear()
+
+    async def _discover(self, search: _Search) -> None:
+        """Look who else is there, at first often."""
+        if self._leads:  # who looks only after declaring is seen, or sees: two peers cannot miss each other
+            await first_completed(search.declared.wait(), timeout=MAX_LOOKUP_PAUSE)
+        pause = FIRST_LOOKUP_PAUSE
+        while True:
+            if search.leader is None:
+                for peer, expiration in await self.keys.get_averagers(search.key, only_active=True):
+                    if peer != self.p2p.peer_id:
+                        search.offer(peer, expiration)
+                self._invite_others(search)
+            await asyncio.sleep(pause * (0.75 + 0.5 * self.p2p.rng.random()))
+            pause = min(2 * pause, MAX_LOOKUP_PAUSE)
+
+    def _invite_others(self, search: _Search) -> None:
+        if not self._leads or self._best_candidate(search) is not None:
+            return
+        for peer, expiration in search.candidates.items():
+            already = peer in search.followers or search.invited.get(peer) == search.expiration
+            if not already and self._is_smaller(self.p2p.peer_id, search.expiration, peer, expiration):
+                search.invited[peer] = search.expiration
+                self._in_background(self._invite(search, peer))
+
+    async def _invite(self, search: _Search, peer: PeerID) -> None:
+        invitation = Invitation(group_key=search.key, expiration=search.expiration)
+        try:
+            await self._get_stub(peer).rpc_invite(invitation, timeout=self.settings.request_timeout)
+        except _PEER_FAILURES as e:
+            logger.debug("could not invite %s: %s", peer, e)
+
+    @staticmethod
+    def _is_smaller(peer: PeerID, expiration: float, other: PeerID, other_expiration: float) -> bool:
+        return (expiration, peer.to_bytes()) < (other_expiration, other.to_bytes())
+
+    def _best_candidate(self, search: _Search) -> PeerID | None:
+        now, own = get_dht_time(), self.p2p.peer_id
+        usable = [
+            (expiration, peer.to_bytes(), peer)
+            for peer, expiration in search.candidates.items()
+            if expiration > now
+            and search.spent.get(peer) != expiration
+            and peer not in search.followers
+            and (not self._leads or self._is_smaller(peer, expiration, own, search.expiration))
+        ]
+        return min(usable)[2] if usable else None
+
+    async def _lead_or_follow(self, search: _Search) -> None:
+        while not search.group.done():
+            search.control.changed.clear()
+            candidate = self._best_candidate(search)
+            if candidate is not None:
+                await self._ask(search, candidate)
+            elif self._leads and self._may_start(search):
+                self._start_group(search)
+            else:
+                await self._wait_for_news(search)
+
+    def _may_start(self, search: _Search) -> bool:
+        size = 1 + len(search.followers)
+        if size < self.settings.min_group_size:
+            return False
+        full = self.settings.target_group_size is not None and size >= self.settings.target_group_size
+        return full or search.complete(size) or get_dht_time() >= search.expiration
+
+    async def _wait_for_news(self, search: _Search) -> None:
+        until_promise = search.expiration - get_dht_time()
+        if self._leads and until_promise <= 0:  # nobody came: make a new promise
+            self._send_followers_away(search, None)
+            search.expiration = self._promised_time(search.control)
+            search.redeclare.set()
+            until_promise = search.expiration - get_dht_time()
+        try:
+            async with timeout(max(0.001, until_promise) if self._leads else None):
+                await search.control.changed.wait()
+        except (asyncio.TimeoutError, TimeoutError):
+            return
+
+    # --- following ----------------------------------------------------------------------------------------------------
+
+    async def _ask(self, search: _Search, leader: PeerID) -> None:
+        """Ask to be led; returns when there is a group, or nothing to hope for from this peer."""
+        promised = search.candidates[leader]
+        try:
+            async with self._get_stub(leader).rpc_join_group() as call:
+                reply = await self._request_to_join(search, call)
+                if reply.code == Code.ACCEPTED:
+                    search.leader = (leader, reply.expiration)
+                    self._send_followers_away(search, leader)
+                    patience = max(0.0, reply.expiration - get_dht_time()) + self.settings.request_timeout
+                    async with timeout(patience):
+                        reply = await _receive(call)
+        except _PEER_FAILURES as e:
+            logger.debug("asked %s to lead: %r", leader, e)
+            search.asks[leader] = search.asks.get(leader, 0) + 1
+            if search.asks[leader] >= MAX_ASKS or isinstance(e, (P2PHandlerError, ProtocolError)):
+                search.spent[leader] = promised
+            else:
+                await asyncio.sleep(0.05 * search.asks[leader])
+        else:
+            self._take_answer(search, leader, promised, reply)
+        finally:
+            search.leader = None
+
+    async def _request_to_join(self, search: _Search, call: Call) -> JoinReply:
+        control = search.control
+        request = JoinRequest(
+            group_key=search.key,
+            settings=self.settings.agreed,
+            expiration=search.expiration if self._leads else control.deadline,
+            mode=int(self.settings.mode),
+            gathered=control.data_for_gather,
+            bandwidth=self.settings.bandwidth,
+            expected_group_size=control.expected_group_size,
+        )
+        async with timeout(self.settings.request_timeout):
+            await call.send(request, end=True)
+            return await _receive(call)
+
+    def _take_answer(self, search: _Search, leader: PeerID, promised: float, reply: JoinReply) -> None:
+        search.spent[leader] = promised
+        if reply.code == Code.GROUP_STARTS and reply.group is not None:
+            try:
+                search.group.set_result(self._adopt(reply.group))
+            except ProtocolError as e:
+                logger.warning("refused the group that %s leads: %s", leader, e)
+            return
+        if reply.better_leader is not None:
+            better = PeerID(reply.better_leader.peer_id)
+            if better != self.p2p.peer_id:
+                self.p2p.add_addresses(better, reply.better_leader.addresses[:8])
+                search.offer(better, reply.expiration)
+        elif reply.code == Code.BAD_EXPIRATION_TIME:
+            search.offer(leader, reply.expiration)
+        elif reply.code == Code.SETTINGS_DIFFER:
+            search.refusals[str(leader)] = reply.text
+            if reply.text not in self._warned:
+                self._warned.add(reply.text)
+                logger.warning("peer %s refuses to average with this one: %s", leader, reply.text)
+        logger.debug("%s answered %s %s", leader, reply.code, reply.text)
+
+    # --- leading ------------------------------------------------------------------------------------------------------
+
+    async def answer_join(self, call: Call, request: JoinRequest, remote: PeerID) -> None:
+        """Answer a peer that asks to be led, and tell it the outcome later."""
+        search = self._search
+        refusal = self._reason_to_refuse(search, request, remote)
+        if refusal is not None or search is None:
+            await call.send(refusal or JoinReply(code=Code.NOT_LOOKING_FOR_GROUP), end=True)
+            return
+        follower = _Follower(request, asyncio.get_running_loop().create_future())
+        search.followers[remote] = follower
+        try:
+            await call.send(JoinReply(code=Code.ACCEPTED, expiration=search.expiration))
+            search.control.changed.set()
+            await call.send(await follower.outcome, end=True)
+        finally:  # also when the follower has left, which cancels this
+            if search.followers.get(remote) is follower:
+                del search.followers[remote]
+
+    def _reason_to_refuse(self, search: _Search | None, request: JoinRequest, remote: PeerID) -> JoinReply | None:
+        if math.isnan(request.expiration) or not 0 <= request.mode <= 2 or not self._leads:
+            return JoinReply(code=Code.PROTOCOL_VIOLATION)
+        if search is None or search.group.done() or request.group_key != search.key:
+            return JoinReply(code=Code.NOT_LOOKING_FOR_GROUP)
+        difference = _difference(self.settings.agreed, request.settings)
+        if difference:
+            return JoinReply(code=Code.SETTINGS_DIFFER, text=difference)
+        if search.leader is not None:
+            leader, expiration = search.leader
+            return JoinReply(code=Code.NOT_A_LEADER, better_leader=self._record(leader), expiration=expiration)
+        if search.expiration > request.expiration:
+            return JoinReply(code=Code.BAD_EXPIRATION_TIME, expiration=search.expiration)
+        if remote == self.p2p.peer_id or remote in search.followers:
+            return JoinReply(code=Code.DUPLICATE_PEER_ID)
+        if 1 + len(search.followers) >= (self.settings.target_group_size or MAX_GROUP_SIZE):
+            return JoinReply(code=Code.GROUP_IS_FULL)
+        return None
+
+    def answer_invitation(self, invitation: Invitation, remote: PeerID) -> None:
+        """A peer that may lead says that it is there."""
+        search = self._search
+        if search is not None and invitation.group_key == search.key and math.isfinite(invitation.expiration):
+            search.offer(remote, invitation.expiration)
+
+    def _record(self, peer: PeerID) -> PeerRecord:
+        addresses = [str(address) for address in self.p2p.get_addresses(peer)]
+        return PeerRecord(peer_id=peer.to_bytes(), addresses=addresses)
+
+    def _send_followers_away(self, search: _Search, leader: PeerID | None) -> None:
+        reply = JoinReply(code=Code.GROUP_DISBANDED)
+        if leader is not None and search.leader is not None:
+            reply.better_leader, reply.expiration = self._record(leader), search.leader[1]
+        for follower in search.followers.values():
+            if not follower.outcome.done():
+                follower.outcome.set_result(reply)
+        search.followers.clear()
+
+    def _start_group(self, search: _Search) -> None:
+        """Publish the group: order, modes and shares, so that nobody has to work them out for itself."""
+        own = self.settings
+        entries = [(self.p2p.peer_id, int(own.mode), own.bandwidth, search.control.data_for_gather)]
+        for peer, follower in search.followers.items():
+            request = follower.request
+            entries.append((peer, request.mode, request.bandwidth, request.gathered))
+        self.p2p.rng.shuffle(entries)
+        shares = _split(own.total_size, [(mode, bandwidth) for _, mode, bandwidth, _ in entries], own.min_vector_size)
+        members = [
+            Member(peer=self._record(peer), mode=mode, share=share, gathered=gathered)
+            for (peer, mode, _, gathered), share in zip(entries, shares, strict=True)
+        ]
+        start = GroupStart(group_id=self.p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
+        for follower in search.followers.values():
+            if not follower.outcome.done():
+                follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
+        search.followers.clear()
+        search.group.set_result(self._adopt(start))
+
+    def _adopt(self, start: GroupStart) -> GroupInfo:
+        """Check what a leader published.
+
+        Raises:
+            ProtocolError: it cannot be right.
+        """
+        peers = tuple(PeerID(member.peer.peer_id) for member in start.members)
+        if self.p2p.peer_id not in peers or len(set(peers)) != len(peers) or len(start.group_id) != GROUP_ID_BYTES:
+            raise ProtocolError(
+                "the leader published a group without this peer, with duplicates, or without a valid id"
+            )
+        shares = [member.share for member in start.members]
+        useless = any((m.share and m.mode == AveragingMode.CLIENT) or not 0 <= m.mode <= 2 for m in start.members)
+        if min(shares) < 0 or sum(shares) != self.settings.total_size or useless:
+            raise ProtocolError(
+                f"the leader published shares {shares} for a vector of {self.settings.total_size} values"
+            )
+        for peer, member in zip(peers, start.members, strict=True):
+            if peer != self.p2p.peer_id and member.peer.addresses:
+                self.p2p.add_addresses(peer, member.peer.addresses[:8])
+        group = GroupInfo(
+            start.group_id,
+            peers,
+            tuple(member.gathered for member in start.members),
+            tuple(member.mode for member in start.members),
+            tuple(shares),
+        )
+        self.keys.update_key_on_group_assembled(group)
+        return group
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """Finish what runs in the background, such as withdrawing from the DHT."""
+        if self._background:
+            _, late = await asyncio.wait(set(self._background), timeout=1.0)
+            await cancel_and_wait(*late)
+
+
+async def _receive(call: Call) -> JoinReply:
+    reply = await call.receive(JoinReply)
+    if reply is None:
+        raise ProtocolError("the leader ended without an answer")
+    return reply
+
+
+def _difference(own: dict[str, str], other: dict[str, str]) -> str:
+    """Which settings differ, for both sides to read; empty if none does."""
+    names = sorted(own.keys() | other.keys())
+    pairs = [(name, own.get(name, "not set")[:100], other.get(name, "not set")[:100]) for name in names]
+    return "; ".join(f"{name} is {mine!r} there and {theirs!r} here" for name, mine, theirs in pairs if mine != theirs)
+
+
+def _split(total_size: int, members: list[tuple[int, float | None]], min_size: int) -> tuple[int, ...]:
+    able = [0.0 if mode == AveragingMode.CLIENT else bandwidth for mode, bandwidth in members]
+    if not any(bandwidth is None or bandwidth > 0 for bandwidth in able):  # all want to be spared: share it evenly
+        able = [0.0 if mode == AveragingMode.CLIENT else None for mode, _ in members]
+    return load_balance_peers(total_size, able, min_size)

@@ -1,0 +1,129 @@
+"""What averagers send each other."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from shoal.compression.base import TensorMetadata
+from shoal.p2p import Header
+
+
+class Code(IntEnum):
+    """Answer to a request to join a group."""
+
+    ACCEPTED = 1
+    GROUP_STARTS = 2
+    GROUP_DISBANDED = 3
+    NOT_LOOKING_FOR_GROUP = 4
+    SETTINGS_DIFFER = 5
+    BAD_EXPIRATION_TIME = 6
+    NOT_A_LEADER = 7
+    DUPLICATE_PEER_ID = 8
+    GROUP_IS_FULL = 9
+    PROTOCOL_VIOLATION = 10
+
+
+class PeerRecord(Header):
+    """A peer and where to dial it."""
+
+    peer_id: bytes
+    addresses: list[str] = msgspec.field(default_factory=list)
+
+
+class JoinRequest(Header):
+    """A follower asks to be led."""
+
+    group_key: str
+    settings: dict[str, str]
+    """Everything that must be equal in all members, readable."""
+    expiration: float
+    """DHT time after which the follower does not want to wait any more."""
+    mode: int
+    gathered: bytes = b""
+    bandwidth: float | None = None
+    expected_group_size: int | None = None
+
+
+class Member(Header):
+    """One member of a group that starts."""
+
+    peer: PeerRecord
+    mode: int
+    share: int
+    """How many values of the vector this member reduces."""
+    gathered: bytes = b""
+
+
+class GroupStart(Header):
+    """A complete group, as its leader publishes it."""
+
+    group_id: bytes
+    members: list[Member]
+
+
+class JoinReply(Header):
+    """The leader's first answer, and later the outcome."""
+
+    code: int
+    text: str = ""
+    expiration: float = 0.0
+    """When the leader will start, in DHT time."""
+    better_leader: PeerRecord | None = None
+    group: GroupStart | None = None
+
+
+class Invitation(Header):
+    """A peer that may lead tells one that may follow that it looks for a group, too."""
+
+    group_key: str
+    expiration: float
+
+
+class Acknowledged(Header):
+    """Nothing to say."""
+
+
+class BeginReduce(Header):
+    """First message of a sender to a reducer."""
+
+    group_id: bytes
+    weight: float
+
+
+class PartStatus(IntEnum):
+    VALUES = 1
+    """The payload holds the values: a sender's, or the average."""
+    DELTA = 2
+    """The payload holds the difference between the average and what the sender sent, as it was decoded."""
+    UNCHANGED = 3
+    """There is no average (all weights were 0): keep the local values. No payload."""
+
+
+class PartMessage(Header):
+    """One part, either way; its bytes follow as the payload."""
+
+    index: int
+    """Among the parts that this reducer reduces."""
+    status: int
+    metadata: TensorMetadata | None = None
+
+
+class DownloadRequest(Header):
+    """Asks for this averager's state."""
+
+
+class StateHeader(Header):
+    """Start of a state: refused, or what is going to follow."""
+
+    allowed: bool
+    metadata: bytes = b""
+    tensors: list[TensorMetadata] = msgspec.field(default_factory=list)
+    tensor_bytes: list[int] = msgspec.field(default_factory=list)
+
+
+class StateChunk(Header):
+    """A piece of a tensor's bytes, in order; the payload holds it."""
+
+    tensor: int

@@ -1,0 +1,175 @@
+"""One member's share of an all-reduce: collect parts from the senders, average each one, hand the averages back.
+
+A part is averaged when every sender that is still trusted to come has delivered it, in the order of the members, so
+that the result does not depend on who was faster. Senders may run ahead by a few parts only, which bounds the
+memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shoal.compression import CompressionBase, CompressionInfo
+from shoal.compression.base import SerializedTensor
+
+WINDOW_BYTES = 32 * 2**20
+"""Memory for parts that have arrived and wait for the same part of other senders."""
+
+
+def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor | None:
+    """Mean of equally shaped tensors in their own type, summed in float32 or wider; ``None`` if all weights are 0."""
+    total = sum(weights)
+    if total == 0:
+        return None
+    dtype = values[0].dtype
+    wide = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
+    if not (dtype.is_floating_point or dtype.is_complex):
+        wide = torch.float64
+    mean = values[0].to(wide) * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean.add_(value, alpha=weight / total)
+    if wide is torch.float64 and dtype is not torch.float64:
+        mean.round_()
+    return mean.to(dtype)
+
+
+@dataclass
+class _PartState:
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What has arrived, by sender."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    average: torch.Tensor | None = None
+    encoded: SerializedTensor | None = None
+    takers: int = 0
+    """Who will still ask for the average."""
+
+
+class PartReducer:
+    """Averages the parts of which this member is the reducer.
+
+    Args:
+        infos: one for each part.
+        codec: how parts travel.
+        senders: positions of the members that will send, without this one.
+        local_parts: this member's own values of each part, or ``None`` if it does not contribute.
+        local_index: this member's position.
+        local_weight: weight of its values.
+    """
+
+    def __init__(
+        self,
+        infos: Sequence[CompressionInfo],
+        codec: CompressionBase,
+        senders: Sequence[int],
+        local_parts: Sequence[torch.Tensor] | None,
+        local_index: int,
+        local_weight: float,
+    ) -> None:
+        self.infos, self.codec = infos, codec
+        self.waiting_for = set(senders)
+        """Senders that have neither delivered everything and said so, nor been excluded."""
+        self.banned: dict[int, str] = {}
+        self.finished = asyncio.Event()
+        """Nobody is waited for any more."""
+        self._weights = {local_index: local_weight}
+        self._local_parts, self._local_index = local_parts, local_index
+        self._states = [_PartState() for _ in infos]
+        largest = max((info.part_size or 1) * info.descriptor.dtype.itemsize for info in infos) if infos else 1
+        self._window = max(2, WINDOW_BYTES // (largest * max(1, len(self.waiting_for))))
+        self._first_incomplete = 0
+        self._reduce_complete_parts()
+        self._check_finished()
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    def begin(self, sender: int, weight: float) -> None:
+        """A sender has announced itself."""
+        self._weights[sender] = weight
+
+    def has_begun(self, sender: int) -> bool:
+        return sender in self._weights
+
+    async def wait_for_room(self, index: int) -> None:
+        """Wait until a sender may deliver part ``index``: not too far ahead of the slowest sender."""
+        if index >= self._window:
+            await self._states[index - self._window].done.wait()
+
+    def deliver(self, sender: int, index: int, values: torch.Tensor) -> None:
+        """A part has arrived; the tensor now belongs to the reducer."""
+        state = self._states[index]
+        if not state.done.is_set():
+            state.values[sender] = values
+            self._reduce_if_complete(state, index)
+
+    async def average(self, index: int) -> torch.Tensor | None:
+        """The average of a part, for this member itself; ``None`` = there is none, keep the local values."""
+        state = self._states[index]
+        await state.done.wait()
+        average = state.average
+        self._taken(state)
+        return average
+
+    async def reply(self, index: int, sender: int) -> tuple[SerializedTensor | None, bool]:
+        """What to send back for a part: the bytes, or ``None`` for "unchanged", and whether they are a difference."""
+        state = self._states[index]
+        await state.done.wait()
+        average, sent = state.average, state.values.get(sender)
+        if average is None:
+            return None, False
+        try:
+            if self.codec.lossy and sent is not None:
+                return self.codec.compress(average - sent, self.infos[index], allow_inplace=True), True
+            if state.encoded is None:
+                state.encoded = self.codec.compress(average, self.infos[index])
+            return state.encoded, False
+        finally:
+            self._taken(state)
+
+    def _taken(self, state: _PartState) -> None:
+        state.takers -= 1
+        if state.takers <= 0:
+            state.average = state.encoded = None
+            state.values.clear()
+
+    def delivered_everything(self, sender: int) -> None:
+        """A sender has its averages, too."""
+        self.waiting_for.discard(sender)
+        self._check_finished()
+
+    def ban(self, sender: int, reason: str) -> None:
+        """Do not wait for a sender any more; what it has delivered counts."""
+        if sender not in self.waiting_for:
+            return
+        self.waiting_for.discard(sender)
+        self.banned[sender] = reason
+        self._reduce_complete_parts()
+        self._check_finished()
+
+    def _check_finished(self) -> None:
+        if not self.waiting_for:
+            self.finished.set()
+
+    def _reduce_complete_parts(self) -> None:
+        for index, state in enumerate(self._states):
+            if not state.done.is_set():
+                self._reduce_if_complete(state, index)
+
+    def _reduce_if_complete(self, state: _PartState, index: int) -> None:
+        if self.waiting_for - state.values.keys():
+            return
+        senders = sorted(state.values)
+        values = dict(state.values)
+        if self._local_parts is not None:
+            values[self._local_index] = self._local_parts[index]
+        if values:
+            order = sorted(values)
+            state.average = weighted_mean([values[i] for i in order], [self._weights[i] for i in order])
+        state.takers = len(senders) + (self._local_parts is not None)
+        if not self.codec.lossy:  # only differences need what was sent
+            state.values.clear()
+        state.done.set()

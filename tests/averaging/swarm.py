@@ -1,0 +1,109 @@
+"""Averagers in one loop on an in-memory network, with a plain dictionary in place of the distributed table."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.averaging.allreduce import AveragingMode
+from shoal.averaging.control import StepControl
+from shoal.averaging.node import AveragerConfig, AveragerNode
+from shoal.averaging.tensor_lock import TensorLock
+from shoal.clock import get_dht_time
+from shoal.compression import CompressionBase, CompressionInfo, NoCompression
+from shoal.dht.storage import ValueWithExpiration
+from shoal.p2p import P2P, Identity
+from shoal.p2p.memory import MemoryNetwork
+from shoal.serializer import MSGPackSerializer
+
+
+class Table:
+    """What the distributed table does, without distributing."""
+
+    def __init__(self) -> None:
+        self.records: dict[Any, dict[Any, ValueWithExpiration[Any]]] = {}
+
+    async def get(self, key: Any, latest: bool = False) -> ValueWithExpiration[Any] | None:
+        now = get_dht_time()
+        alive = {k: v for k, v in self.records.get(key, {}).items() if v.expiration_time > now}
+        return ValueWithExpiration(alive, max(v.expiration_time for v in alive.values())) if alive else None
+
+    async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
+        known = self.records.setdefault(key, {}).get(subkey)
+        if known is not None and known.expiration_time >= expiration_time:
+            return False
+        self.records[key][subkey] = ValueWithExpiration(value, expiration_time)
+        return True
+
+
+def make_config(**changes: Any) -> AveragerConfig:
+    defaults: dict[str, Any] = {
+        "prefix": "test",
+        "target_group_size": None,
+        "min_group_size": 2,
+        "initial_group_bits": "",
+        "min_matchmaking_time": 2.0,
+        "request_timeout": 1.0,
+        "allreduce_timeout": None,
+        "sender_timeout": 5.0,
+        "reducer_timeout": 10.0,
+        "chunk_timeout": 5.0,
+        "averaging_alpha": 1.0,
+        "part_size_bytes": 2**12,
+        "compression": NoCompression(),
+        "state_compression": NoCompression(),
+        "bandwidth": None,
+        "min_vector_size": 0,
+        "mode": AveragingMode.NODE,
+        "declare_state_period": 30.0,
+    }
+    return AveragerConfig(**{**defaults, **changes})
+
+
+class Swarm:
+    """A number of averagers that can reach each other."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self.network = MemoryNetwork()
+        self.table = Table()
+        self.nodes: list[AveragerNode] = []
+
+    async def add(self, tensors: Sequence[torch.Tensor], **changes: Any) -> AveragerNode:
+        config = make_config(**changes)
+        transport = self.network.transport(Identity.generate(self.rng))
+        no_listen = config.mode is AveragingMode.CLIENT
+        p2p = await P2P.create(transport=transport, rng=random.Random(self.rng.random()), no_listen=no_listen)
+        infos = [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
+        lock = TensorLock()
+
+        def get_state() -> tuple[Any, list[torch.Tensor]]:
+            with lock.hold():
+                return {"group_key": "bits"}, [tensor.clone() for tensor in tensors]
+
+        node = AveragerNode(p2p, self.table, tensors, infos, config, lock, get_state)
+        await node.start()
+        self.nodes.append(node)
+        return node
+
+    async def close(self) -> None:
+        for node in self.nodes:
+            await node.close()
+            await node.p2p.shutdown()
+
+
+def make_control(node: AveragerNode, *, gather: Any = None, timeout: float = 20.0, **changes: Any) -> StepControl:
+    now = get_dht_time()
+    triggered = changes.pop("triggered", True)
+    changes.setdefault("scheduled_time", now + node.config.min_matchmaking_time)
+    changes.setdefault("weight", 0.0 if node.config.mode is AveragingMode.AUX else 1.0)
+    control = StepControl(deadline=now + timeout, data_for_gather=MSGPackSerializer.dumps(gather), **changes)
+    if triggered:
+        control.allow_allreduce()
+    return control
+
+
+__all__ = ["CompressionBase", "Swarm", "Table", "make_config", "make_control"]
