@@ -30,6 +30,7 @@ import ifaddr
 from shoal.clock import timeout
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
+from shoal.p2p.fork_safety import disown_socket, own_socket
 from shoal.p2p.identity import SIGNATURE_BYTES, Identity, peer_id_of_certificate, verify_signature
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PUBLIC_KEY_BYTES, PeerID
@@ -54,6 +55,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._on_connected = on_connected
         self._transport: asyncio.Transport | None = None
+        self._descriptor = -1
         self._own = bytearray(RECEIVE_BUFFER_BYTES)
         self._own_view = memoryview(self._own)
         self._start = self._end = 0  # what has arrived and is unread: _own[_start:_end]
@@ -72,6 +74,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
+        self._descriptor = transport.get_extra_info("socket").fileno()
+        own_socket(self._descriptor)
         peer_name = transport.get_extra_info("peername")
         if peer_name:
             self.remote_address = address_of(peer_name[0], peer_name[1])
@@ -104,6 +108,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        disown_socket(self._descriptor)
         if exc is not None and not self._closed:
             self._reason = f"the connection broke: {type(exc).__name__}: {exc}"
         self._end_now()
@@ -302,6 +307,8 @@ class TcpTransport(Transport):
         except OSError as e:
             raise P2PDaemonError(f"cannot listen on {address}: {e.strerror or e}") from e
         self._servers.append(server)
+        for listening in server.sockets:
+            own_socket(listening.fileno())
         hosts = [
             interface
             for bound in server.sockets
@@ -390,6 +397,8 @@ class TcpTransport(Transport):
 
     async def close(self) -> None:
         for server in self._servers:
+            for listening in server.sockets:
+                disown_socket(listening.fileno())
             server.close()
         for task in list(self._admissions):
             task.cancel()

@@ -1,0 +1,72 @@
+"""Forked workers must not keep the connections of their parent open."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from tests.system.swarm import Peer
+
+from shoal.p2p import P2P, Multiaddr
+from shoal.reactor import Portal
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "win32", reason="this system cannot fork")
+NOTICE_LIMIT_SECONDS = 5.0
+
+
+@pytest.fixture
+def own_port() -> Iterator[tuple[str, int]]:
+    """A peer in this process: its address and port."""
+    portal = Portal("test peer")
+    p2p = portal.call(P2P.create())
+    address = portal.call(p2p.get_visible_maddrs())[0]
+    yield str(address), int(str(address["tcp"]))
+    portal.call(p2p.shutdown())
+    portal.close(5)
+
+
+@pytest.fixture
+def peer_with_worker(own_port: tuple[str, int]) -> Iterator[Peer]:
+    peer = Peer("fork_a_worker.py", own_port[0])
+    try:
+        worker = psutil.Process(peer.wait_for("worker", 60)["worker"])
+        yield peer
+        assert worker.is_running(), "the worker must be there all the time, or this tests nothing"
+        worker.kill()
+    finally:
+        peer.close()
+
+
+def connections_of(port: int) -> int:
+    own = psutil.Process().net_connections("tcp")
+    return sum(1 for c in own if c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED)
+
+
+def wait_until_disconnected(port: int) -> None:
+    deadline = time.monotonic() + NOTICE_LIMIT_SECONDS
+    while connections_of(port):
+        assert time.monotonic() < deadline, "the connection outlives its owner"
+        time.sleep(0.02)
+
+
+def test_death_of_a_peer_with_workers_is_noticed_at_once(own_port: tuple[str, int], peer_with_worker: Peer) -> None:
+    assert connections_of(own_port[1]) > 0
+    peer_with_worker.process.send_signal(signal.SIGKILL)
+    wait_until_disconnected(own_port[1])
+
+
+def test_closed_connections_and_ports_of_a_peer_with_workers_are_free(
+    own_port: tuple[str, int], peer_with_worker: Peer
+) -> None:
+    peer_with_worker.tell("close")
+    peer_with_worker.wait_for("closed", 10)
+    wait_until_disconnected(own_port[1])
+    port = int(str(Multiaddr(peer_with_worker.wait_for("address", 1)["address"])["tcp"]))
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "the worker still listens for its parent"
