@@ -140,7 +140,8 @@ class Portal:
         """Set the coroutine function that releases the owner's resources; it runs once, inside the loop."""
         self._goodbye = goodbye
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise :class:`ReactorError` if the loop cannot be used from this process, or not any more."""
         if self.reactor.pid != os.getpid():
             raise ReactorError(
                 f"this {self.owner} was made in process {self.reactor.pid} before fork and cannot work in process "
@@ -156,7 +157,7 @@ class Portal:
             ReactorError: the owner was shut down, or belongs to the parent of this forked process.
         """
         try:
-            self._check()
+            self.check()
             with self._lock:
                 if self._closing is not None:
                     raise ReactorError(f"this {self.owner} is shut down: create a new one")

@@ -1,0 +1,58 @@
+"""The settings of a node, with what they are for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+DEFAULT_NUM_WORKERS = int(os.environ.get("SHOAL_DHT_NUM_WORKERS") or os.environ.get("HIVEMIND_DHT_NUM_WORKERS") or 4)
+"""Requests in flight of one search, unless said otherwise; the environment may set it."""
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """How a node behaves."""
+
+    bucket_size: int = 20
+    """Most nodes in one bucket of the routing table, most neighbors in an answer, and nodes asked before giving up."""
+    num_replicas: int = 5
+    """How many nodes should hold a record."""
+    depth_modulo: int = 5
+    """Buckets far from the own id stop splitting at depths divisible by this."""
+    parallel_rpc: int | None = None
+    """Most calls in flight of the whole node; ``None`` = no limit."""
+    wait_timeout: float = 3.0
+    """Seconds after which a call counts as unanswered."""
+    refresh_timeout: float | None = None
+    """Buckets from which nothing was heard for this many seconds are looked through again; ``None`` = never."""
+    bootstrap_timeout: float | None = None
+    """Seconds for the whole join; ``None`` = ``wait_timeout``."""
+    cache_locally: bool = True
+    """Keep a copy of what was found."""
+    cache_nearest: int = 1
+    """Give a copy of what was found to this many of the nearest nodes that did not have it."""
+    cache_size: int | None = None
+    """Most records in the cache; ``None`` = no limit."""
+    cache_refresh_before_expiry: float = 5.0
+    """Fetch cached records that are in use anew this many seconds before they expire; 0 = never."""
+    cache_on_store: bool = True
+    """Keep a copy of what was stored."""
+    reuse_get_requests: bool = True
+    """Searches for the same key at the same time share the first result."""
+    num_workers: int = DEFAULT_NUM_WORKERS
+    """Requests in flight of one search."""
+    chunk_size: int = 16
+    """Most keys in one find request of a get, and in one refresh of the cache."""
+    blacklist_time: float = 5.0
+    """Seconds for which a peer that did not answer is left alone; 0 = not at all."""
+    backoff_rate: float = 2.0
+    """Each further failure in a row makes that longer by this factor."""
+    ensure_bootstrap_success: bool = True
+    """Fail if no initial peer answers, and let the one that does check that this node can be reached."""
+    strict: bool = True
+    """Fail if this node cannot be reached or its clock is off; otherwise only warn."""
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_size", "num_replicas", "depth_modulo", "num_workers", "chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -1,0 +1,204 @@
+"""Records that only their owner can write: Ed25519 signatures inside the table.
+
+A record is protected if its subkey contains ``[owner:<public key>]``, in the text form that OpenSSH uses for public
+keys. Its value must then end with ``[signature:<base64>]``, a signature over key, subkey, value and expiration time. A
+captured record can therefore be repeated as it is, but not changed, and not prolonged. An owner tag in a *key* protects
+nothing, because keys travel as hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import threading
+from collections import OrderedDict
+from typing import ClassVar
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from shoal.dht.validation import DHTRecord, RecordValidatorBase
+from shoal.serializer import MSGPackSerializer
+
+_OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)
+_SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
+_PURPOSE = b"shoal dht record 1"
+"""Part of everything that is signed here, so that no signature can be used elsewhere."""
+_REMEMBERED_RECORDS = 4096
+
+
+class PublicKey:
+    """An Ed25519 public key."""
+
+    def __init__(self, public_key: ed25519.Ed25519PublicKey) -> None:
+        self._public_key = public_key
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PublicKey:
+        """Read ``ssh-ed25519 AAAA…``.
+
+        Raises:
+            ValueError: not an Ed25519 public key in OpenSSH form.
+        """
+        try:
+            public_key = serialization.load_ssh_public_key(data)
+        except Exception as e:  # hostile bytes; the parser's exceptions differ between versions
+            raise ValueError(f"not a public key in OpenSSH form: {type(e).__name__}: {e}") from None
+        if not isinstance(public_key, ed25519.Ed25519PublicKey):
+            raise ValueError(f"only Ed25519 keys are supported, got {type(public_key).__name__}")
+        return cls(public_key)
+
+    def to_bytes(self) -> bytes:
+        """``ssh-ed25519 AAAA…``"""
+        return self._public_key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+
+    def verify(self, data: bytes, signature: bytes) -> bool:
+        """Whether ``signature`` (base64) over ``data`` was made with the private half of this key."""
+        try:
+            self._public_key.verify(base64.b64decode(signature, validate=True), data)
+        except (InvalidSignature, binascii.Error, ValueError):
+            return False
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PublicKey) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+    def __reduce__(self) -> tuple[object, tuple[bytes]]:
+        return PublicKey.from_bytes, (self.to_bytes(),)
+
+
+class PrivateKey:
+    """An Ed25519 key pair that owns records.
+
+    Args:
+        private_key: a new one if not given.
+    """
+
+    _process_wide_key: ClassVar[PrivateKey | None] = None
+    _process_wide_key_lock: ClassVar[threading.RLock] = threading.RLock()
+
+    def __init__(self, private_key: ed25519.Ed25519PrivateKey | None = None) -> None:
+        self._private_key = private_key or ed25519.Ed25519PrivateKey.generate()
+
+    @classmethod
+    def process_wide(cls) -> PrivateKey:
+        """The key that all validators of this process share unless they are given another one."""
+        with PrivateKey._process_wide_key_lock:
+            if PrivateKey._process_wide_key is None:
+                PrivateKey._process_wide_key = cls()
+            return PrivateKey._process_wide_key
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PrivateKey:
+        """Read what :meth:`to_bytes` made.
+
+        Raises:
+            ValueError: not 32 bytes.
+        """
+        return cls(ed25519.Ed25519PrivateKey.from_private_bytes(data))
+
+    def to_bytes(self) -> bytes:
+        """The 32 secret bytes."""
+        return self._private_key.private_bytes_raw()
+
+    def get_public_key(self) -> PublicKey:
+        """The public half."""
+        return PublicKey(self._private_key.public_key())
+
+    def sign(self, data: bytes) -> bytes:
+        """Signature over ``data`` in base64, 88 bytes."""
+        return base64.b64encode(self._private_key.sign(data))
+
+    def __reduce__(self) -> tuple[object, tuple[bytes]]:
+        return PrivateKey.from_bytes, (self.to_bytes(),)
+
+
+class SignatureValidator(RecordValidatorBase):
+    """Protects records whose subkey contains an owner tag; all other records pass untouched.
+
+    Args:
+        private_key: signs records that carry this key's tag; by default one key shared by the whole process.
+    """
+
+    def __init__(self, private_key: PrivateKey | None = None) -> None:
+        self._private_key = PrivateKey.process_wide() if private_key is None else private_key
+        self._local_public_key = b"[owner:" + self._private_key.get_public_key().to_bytes() + b"]"
+        self._verified: OrderedDict[DHTRecord, None] = OrderedDict()
+
+    @property
+    def local_public_key(self) -> bytes:
+        """The owner tag to put into subkeys that only this peer may write."""
+        return self._local_public_key
+
+    def validate(self, record: DHTRecord) -> bool:
+        owners = self._owners(record)
+        if not owners:
+            return True
+        if record in self._verified:  # readers get the same records from many replicas, again and again
+            self._verified.move_to_end(record)
+            return True
+        if len(owners) > 1 or not self._is_signed_by(next(iter(owners)), record):
+            return False
+        self._verified[record] = None
+        if len(self._verified) > _REMEMBERED_RECORDS:
+            self._verified.popitem(last=False)
+        return True
+
+    @staticmethod
+    def _owners(record: DHTRecord) -> dict[bytes, None]:
+        return dict.fromkeys(_OWNER_TAG.findall(record.key) + _OWNER_TAG.findall(record.subkey))
+
+    def _is_signed_by(self, owner: bytes, record: DHTRecord) -> bool:
+        signatures = list(_SIGNATURE.finditer(record.value))
+        if len(signatures) != 1 or signatures[0].end() != len(record.value):
+            return False
+        try:
+            public_key = PublicKey.from_bytes(owner)
+        except ValueError:
+            return False
+        signed = self._signed_bytes(record, record.value[: signatures[0].start()])
+        return public_key.verify(signed, signatures[0].group(1))
+
+    @staticmethod
+    def _signed_bytes(record: DHTRecord, value: bytes) -> bytes:
+        return MSGPackSerializer.dumps([_PURPOSE, record.key, record.subkey, value, float(record.expiration_time)])
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        if self._local_public_key not in record.key and self._local_public_key not in record.subkey:
+            return record.value
+        signature = self._private_key.sign(self._signed_bytes(record, record.value))
+        return record.value + b"[signature:" + signature + b"]"
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        if not self._owners(record):
+            return record.value  # what looks like a signature there is the user's own data
+        signatures = list(_SIGNATURE.finditer(record.value))
+        if signatures and signatures[-1].end() == len(record.value):
+            return record.value[: signatures[-1].start()]
+        return record.value
+
+    @property
+    def priority(self) -> int:
+        """Signs last and validates first, so that the signature covers what other validators added."""
+        return 10
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """One is enough for verifying everybody's signatures; this one's key stays in use."""
+        return isinstance(other, SignatureValidator)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_private_key": self._private_key}
+
+    def __setstate__(self, state: dict[str, PrivateKey]) -> None:
+        SignatureValidator.__init__(self, state["_private_key"])
+
+
+RSAPrivateKey = PrivateKey
+RSAPublicKey = PublicKey
+RSASignatureValidator = SignatureValidator
+"""The names under which users of this field know these classes; the keys are Ed25519."""

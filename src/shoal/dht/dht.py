@@ -1,0 +1,398 @@
+"""The distributed hash table as an object for programs without coroutines: every method works from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+from shoal.clock import DHTExpiration
+from shoal.dht.config import DEFAULT_NUM_WORKERS
+from shoal.dht.node import DHTNode
+from shoal.dht.routing import DHTKey
+from shoal.dht.search import GetResult
+from shoal.dht.storage import DHTValue, Subkey
+from shoal.dht.validation import CompositeValidator, RecordValidatorBase
+from shoal.errors import DHTError
+from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p.p2p import parse_peer_addresses
+from shoal.reactor import Portal
+
+T = TypeVar("T")
+GetFuture = concurrent.futures.Future[GetResult]
+StoreFuture = concurrent.futures.Future[bool]
+
+
+class DHT:
+    """A peer's access to the distributed hash table. The work is done by a node in the background loop.
+
+    Args:
+        initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``; none = begin a new swarm.
+        start: whether to start at once; otherwise call :meth:`run_in_background`.
+        p2p: work with this peer, made in the background loop, instead of a new one. It is not shut down in the end.
+        daemon: accepted for compatibility; nothing here keeps a process alive.
+        num_workers: requests in flight of one search.
+        record_validators: decide which records may be stored and believed; the same ones at every peer.
+        shutdown_timeout: seconds that :meth:`shutdown` waits at most.
+        await_ready: wait until the node has joined, and raise what went wrong.
+        kwargs: settings of :meth:`DHTNode.create`, and through it of :meth:`P2P.create`.
+
+    Raises:
+        TypeError, ValueError: ``initial_peers`` is not a list of such addresses.
+        BootstrapError: no initial peer could be reached; it says why for each address.
+        ValidationError: this peer cannot be reached, or its clock is off.
+    """
+
+    def __init__(
+        self,
+        initial_peers: Sequence[Multiaddr | str] | None = None,
+        *,
+        start: bool,
+        p2p: P2P | None = None,
+        daemon: bool = True,
+        num_workers: int = DEFAULT_NUM_WORKERS,
+        record_validators: Iterable[RecordValidatorBase] = (),
+        shutdown_timeout: float = 3,
+        await_ready: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if initial_peers is not None:
+            parse_peer_addresses(initial_peers)
+        self.initial_peers = list(initial_peers or ())
+        self.kwargs = kwargs
+        self.daemon = daemon
+        self.shutdown_timeout = shutdown_timeout
+        self.pid = os.getpid()
+        self._validator = CompositeValidator(record_validators)
+        self._portal: Portal | None = None
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._service = _Service(
+            DHTHandle(self),
+            {
+                **kwargs,
+                "initial_peers": self.initial_peers,
+                "p2p": p2p,
+                "num_workers": num_workers,
+                "record_validator": self._validator,
+            },
+        )
+        if start:
+            self.run_in_background(await_ready=await_ready)
+
+    # --- starting and ending ------------------------------------------------------------------------------------------
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Start the node.
+
+        Args:
+            await_ready: wait until it has joined.
+            timeout: seconds to wait.
+
+        Raises:
+            concurrent.futures.TimeoutError: not ready in time.
+            RuntimeError: started already.
+        """
+        if self._portal is not None:
+            raise RuntimeError("this DHT is started already")
+        self._portal = Portal("DHT")
+        self._portal.on_close(self._service.stop)
+        self._started = self._portal.submit(self._service.start())
+        if await_ready:
+            try:
+                self.wait_until_ready(timeout)
+            except BaseException:
+                self._portal.begin_close()
+                raise
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until the node has joined.
+
+        Raises:
+            concurrent.futures.TimeoutError: not ready in time.
+            BootstrapError, ValidationError: joining failed.
+        """
+        try:
+            if not self._started.done():
+                self.portal.call(self._service.ready.wait(), timeout)
+            self._started.result()
+        except concurrent.futures.CancelledError:
+            raise DHTError("this DHT was shut down before it was ready") from None
+
+    def is_alive(self) -> bool:
+        """Whether the node is running in this process."""
+        portal = self._portal
+        if portal is None or portal.closed:
+            return False
+        return not self._started.done() or (not self._started.cancelled() and self._started.exception() is None)
+
+    def shutdown(self) -> None:
+        """Leave the swarm. What is in progress is cancelled. Idempotent, never hangs."""
+        if self._portal is not None:
+            self._portal.close(self.shutdown_timeout)
+
+    terminate = shutdown
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the node has been shut down."""
+        if self._portal is not None:
+            self._service.stopped.wait(timeout)
+
+    def __del__(self) -> None:
+        portal: Portal | None = getattr(self, "_portal", None)
+        if portal is not None and not portal.closed:
+            portal.begin_close()
+
+    # --- what others build upon ---------------------------------------------------------------------------------------
+
+    @property
+    def portal(self) -> Portal:
+        """The door into the background loop, where the node lives."""
+        if self._portal is None:
+            raise RuntimeError("this DHT is not started: call run_in_background()")
+        return self._portal
+
+    @property
+    def node(self) -> DHTNode:
+        """The node; its coroutines run in the background loop only."""
+        self.portal.check()
+        self.wait_until_ready()
+        assert self._service.node is not None
+        return self._service.node
+
+    @property
+    def p2p(self) -> P2P:
+        """The node's peer, which other components of this process may use too."""
+        return self.node.p2p
+
+    async def replicate_p2p(self) -> P2P:
+        """The node's peer, for other components."""
+        return self.p2p
+
+    def add_validators(self, record_validators: Iterable[RecordValidatorBase]) -> None:
+        """Apply more rules to records from now on.
+
+        Raises:
+            RuntimeError: the node is not ready yet.
+        """
+        if not self._started.done():
+            raise RuntimeError("validators can be added when the DHT is ready: wait_until_ready() first")
+        portal = self.portal
+        if portal.reactor.in_loop_thread():
+            self._validator.extend(record_validators)
+        else:
+            portal.call(self._service.add_validators(self._validator, record_validators))
+
+    # --- known after the start, also in forked children ---------------------------------------------------------------
+
+    @property
+    def peer_id(self) -> PeerID:
+        """The own id on the network."""
+        return self._facts.peer_id
+
+    @property
+    def client_mode(self) -> bool:
+        """Others never call this peer."""
+        return self._facts.client_mode
+
+    @property
+    def _facts(self) -> _Facts:
+        if self._service.facts is None:
+            self.wait_until_ready()
+        assert self._service.facts is not None
+        return self._service.facts
+
+    def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
+        """Addresses to give to others as initial peers, each ending with ``/p2p/<peer id>``.
+
+        Args:
+            latest: look again, instead of what was true at the start.
+        """
+        facts = self._facts
+        if latest and not self.portal.closed:
+            facts.visible_maddrs = self.portal.call(self.node.get_visible_maddrs(latest=True))
+        return list(facts.visible_maddrs)
+
+    # --- getting and storing ------------------------------------------------------------------------------------------
+
+    @overload
+    def get(
+        self, key: DHTKey, latest: bool = False, return_future: Literal[False] = False, **kwargs: Any
+    ) -> GetResult: ...
+
+    @overload
+    def get(self, key: DHTKey, latest: bool = False, *, return_future: Literal[True], **kwargs: Any) -> GetFuture: ...
+
+    def get(
+        self, key: DHTKey, latest: bool = False, return_future: bool = False, **kwargs: Any
+    ) -> GetResult | GetFuture:
+        """Get the value of a key with its expiration, or ``None``; a dictionary as ``{subkey: value with expiration}``.
+
+        Args:
+            key: what the value was stored under.
+            latest: ask all nodes that may know for the latest value or the most complete dictionary; otherwise the
+                first value that has not expired is returned.
+            return_future: return at once; cancelling the future stops the search.
+            kwargs: as for :meth:`DHTNode.get_many_by_id`.
+
+        Raises:
+            ReactorError: this DHT is shut down, belongs to the parent process, or a blocking call was made inside the
+                background loop.
+        """
+        coroutine = self._service.get(key, latest, **kwargs)
+        return self.portal.submit(coroutine) if return_future else self.portal.call(coroutine)
+
+    @overload
+    def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        return_future: Literal[False] = False,
+        **kwargs: Any,
+    ) -> bool: ...
+
+    @overload
+    def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        *,
+        return_future: Literal[True],
+        **kwargs: Any,
+    ) -> StoreFuture: ...
+
+    def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        return_future: bool = False,
+        **kwargs: Any,
+    ) -> bool | StoreFuture:
+        """Store one value, or with a subkey one entry of a dictionary, until it expires.
+
+        Args:
+            key: what to get it by.
+            value: anything that msgpack can pack.
+            expiration_time: DHT time. Later ones replace earlier ones; a tie is refused.
+            subkey: the entry's key inside the dictionary.
+            return_future: return at once.
+            kwargs: as for :meth:`DHTNode.store_many`.
+
+        Returns:
+            Whether most of the nodes that answered keep it now.
+
+        Raises:
+            ReactorError: as for :meth:`get`.
+            TypeError, ValueError: the key or value cannot be packed, is too large, or cannot expire then.
+        """
+        coroutine = self._service.store(key, value, expiration_time, subkey, **kwargs)
+        return self.portal.submit(coroutine) if return_future else self.portal.call(coroutine)
+
+    @overload
+    def run_coroutine(
+        self, coro: Callable[[Any, DHTNode], Awaitable[T]], return_future: Literal[False] = False
+    ) -> T: ...
+
+    @overload
+    def run_coroutine(
+        self, coro: Callable[[Any, DHTNode], Awaitable[T]], return_future: Literal[True]
+    ) -> concurrent.futures.Future[T]: ...
+
+    def run_coroutine(
+        self, coro: Callable[[Any, DHTNode], Awaitable[T]], return_future: bool = False
+    ) -> T | concurrent.futures.Future[T]:
+        """Run ``await coro(dht, node)`` in the background loop.
+
+        Args:
+            coro: a coroutine function. Its first argument is a stand-in for this object: what is set on it stays there
+                for the next coroutine, but does not show here.
+            return_future: return at once; cancelling the future cancels the coroutine.
+        """
+        coroutine = self._service.run(coro)
+        return self.portal.submit(coroutine) if return_future else self.portal.call(coroutine)
+
+
+class DHTHandle:
+    """Stands in for a DHT inside :meth:`DHT.run_coroutine`: reads from it, keeps what is written to itself."""
+
+    def __init__(self, dht: DHT) -> None:
+        self.__dict__["_dht"] = weakref.ref(dht)
+
+    def __getattr__(self, name: str) -> Any:
+        dht = self.__dict__["_dht"]()
+        if dht is None:
+            raise ReferenceError("the DHT object is gone")
+        return getattr(dht, name)
+
+
+class _Facts:
+    """What can be told without the background loop."""
+
+    def __init__(self, peer_id: PeerID, client_mode: bool, visible_maddrs: list[Multiaddr]) -> None:
+        self.peer_id, self.client_mode, self.visible_maddrs = peer_id, client_mode, visible_maddrs
+
+
+class _Service:
+    """The half of a DHT that lives in the loop. It does not refer to the other half, which may thus be collected."""
+
+    def __init__(self, handle: DHTHandle, options: dict[str, Any]) -> None:
+        self.node: DHTNode | None = None
+        self.facts: _Facts | None = None
+        self.stopped = threading.Event()
+        self._handle = handle
+        self._options = options
+        self.ready = asyncio.Event()
+        """Starting has ended, well or not."""
+        self._starting = False
+        self._failure: BaseException | None = None
+
+    async def start(self) -> None:
+        self._starting = True
+        try:
+            self.node = await DHTNode.create(**self._options)
+            maddrs = await self.node.get_visible_maddrs()
+            self.facts = _Facts(self.node.peer_id, self.node.client_mode, maddrs)
+        except BaseException as e:
+            self._failure = e
+            self.stopped.set()
+            raise
+        finally:
+            self.ready.set()
+
+    async def stop(self) -> None:
+        try:
+            if self._starting:  # it has been cancelled, and cleans up after itself
+                await self.ready.wait()
+            if self.node is not None:
+                await self.node.shutdown()
+        finally:
+            self.stopped.set()
+
+    async def _when_ready(self) -> DHTNode:
+        await self.ready.wait()
+        if self.node is None:
+            raise DHTError(f"this DHT could not start: {self._failure}")
+        return self.node
+
+    async def get(self, key: DHTKey, latest: bool, **kwargs: Any) -> GetResult:
+        return await (await self._when_ready()).get(key, latest, **kwargs)
+
+    async def store(
+        self, key: DHTKey, value: DHTValue, expiration_time: DHTExpiration, subkey: Subkey | None, **kwargs: Any
+    ) -> bool:
+        return await (await self._when_ready()).store(key, value, expiration_time, subkey, **kwargs)
+
+    async def run(self, function: Callable[[Any, DHTNode], Awaitable[T]]) -> T:
+        return await function(self._handle, await self._when_ready())
+
+    async def add_validators(self, composite: CompositeValidator, validators: Iterable[RecordValidatorBase]) -> None:
+        composite.extend(validators)

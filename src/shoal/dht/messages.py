@@ -1,0 +1,97 @@
+"""What nodes of the table send each other.
+
+Lengths are limited by the types themselves: a message that breaks a limit is refused while it is being decoded.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shoal.p2p.wire import Header
+
+MAX_VALUE_BYTES = 2**19
+"""Largest value of one record; the table is for small facts, tensors travel elsewhere."""
+MAX_SUBKEY_BYTES = 2**12
+MAX_RECORDS_PER_STORE = 256
+MAX_KEYS_PER_FIND = 64
+MAX_NEIGHBORS = 128
+"""Most neighbors in one answer about one key."""
+MAX_ADDRESSES = 8
+MAX_ADDRESS_LENGTH = 256
+
+IDBytes = Annotated[bytes, Meta(min_length=20, max_length=20)]
+NodeIDBytes = IDBytes | None
+"""``None`` stands for a node in client mode, which must not enter anybody's routing table."""
+
+
+class PingRequest(Header):
+    node_id: NodeIDBytes = None
+    validate: bool = False
+    """Please call me back and tell whether that worked."""
+
+
+class PingResponse(Header):
+    node_id: NodeIDBytes = None
+    dht_time: float = 0.0
+    available: bool = False
+    """The sender of the request can be called and has the id that it claims."""
+
+
+class StoreRequest(Header):
+    """Parallel lists, one item for each record."""
+
+    keys: Annotated[list[IDBytes], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    subkeys: Annotated[
+        list[Annotated[bytes, Meta(max_length=MAX_SUBKEY_BYTES)]], Meta(max_length=MAX_RECORDS_PER_STORE)
+    ]
+    """In msgpack form, or one of the two markers of ``shoal.dht.validation``."""
+    values: Annotated[list[bytes], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    expirations: Annotated[list[float], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    in_cache: Annotated[list[bool], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    node_id: NodeIDBytes = None
+
+
+class StoreResponse(Header):
+    accepted: Annotated[list[bool], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    node_id: NodeIDBytes = None
+
+
+class FindRequest(Header):
+    keys: Annotated[list[IDBytes], Meta(max_length=MAX_KEYS_PER_FIND)]
+    node_id: NodeIDBytes = None
+
+
+class NodeContact(msgspec.Struct, frozen=True, array_like=True):
+    """A node and how to reach it."""
+
+    node_id: IDBytes
+    peer_id: Annotated[bytes, Meta(min_length=1, max_length=64)]
+    addresses: Annotated[list[Annotated[str, Meta(max_length=MAX_ADDRESS_LENGTH)]], Meta(max_length=MAX_ADDRESSES)]
+
+
+class Found(IntEnum):
+    """What an answer holds about one key."""
+
+    NOTHING = 0
+    PLAIN = 1
+    DICTIONARY = 2
+    TOO_MUCH = 3  # there is a value, but this answer is full: ask again for this key alone
+
+
+class FindResult(msgspec.Struct, frozen=True, array_like=True):
+    found: Found
+    value: bytes
+    expiration: float
+    nearest: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_NEIGHBORS)]
+    """Positions in the answer's list of nodes, nearest to the key first."""
+
+
+class FindResponse(Header):
+    results: Annotated[list[FindResult], Meta(max_length=MAX_KEYS_PER_FIND)]
+    """One for each key of the request."""
+    nodes: Annotated[list[NodeContact], Meta(max_length=MAX_KEYS_PER_FIND * MAX_NEIGHBORS)]
+    node_id: NodeIDBytes = None

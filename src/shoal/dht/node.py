@@ -1,0 +1,402 @@
+"""A node of the distributed hash table: the coroutines behind every get and store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from shoal.clock import DHTExpiration, get_dht_time
+from shoal.dht.blacklist import Blacklist
+from shoal.dht.bootstrap import ping_initial_peers
+from shoal.dht.caching import CacheRefreshQueue
+from shoal.dht.config import DEFAULT_NUM_WORKERS, NodeConfig
+from shoal.dht.lookup import Lookup
+from shoal.dht.protocol import DHTProtocol
+from shoal.dht.reading import Reader
+from shoal.dht.routing import DHTID, DHTKey
+from shoal.dht.search import GetResult, PendingSearches
+from shoal.dht.storage import DHTValue, Subkey
+from shoal.dht.validation import RecordValidatorBase
+from shoal.dht.writing import Writer, make_record
+from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p.p2p import parse_peer_addresses
+
+__all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
+
+logger = logging.getLogger(__name__)
+
+STARTUP_TIMEOUT = 8.0
+"""Seconds for connecting to the first initial peer, unless ``startup_timeout`` says otherwise."""
+
+
+class DHTNode:
+    """A node. Made by :meth:`create`; lives in one event loop.
+
+    Attributes:
+        node_id: the own id in the table.
+        peer_id: the own id on the network.
+        protocol: calls other nodes and answers them; has the routing table, the storage and the cache.
+        blacklist: peers that did not answer lately.
+    """
+
+    def __init__(
+        self, *, protocol: DHTProtocol, config: NodeConfig, owns_p2p: bool, _from_create: bool = False
+    ) -> None:
+        assert _from_create, "make a DHTNode with: await DHTNode.create(...)"
+        self.protocol = protocol
+        self.config = config
+        self.node_id = protocol.node_id
+        self.p2p = protocol.p2p
+        self.peer_id: PeerID = protocol.p2p.peer_id
+        self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate)
+        self.is_alive = True
+        self._owns_p2p = owns_p2p
+        self._reader = Reader(protocol, self.blacklist, config)
+        self._writer = Writer(protocol, self.blacklist, config, self._reader.refresh_queue)
+
+    @classmethod
+    async def create(
+        cls,
+        p2p: P2P | None = None,
+        node_id: DHTID | None = None,
+        initial_peers: Sequence[Multiaddr | str] | None = None,
+        bucket_size: int = 20,
+        num_replicas: int = 5,
+        depth_modulo: int = 5,
+        parallel_rpc: int | None = None,
+        wait_timeout: float = 3,
+        refresh_timeout: float | None = None,
+        bootstrap_timeout: float | None = None,
+        cache_locally: bool = True,
+        cache_nearest: int = 1,
+        cache_size: int | None = None,
+        cache_refresh_before_expiry: float = 5,
+        cache_on_store: bool = True,
+        reuse_get_requests: bool = True,
+        num_workers: int = DEFAULT_NUM_WORKERS,
+        chunk_size: int = 16,
+        blacklist_time: float = 5.0,
+        backoff_rate: float = 2.0,
+        client_mode: bool = False,
+        record_validator: RecordValidatorBase | None = None,
+        authorizer: None = None,
+        ensure_bootstrap_success: bool = True,
+        strict: bool = True,
+        **kwargs: Any,
+    ) -> DHTNode:
+        """Start a node and join a swarm, or begin a new one.
+
+        Args:
+            p2p: the peer to work with; a new one is created, and shut down in the end, if not given.
+            node_id: the own id, random by default.
+            initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``.
+            client_mode: use the table without being part of it: others never call this node.
+            record_validator: decides what may be stored and believed.
+            authorizer: must be ``None``; who may join is checked when peers connect.
+            kwargs: for :meth:`P2P.create`.
+
+        The other parameters are explained in :class:`shoal.dht.config.NodeConfig`.
+
+        Raises:
+            BootstrapError: no initial peer answered.
+            ValidationError: this node cannot be reached, or its clock is off.
+            ValueError, TypeError: an argument makes no sense.
+        """
+        if authorizer is not None:
+            raise ValueError("authorizer must be None: calls between nodes are authenticated by their connections")
+        if p2p is not None and kwargs:
+            raise ValueError(f"{', '.join(kwargs)}: settings of P2P.create have no effect together with p2p")
+        targets = parse_peer_addresses(initial_peers or ())
+        config = NodeConfig(
+            bucket_size=bucket_size,
+            num_replicas=num_replicas,
+            depth_modulo=depth_modulo,
+            parallel_rpc=parallel_rpc,
+            wait_timeout=wait_timeout,
+            refresh_timeout=refresh_timeout,
+            bootstrap_timeout=bootstrap_timeout,
+            cache_locally=cache_locally,
+            cache_nearest=cache_nearest,
+            cache_size=cache_size,
+            cache_refresh_before_expiry=cache_refresh_before_expiry,
+            cache_on_store=cache_on_store,
+            reuse_get_requests=reuse_get_requests,
+            num_workers=num_workers,
+            chunk_size=chunk_size,
+            blacklist_time=blacklist_time,
+            backoff_rate=backoff_rate,
+            ensure_bootstrap_success=ensure_bootstrap_success,
+            strict=strict,
+        )
+        owns_p2p = p2p is None
+        if p2p is None:
+            kwargs.setdefault("startup_timeout", STARTUP_TIMEOUT)
+            reachable_at_start = initial_peers if ensure_bootstrap_success else None
+            p2p = await P2P.create(initial_peers=reachable_at_start, no_listen=client_mode, **kwargs)
+        try:
+            protocol = DHTProtocol(
+                p2p,
+                DHTID.generate(rng=p2p.rng) if node_id is None else node_id,
+                bucket_size=bucket_size,
+                depth_modulo=depth_modulo,
+                num_replicas=num_replicas,
+                wait_timeout=wait_timeout,
+                parallel_rpc=parallel_rpc,
+                cache_size=cache_size,
+                client_mode=client_mode or p2p.client_mode,
+                record_validator=record_validator,
+            )
+            node = cls(protocol=protocol, config=config, owns_p2p=owns_p2p, _from_create=True)
+        except BaseException:
+            if owns_p2p:
+                await p2p.shutdown()
+            raise
+        try:
+            await node._join(targets)
+        except BaseException:
+            await node.shutdown()
+            raise
+        return node
+
+    async def _join(self, targets: Sequence[tuple[Multiaddr, PeerID]]) -> None:
+        config = self.config
+        loop = asyncio.get_running_loop()
+        budget = config.wait_timeout if config.bootstrap_timeout is None else config.bootstrap_timeout
+        deadline = loop.time() + budget
+        await self.protocol.start()
+        if targets:
+            await ping_initial_peers(
+                self.protocol,
+                targets,
+                timeout=budget,
+                must_succeed=config.ensure_bootstrap_success,
+                strict=config.strict,
+            )
+            meeting_neighbors = self.protocol.spawn(self._look_for([self.node_id]))
+            await asyncio.wait([meeting_neighbors], timeout=max(0.0, deadline - loop.time()))
+        if config.refresh_timeout is not None:
+            self.protocol.spawn(self._refresh_stale_buckets(config.refresh_timeout))
+
+    async def _look_for(self, targets: Sequence[DHTID]) -> None:
+        await self.find_nearest_nodes(targets)
+
+    async def _refresh_stale_buckets(self, period: float) -> None:
+        """Look for random ids in buckets from which nothing was heard for a while, so that they stay filled."""
+        while True:
+            buckets = self.protocol.routing_table.buckets
+            stale = [bucket for bucket in buckets if bucket.last_updated < get_dht_time() - period]
+            stale.sort(key=lambda bucket: bucket.last_updated)
+            targets = []
+            for bucket in stale[: self.config.chunk_size]:
+                bucket.last_updated = get_dht_time()
+                targets.append(DHTID(self.p2p.rng.randrange(bucket.lower, bucket.upper)))
+            if targets:
+                await self._look_for(targets)
+            oldest = min(bucket.last_updated for bucket in self.protocol.routing_table.buckets)
+            await asyncio.sleep(max(0.0, oldest + period - get_dht_time()))
+
+    async def shutdown(self) -> None:
+        """Leave the swarm. Idempotent; searches in progress are cancelled."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self._reader.refresh_queue.clear()
+        await self.protocol.shutdown()
+        if self._owns_p2p:
+            await self.p2p.shutdown()
+
+    # --- the table ----------------------------------------------------------------------------------------------------
+
+    async def find_nearest_nodes(
+        self,
+        queries: Collection[DHTID],
+        k_nearest: int | None = None,
+        beam_size: int | None = None,
+        num_workers: int | None = None,
+        node_to_peer_id: Mapping[DHTID, PeerID] | None = None,
+        exclude_self: bool = False,
+    ) -> dict[DHTID, dict[DHTID, PeerID]]:
+        """Find the nodes that are nearest to some ids.
+
+        Args:
+            queries: the ids.
+            k_nearest: how many nodes to return for each, ``bucket_size`` by default.
+            beam_size: most nodes that are asked; by default the larger one of ``k_nearest`` and ``bucket_size``.
+            num_workers: requests in flight.
+            node_to_peer_id: nodes to begin with, besides those of the routing table.
+            exclude_self: leave this node out of the results; a client-mode node always is.
+
+        Returns:
+            For each id, the nodes and their peers, nearest first. Nodes that did not answer are left out.
+        """
+        count = self.config.bucket_size if k_nearest is None else k_nearest
+        lookup = Lookup(self.protocol, self.blacklist, node_to_peer_id)
+        results: dict[DHTID, dict[DHTID, PeerID]] = {}
+        without_self = exclude_self or self.protocol.client_mode
+
+        def note(target: DHTID, nearest: list[DHTID]) -> None:
+            nodes = nearest if without_self else sorted([*nearest, self.node_id], key=target.xor_distance)
+            peers = {**lookup.peers, self.node_id: self.peer_id}
+            results[target] = {node_id: peers[node_id] for node_id in nodes[:count]}
+            for peer in results[target].values():
+                lookup.introduce(peer)
+
+        await lookup.find_nearest(
+            dict.fromkeys(queries),
+            note,
+            num_workers=num_workers or self.config.num_workers,
+            beam_size=beam_size or max(self.config.bucket_size, count),
+            enough=count,
+        )
+        return {query: results[query] for query in queries}
+
+    async def get(self, key: DHTKey, latest: bool = False, **kwargs: Any) -> GetResult:
+        """Get the value of a key and its expiration, or ``None``.
+
+        Args:
+            key: what the value was stored under.
+            latest: ask all nodes that may know for the latest value, or for the union of a dictionary's entries;
+                otherwise the first value that has not expired is returned, which may be outdated or incomplete.
+            kwargs: as for :meth:`get_many`.
+        """
+        if latest:
+            kwargs["sufficient_expiration_time"] = math.inf
+        key_id = DHTID.generate(source=key)
+        results = await self.get_many_by_id([key_id], **kwargs)
+        result: GetResult = results[key_id]
+        return result
+
+    async def get_many(
+        self, keys: Collection[DHTKey], sufficient_expiration_time: DHTExpiration | None = None, **kwargs: Any
+    ) -> dict[DHTKey, Any]:
+        """Get several values at once.
+
+        Args:
+            keys: hashable keys.
+            sufficient_expiration_time: be content with values that live at least this long (DHT time); by default,
+                with any that has not expired. Infinity asks for the latest ones.
+            kwargs: as for :meth:`get_many_by_id`.
+
+        Returns:
+            For each key, ``None`` or the value with its expiration; with ``return_futures``, a future of that.
+        """
+        key_ids = {key: DHTID.generate(source=key) for key in keys}
+        results = await self.get_many_by_id(list(key_ids.values()), sufficient_expiration_time, **kwargs)
+        return {key: results[key_id] for key, key_id in key_ids.items()}
+
+    async def get_many_by_id(
+        self,
+        key_ids: Collection[DHTID],
+        sufficient_expiration_time: DHTExpiration | None = None,
+        num_workers: int | None = None,
+        beam_size: int | None = None,
+        return_futures: bool = False,
+    ) -> dict[DHTID, Any]:
+        """Like :meth:`get_many`, for keys that are hashed already.
+
+        Args:
+            key_ids: ids of keys.
+            sufficient_expiration_time: as for :meth:`get_many`.
+            num_workers: requests in flight.
+            beam_size: how many of the nearest nodes are asked before a key counts as missing.
+            return_futures: return at once; cancelling a future stops the search for its key.
+        """
+        searches = self._reader.start_searches(key_ids, sufficient_expiration_time)
+        if any(not search.finished for search in searches.values()):
+            search_all = self._reader.finish_searches(searches, num_workers, beam_size)
+            if return_futures:
+                self.protocol.spawn(search_all)
+            else:
+                await search_all
+        if return_futures:
+            return {key_id: search.future for key_id, search in searches.items()}
+        return {key_id: search.future.result() for key_id, search in searches.items()}
+
+    async def store(
+        self,
+        key: DHTKey,
+        value: DHTValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+        **kwargs: Any,
+    ) -> bool:
+        """Store one value, or one entry of a dictionary.
+
+        Args:
+            key: what to get it by.
+            value: anything that msgpack can pack.
+            expiration_time: until when it is kept (DHT time). Later ones replace earlier ones; a tie is refused.
+            subkey: the entry's key inside the dictionary; ``None`` for a plain value.
+            kwargs: as for :meth:`store_many`.
+
+        Returns:
+            Whether most of the nodes that answered keep it now.
+        """
+        record = make_record(key, subkey, value, expiration_time, self.protocol.record_validator)
+        return (await self._writer.store([record], **kwargs))[0]
+
+    async def store_many(
+        self,
+        keys: Sequence[DHTKey],
+        values: Sequence[DHTValue],
+        expiration_time: DHTExpiration | Sequence[DHTExpiration],
+        subkeys: Sequence[Subkey | None] | None = None,
+        exclude_self: bool = False,
+        await_all_replicas: bool = True,
+        **kwargs: Any,
+    ) -> dict[Any, bool]:
+        """Store several values at once.
+
+        Args:
+            keys: one for each value; they may repeat with different subkeys.
+            values: what to store.
+            expiration_time: one for all, or one for each.
+            subkeys: one for each value, ``None`` for plain ones; ``None`` if all are plain.
+            exclude_self: store at other nodes only.
+            await_all_replicas: wait for every node that shall hold a value, not only for the first one that answers.
+            kwargs: ``num_workers``, the number of requests in flight.
+
+        Returns:
+            By key, or by ``(key, subkey)`` where there is a subkey: whether most nodes that answered keep it now.
+        """
+        expirations = [expiration_time] * len(keys) if isinstance(expiration_time, (int, float)) else expiration_time
+        names = [None] * len(keys) if subkeys is None else subkeys
+        if not len(keys) == len(values) == len(expirations) == len(names):
+            raise ValueError(
+                f"{len(keys)} keys, {len(values)} values, {len(expirations)} expirations and {len(names)} subkeys "
+                "do not belong together"
+            )
+        validator = self.protocol.record_validator
+        records = [
+            make_record(key, subkey, value, expires, validator)
+            for key, subkey, value, expires in zip(keys, names, values, expirations, strict=True)
+        ]
+        accepted = await self._writer.store(
+            records, exclude_self=exclude_self, await_all_replicas=await_all_replicas, **kwargs
+        )
+        labels = [key if subkey is None else (key, subkey) for key, subkey in zip(keys, names, strict=True)]
+        return dict(zip(labels, accepted, strict=True))
+
+    # --- what others may want to know ---------------------------------------------------------------------------------
+
+    @property
+    def cache_refresh_queue(self) -> CacheRefreshQueue:
+        """Cached keys that will be fetched again before they expire."""
+        return self._reader.refresh_queue
+
+    @property
+    def pending_get_requests(self) -> PendingSearches:
+        """Searches in progress, by key id."""
+        return self._reader.pending
+
+    @property
+    def client_mode(self) -> bool:
+        """Others never call this node."""
+        return self.protocol.client_mode
+
+    async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
+        """Addresses to give to others as initial peers."""
+        return await self.p2p.get_visible_maddrs(latest=latest)

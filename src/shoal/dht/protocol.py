@@ -1,0 +1,378 @@
+"""The three calls between nodes (ping, store, find): asking, answering, and learning from both who is there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
+from shoal.dht.handover import records_for_newcomer
+from shoal.dht.messages import (
+    MAX_ADDRESSES,
+    MAX_KEYS_PER_FIND,
+    MAX_NEIGHBORS,
+    MAX_VALUE_BYTES,
+    FindRequest,
+    FindResponse,
+    FindResult,
+    Found,
+    NodeContact,
+    PingRequest,
+    PingResponse,
+    StoreRequest,
+    StoreResponse,
+)
+from shoal.dht.records import LocalRecords, NewRecord, check_expiration, pack_value, split_into_requests
+from shoal.dht.routing import DHTID, RoutingTable
+from shoal.dht.storage import DHTLocalStorage, StoredValue
+from shoal.dht.validation import WHOLE_DICTIONARY, RecordValidatorBase
+from shoal.errors import ProtocolError, ShoalError, ValidationError
+from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
+
+__all__ = ["NO_ANSWER", "DHTProtocol", "FoundRecord", "Neighbor", "ValidationError"]
+
+logger = logging.getLogger(__name__)
+ResponseT = TypeVar("ResponseT", bound=Header)
+
+NO_ANSWER = (ShoalError, ConnectionError, asyncio.TimeoutError, TimeoutError)
+"""What a call raises when the other node is gone, silent, or does not speak this protocol."""
+
+REPLY_BYTES = 3 * 2**18
+"""Values beyond this are left out of one answer."""
+
+PING_BACK_SHARE = 0.5
+"""Part of the waiting time in which a caller that asks for it must be reachable, so that it still hears the verdict."""
+
+
+class Neighbor(NamedTuple):
+    """A node that another node told of."""
+
+    node_id: DHTID
+    peer_id: PeerID
+    addresses: Sequence[str]
+
+
+class FoundRecord(NamedTuple):
+    """What a node answered about one key."""
+
+    value: StoredValue | None
+    expiration_time: DHTExpiration
+    """Minus infinity if there is no value."""
+    neighbors: list[Neighbor]
+
+
+class DHTProtocol(ServicerBase):
+    """One node's side of the protocol.
+
+    Args:
+        p2p: the peer that calls and is called.
+        node_id: the own id.
+        bucket_size: most nodes in a bucket of the routing table, and most neighbors in an answer.
+        depth_modulo: see :class:`RoutingTable`.
+        num_replicas: how many nodes should hold a record.
+        wait_timeout: seconds that one call may take.
+        parallel_rpc: most calls at a time, ``None`` = no limit.
+        cache_size: most records in the cache, ``None`` = no limit.
+        client_mode: only call, never answer.
+        record_validator: decides what may be stored and believed.
+    """
+
+    def __init__(
+        self,
+        p2p: P2P,
+        node_id: DHTID,
+        *,
+        bucket_size: int,
+        depth_modulo: int,
+        num_replicas: int,
+        wait_timeout: float,
+        parallel_rpc: int | None = None,
+        cache_size: int | None = None,
+        client_mode: bool = False,
+        record_validator: RecordValidatorBase | None = None,
+    ) -> None:
+        self.p2p, self.node_id = p2p, node_id
+        self.routing_table = RoutingTable(node_id, bucket_size, depth_modulo)
+        self.records = LocalRecords(cache_size, record_validator)
+        self.bucket_size, self.num_replicas = bucket_size, num_replicas
+        self.wait_timeout = wait_timeout
+        self.client_mode = client_mode
+        self._rpc_limit: AbstractAsyncContextManager[Any] = (
+            nullcontext() if parallel_rpc is None else asyncio.Semaphore(parallel_rpc)
+        )
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that the same seed gives the same run
+
+    @property
+    def storage(self) -> DHTLocalStorage:
+        """Records that this node was chosen to hold."""
+        return self.records.storage
+
+    @property
+    def cache(self) -> DHTLocalStorage:
+        """Copies of records that others hold."""
+        return self.records.cache
+
+    @property
+    def record_validator(self) -> RecordValidatorBase | None:
+        """What decides which records may be stored and believed."""
+        return self.records.record_validator
+
+    async def start(self) -> None:
+        """Begin to answer other nodes, unless in client mode."""
+        if not self.client_mode:
+            await self.add_p2p_handlers(self.p2p)
+
+    async def shutdown(self) -> None:
+        """Stop answering, and cancel what goes on in the background."""
+        if not self.client_mode:
+            await self.remove_p2p_handlers(self.p2p)
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something in the background for as long as this node lives."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks[task] = None
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a background task of a DHT node failed", exc_info=error)
+
+    # --- learning who is there ----------------------------------------------------------------------------------------
+
+    @property
+    def _announced_id(self) -> bytes | None:
+        """What this node tells others about its id."""
+        return None if self.client_mode else self.node_id.to_bytes()
+
+    def note_alive(self, node_id: bytes | None, peer: PeerID) -> None:
+        """A peer has just told its node id."""
+        if node_id is None or not self.p2p.get_addresses(peer):
+            return  # nobody could call it
+        newcomer = DHTID.from_bytes(node_id)
+        is_new = peer not in self.routing_table.peer_id_to_node
+        node_to_check = self.routing_table.add_or_update_node(newcomer, peer)
+        if node_to_check is not None:
+            self.spawn(self._check_alive(*node_to_check))
+        if is_new:
+            self._hand_over(newcomer, peer)
+
+    def note_failure(self, peer: PeerID) -> None:
+        """A peer did not answer, or not sensibly."""
+        node_id = self.routing_table.peer_id_to_node.get(peer)
+        if node_id is not None:
+            del self.routing_table[node_id]
+
+    async def _check_alive(self, node_id: DHTID, peer: PeerID) -> None:
+        """Ask for a sign of life; the call itself notes the outcome."""
+        if await self.call_ping(peer) != node_id and self.routing_table.get(node_id) == peer:
+            del self.routing_table[node_id]
+
+    def _hand_over(self, newcomer: DHTID, peer: PeerID) -> None:
+        """Give a new neighbor the records that it should hold from now on."""
+        due = records_for_newcomer(newcomer, self.storage, self.routing_table, self.num_replicas)
+        records = [NewRecord.of_stored(*record) for record in due]
+        if records:
+            self.spawn(self._push(peer, records))
+
+    async def _push(self, peer: PeerID, records: list[NewRecord]) -> None:
+        await self.call_store(peer, records)
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, peer: PeerID, method: str, request: Header, response_type: type[ResponseT], timeout: float
+    ) -> ResponseT:
+        """Call another node and note if it does not answer.
+
+        Raises:
+            NO_ANSWER: one of these.
+        """
+        try:
+            async with self._rpc_limit:
+                return await self.p2p.call(peer, self.handle_name(method, None), request, response_type, timeout)
+        except NO_ANSWER as e:
+            self.note_failure(peer)
+            logger.debug("%s at peer %s failed: %s: %s", method, peer, type(e).__name__, e)
+            raise
+
+    async def ping(self, peer: PeerID, *, validate: bool, timeout: float | None = None) -> PingResponse:
+        """Ask a node who it is, and with ``validate`` whether it can call back and our clocks agree.
+
+        Raises:
+            ValidationError: it cannot, or they do not.
+            NO_ANSWER: one of these.
+        """
+        asked_at = get_dht_time()
+        request = PingRequest(node_id=self._announced_id, validate=validate)
+        limit = self.wait_timeout if timeout is None else timeout
+        response = await self._call(peer, "rpc_ping", request, PingResponse, limit)
+        self.note_alive(response.node_id, peer)
+        if validate:
+            self._check_validity(peer, response, asked_at)
+        return response
+
+    def _check_validity(self, peer: PeerID, response: PingResponse, asked_at: float) -> None:
+        if not self.client_mode and not response.available:
+            announced = [str(address) for address in self.p2p.get_addresses(self.p2p.peer_id)]
+            raise ValidationError(
+                f"peer {peer} cannot call this node back at {announced}: make it reachable, announce the right address "
+                "(announce_maddrs), or use client_mode=True"
+            )
+        answered_at, tolerance = get_dht_time(), MAX_DHT_TIME_DISCREPANCY_SECONDS
+        if not asked_at - tolerance <= response.dht_time <= answered_at + tolerance:
+            raise ValidationError(
+                f"the clock of peer {peer} differs from that of this machine by {response.dht_time - answered_at:+.1f} "
+                f"seconds, more than {tolerance:g}: synchronize the clocks, for instance with NTP"
+            )
+
+    async def call_ping(self, peer: PeerID) -> DHTID | None:
+        """The id of the node at a peer, or ``None`` if it does not answer or is in client mode."""
+        try:
+            response = await self.ping(peer, validate=False)
+        except NO_ANSWER:
+            return None
+        return None if response.node_id is None else DHTID.from_bytes(response.node_id)
+
+    async def call_store(self, peer: PeerID, records: Sequence[NewRecord]) -> list[bool] | None:
+        """Ask a node to keep records; for each whether it did, or ``None`` if it did not answer."""
+        accepted: list[bool] = []
+        for batch in split_into_requests(records):
+            request = StoreRequest(
+                keys=[record.key_id.to_bytes() for record in batch],
+                subkeys=[record.subkey for record in batch],
+                values=[record.value for record in batch],
+                expirations=[record.expiration_time for record in batch],
+                in_cache=[record.in_cache for record in batch],
+                node_id=self._announced_id,
+            )
+            try:
+                response = await self._call(peer, "rpc_store", request, StoreResponse, self.wait_timeout)
+            except NO_ANSWER:
+                return None
+            if len(response.accepted) != len(batch):
+                self.note_failure(peer)
+                return None
+            self.note_alive(response.node_id, peer)
+            accepted += response.accepted
+        return accepted
+
+    async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> dict[DHTID, FoundRecord] | None:
+        """Ask a node what it knows about keys: records, and nodes that are nearer. ``None`` if it does not answer.
+
+        Records that the validator refuses count as not found.
+        """
+        asked = list(keys)[:MAX_KEYS_PER_FIND]
+        request = FindRequest(keys=[key.to_bytes() for key in asked], node_id=self._announced_id)
+        try:
+            response = await self._call(peer, "rpc_find", request, FindResponse, self.wait_timeout)
+        except NO_ANSWER:
+            return None
+        if len(response.results) != len(asked):
+            self.note_failure(peer)
+            return None
+        self.note_alive(response.node_id, peer)
+        nodes = [
+            Neighbor(DHTID.from_bytes(node.node_id), PeerID(node.peer_id), node.addresses) for node in response.nodes
+        ]
+        answers: dict[DHTID, FoundRecord] = {}
+        for key, result in zip(asked, response.results, strict=True):
+            if result.found is Found.TOO_MUCH and len(asked) > 1:
+                answers.update(await self.call_find(peer, [key]) or {})
+            else:
+                answers[key] = self._read_result(key, result, nodes)
+        return answers
+
+    def _read_result(self, key: DHTID, result: FindResult, nodes: Sequence[Neighbor]) -> FoundRecord:
+        neighbors = [nodes[position] for position in result.nearest if position < len(nodes)]
+        value = self.records.read(key, result.found, result.value, result.expiration)
+        if value is None:
+            return FoundRecord(None, -math.inf, neighbors)
+        expiration_time = result.expiration if isinstance(value, bytes) else value.latest_expiration_time
+        return FoundRecord(value, expiration_time, neighbors)
+
+    # --- answering ----------------------------------------------------------------------------------------------------
+
+    async def rpc_ping(self, request: PingRequest, context: P2PContext) -> PingResponse:
+        """Say who this is; if asked to, try to call back."""
+        available = False
+        if request.node_id is not None and request.validate:
+            available = await self._can_call_back(request.node_id, context.remote_id)
+        else:
+            self.note_alive(request.node_id, context.remote_id)
+        return PingResponse(node_id=self._announced_id, dht_time=get_dht_time(), available=available)
+
+    async def _can_call_back(self, node_id: bytes, peer: PeerID) -> bool:
+        try:
+            response = await self.ping(peer, validate=False, timeout=self.wait_timeout * PING_BACK_SHARE)
+        except NO_ANSWER:
+            return False
+        return response.node_id == node_id
+
+    async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
+        """Keep records that another node thinks should be here."""
+        columns: list[list[Any]] = [
+            request.keys,
+            request.subkeys,
+            request.values,
+            request.expirations,
+            request.in_cache,
+        ]
+        lengths = [len(column) for column in columns]
+        if len(set(lengths)) != 1:
+            raise ProtocolError(f"a store request with lists of different lengths: {lengths}")
+        try:
+            for expiration_time in request.expirations:
+                check_expiration(expiration_time)
+        except ValueError as e:
+            raise ProtocolError(f"a store request with an impossible expiration: {e}") from None
+        largest = max(map(len, request.values), default=0)
+        if largest > MAX_VALUE_BYTES:
+            raise ProtocolError(f"a store request with a value of {largest} bytes, over the limit of {MAX_VALUE_BYTES}")
+        self.note_alive(request.node_id, context.remote_id)
+        rows = zip(map(DHTID.from_bytes, request.keys), *columns[1:], strict=True)
+        accepted = [self.records.keep(NewRecord(*row)) for row in rows]
+        return StoreResponse(accepted=accepted, node_id=self._announced_id)
+
+    async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
+        """Tell what is here about some keys, and which nodes are nearest to them."""
+        self.note_alive(request.node_id, context.remote_id)
+        asker = None if request.node_id is None else DHTID.from_bytes(request.node_id)
+        positions: dict[DHTID, int] = {}
+        nodes: list[NodeContact] = []
+        results: list[FindResult] = []
+        room = REPLY_BYTES
+        for key in map(DHTID.from_bytes, request.keys):
+            nearest = []
+            count = min(self.bucket_size, MAX_NEIGHBORS)
+            for node_id, peer in self.routing_table.get_nearest_neighbors(key, count, exclude=asker):
+                if node_id not in positions:
+                    positions[node_id] = len(nodes)
+                    nodes.append(self._contact(node_id, peer))
+                nearest.append(positions[node_id])
+            results.append(self._find_here(key, nearest, room))
+            room -= len(results[-1].value)
+        return FindResponse(results=results, nodes=nodes, node_id=self._announced_id)
+
+    def _contact(self, node_id: DHTID, peer: PeerID) -> NodeContact:
+        addresses = [str(address) for address in self.p2p.get_addresses(peer)[:MAX_ADDRESSES]]
+        return NodeContact(node_id.to_bytes(), peer.to_bytes(), addresses)
+
+    def _find_here(self, key: DHTID, nearest: list[int], room: int) -> FindResult:
+        item = self.records.find(key)
+        if item is None:
+            return FindResult(Found.NOTHING, b"", 0.0, nearest)
+        marker, packed = pack_value(item[0])
+        if len(packed) > room:
+            return FindResult(Found.TOO_MUCH, b"", 0.0, nearest)
+        found = Found.DICTIONARY if marker == WHOLE_DICTIONARY else Found.PLAIN
+        return FindResult(found, packed, float(item[1]), nearest)

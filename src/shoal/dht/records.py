@@ -1,0 +1,184 @@
+"""The records of one node: what it agrees to keep, what it finds, and how records look on the way."""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from shoal.clock import DHTExpiration
+from shoal.dht.messages import MAX_RECORDS_PER_STORE, MAX_SUBKEY_BYTES, MAX_VALUE_BYTES, Found
+from shoal.dht.routing import DHTID
+from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue, Subkey
+from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, RecordValidatorBase
+from shoal.serializer import MSGPackSerializer
+
+logger = logging.getLogger(__name__)
+
+REQUEST_BYTES = 3 * 2**18
+"""Records for one node are sent in requests of about this size at most."""
+
+
+class NewRecord(NamedTuple):
+    """A record on its way to a node that shall keep it."""
+
+    key_id: DHTID
+    subkey: bytes
+    """In msgpack form, or one of the two markers of ``shoal.dht.validation``."""
+    value: bytes
+    expiration_time: DHTExpiration
+    in_cache: bool = False
+
+    @classmethod
+    def of_stored(cls, key_id: DHTID, value: StoredValue, expiration_time: float, in_cache: bool = False) -> NewRecord:
+        """What to send so that another node has what is stored here."""
+        marker, packed = pack_value(value)
+        return cls(key_id, marker, packed, float(expiration_time), in_cache)
+
+
+def split_into_requests(records: Sequence[NewRecord]) -> Iterator[list[NewRecord]]:
+    """Batches that each fit into one request."""
+    batch: list[NewRecord] = []
+    size = 0
+    for record in records:
+        record_size = len(record.value) + len(record.subkey) + 64
+        if batch and (size + record_size > REQUEST_BYTES or len(batch) == MAX_RECORDS_PER_STORE):
+            yield batch
+            batch, size = [], 0
+        batch.append(record)
+        size += record_size
+    if batch:
+        yield batch
+
+
+def pack_value(value: StoredValue) -> tuple[bytes, bytes]:
+    """The marker that stands for the subkey, and the bytes, of a plain value or of a whole dictionary.
+
+    A dictionary that is too large for a message loses the entries that expire first.
+    """
+    if isinstance(value, bytes):
+        return PLAIN_VALUE, value
+    packed = value.packb()
+    if len(packed) > MAX_VALUE_BYTES:
+        logger.warning("a dictionary of %d entries is over %d bytes: only a part is sent", len(value), MAX_VALUE_BYTES)
+        packed = _largest_part(value).packb()
+    return WHOLE_DICTIONARY, packed
+
+
+def _largest_part(dictionary: DictionaryDHTValue[bytes]) -> DictionaryDHTValue[bytes]:
+    part: DictionaryDHTValue[bytes] = DictionaryDHTValue()
+    size = 64
+    for subkey, item in sorted(dictionary.items(), key=lambda entry: -entry[1].expiration_time):
+        size += len(item.value) + len(MSGPackSerializer.dumps(subkey)) + 20
+        if size > MAX_VALUE_BYTES:
+            break
+        part.store(subkey, item.value, item.expiration_time)
+    return part
+
+
+def check_expiration(expiration_time: Any) -> float:
+    """The expiration as a float.
+
+    Raises:
+        ValueError: no record can expire then.
+        TypeError: not a number.
+    """
+    if isinstance(expiration_time, bool) or not isinstance(expiration_time, numbers.Real):
+        raise TypeError(f"an expiration must be a number of seconds since 1970, got {expiration_time!r}")
+    seconds = float(expiration_time)
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"an expiration must be a finite number of seconds since 1970, got {seconds}")
+    return seconds
+
+
+def check_subkey(subkey: Subkey, packed: bytes) -> None:
+    """Refuse subkeys that would not be found again.
+
+    Raises:
+        ValueError: too long, not hashable, or not equal to itself after the journey, as NaN.
+    """
+    if len(packed) > MAX_SUBKEY_BYTES:
+        raise ValueError(f"a subkey of {len(packed)} bytes is over the limit of {MAX_SUBKEY_BYTES}")
+    try:
+        hash(subkey)
+        is_plain = subkey is not None and MSGPackSerializer.loads(packed) == subkey
+    except TypeError:
+        is_plain = False
+    if not is_plain:
+        raise ValueError(f"{subkey!r} cannot be a subkey: use str, bytes, numbers or tuples of them")
+
+
+class LocalRecords:
+    """Storage, cache and the validator that guards both.
+
+    Args:
+        cache_size: most records in the cache, ``None`` = no limit.
+        record_validator: decides what may be stored and believed.
+    """
+
+    def __init__(self, cache_size: int | None, record_validator: RecordValidatorBase | None) -> None:
+        self.storage = DHTLocalStorage()
+        self.cache = DHTLocalStorage(maxsize=cache_size)
+        self.record_validator = record_validator
+
+    def is_valid(self, record: DHTRecord) -> bool:
+        """Whether the validator accepts a record."""
+        return self.record_validator is None or self.record_validator.validate(record)
+
+    def keep(self, record: NewRecord) -> bool:
+        """Put a record into storage or cache, if it is valid and newer than what is there."""
+        storage = self.cache if record.in_cache else self.storage
+        key_id, packed_subkey, value, expiration_time, _ = record
+        try:
+            if packed_subkey == WHOLE_DICTIONARY:
+                dictionary = self.unpack_dictionary(key_id, value)
+                return storage.store(key_id, dictionary, dictionary.latest_expiration_time)
+            if not self.is_valid(DHTRecord(key_id.to_bytes(), packed_subkey, value, expiration_time)):
+                return False
+            if packed_subkey == PLAIN_VALUE:
+                return storage.store(key_id, value, expiration_time)
+            subkey = MSGPackSerializer.loads(packed_subkey)
+            check_subkey(subkey, packed_subkey)
+        except (ValueError, TypeError) as e:
+            logger.debug("refused a record for key %s: %s", key_id, e)
+            return False
+        return storage.store_subkey(key_id, subkey, value, expiration_time)
+
+    def find(self, key_id: DHTID) -> tuple[StoredValue, DHTExpiration] | None:
+        """What is here about a key, in storage or cache, whichever expires later."""
+        stored, cached = self.storage.get(key_id), self.cache.get(key_id)
+        if stored is None or (cached is not None and cached.expiration_time > stored.expiration_time):
+            return cached
+        return stored
+
+    def read(self, key_id: DHTID, found: Found, value: bytes, expiration_time: float) -> StoredValue | None:
+        """Check what another node found; ``None`` if it is nothing, malformed or invalid."""
+        try:
+            if found is Found.DICTIONARY:
+                return self.unpack_dictionary(key_id, value)
+            if found is Found.PLAIN:
+                record = DHTRecord(key_id.to_bytes(), PLAIN_VALUE, value, check_expiration(expiration_time))
+                return value if self.is_valid(record) else None
+        except (ValueError, TypeError) as e:
+            logger.debug("ignored what another node found for key %s: %s", key_id, e)
+        return None
+
+    def unpack_dictionary(self, key_id: DHTID, packed: bytes) -> DictionaryDHTValue[bytes]:
+        """Read a dictionary that came from elsewhere.
+
+        Raises:
+            ValueError, TypeError: malformed, or one of its entries is invalid.
+        """
+        dictionary = DictionaryDHTValue.unpackb(packed)
+        with dictionary.freeze():
+            for subkey, item in dictionary.items():
+                expiration_time = check_expiration(item.expiration_time)
+                packed_subkey = MSGPackSerializer.dumps(subkey)
+                check_subkey(subkey, packed_subkey)
+                if not isinstance(item.value, bytes):
+                    raise ValueError(f"entry {subkey!r} of a dictionary is not bytes")
+                if not self.is_valid(DHTRecord(key_id.to_bytes(), packed_subkey, item.value, expiration_time)):
+                    raise ValueError(f"entry {subkey!r} of a dictionary was refused by the validator")
+        return dictionary

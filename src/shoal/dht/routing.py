@@ -1,0 +1,315 @@
+"""Node ids, buckets and the routing table: whom a node knows, densely near itself and sparsely far away.
+
+Ids are 160-bit numbers and their distance is XOR. The table is a list of buckets, each responsible for one half-open,
+power-of-two range of ids. It starts with one bucket for everything; a full bucket is split in halves if it holds the
+own id or is not yet at a depth divisible by ``depth_modulo``. Who does not fit waits in the bucket's replacement list
+until a member is found dead.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import os
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, overload
+
+from shoal.clock import get_dht_time
+from shoal.p2p.peer_id import PeerID
+from shoal.serializer import MSGPackSerializer
+
+DHTKey = Any
+"""What users call a record: raw bytes, or anything that msgpack can pack."""
+
+ID_BITS = 160
+
+SECONDS_BETWEEN_CHECKS = 5.0
+"""A full bucket asks at most one member in this time whether it is still there, however many want its place."""
+
+
+class DHTID(int):
+    """A 160-bit id of a node or of a key."""
+
+    HASH_NBYTES: ClassVar[int] = ID_BITS // 8
+    MIN: ClassVar[int] = 0
+    MAX: ClassVar[int] = 2**ID_BITS
+
+    __slots__ = ()
+
+    def __new__(cls, value: int) -> DHTID:
+        assert cls.MIN <= value < cls.MAX, f"a DHT id is a number from {cls.MIN} to 2**{ID_BITS} - 1, got {value}"
+        return super().__new__(cls, value)
+
+    @classmethod
+    def generate(cls, source: DHTKey = None, nbits: int = 255, rng: random.Random | None = None) -> DHTID:
+        """The id of a key, or a random id.
+
+        Args:
+            source: the key; ``bytes`` are hashed as they are, anything else in its msgpack form. ``None`` = random.
+            nbits: how many random bits are hashed when there is no source.
+            rng: where the random bits come from; by default the operating system.
+
+        Raises:
+            TypeError: the key cannot be packed.
+        """
+        if source is None:
+            nbytes = (nbits + 7) // 8
+            raw = os.urandom(nbytes) if rng is None else rng.getrandbits(nbits).to_bytes(nbytes, "big")
+        else:
+            raw = source if isinstance(source, bytes) else MSGPackSerializer.dumps(source)
+        return cls.from_bytes(hashlib.sha1(raw, usedforsecurity=False).digest())
+
+    @overload
+    def xor_distance(self, other: int) -> int: ...
+
+    @overload
+    def xor_distance(self, other: Iterable[int]) -> list[int]: ...
+
+    def xor_distance(self, other: int | Iterable[int]) -> int | list[int]:
+        """Distance to one id, or the list of distances to several."""
+        if isinstance(other, int):
+            return int(self) ^ int(other)
+        return [int(self) ^ int(one) for one in other]
+
+    @classmethod
+    def longest_common_prefix_length(cls, *ids: int) -> int:
+        """How many leading bits all these ids share."""
+        differing = 0
+        for one in ids[1:]:
+            differing |= ids[0] ^ one
+        return ID_BITS - differing.bit_length()
+
+    def to_bytes(self, length: Any = HASH_NBYTES, byteorder: Any = "big", *, signed: bool = False) -> bytes:
+        """20 bytes, big-endian."""
+        return super().to_bytes(length, byteorder, signed=signed)
+
+    @classmethod
+    def from_bytes(cls, raw: Any, byteorder: Any = "big", *, signed: bool = False) -> DHTID:
+        """Read what :meth:`to_bytes` made."""
+        return cls(int.from_bytes(raw, byteorder, signed=signed))
+
+    def __bytes__(self) -> bytes:
+        return self.to_bytes()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({int(self):#x})"
+
+
+class KBucket:
+    """Up to ``size`` nodes whose ids lie in ``lower <= id < upper``, the least recently seen first.
+
+    Args:
+        lower: first id of the range, a multiple of the range's width.
+        upper: first id after the range; the width is a power of two.
+        size: most members.
+        depth: how many splits led here.
+    """
+
+    __slots__ = (
+        "depth",
+        "last_checked",
+        "last_updated",
+        "lower",
+        "nodes_being_checked",
+        "nodes_to_peer_id",
+        "replacement_nodes",
+        "size",
+        "upper",
+    )
+
+    def __init__(self, lower: int, upper: int, size: int, depth: int = 0) -> None:
+        assert upper - lower == 1 << (ID_BITS - depth), f"a bucket at depth {depth} spans 2**{ID_BITS - depth} ids"
+        self.lower, self.upper, self.size, self.depth = lower, upper, size, depth
+        self.nodes_to_peer_id: dict[DHTID, PeerID] = {}
+        self.replacement_nodes: dict[DHTID, PeerID] = {}
+        self.nodes_being_checked: dict[DHTID, None] = {}
+        self.last_updated = get_dht_time()
+        self.last_checked = float("-inf")
+
+    def has_in_range(self, node_id: int) -> bool:
+        """Whether this bucket is responsible for the id."""
+        return self.lower <= node_id < self.upper
+
+    def add_or_update_node(self, node_id: DHTID, peer_id: PeerID) -> bool:
+        """Put a node at the most recent end; False if there is no room and it waits as a replacement."""
+        self.nodes_being_checked.pop(node_id, None)
+        self.replacement_nodes.pop(node_id, None)
+        if self.nodes_to_peer_id.pop(node_id, None) is not None or len(self.nodes_to_peer_id) < self.size:
+            self.nodes_to_peer_id[node_id] = peer_id
+            self.last_updated = get_dht_time()
+            return True
+        self.replacement_nodes[node_id] = peer_id
+        return False
+
+    def choose_node_to_check(self) -> tuple[DHTID, PeerID] | None:
+        """The least recently seen member that is not being checked yet; ``None`` if it is too early to ask again."""
+        if get_dht_time() - self.last_checked < SECONDS_BETWEEN_CHECKS:
+            return None
+        for node_id, peer_id in self.nodes_to_peer_id.items():
+            if node_id not in self.nodes_being_checked:
+                return self.begin_check(node_id, peer_id)
+        return None
+
+    def begin_check(self, node_id: DHTID, peer_id: PeerID) -> tuple[DHTID, PeerID] | None:
+        """Note that this node is being asked whether it is still there; ``None`` if that is already going on."""
+        if node_id in self.nodes_being_checked:
+            return None
+        self.nodes_being_checked[node_id] = None
+        self.last_checked = get_dht_time()
+        return node_id, peer_id
+
+    def remove(self, node_id: DHTID) -> None:
+        """Forget a node; the latest replacement takes the place of a member."""
+        self.nodes_being_checked.pop(node_id, None)
+        self.replacement_nodes.pop(node_id, None)
+        if self.nodes_to_peer_id.pop(node_id, None) is not None and self.replacement_nodes:
+            newest, peer_id = self.replacement_nodes.popitem()
+            self.nodes_to_peer_id[newest] = peer_id
+
+    def split(self) -> tuple[KBucket, KBucket]:
+        """The two halves of this bucket, with all its nodes."""
+        middle = (self.lower + self.upper) // 2
+        halves = (
+            KBucket(self.lower, middle, self.size, self.depth + 1),
+            KBucket(middle, self.upper, self.size, self.depth + 1),
+        )
+        for half in halves:
+            half.last_updated, half.last_checked = self.last_updated, self.last_checked
+        for node_id, peer_id in self.nodes_to_peer_id.items():
+            halves[node_id >= middle].nodes_to_peer_id[node_id] = peer_id
+        for node_id in self.nodes_being_checked:
+            halves[node_id >= middle].nodes_being_checked[node_id] = None
+        for node_id, peer_id in self.replacement_nodes.items():
+            halves[node_id >= middle].add_or_update_node(node_id, peer_id)
+        return halves
+
+    def __len__(self) -> int:
+        return len(self.nodes_to_peer_id)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({len(self.nodes_to_peer_id)} nodes, {len(self.replacement_nodes)} replacements, "
+            f"depth={self.depth}, lower={self.lower:#x}, upper={self.upper:#x})"
+        )
+
+
+class RoutingTable:
+    """The nodes that one node knows. Each peer has one node id here, and each node id one peer.
+
+    Args:
+        node_id: the own id; the table is dense around it.
+        bucket_size: most members of a bucket, and most replacements.
+        depth_modulo: buckets without the own id stop splitting at depths divisible by this.
+    """
+
+    def __init__(self, node_id: DHTID, bucket_size: int, depth_modulo: int) -> None:
+        if bucket_size < 1 or depth_modulo < 1:
+            raise ValueError(f"bucket_size and depth_modulo must be at least 1, got {bucket_size} and {depth_modulo}")
+        self.node_id, self.bucket_size, self.depth_modulo = node_id, bucket_size, depth_modulo
+        self.buckets: list[KBucket] = [KBucket(DHTID.MIN, DHTID.MAX, bucket_size)]
+        self.peer_id_to_node: dict[PeerID, DHTID] = {}
+        """Members and replacements."""
+        self._lower_bounds: list[int] = [DHTID.MIN]
+
+    def get_bucket_index(self, node_id: int) -> int:
+        """Which of ``buckets`` is responsible for the id."""
+        return bisect.bisect_right(self._lower_bounds, node_id) - 1
+
+    def bucket_of(self, node_id: int) -> KBucket:
+        """The bucket that is responsible for the id."""
+        return self.buckets[self.get_bucket_index(node_id)]
+
+    def add_or_update_node(self, node_id: DHTID, peer_id: PeerID) -> tuple[DHTID, PeerID] | None:
+        """Note that a node was seen just now.
+
+        Returns:
+            A node whose place is wanted and that should be asked whether it is still there, if any. Report back with
+            this method if it is, with ``del table[node_id]`` if it is not.
+        """
+        if node_id == self.node_id:
+            return None
+        bucket = self.bucket_of(node_id)
+        holder = bucket.nodes_to_peer_id.get(node_id) or bucket.replacement_nodes.get(node_id)
+        if holder is not None and holder != peer_id:  # nobody takes the id of a node that may be alive
+            return bucket.begin_check(node_id, holder)
+        former_id = self.peer_id_to_node.get(peer_id)
+        if former_id is not None and former_id != node_id:
+            del self[former_id]
+        self.peer_id_to_node[peer_id] = node_id
+        while not bucket.add_or_update_node(node_id, peer_id):
+            if not self._may_split(bucket):
+                self._limit_replacements(bucket)
+                return bucket.choose_node_to_check()
+            self._split(bucket)
+            bucket = self.bucket_of(node_id)
+        return None
+
+    def _may_split(self, bucket: KBucket) -> bool:
+        return bucket.depth < ID_BITS and (bucket.has_in_range(self.node_id) or bucket.depth % self.depth_modulo != 0)
+
+    def _split(self, bucket: KBucket) -> None:
+        index = self.get_bucket_index(bucket.lower)
+        first, second = bucket.split()
+        self.buckets[index : index + 1] = [first, second]
+        self._lower_bounds.insert(index + 1, second.lower)
+
+    def _limit_replacements(self, bucket: KBucket) -> None:
+        while len(bucket.replacement_nodes) > self.bucket_size:
+            oldest = next(iter(bucket.replacement_nodes))
+            del self.peer_id_to_node[bucket.replacement_nodes.pop(oldest)]
+
+    def get_nearest_neighbors(self, query_id: int, k: int, exclude: DHTID | None = None) -> list[tuple[DHTID, PeerID]]:
+        """The ``k`` members nearest to an id, nearest first; exact among the members.
+
+        Args:
+            query_id: the id to measure from; a member with this very id counts, unless excluded.
+            k: most results.
+            exclude: this node is left out.
+        """
+        bucket = self.bucket_of(query_id)
+        found = dict(bucket.nodes_to_peer_id)
+        shared_bits = bucket.depth
+        wanted = k if exclude is None else k + 1
+        while len(found) < wanted and shared_bits > 0:
+            # Everything that shares this many bits with the query is nearer than everything that does not.
+            shared_bits -= 1
+            width = 1 << (ID_BITS - shared_bits)
+            lower = query_id & -width
+            first = bisect.bisect_left(self._lower_bounds, lower)
+            last = bisect.bisect_left(self._lower_bounds, lower + width)
+            for neighbor_bucket in self.buckets[first:last]:
+                found.update(neighbor_bucket.nodes_to_peer_id)
+        if exclude is not None:
+            found.pop(exclude, None)
+        return [(node_id, found[node_id]) for node_id in sorted(found, key=int(query_id).__xor__)[:k]]
+
+    def get(self, node_id: DHTID, default: PeerID | None = None) -> PeerID | None:
+        """The peer of a member or replacement."""
+        bucket = self.bucket_of(node_id)
+        return bucket.nodes_to_peer_id.get(node_id) or bucket.replacement_nodes.get(node_id) or default
+
+    def __contains__(self, item: DHTID | PeerID) -> bool:
+        return self.get(item) is not None if isinstance(item, DHTID) else item in self.peer_id_to_node
+
+    def __getitem__(self, node_id: DHTID) -> PeerID:
+        peer_id = self.get(node_id)
+        if peer_id is None:
+            raise KeyError(node_id)
+        return peer_id
+
+    def __delitem__(self, node_id: DHTID) -> None:
+        del self.peer_id_to_node[self[node_id]]
+        self.bucket_of(node_id).remove(node_id)
+
+    def __iter__(self) -> Iterator[tuple[DHTID, PeerID]]:
+        """Members, without replacements, from the lowest bucket to the highest."""
+        for bucket in self.buckets:
+            yield from bucket.nodes_to_peer_id.items()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.buckets))
+
+    def __repr__(self) -> str:
+        lines = "".join(f"\n  {bucket!r}" for bucket in self.buckets)
+        return f"{type(self).__name__}(node_id={self.node_id:#x}, members={len(self)}){lines}"

@@ -1,0 +1,144 @@
+"""Records that must have a certain type: a pydantic model describes a set of keys, one field for each.
+
+A field of type ``dict[K, V]`` describes a key whose value is a dictionary with subkeys ``K``. Values must have their
+type as they are: whatever pydantic would have to convert is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import AfterValidator, Field
+
+from shoal.dht.routing import DHTID
+from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase
+from shoal.serializer import MSGPackSerializer
+
+Schema = type[pydantic.BaseModel]
+
+
+class SchemaValidator(RecordValidatorBase):
+    """Refuses records that do not fit a pydantic model.
+
+    Args:
+        schema: one field per DHT key.
+        allow_extra_keys: whether keys that are no field of any schema may be stored.
+        prefix: the keys are called ``{prefix}_{field}`` instead of just ``{field}``.
+    """
+
+    def __init__(self, schema: Schema, allow_extra_keys: bool = True, prefix: str | None = None) -> None:
+        if not (isinstance(schema, type) and issubclass(schema, pydantic.BaseModel)):
+            raise TypeError(f"schema must be a subclass of pydantic.BaseModel, got {schema!r}")
+        self._schemas: list[tuple[Schema, str | None]] = [(schema, prefix)]
+        self._allow_extra_keys = allow_extra_keys
+        self._fields_by_key: dict[bytes, list[tuple[Schema, str]]] = {}
+        self._index(schema, prefix)
+
+    def _index(self, schema: Schema, prefix: str | None) -> None:
+        relaxed = _with_optional_fields(schema)
+        for field in schema.model_fields:
+            key = DHTID.generate(field if prefix is None else f"{prefix}_{field}").to_bytes()
+            self._fields_by_key.setdefault(key, []).append((relaxed, field))
+
+    def validate(self, record: DHTRecord) -> bool:
+        candidates = self._fields_by_key.get(record.key)
+        if candidates is None:
+            return self._allow_extra_keys
+        try:
+            content = _decode(record)
+        except (ValueError, TypeError):
+            return False
+        return any(_fits(schema, field, content) for schema, field in candidates)
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """Know the other's keys too. A key that both describe must fit either of them."""
+        if not isinstance(other, SchemaValidator):
+            return False
+        for schema, prefix in other._schemas:
+            if (schema, prefix) not in self._schemas:
+                self._schemas.append((schema, prefix))
+                self._index(schema, prefix)
+        self._allow_extra_keys = self._allow_extra_keys or other._allow_extra_keys
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_schemas": self._schemas, "_allow_extra_keys": self._allow_extra_keys}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._fields_by_key = {}
+        for schema, prefix in self._schemas:
+            self._index(schema, prefix)
+
+
+def _with_optional_fields(schema: Schema) -> Schema:
+    """A model of its own with the same fields and checks, none of them required: a record holds only one."""
+    fields: dict[str, Any] = {}
+    for name, info in schema.model_fields.items():
+        optional = copy.copy(info)
+        optional.default, optional.default_factory = None, None
+        fields[name] = (info.annotation, optional)
+    return pydantic.create_model(f"{schema.__name__}Record", __base__=schema, **fields)
+
+
+def _decode(record: DHTRecord) -> Any:
+    value = MSGPackSerializer.loads(record.value)
+    if record.subkey != PLAIN_VALUE:
+        return {MSGPackSerializer.loads(record.subkey): value}
+    if isinstance(value, dict):
+        raise ValueError("a dictionary must be stored entry by entry, with subkeys")
+    return value
+
+
+def _fits(schema: Schema, field: str, content: Any) -> bool:
+    try:
+        parsed = schema.model_validate({field: content}).model_dump(include={field}, exclude_unset=True)
+    except Exception:  # validators are the user's code, and the content may be hostile
+        return False
+    return _is_same(parsed.get(field), content)
+
+
+def _is_same(parsed: Any, content: Any) -> bool:
+    """Equality that tells 1 from True and 1.0, and a list from a tuple, at every depth."""
+    if type(parsed) is not type(content):
+        return False
+    if isinstance(content, dict):
+        if parsed.keys() != content.keys():
+            return False
+        parsed_keys = {key: key for key in parsed}
+        return all(_is_same(parsed_keys[key], key) and _is_same(parsed[key], content[key]) for key in content)
+    if isinstance(content, (list, tuple)):
+        return len(parsed) == len(content) and all(map(_is_same, parsed, content))
+    return bool(parsed == content)
+
+
+def conbytes(*, regex: bytes | str | None = None, **constraints: Any) -> Any:
+    """A type for ``bytes`` that must match a pattern.
+
+    Args:
+        regex: pattern that the bytes must match from their beginning.
+        constraints: as for ``pydantic.Field``: ``strict``, ``min_length``, ``max_length``.
+    """
+    checks: list[Any] = [Field(**constraints)] if constraints else []
+    if regex is not None:
+        checks.append(AfterValidator(_pattern_check(regex)))
+    return Annotated[(bytes, *checks)] if checks else bytes
+
+
+def _pattern_check(regex: bytes | str) -> Callable[[bytes], bytes]:
+    pattern = re.compile(regex.encode() if isinstance(regex, str) else regex, re.DOTALL)
+
+    def check(value: bytes) -> bytes:
+        if not pattern.match(value):
+            raise ValueError(f"does not match {pattern.pattern!r}")
+        return value
+
+    return check
+
+
+BytesWithPublicKey = Annotated[bytes, Field(strict=True), AfterValidator(_pattern_check(rb".*\[owner:.+\]"))]
+"""``bytes`` with an owner tag: a subkey of this type can only be written by the owner of the key in the tag."""

@@ -1,0 +1,310 @@
+"""What a node keeps: values that live until their expiration, and dictionaries whose entries expire one by one.
+
+All times are DHT times. A value with a later expiration replaces one with an earlier expiration, never the other way
+round; a tie is refused. Nothing is deleted by hand in normal operation.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from shoal.clock import DHTExpiration, get_dht_time
+from shoal.dht.routing import DHTID
+from shoal.serializer import MSGPackSerializer
+
+KeyType = TypeVar("KeyType")
+ValueType = TypeVar("ValueType")
+
+Subkey = Any
+"""A key inside a dictionary value: anything hashable that msgpack can pack, except ``None``."""
+DHTValue = Any
+"""What users store: anything that msgpack can pack."""
+BinaryDHTValue = bytes
+
+
+class ValueWithExpiration(tuple[ValueType, DHTExpiration], Generic[ValueType]):
+    """A value and when it expires; unpacks and compares like a tuple of two."""
+
+    __slots__ = ()
+
+    def __new__(cls, value: ValueType, expiration_time: DHTExpiration) -> ValueWithExpiration[ValueType]:
+        return super().__new__(cls, (value, expiration_time))
+
+    def __getnewargs__(self) -> tuple[ValueType, DHTExpiration]:
+        return self[0], self[1]
+
+    @property
+    def value(self) -> ValueType:
+        return self[0]
+
+    @property
+    def expiration_time(self) -> DHTExpiration:
+        return self[1]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(value={self[0]!r}, expiration_time={self[1]!r})"
+
+
+class HeapEntry(Generic[KeyType]):
+    """A key in the order of expiration."""
+
+    __slots__ = ("expiration_time", "key")
+
+    def __init__(self, expiration_time: DHTExpiration, key: KeyType) -> None:
+        self.expiration_time = expiration_time
+        self.key = key
+
+    def __lt__(self, other: HeapEntry[KeyType]) -> bool:
+        return self.expiration_time < other.expiration_time
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeapEntry) and self.expiration_time == other.expiration_time
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(expiration_time={self.expiration_time}, key={self.key!r})"
+
+
+class TimedStorage(Generic[KeyType, ValueType]):
+    """A dictionary whose items vanish at their expiration.
+
+    Args:
+        maxsize: when there are more items, the one that expires first is dropped; ``None`` = no limit.
+    """
+
+    def __init__(self, maxsize: int | None = None) -> None:
+        if maxsize is not None and maxsize < 0:
+            raise ValueError(f"maxsize must be None or at least 0, got {maxsize}")
+        self.maxsize = math.inf if maxsize is None else maxsize
+        self._data: dict[KeyType, ValueWithExpiration[ValueType]] = {}
+        self._by_expiration: list[HeapEntry[KeyType]] = []  # entries that no longer match _data are skipped
+        self._freezes = 0
+
+    @property
+    def frozen(self) -> bool:
+        """Inside :meth:`freeze`: nothing expires and nothing is dropped."""
+        return self._freezes > 0
+
+    @contextmanager
+    def freeze(self) -> Iterator[None]:
+        """Within this block nothing expires and nothing is dropped for lack of room."""
+        self._freezes += 1
+        try:
+            yield
+        finally:
+            self._freezes -= 1
+
+    def store(self, key: KeyType, value: ValueType, expiration_time: DHTExpiration) -> bool:
+        """Keep a value if it has not expired and outlives what is there.
+
+        Returns:
+            Whether the value is now in the storage.
+
+        Raises:
+            ValueError: the expiration is not a number.
+        """
+        if not self._would_accept(key, expiration_time):
+            return False
+        self._put(key, value, expiration_time)
+        self._drop_outdated()
+        return key in self._data
+
+    def _would_accept(self, key: KeyType, expiration_time: DHTExpiration) -> bool:
+        if math.isnan(expiration_time):
+            raise ValueError("expiration_time is not a number")
+        self._drop_outdated()
+        if expiration_time < get_dht_time() and not self.frozen:
+            return False
+        present = self._data.get(key)
+        return present is None or present.expiration_time < expiration_time
+
+    def _put(self, key: KeyType, value: ValueType, expiration_time: DHTExpiration) -> None:
+        self._data.pop(key, None)  # 0, 0.0 and False are one key: keep the latest spelling
+        self._data[key] = ValueWithExpiration(value, expiration_time)
+        heapq.heappush(self._by_expiration, HeapEntry(expiration_time, key))
+        if len(self._by_expiration) > 2 * len(self._data) + 16:
+            self._by_expiration = [HeapEntry(item.expiration_time, key) for key, item in self._data.items()]
+            heapq.heapify(self._by_expiration)
+
+    def _is_outdated(self, entry: HeapEntry[KeyType]) -> bool:
+        """Whether the entry speaks of an expiration that is no longer that of its key."""
+        item = self._data.get(entry.key)
+        return item is None or item.expiration_time != entry.expiration_time
+
+    def _drop_outdated(self) -> None:
+        if self.frozen or not self._by_expiration:
+            return
+        now = get_dht_time()
+        while self._by_expiration:
+            first = self._by_expiration[0]
+            if not self._is_outdated(first):
+                if first.expiration_time >= now and len(self._data) <= self.maxsize:
+                    break
+                del self._data[first.key]
+            heapq.heappop(self._by_expiration)
+
+    def get(self, key: KeyType) -> ValueWithExpiration[ValueType] | None:
+        """The value and its expiration, or ``None`` if there is none (any more)."""
+        self._drop_outdated()
+        return self._data.get(key)
+
+    def items(self) -> Iterator[tuple[KeyType, ValueWithExpiration[ValueType]]]:
+        """Keys with values and expirations, as they are at this moment."""
+        self._drop_outdated()
+        return iter(list(self._data.items()))
+
+    def top(self) -> tuple[KeyType, ValueWithExpiration[ValueType]] | tuple[None, None]:
+        """The item that expires first, or ``(None, None)``."""
+        self._drop_outdated()
+        while self._by_expiration and self._is_outdated(self._by_expiration[0]):
+            heapq.heappop(self._by_expiration)  # while frozen
+        if not self._by_expiration:
+            return None, None
+        key = self._by_expiration[0].key
+        return key, self._data[key]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._data.clear()
+        self._by_expiration.clear()
+
+    def __contains__(self, key: object) -> bool:
+        self._drop_outdated()
+        return key in self._data
+
+    def __len__(self) -> int:
+        self._drop_outdated()
+        return len(self._data)
+
+    def __delitem__(self, key: KeyType) -> None:
+        del self._data[key]
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._data})"
+
+
+MAX_DICTIONARY_ENTRIES = 2**16
+"""More entries than this are not accepted from the network in one dictionary."""
+
+
+@MSGPackSerializer.ext_serializable(0x50)
+class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
+    """A value that is a dictionary: each entry has an expiration of its own."""
+
+    def __init__(self, maxsize: int | None = None) -> None:
+        super().__init__(maxsize)
+        self.latest_expiration_time = -math.inf
+        """The latest expiration of anything that was ever accepted here."""
+
+    def store(self, key: Subkey, value: ValueType, expiration_time: DHTExpiration) -> bool:
+        accepted = super().store(key, value, expiration_time)
+        if accepted:
+            self.latest_expiration_time = max(self.latest_expiration_time, expiration_time)
+        return accepted
+
+    def copy(self) -> DictionaryDHTValue[ValueType]:
+        """Another dictionary with the same entries."""
+        duplicate: DictionaryDHTValue[ValueType] = DictionaryDHTValue()
+        duplicate.maxsize = self.maxsize
+        duplicate._data = dict(self._data)
+        duplicate._by_expiration = list(self._by_expiration)
+        duplicate.latest_expiration_time = self.latest_expiration_time
+        return duplicate
+
+    def packb(self) -> bytes:
+        """The wire form: size limit, latest expiration, and the entries."""
+        with self.freeze():
+            entries = [[key, item.value, item.expiration_time] for key, item in self._data.items()]
+            maxsize = None if math.isinf(self.maxsize) else self.maxsize
+            return MSGPackSerializer.dumps([maxsize, self.latest_expiration_time, entries])
+
+    @classmethod
+    def unpackb(cls, data: bytes) -> DictionaryDHTValue[Any]:
+        """Read what :meth:`packb` made. Expired entries stay until the first access outside :meth:`freeze`.
+
+        Raises:
+            ValueError: the bytes are not such a dictionary.
+        """
+        maxsize, latest, entries = _check_wire_form(MSGPackSerializer.loads(data))
+        dictionary: DictionaryDHTValue[Any] = cls(maxsize)
+        with dictionary.freeze():
+            for subkey, value, expiration_time in entries:
+                dictionary.store(subkey, value, expiration_time)
+        if entries and latest > dictionary.latest_expiration_time:
+            raise ValueError("a dictionary that claims to outlive all of its entries")
+        dictionary.latest_expiration_time = latest
+        return dictionary
+
+
+def _check_wire_form(content: Any) -> tuple[int | None, float, list[list[Any]]]:
+    if not isinstance(content, list) or len(content) != 3:
+        raise ValueError("a dictionary travels as a list of three")
+    maxsize, latest, entries = content
+    if not (maxsize is None or (type(maxsize) is int and maxsize >= 0)):
+        raise ValueError(f"size limit of a dictionary must be None or a number of entries, got {maxsize!r}")
+    if type(latest) not in (int, float) or math.isnan(latest):
+        raise ValueError(f"latest expiration of a dictionary must be a number, got {latest!r}")
+    if not isinstance(entries, list) or len(entries) > MAX_DICTIONARY_ENTRIES:
+        raise ValueError(f"entries of a dictionary must be a list of at most {MAX_DICTIONARY_ENTRIES}")
+    for entry in entries:
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise ValueError("an entry of a dictionary is a list of three")
+        subkey, _, expiration_time = entry
+        if type(expiration_time) not in (int, float) or math.isnan(expiration_time):
+            raise ValueError(f"expiration of a dictionary entry must be a number, got {expiration_time!r}")
+        try:
+            hash(subkey)
+        except TypeError:
+            raise ValueError(f"a {type(subkey).__name__} cannot be a subkey") from None
+    return maxsize, latest, entries
+
+
+StoredValue = BinaryDHTValue | DictionaryDHTValue[BinaryDHTValue]
+
+
+class DHTLocalStorage(TimedStorage[DHTID, StoredValue]):
+    """The records of one node: plain values and dictionaries by key id."""
+
+    def store(
+        self,
+        key: DHTID,
+        value: StoredValue,
+        expiration_time: DHTExpiration,
+        subkey: Subkey | None = None,
+    ) -> bool:
+        """Keep a plain value, a whole dictionary, or (with ``subkey``) one entry of a dictionary.
+
+        Returns:
+            Whether it was accepted; for a whole dictionary, whether any of its entries was.
+        """
+        if subkey is not None:
+            assert not isinstance(value, DictionaryDHTValue), "a dictionary cannot be an entry of a dictionary"
+            return self.store_subkey(key, subkey, value, expiration_time)
+        if isinstance(value, DictionaryDHTValue):
+            accepted = [self.store_subkey(key, name, item.value, item.expiration_time) for name, item in value.items()]
+            return any(accepted)
+        return super().store(key, value, expiration_time)
+
+    def store_subkey(self, key: DHTID, subkey: Subkey, value: BinaryDHTValue, expiration_time: DHTExpiration) -> bool:
+        """Keep one entry of a dictionary; a plain value that expires earlier makes way for a new dictionary."""
+        present = self.get(key)
+        if present is not None and isinstance(present.value, DictionaryDHTValue):
+            dictionary = present.value
+        elif self._would_accept(key, expiration_time):
+            dictionary = DictionaryDHTValue()
+        else:
+            return False
+        if not dictionary.store(subkey, value, expiration_time):
+            return False
+        if present is None or present.value is not dictionary or present.expiration_time < expiration_time:
+            self._put(key, dictionary, dictionary.latest_expiration_time)
+            self._drop_outdated()
+        return key in self._data

@@ -1,0 +1,230 @@
+"""Walking through the table towards ids: ask the nearest known nodes for nearer ones until there are none.
+
+One traversal serves many queries at once, with a fixed number of requests in flight. For each query it keeps the
+``beam_size`` nearest nodes that it has heard of and that did not fail, and asks them, nearest first. A request about
+one query takes others along: those whose targets are nearest to the node that is being asked.
+
+Everything here is plain bookkeeping on numbers; how a node is asked is the caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import heapq
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from shoal.dht.routing import DHTID
+
+
+class Answer(NamedTuple):
+    """What a node said about one query."""
+
+    neighbors: Iterable[DHTID]
+    """Nodes that it knows near the target."""
+    is_enough: bool = False
+    """The caller has what it wanted: end this query."""
+
+
+Ask = Callable[[DHTID, list[DHTID]], Awaitable[Mapping[DHTID, Answer] | None]]
+"""Asks a node about targets; ``None`` if it did not respond."""
+OnFinished = Callable[[DHTID, list[DHTID]], None]
+"""Called once for each query: its target, and the nearest nodes found that did not fail, nearest first."""
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+"""Starts a task and answers for its end."""
+
+
+class Query:
+    """The search for one target. Nodes are kept as their distances to it: ``node = distance ^ target``."""
+
+    __slots__ = ("active", "asked", "beam_size", "finished", "known", "nearest", "next_distance", "responded", "target")
+
+    def __init__(self, target: DHTID, beam_size: int) -> None:
+        self.target = target
+        self.beam_size = beam_size
+        self.known: set[int] = set()
+        self.nearest: list[int] = []  # the nearest nodes that have not failed, sorted, some more than the beam
+        self.asked: set[int] = set()
+        self.responded: set[int] = set()
+        self.active = 0
+        self.finished = False
+        self.next_distance: int | None = None
+        """The nearest node of the beam that has not been asked."""
+
+    def add(self, nodes: Iterable[int]) -> None:
+        """Hear of nodes."""
+        limit = 3 * self.beam_size
+        for node in nodes:
+            distance = node ^ self.target
+            if distance not in self.known and (len(self.nearest) < limit or distance < self.nearest[-1]):
+                self.known.add(distance)
+                bisect.insort(self.nearest, distance)
+        del self.nearest[limit:]
+        self._find_next()
+
+    def mark_asked(self, node: int) -> None:
+        self.asked.add(node ^ self.target)
+        self._find_next()
+
+    def mark_responded(self, node: int) -> None:
+        self.responded.add(node ^ self.target)
+
+    def mark_failed(self, node: int) -> None:
+        """This node is none: the next nearest one gets its place."""
+        distance = node ^ self.target
+        index = bisect.bisect_left(self.nearest, distance)
+        if index < len(self.nearest) and self.nearest[index] == distance:
+            del self.nearest[index]
+        self._find_next()
+
+    def _find_next(self) -> None:
+        self.next_distance = next((d for d in self.nearest[: self.beam_size] if d not in self.asked), None)
+
+    def has_responses_of_nearest(self, count: int) -> bool:
+        """Whether the ``count`` nearest nodes heard of have all responded."""
+        return len(self.nearest) >= count and all(distance in self.responded for distance in self.nearest[:count])
+
+    def best_nodes(self) -> list[DHTID]:
+        """The beam, nearest first."""
+        return [DHTID(distance ^ self.target) for distance in self.nearest[: self.beam_size]]
+
+
+class Traversal:
+    """One walk for many targets.
+
+    Args:
+        targets: where to go; each may occur once.
+        start: the nodes known at the beginning, for each target.
+        ask: asks one node.
+        on_finished: gets the result of each query as soon as it ends; must not raise.
+        num_workers: most requests in flight.
+        beam_size: how many of the nearest nodes are asked before a query gives up.
+        queries_per_call: most targets in one request.
+        enough_responses: end a query when this many of the nearest nodes have responded; ``None`` = ask the whole beam.
+        spawn: starts the requests; they may outlive the walk.
+    """
+
+    def __init__(
+        self,
+        targets: Iterable[DHTID],
+        start: Callable[[DHTID], Iterable[DHTID]],
+        ask: Ask,
+        on_finished: OnFinished,
+        *,
+        num_workers: int,
+        beam_size: int,
+        queries_per_call: int | None = None,
+        enough_responses: int | None = None,
+        spawn: Spawn = asyncio.create_task,
+    ) -> None:
+        self._queries = {target: Query(target, beam_size) for target in targets}
+        self._start = start
+        self._unfinished = dict(self._queries)
+        self._ask = ask
+        self._on_finished = on_finished
+        self._num_workers = num_workers
+        self._queries_per_call = min(queries_per_call or 2**31, max(1, math.isqrt(len(self._queries))))
+        self._enough_responses = enough_responses
+        self._spawn = spawn
+        self._requests_in_flight = 0
+        self._done: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        """Walk until every query has ended. Cancelling this ends them without a result.
+
+        Requests that are still in flight then are left to themselves: to cut them off would cost connections, and their
+        answers still tell who is alive.
+        """
+        if not self._queries:
+            return
+        self._done = asyncio.get_running_loop().create_future()
+        for query in self._queries.values():
+            query.add(self._start(query.target))
+        self._advance()
+        try:
+            await self._done
+        except asyncio.CancelledError:
+            for query in self._unfinished.values():
+                query.finished = True
+            self._unfinished.clear()
+            raise
+
+    def finish(self, target: DHTID) -> None:
+        """End one query now, with what it has found."""
+        query = self._unfinished.pop(target, None)
+        if query is None:
+            return
+        query.finished = True
+        self._on_finished(target, query.best_nodes())
+        if not self._unfinished and self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    def _advance(self) -> None:
+        """End the queries that have nothing left to do, and fill the free places with requests."""
+        for query in list(self._unfinished.values()):
+            if query.active == 0 and query.next_distance is None:
+                self.finish(query.target)
+        while self._unfinished and self._requests_in_flight < self._num_workers:
+            waiting = [query for query in self._unfinished.values() if query.next_distance is not None]
+            if not waiting:
+                return
+            query = min(waiting, key=_urgency)
+            assert query.next_distance is not None
+            self._send_request(DHTID(query.next_distance ^ query.target), query)
+
+    def _send_request(self, node: DHTID, first: Query) -> None:
+        queries = [first, *self._choose_companions(node, first)]
+        for query in queries:
+            query.mark_asked(node)
+            query.active += 1
+        self._requests_in_flight += 1
+        self._spawn(self._request(node, queries)).add_done_callback(self._on_request_done)
+
+    def _choose_companions(self, node: DHTID, first: Query) -> list[Query]:
+        if self._queries_per_call == 1:
+            return []
+        others = (
+            query
+            for query in self._unfinished.values()
+            if query is not first and (node ^ query.target) not in query.asked
+        )
+        return heapq.nsmallest(self._queries_per_call - 1, others, key=lambda query: node ^ query.target)
+
+    async def _request(self, node: DHTID, queries: list[Query]) -> None:
+        answers = None
+        try:
+            answers = await self._ask(node, [query.target for query in queries])
+        finally:
+            for query in queries:
+                query.active -= 1
+        for query in queries:
+            if query.finished:
+                continue
+            answer = None if answers is None else answers.get(query.target)
+            if answer is None:
+                query.mark_failed(node)
+                continue
+            query.mark_responded(node)
+            query.add(answer.neighbors)
+            enough = self._enough_responses
+            if answer.is_enough or (enough is not None and query.has_responses_of_nearest(enough)):
+                self.finish(query.target)
+
+    def _on_request_done(self, request: asyncio.Task[None]) -> None:
+        self._requests_in_flight -= 1
+        error = None if request.cancelled() else request.exception()
+        if self._done is None or self._done.done():
+            return
+        if request.cancelled():
+            self._done.cancel()
+        elif error is not None:
+            self._done.set_exception(error)
+        else:
+            self._advance()
+
+
+def _urgency(query: Query) -> tuple[int, int]:
+    assert query.next_distance is not None
+    return query.active, query.next_distance

@@ -1,0 +1,96 @@
+"""Who may write what: validators that every node applies to what it is asked to store and to what it reads.
+
+A value is signed where it is stored, checked at every node that is asked to keep it and at the reader, and stripped of
+signatures only when it is handed to the application.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from shoal.clock import DHTExpiration
+from shoal.serializer import MSGPackSerializer
+
+PLAIN_VALUE = MSGPackSerializer.dumps(None)
+"""Stands where a subkey would be in the record of a value that is not an entry of a dictionary."""
+
+WHOLE_DICTIONARY = b""
+"""Stands where a subkey would be when all entries of a dictionary travel at once."""
+
+
+@dataclass(frozen=True)
+class DHTRecord:
+    """One record as validators see it: everything is bytes."""
+
+    key: bytes
+    """The key's id, 20 bytes."""
+    subkey: bytes
+    """The subkey in msgpack form, or ``PLAIN_VALUE``."""
+    value: bytes
+    expiration_time: DHTExpiration
+
+
+class RecordValidatorBase(ABC):
+    """A rule about records, the same at every node of the swarm."""
+
+    @abstractmethod
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether the record may be stored and believed. Must not raise, whatever the record holds."""
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """The value with whatever this validator will ask for, such as a signature."""
+        return record.value
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """The value without what :meth:`sign_value` added."""
+        return record.value
+
+    @property
+    def priority(self) -> int:
+        """Validators sign in ascending and validate in descending order of this number."""
+        return 0
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """Take over the rules of another validator, which stays as it is; False if that is not possible."""
+        return False
+
+
+class CompositeValidator(RecordValidatorBase):
+    """Several validators as one: all of them must accept.
+
+    Args:
+        validators: merged with each other where they can be.
+    """
+
+    def __init__(self, validators: Iterable[RecordValidatorBase] = ()) -> None:
+        self._validators: list[RecordValidatorBase] = []
+        self.extend(validators)
+
+    def extend(self, validators: Iterable[RecordValidatorBase]) -> None:
+        """Add validators; each is merged into one that is here already, or else takes its place by priority."""
+        extended = list(self._validators)
+        for validator in validators:
+            if not isinstance(validator, RecordValidatorBase):
+                raise TypeError(f"a record validator must derive from RecordValidatorBase, got {validator!r}")
+            if not any(present.merge_with(validator) for present in extended):
+                extended.append(validator)
+        self._validators = sorted(extended, key=lambda validator: validator.priority)
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        for validator in self._validators:
+            record = replace(record, value=validator.sign_value(record))
+        return record.value
+
+    def validate(self, record: DHTRecord) -> bool:
+        for validator in reversed(self._validators):
+            if not validator.validate(record):
+                return False
+            record = replace(record, value=validator.strip_value(record))
+        return True
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        for validator in reversed(self._validators):
+            record = replace(record, value=validator.strip_value(record))
+        return record.value
