@@ -235,7 +235,7 @@ class Matchmaking:
             search.control.changed.clear()
             candidate = self._best_candidate(search)
             if candidate is not None:
-                await self._ask(search, candidate)
+                await self._ask_unless_complete(search, candidate)
             elif self._leads and self._may_start(search):
                 self._start_group(search)
             else:
@@ -262,6 +262,20 @@ class Matchmaking:
             return
 
     # --- following ----------------------------------------------------------------------------------------------------
+
+    async def _ask_unless_complete(self, search: _Search, leader: PeerID) -> None:
+        """Ask to be led, but start as a leader if the group becomes complete here while there is no answer yet."""
+        ask = asyncio.ensure_future(self._ask(search, leader))
+        try:
+            while not ask.done():
+                search.control.changed.clear()
+                until_promise = search.expiration - get_dht_time() if self._leads else MAX_LOOKUP_PAUSE
+                await first_completed(asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_promise))
+                if self._leads and search.leader is None and not ask.done() and self._may_start(search):
+                    return
+            ask.result()
+        finally:
+            await cancel_and_wait(ask)
 
     async def _ask(self, search: _Search, leader: PeerID) -> None:
         """Ask to be led; returns when there is a group, or nothing to hope for from this peer."""

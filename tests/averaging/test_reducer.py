@@ -1,0 +1,131 @@
+"""One member's share of an all-reduce."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from shoal.averaging.reducer import PartReducer, weighted_mean
+from shoal.compression import CompressionInfo, NoCompression, deserialize_torch_tensor
+
+
+def make_reducer(parts, senders, *, local=True, weight=1.0):
+    infos = [CompressionInfo.from_tensor(part, key=0, part_size=part.numel()) for part in parts]
+    return PartReducer(infos, NoCompression(), senders, list(parts) if local else None, 0, weight)
+
+
+@pytest.mark.parametrize("num_parts", [0, 1, 100])
+async def test_mean_is_exact_for_any_interleaving(num_parts):
+    rng = random.Random(num_parts)
+    values = {i: [torch.randn(k + 1) for k in range(num_parts)] for i in range(4)}
+    weights = {0: 1.0, 1: 0.0, 2: 2.5, 3: 7.0}
+    reducer = make_reducer(values[0], [1, 2, 3], weight=weights[0])
+
+    async def send(sender):
+        reducer.begin(sender, weights[sender])
+        for index in range(num_parts):
+            await reducer.wait_for_room(index)
+            for _ in range(rng.randint(0, 3)):
+                await asyncio.sleep(0)
+            reducer.deliver(sender, index, values[sender][index])
+
+    async def receive(sender):
+        replies = [await reducer.reply(index, sender) for index in range(num_parts)]
+        reducer.delivered_everything(sender)
+        assert not any(is_delta for _, is_delta in replies)
+        return [deserialize_torch_tensor(encoded) for encoded, _ in replies]
+
+    async def own():
+        return [await reducer.average(index) for index in range(num_parts)]
+
+    *_, a, b, c, d = await asyncio.gather(*[send(i) for i in (1, 2, 3)], *[receive(i) for i in (1, 2, 3)], own())
+    await reducer.finished.wait()
+    for index in range(num_parts):
+        expected = sum(w * values[i][index].double() for i, w in weights.items()) / sum(weights.values())
+        assert torch.allclose(d[index].double(), expected, atol=1e-6)
+        assert torch.equal(a[index], b[index])
+        assert torch.equal(a[index], c[index])
+        assert torch.equal(a[index], d[index])
+
+
+async def test_result_does_not_depend_on_who_is_faster():
+    values = [torch.randn(1000) for _ in range(5)]
+    results = []
+    for order in ([1, 2, 3, 4], [4, 2, 1, 3]):
+        reducer = make_reducer([values[0]], [1, 2, 3, 4])
+        for sender in order:
+            reducer.begin(sender, 1.0)
+            reducer.deliver(sender, 0, values[sender])
+        results.append(await reducer.average(0))
+    assert torch.equal(*results)
+
+
+async def test_banned_sender_is_excluded_from_what_it_has_not_delivered():
+    local, sent = [torch.zeros(3), torch.zeros(3)], torch.ones(3)
+    reducer = make_reducer(local, [1, 2])
+    reducer.begin(1, 1.0)
+    reducer.begin(2, 1.0)
+    reducer.deliver(1, 0, sent)
+    reducer.deliver(2, 0, sent)
+    reducer.deliver(2, 1, sent)
+    reducer.ban(1, "gone")
+    assert torch.allclose(await reducer.average(0), torch.full((3,), 2 / 3))
+    assert torch.allclose(await reducer.average(1), torch.full((3,), 1 / 2))
+    reducer.delivered_everything(2)
+    assert reducer.finished.is_set()
+    assert reducer.banned == {1: "gone"}
+
+
+async def test_ban_while_an_early_part_waits_does_not_hang():
+    reducer = make_reducer([torch.zeros(1), torch.zeros(1)], [1, 2])
+    for sender in (1, 2):
+        reducer.begin(sender, 1.0)
+    reducer.deliver(1, 0, torch.ones(1))
+    reducer.deliver(1, 1, torch.ones(1))
+    reducer.ban(1, "gone")
+    reducer.deliver(2, 0, torch.ones(1))
+    reducer.deliver(2, 1, torch.ones(1))
+    assert torch.allclose(await reducer.average(1), torch.full((1,), 2 / 3))  # what it had delivered counts
+
+
+async def test_all_weights_zero_means_no_average():
+    reducer = make_reducer([torch.ones(2)], [1], weight=0.0)
+    reducer.begin(1, 0.0)
+    reducer.deliver(1, 0, torch.full((2,), 5.0))
+    assert await reducer.reply(0, 1) == (None, False)
+    assert await reducer.average(0) is None
+
+
+async def test_sender_cannot_run_far_ahead(monkeypatch):
+    monkeypatch.setattr("shoal.averaging.reducer.WINDOW_BYTES", 0)
+    reducer = make_reducer([torch.zeros(1)] * 5, [1, 2])
+    reducer.begin(1, 1.0)
+    reducer.begin(2, 1.0)
+    await reducer.wait_for_room(0)
+    await reducer.wait_for_room(1)
+    too_early = asyncio.ensure_future(reducer.wait_for_room(2))
+    await asyncio.sleep(0)
+    assert not too_early.done()
+    reducer.deliver(1, 0, torch.zeros(1))
+    reducer.deliver(2, 0, torch.zeros(1))
+    await too_early
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32]
+)
+def test_mean_keeps_the_type_and_sums_wide(dtype):
+    values = [torch.full((4,), 60_000 if dtype.itemsize > 2 or dtype is torch.bfloat16 else 60_000.0).to(dtype)] * 3
+    mean = weighted_mean(values, [1.0, 2.0, 3.0])
+    assert mean is not None
+    assert mean.dtype == dtype
+    assert torch.equal(mean, values[0])  # a sum in fp16 would be infinite
+
+
+def test_mean_of_integers_is_rounded():
+    mean = weighted_mean([torch.tensor([1, 2, -5]), torch.tensor([2, 2, -6])], [1.0, 1.0])
+    assert mean is not None
+    assert mean.tolist() == [2, 2, -6]

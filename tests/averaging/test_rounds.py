@@ -1,0 +1,303 @@
+"""Whole rounds of several averagers over an in-memory network."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+import torch
+from tests.averaging.swarm import Swarm, make_control
+
+from shoal.averaging.allreduce import AllReduce, AveragingMode
+from shoal.averaging.control import AveragingStage
+from shoal.compression import Float16Compression
+from shoal.errors import AllreduceException
+
+NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
+SHAPES = [(1000, 13), (7,), (), (0, 5)]
+
+
+def random_tensors(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+async def run_round(swarm, controls):
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+
+
+async def until(condition):
+    """Wait until something has become true in this loop; the test's time limit ends the wait."""
+    while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+        await asyncio.sleep(0.01)
+
+
+CASES = {
+    "equal": ([NODE] * 4, [1, 1, 1, 1], [None] * 4, {}),
+    "two_peers": ([NODE] * 2, [1, 1], [None] * 2, {}),
+    "weights": ([NODE] * 4, [0.5, 2, 1e-3, 100], [None] * 4, {}),
+    "a_weight_of_zero": ([NODE] * 3, [0, 1, 2], [None] * 3, {}),
+    "clients": ([NODE, CLIENT, CLIENT, NODE], [1, 2, 3, 4], [None] * 4, {}),
+    "one_node": ([CLIENT, CLIENT, NODE, CLIENT], [1, 2, 3, 4], [None] * 4, {}),
+    "auxiliaries": ([NODE, AUX, NODE, AUX], [1, 0, 3, 0], [None] * 4, {}),
+    "clients_and_auxiliary": ([CLIENT, AUX, CLIENT, CLIENT], [1, 0, 3, 2], [None] * 4, {}),
+    "bandwidths": ([NODE] * 4, [1] * 4, [0.1, 5, 0, 3], {"min_vector_size": 100}),
+    "one_reduces_all": ([NODE] * 4, [1] * 4, [0.0, 0.0, 1.0, 0.0], {}),
+    "tiny_parts": ([NODE] * 3, [1] * 3, [None] * 3, {"part_size_bytes": 19}),
+    "half_way": ([NODE] * 3, [1] * 3, [None] * 3, {"averaging_alpha": 0.5}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_weighted_mean_is_exact(case):
+    modes, weights, bandwidths, options = CASES[case]
+    swarm = Swarm()
+    tensors = [random_tensors(i) for i in range(len(modes))]
+    before = [[tensor.clone() for tensor in each] for each in tensors]
+    for each, mode, bandwidth in zip(tensors, modes, bandwidths, strict=True):
+        await swarm.add(each, mode=mode, bandwidth=bandwidth, **options)
+    controls = [
+        make_control(node, gather=i, weight=float(weight), expected_group_size=len(modes))
+        for i, (node, weight) in enumerate(zip(swarm.nodes, weights, strict=True))
+    ]
+    await run_round(swarm, controls)
+    everybody = {node.p2p.peer_id: i for i, node in enumerate(swarm.nodes)}
+    alpha = options.get("averaging_alpha", 1.0)
+    senders = [i for i, mode in enumerate(modes) if mode is not AUX]
+    for i, (control, mode) in enumerate(zip(controls, modes, strict=True)):
+        assert control.result() == everybody
+        assert control.round.share_averaged == 1
+        assert control.round.failed_peers == ()
+        for k in range(len(SHAPES)):
+            mean = sum(weights[j] * before[j][k].double() for j in senders) / sum(weights[j] for j in senders)
+            target = before[i][k] if mode is AUX else before[i][k] + alpha * (mean - before[i][k])
+            assert torch.allclose(tensors[i][k].double(), target.double(), atol=1e-6)
+            if alpha == 1 and mode is not AUX:
+                assert torch.equal(tensors[i][k], tensors[senders[0]][k])  # to the last bit
+    await swarm.close()
+
+
+async def test_only_auxiliaries_finish_and_change_nothing():
+    swarm = Swarm()
+    tensors = [random_tensors(i) for i in range(3)]
+    for each in tensors:
+        await swarm.add(each, mode=AUX)
+    controls = [make_control(node, expected_group_size=3) for node in swarm.nodes]
+    await run_round(swarm, controls)
+    assert all(len(control.result()) == 3 for control in controls)
+    assert all(
+        torch.equal(a, b) for i, each in enumerate(tensors) for a, b in zip(each, random_tensors(i), strict=True)
+    )
+    await swarm.close()
+
+
+async def test_weights_of_zero_everywhere_change_nothing():
+    swarm = Swarm()
+    tensors = [random_tensors(i) for i in range(3)]
+    for each in tensors:
+        await swarm.add(each)
+    controls = [make_control(node, weight=0.0, expected_group_size=3) for node in swarm.nodes]
+    await run_round(swarm, controls)
+    assert all(len(control.result()) == 3 for control in controls)
+    assert all(
+        torch.equal(a, b) for i, each in enumerate(tensors) for a, b in zip(each, random_tensors(i), strict=True)
+    )
+    await swarm.close()
+
+
+async def test_half_precision_keeps_what_peers_agree_on():
+    """Lossy codecs carry differences back: values on which all agree stay as they are, to the last bit."""
+    swarm = Swarm()
+    agreed = torch.randn(5000)
+    tensors = [[agreed.clone(), torch.randn(5000, generator=torch.Generator().manual_seed(i))] for i in range(3)]
+    mean = sum(each[1].double() for each in tensors) / 3
+    for each in tensors:
+        await swarm.add(each, compression=Float16Compression())
+    await run_round(swarm, [make_control(node, expected_group_size=3) for node in swarm.nodes])
+    for each in tensors:
+        assert torch.equal(each[0], agreed)
+        assert torch.allclose(each[1].double(), mean, atol=8e-3)  # fp16 has a spacing of 2e-3 between 2 and 4
+    await swarm.close()
+
+
+async def test_several_rounds_in_a_row_reuse_connections():
+    swarm = Swarm()
+    for i in range(3):
+        await swarm.add(random_tensors(i))
+    for _ in range(10):
+        controls = [make_control(node, expected_group_size=3) for node in swarm.nodes]
+        await run_round(swarm, controls)
+        assert all(len(control.result()) == 3 for control in controls)
+    for node in swarm.nodes:
+        assert node.p2p._pool.in_use_count == 0
+        assert node._rounds == {}
+        assert node.p2p.metrics.rounds_succeeded == 10
+    await swarm.close()
+
+
+async def test_too_few_peers_fail_in_time():
+    swarm = Swarm()
+    node = await swarm.add(random_tensors(0), min_matchmaking_time=0.1)
+    control = make_control(node, timeout=0.5)
+    await node.run_step(control)
+    with pytest.raises(AllreduceException, match="could not find a group of at least 2 peers"):
+        control.result()
+    await swarm.close()
+
+
+async def test_group_without_expectation_starts_at_the_promised_time():
+    swarm = Swarm()
+    for i in range(3):
+        await swarm.add(random_tensors(i), min_matchmaking_time=0.5)
+    controls = [make_control(node) for node in swarm.nodes]
+    await run_round(swarm, controls)
+    assert all(len(control.result()) == 3 for control in controls)
+    await swarm.close()
+
+
+async def test_target_group_size_is_respected():
+    swarm = Swarm()
+    for i in range(4):
+        await swarm.add(random_tensors(i), target_group_size=2)
+    controls = [make_control(node) for node in swarm.nodes]
+    await run_round(swarm, controls)
+    assert [len(control.result()) for control in controls] == [2] * 4
+    await swarm.close()
+
+
+async def test_peers_with_other_settings_refuse_and_say_why():
+    swarm = Swarm()
+    await swarm.add(random_tensors(0), min_matchmaking_time=0.2)
+    await swarm.add(random_tensors(1), min_matchmaking_time=0.2, compression=Float16Compression())
+    controls = [make_control(node, timeout=1.0) for node in swarm.nodes]
+    await run_round(swarm, controls)
+    errors = [str(control.exception()) for control in controls]
+    assert any(
+        "compression is 'NONE' there and 'FLOAT16' here" in e or "'FLOAT16' there and 'NONE'" in e for e in errors
+    )
+    await swarm.close()
+
+
+async def test_triggers_are_waited_for():
+    swarm = Swarm()
+    for i in range(4):
+        await swarm.add(random_tensors(i))
+    controls = [make_control(node, expected_group_size=4, triggered=i < 2) for i, node in enumerate(swarm.nodes)]
+    running = asyncio.ensure_future(run_round(swarm, controls))
+    await until(lambda: all(control.stage >= AveragingStage.AWAITING_TRIGGER for control in controls))
+    await until(lambda: all(control.stage >= AveragingStage.RUNNING_ALLREDUCE for control in controls[:2]))
+    assert [control.stage for control in controls[2:]] == [AveragingStage.AWAITING_TRIGGER] * 2
+    assert not any(control.done() for control in controls)
+    for control in controls[2:]:
+        control.weight = 3.0
+        control.allow_allreduce()
+    await running
+    assert all(len(control.result()) == 4 and control.stage is AveragingStage.FINISHED for control in controls)
+    await swarm.close()
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+async def test_cancelled_steps_leave_the_others_to_meet(limit):
+    swarm = Swarm()
+    modes = [NODE, CLIENT, NODE, CLIENT]
+    for i, mode in enumerate(modes):
+        await swarm.add(random_tensors(i), mode=mode, target_group_size=limit, min_matchmaking_time=0.5)
+    controls = [make_control(node, triggered=False) for node in swarm.nodes]
+    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
+    await asyncio.sleep(0.05)
+    for i in (0, 1):
+        controls[i].cancel()
+        running[i].cancel()
+    for i in (2, 3):
+        controls[i].allow_allreduce()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert controls[0].cancelled()
+    assert controls[1].cancelled()
+    for control in controls[2:]:
+        assert set(control.result()) == {swarm.nodes[2].p2p.peer_id, swarm.nodes[3].p2p.peer_id}
+    await swarm.close()
+
+
+async def test_groups_of_two_reach_the_global_mean_in_three_rounds():
+    swarm = Swarm()
+    tensors = [[torch.randn(100, dtype=torch.float64)] for _ in range(8)]
+    mean = sum(each[0] for each in tensors) / 8
+    for i, each in enumerate(tensors):
+        await swarm.add(each, target_group_size=2, initial_group_bits=f"{i // 2:02b}")
+    for _ in range(3):
+        controls = [make_control(node) for node in swarm.nodes]
+        await run_round(swarm, controls)
+        assert [len(control.result()) for control in controls] == [2] * 8
+        assert torch.allclose(sum(each[0] for each in tensors) / 8, mean, atol=1e-6)
+    assert all(torch.allclose(each[0], mean, atol=1e-6) for each in tensors)
+    await swarm.close()
+
+
+class Fault:
+    """Makes one member of a round fail at a given moment."""
+
+    def __init__(self, monkeypatch, swarm, kind, victims):
+        self.swarm, self.kind, self.victims = swarm, kind, {swarm.nodes[i].p2p.peer_id for i in victims}
+        original_send, original_reply = AllReduce._send_parts, AllReduce._give_averages
+        fault = self
+
+        async def send(self, call, parts):
+            if fault.hits(self, "sending"):
+                await original_send(self, call, parts[: len(parts) // 2])
+                await fault.fail(self)
+            await original_send(self, call, parts)
+
+        async def give(self, call, sender):
+            if fault.hits(self, "reducing"):
+                await fault.fail(self)
+            await original_reply(self, call, sender)
+
+        monkeypatch.setattr(AllReduce, "_send_parts", send)
+        monkeypatch.setattr(AllReduce, "_give_averages", give)
+
+    def hits(self, allreduce, where):
+        return allreduce.group.peer_ids[allreduce.own_index] in self.victims and where in self.kind
+
+    async def fail(self, allreduce):
+        if self.kind.startswith("stall"):
+            await asyncio.sleep(math.inf)
+        node = next(n for n in self.swarm.nodes if n.p2p.peer_id == allreduce.group.peer_ids[allreduce.own_index])
+        for each in list(node.p2p._serving):  # what the kernel does to a killed process: every connection ends
+            if each is not asyncio.current_task():
+                each.cancel()
+        node.p2p._pool.close()
+        raise ConnectionAbortedError("killed")
+
+
+@pytest.mark.parametrize("kind", ["kill sending", "kill reducing", "stall sending", "stall reducing", "before"])
+async def test_healthy_members_return_when_two_of_five_fail(monkeypatch, kind):
+    swarm = Swarm()
+    tensors = [[torch.randn(20_000)] for _ in range(5)]
+    before = [each[0].clone() for each in tensors]
+    for i, each in enumerate(tensors):
+        mode = CLIENT if i == 4 else NODE
+        await swarm.add(each, mode=mode, sender_timeout=0.5, reducer_timeout=1.0)
+    Fault(monkeypatch, swarm, kind, (0, 1))
+    if kind == "before":
+        for i in (0, 1):
+            monkeypatch.setattr(swarm.nodes[i], "_run_allreduce", None)
+    controls = [make_control(node, expected_group_size=5, allow_retries=False) for node in swarm.nodes]
+    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
+    await asyncio.gather(*running[2:])
+    for task in running[:2]:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    for i in (2, 3, 4):
+        assert set(controls[i].result()) == {node.p2p.peer_id for node in swarm.nodes}
+    assert controls[2].round.failed_peers
+    assert controls[3].round.failed_peers
+    for i in (2, 3, 4):
+        values, found = tensors[i][0], torch.zeros(20_000, dtype=torch.bool)
+        for others in ((2, 3, 4), (0, 2, 3, 4), (1, 2, 3, 4), (0, 1, 2, 3, 4)):
+            mean = sum(before[j] for j in others) / len(others)
+            found |= torch.isclose(values, mean, atol=1e-6)
+        unchanged = values == before[i]
+        assert (found | unchanged).all()
+        assert found.float().mean() > 0.35  # at least the parts of the healthy reducers
+    await swarm.close()
