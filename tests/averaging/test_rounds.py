@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
-from tests.averaging.swarm import Swarm, make_control
 
 from shoal.averaging.allreduce import AllReduce, AveragingMode
 from shoal.averaging.control import AveragingStage
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
+from tests.averaging.swarm import Swarm, make_control
 
 NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SHAPES = [(1000, 13), (7,), (), (0, 5)]
