@@ -470,8 +470,9 @@ def test_exit_does_not_wait_long_for_a_goodbye_that_hangs() -> None:
 )
 def test_ctrl_c_ends_a_script_that_waits(waiting: str) -> None:
     process = python(f"""
-        import asyncio
+        import asyncio, signal
         from shoal.reactor import Portal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have it ignored
         async def forever():
             print("waiting", flush=True)
             await asyncio.Event().wait()
