@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from shoal.dht.blacklist import Blacklist
-from shoal.dht.messages import MAX_KEYS_PER_FIND
-from shoal.dht.protocol import DHTProtocol, FoundRecord, Neighbor
+from shoal.dht.messages import MAX_KEYS_PER_FIND, unpack_contact
+from shoal.dht.protocol import DHTProtocol, FoundRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.traverse import Answer, OnFinished, Traversal
 from shoal.p2p import PeerID
@@ -29,60 +31,59 @@ class Lookup:
     ) -> None:
         self._protocol = protocol
         self._blacklist = blacklist
-        self._addresses: dict[PeerID, Iterable[str]] = {}
         self._known_nodes = dict(known_nodes or {})
-        self.peers: dict[DHTID, PeerID] = dict(self._known_nodes)
-        """Who the nodes are that were heard of."""
+        self._peers: dict[int, PeerID] = {int(node_id): peer for node_id, peer in self._known_nodes.items()}
+        self._contacts: dict[int, msgspec.Raw] = {}  # of nodes that others told of
 
     def starting_nodes(self, target: DHTID) -> list[DHTID]:
         """The nodes nearest to a target that are known without asking anybody."""
         table = self._protocol.routing_table
         nearest = dict(table.get_nearest_neighbors(target, self._protocol.bucket_size))
-        self.peers.update(nearest)
+        for node_id, peer in nearest.items():
+            self._peers[node_id] = peer
         own_id = self._protocol.node_id
         return [
             node_id
             for node_id in (*nearest, *self._known_nodes)
-            if node_id != own_id and self.peers[node_id] not in self._blacklist
+            if node_id != own_id and self._peers[node_id] not in self._blacklist
         ]
 
     async def ask(self, node_id: DHTID, targets: Iterable[DHTID]) -> dict[DHTID, FoundRecord] | None:
         """Ask a node about targets; ``None`` if it does not answer, which gets it banned for a while."""
-        peer = self.peers[node_id]
-        self.introduce(peer)
-        answers = await self._protocol.call_find(peer, targets)
-        if answers is None:
+        peer = self.peer_of(node_id)
+        if peer is None or peer in self._blacklist:
+            return None
+        answer = await self._protocol.call_find(peer, targets)
+        if answer is None:
             self._blacklist.register_failure(peer)
-        else:
-            self._blacklist.register_success(peer)
-        return answers
+            return None
+        self._blacklist.register_success(peer)
+        for told_id, contact in answer.contacts.items():
+            self._contacts.setdefault(told_id, contact)
+        return answer.records
 
-    def introduce(self, peer: PeerID) -> None:
-        """Make sure that the network below knows the addresses that were told for this peer."""
-        told = self._addresses.pop(peer, None)
-        if not told:
-            return
-        p2p = self._protocol.p2p
-        known = [str(address) for address in p2p.get_addresses(peer)]
-        for address in told:
-            if address not in known:
-                try:
-                    p2p.add_addresses(peer, [address])
-                except ValueError as e:
-                    logger.debug("ignored an address that was told for peer %s: %s", peer, e)
+    def peer_of(self, node_id: int) -> PeerID | None:
+        """Who a node is that was heard of, ready to be called; ``None`` if what was told of it makes no sense."""
+        peer = self._peers.get(node_id)
+        if peer is None and (told := self._contacts.get(node_id)) is not None:
+            peer = self._introduce(told)
+            if peer is not None:
+                self._peers[node_id] = peer
+        return peer
 
-    def accept(self, neighbors: Iterable[Neighbor]) -> list[DHTID]:
-        """The nodes among those that somebody told of which are worth asking."""
-        own_id, own_peer = self._protocol.node_id, self._protocol.p2p.peer_id
-        accepted = []
-        for node_id, peer, addresses in neighbors:
-            if node_id == own_id or peer == own_peer or peer in self._blacklist:
-                continue
-            if node_id not in self.peers:
-                self.peers[node_id] = peer
-                self._addresses[peer] = addresses
-            accepted.append(node_id)
-        return accepted
+    def _introduce(self, told: msgspec.Raw) -> PeerID | None:
+        """Tell the network below where a peer can be reached."""
+        try:
+            contact = unpack_contact(told)
+            peer = PeerID(contact.peer_id)
+            if peer == self._protocol.p2p.peer_id:
+                return None
+            known = {str(address) for address in self._protocol.p2p.get_addresses(peer)}
+            self._protocol.p2p.add_addresses(peer, [text for text in contact.addresses if text not in known])
+        except ValueError as e:
+            logger.debug("ignored a node that somebody told of: %s", e)
+            return None
+        return peer
 
     async def find_nearest(
         self, targets: Iterable[DHTID], on_finished: OnFinished, *, num_workers: int, beam_size: int, enough: int
@@ -103,6 +104,7 @@ class Lookup:
             on_finished,
             num_workers=num_workers,
             beam_size=beam_size,
+            own_id=self._protocol.node_id,
             queries_per_call=MAX_KEYS_PER_FIND,
             enough_responses=enough,
             spawn=self._protocol.spawn,
@@ -113,4 +115,4 @@ class Lookup:
         answers = await self.ask(node_id, targets)
         if answers is None:
             return None
-        return {target: Answer(self.accept(record.neighbors)) for target, record in answers.items()}
+        return {target: Answer(record.neighbors) for target, record in answers.items()}

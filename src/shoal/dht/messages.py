@@ -66,9 +66,8 @@ class FindRequest(Header):
 
 
 class NodeContact(msgspec.Struct, frozen=True, array_like=True):
-    """A node and how to reach it."""
+    """How to reach a node."""
 
-    node_id: IDBytes
     peer_id: Annotated[bytes, Meta(min_length=1, max_length=64)]
     addresses: Annotated[list[Annotated[str, Meta(max_length=MAX_ADDRESS_LENGTH)]], Meta(max_length=MAX_ADDRESSES)]
 
@@ -93,5 +92,29 @@ class FindResult(msgspec.Struct, frozen=True, array_like=True):
 class FindResponse(Header):
     results: Annotated[list[FindResult], Meta(max_length=MAX_KEYS_PER_FIND)]
     """One for each key of the request."""
-    nodes: Annotated[list[NodeContact], Meta(max_length=MAX_KEYS_PER_FIND * MAX_NEIGHBORS)]
+    node_ids: Annotated[bytes, Meta(max_length=20 * MAX_KEYS_PER_FIND * MAX_NEIGHBORS)]
+    """The ids of all nodes that occur in the results, 20 bytes each."""
+    contacts: list[msgspec.Raw]
+    """A packed :class:`NodeContact` for each of these nodes. Most are never read: the asker knows the node already."""
     node_id: NodeIDBytes = None
+
+
+_contact_encoder = msgspec.msgpack.Encoder()
+_contact_decoder = msgspec.msgpack.Decoder(NodeContact)
+
+
+def pack_contact(contact: NodeContact) -> msgspec.Raw:
+    """The form in which a contact travels."""
+    return msgspec.Raw(_contact_encoder.encode(contact))
+
+
+def unpack_contact(packed: msgspec.Raw) -> NodeContact:
+    """Read what :func:`pack_contact` made.
+
+    Raises:
+        ValueError: not a contact.
+    """
+    try:
+        return _contact_decoder.decode(packed)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise ValueError(f"not a contact: {e}") from None

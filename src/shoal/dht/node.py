@@ -239,10 +239,12 @@ class DHTNode:
 
         def note(target: DHTID, nearest: list[DHTID]) -> None:
             nodes = nearest if without_self else sorted([*nearest, self.node_id], key=target.xor_distance)
-            peers = {**lookup.peers, self.node_id: self.peer_id}
-            results[target] = {node_id: peers[node_id] for node_id in nodes[:count]}
-            for peer in results[target].values():
-                lookup.introduce(peer)
+            found: dict[DHTID, PeerID] = {}
+            for node_id in nodes:
+                peer = self.peer_id if node_id == self.node_id else lookup.peer_of(node_id)
+                if peer is not None and len(found) < count:
+                    found[node_id] = peer
+            results[target] = found
 
         await lookup.find_nearest(
             dict.fromkeys(queries),

@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
 from shoal.dht.handover import records_for_newcomer
 from shoal.dht.messages import (
@@ -25,6 +27,7 @@ from shoal.dht.messages import (
     PingResponse,
     StoreRequest,
     StoreResponse,
+    pack_contact,
 )
 from shoal.dht.records import LocalRecords, NewRecord, check_expiration, pack_value, split_into_requests
 from shoal.dht.routing import DHTID, RoutingTable
@@ -33,7 +36,7 @@ from shoal.dht.validation import WHOLE_DICTIONARY, RecordValidatorBase
 from shoal.errors import ProtocolError, ShoalError, ValidationError
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 
-__all__ = ["NO_ANSWER", "DHTProtocol", "FoundRecord", "Neighbor", "ValidationError"]
+__all__ = ["NO_ANSWER", "DHTProtocol", "FindAnswer", "FoundRecord", "ValidationError"]
 
 logger = logging.getLogger(__name__)
 ResponseT = TypeVar("ResponseT", bound=Header)
@@ -48,21 +51,22 @@ PING_BACK_SHARE = 0.5
 """Part of the waiting time in which a caller that asks for it must be reachable, so that it still hears the verdict."""
 
 
-class Neighbor(NamedTuple):
-    """A node that another node told of."""
-
-    node_id: DHTID
-    peer_id: PeerID
-    addresses: Sequence[str]
-
-
 class FoundRecord(NamedTuple):
     """What a node answered about one key."""
 
     value: StoredValue | None
     expiration_time: DHTExpiration
     """Minus infinity if there is no value."""
-    neighbors: list[Neighbor]
+    neighbors: list[int]
+    """Ids of nodes near the key."""
+
+
+class FindAnswer(NamedTuple):
+    """What a node answered to a find request."""
+
+    records: dict[DHTID, FoundRecord]
+    contacts: dict[int, msgspec.Raw]
+    """How to reach the nodes that it told of; see :func:`shoal.dht.messages.unpack_contact`."""
 
 
 class DHTProtocol(ServicerBase):
@@ -104,6 +108,7 @@ class DHTProtocol(ServicerBase):
         self._rpc_limit: AbstractAsyncContextManager[Any] = (
             nullcontext() if parallel_rpc is None else asyncio.Semaphore(parallel_rpc)
         )
+        self._packed_contacts: dict[DHTID, msgspec.Raw] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that the same seed gives the same run
 
     @property
@@ -159,6 +164,7 @@ class DHTProtocol(ServicerBase):
         if node_id is None or not self.p2p.get_addresses(peer):
             return  # nobody could call it
         newcomer = DHTID.from_bytes(node_id)
+        self._packed_contacts.pop(newcomer, None)  # it may have greeted with other addresses
         is_new = peer not in self.routing_table.peer_id_to_node
         node_to_check = self.routing_table.add_or_update_node(newcomer, peer)
         if node_to_check is not None:
@@ -266,7 +272,7 @@ class DHTProtocol(ServicerBase):
             accepted += response.accepted
         return accepted
 
-    async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> dict[DHTID, FoundRecord] | None:
+    async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> FindAnswer | None:
         """Ask a node what it knows about keys: records, and nodes that are nearer. ``None`` if it does not answer.
 
         Records that the validator refuses count as not found.
@@ -277,23 +283,25 @@ class DHTProtocol(ServicerBase):
             response = await self._call(peer, "rpc_find", request, FindResponse, self.wait_timeout)
         except NO_ANSWER:
             return None
-        if len(response.results) != len(asked):
+        if len(response.results) != len(asked) or len(response.node_ids) != 20 * len(response.contacts):
             self.note_failure(peer)
             return None
         self.note_alive(response.node_id, peer)
-        nodes = [
-            Neighbor(DHTID.from_bytes(node.node_id), PeerID(node.peer_id), node.addresses) for node in response.nodes
-        ]
-        answers: dict[DHTID, FoundRecord] = {}
+        raw = response.node_ids
+        node_ids = [int.from_bytes(raw[start : start + 20], "big") for start in range(0, len(raw), 20)]
+        answer = FindAnswer({}, dict(zip(node_ids, response.contacts, strict=True)))
         for key, result in zip(asked, response.results, strict=True):
             if result.found is Found.TOO_MUCH and len(asked) > 1:
-                answers.update(await self.call_find(peer, [key]) or {})
+                alone = await self.call_find(peer, [key])
+                if alone is not None:
+                    answer.records.update(alone.records)
+                    answer.contacts.update(alone.contacts)
             else:
-                answers[key] = self._read_result(key, result, nodes)
-        return answers
+                answer.records[key] = self._read_result(key, result, node_ids)
+        return answer
 
-    def _read_result(self, key: DHTID, result: FindResult, nodes: Sequence[Neighbor]) -> FoundRecord:
-        neighbors = [nodes[position] for position in result.nearest if position < len(nodes)]
+    def _read_result(self, key: DHTID, result: FindResult, node_ids: Sequence[int]) -> FoundRecord:
+        neighbors = [node_ids[position] for position in result.nearest if position < len(node_ids)]
         value = self.records.read(key, result.found, result.value, result.expiration)
         if value is None:
             return FoundRecord(None, -math.inf, neighbors)
@@ -348,7 +356,7 @@ class DHTProtocol(ServicerBase):
         self.note_alive(request.node_id, context.remote_id)
         asker = None if request.node_id is None else DHTID.from_bytes(request.node_id)
         positions: dict[DHTID, int] = {}
-        nodes: list[NodeContact] = []
+        contacts: list[msgspec.Raw] = []
         results: list[FindResult] = []
         room = REPLY_BYTES
         for key in map(DHTID.from_bytes, request.keys):
@@ -356,16 +364,23 @@ class DHTProtocol(ServicerBase):
             count = min(self.bucket_size, MAX_NEIGHBORS)
             for node_id, peer in self.routing_table.get_nearest_neighbors(key, count, exclude=asker):
                 if node_id not in positions:
-                    positions[node_id] = len(nodes)
-                    nodes.append(self._contact(node_id, peer))
+                    positions[node_id] = len(contacts)
+                    contacts.append(self._packed_contact(node_id, peer))
                 nearest.append(positions[node_id])
             results.append(self._find_here(key, nearest, room))
             room -= len(results[-1].value)
-        return FindResponse(results=results, nodes=nodes, node_id=self._announced_id)
+        node_ids = b"".join(node_id.to_bytes() for node_id in positions)
+        return FindResponse(results=results, node_ids=node_ids, contacts=contacts, node_id=self._announced_id)
 
-    def _contact(self, node_id: DHTID, peer: PeerID) -> NodeContact:
-        addresses = [str(address) for address in self.p2p.get_addresses(peer)[:MAX_ADDRESSES]]
-        return NodeContact(node_id.to_bytes(), peer.to_bytes(), addresses)
+    def _packed_contact(self, node_id: DHTID, peer: PeerID) -> msgspec.Raw:
+        packed = self._packed_contacts.get(node_id)
+        if packed is None:
+            addresses = [str(address) for address in self.p2p.get_addresses(peer)[:MAX_ADDRESSES]]
+            packed = pack_contact(NodeContact(peer.to_bytes(), addresses))
+            if len(self._packed_contacts) > 2 * len(self.routing_table.peer_id_to_node) + 64:
+                self._packed_contacts.clear()  # most of these nodes have left the table
+            self._packed_contacts[node_id] = packed
+        return packed
 
     def _find_here(self, key: DHTID, nearest: list[int], room: int) -> FindResult:
         item = self.records.find(key)

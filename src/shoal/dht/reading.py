@@ -81,8 +81,8 @@ class Reader:
                 if record.value is None:
                     search.asked_in_vain[node_id] = None
                 elif not search.finished:
-                    search.add_candidate(record.value, record.expiration_time, lookup.peers[node_id])
-                heard[target] = Answer(lookup.accept(record.neighbors), search.finished or search.is_satisfied)
+                    search.add_candidate(record.value, record.expiration_time, node_id)
+                heard[target] = Answer(record.neighbors, search.finished or search.is_satisfied)
             return heard
 
         def end(target: DHTID, nearest: list[DHTID]) -> None:
@@ -95,6 +95,7 @@ class Reader:
             end,
             num_workers=num_workers or self._config.num_workers,
             beam_size=beam_size or self._config.bucket_size,
+            own_id=self._protocol.node_id,
             queries_per_call=min(self._config.chunk_size, MAX_KEYS_PER_FIND),
             spawn=self._protocol.spawn,
         )
@@ -140,7 +141,9 @@ class Reader:
             self._protocol.spawn(self._give_copy(lookup, node_id, copy))
 
     async def _give_copy(self, lookup: Lookup, node_id: DHTID, copy: NewRecord) -> None:
-        await self._protocol.call_store(lookup.peers[node_id], [copy])
+        peer = lookup.peer_of(node_id)
+        if peer is not None:
+            await self._protocol.call_store(peer, [copy])
 
     def _cached_expiration(self, key_id: DHTID) -> DHTExpiration | None:
         item = self._protocol.cache.get(key_id)

@@ -11,7 +11,6 @@ from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue, StoredValue, ValueWithExpiration
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase
-from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,8 @@ class Search:
         self.future: asyncio.Future[GetResult] = asyncio.get_running_loop().create_future()
         self.found: StoredValue | None = None
         self.expiration_time: DHTExpiration = -math.inf
-        self.source: PeerID | None = None
-        """Who told the best value so far; ``None`` is this node itself."""
+        self.source: DHTID | None = None
+        """Which node told the best value so far; ``None`` is this node itself."""
         self.asked_in_vain: dict[DHTID, None] = {}
         """Nodes that answered and had nothing."""
         self._validator = validator
@@ -59,7 +58,7 @@ class Search:
         """What was found lives long enough."""
         return self.found is not None and self.expiration_time >= self.sufficient_expiration_time
 
-    def add_candidate(self, value: StoredValue, expiration_time: DHTExpiration, source: PeerID | None) -> None:
+    def add_candidate(self, value: StoredValue, expiration_time: DHTExpiration, source: DHTID | None) -> None:
         """Consider what a node holds; dictionaries are united, otherwise the later expiration wins."""
         if isinstance(value, DictionaryDHTValue) and isinstance(self.found, DictionaryDHTValue):
             self._unite_with(value)

@@ -22,8 +22,8 @@ from shoal.dht.routing import DHTID
 class Answer(NamedTuple):
     """What a node said about one query."""
 
-    neighbors: Iterable[DHTID]
-    """Nodes that it knows near the target."""
+    neighbors: Iterable[int]
+    """Ids of nodes that it knows near the target."""
     is_enough: bool = False
     """The caller has what it wanted: end this query."""
 
@@ -41,10 +41,10 @@ class Query:
 
     __slots__ = ("active", "asked", "beam_size", "finished", "known", "nearest", "next_distance", "responded", "target")
 
-    def __init__(self, target: DHTID, beam_size: int) -> None:
+    def __init__(self, target: DHTID, beam_size: int, own_id: int | None = None) -> None:
         self.target = target
         self.beam_size = beam_size
-        self.known: set[int] = set()
+        self.known: set[int] = set() if own_id is None else {own_id ^ target}
         self.nearest: list[int] = []  # the nearest nodes that have not failed, sorted, some more than the beam
         self.asked: set[int] = set()
         self.responded: set[int] = set()
@@ -102,6 +102,7 @@ class Traversal:
         num_workers: most requests in flight.
         beam_size: how many of the nearest nodes are asked before a query gives up.
         queries_per_call: most targets in one request.
+        own_id: this node is never asked.
         enough_responses: end a query when this many of the nearest nodes have responded; ``None`` = ask the whole beam.
         spawn: starts the requests; they may outlive the walk.
     """
@@ -115,11 +116,12 @@ class Traversal:
         *,
         num_workers: int,
         beam_size: int,
+        own_id: int | None = None,
         queries_per_call: int | None = None,
         enough_responses: int | None = None,
         spawn: Spawn = asyncio.create_task,
     ) -> None:
-        self._queries = {target: Query(target, beam_size) for target in targets}
+        self._queries = {target: Query(target, beam_size, own_id) for target in targets}
         self._start = start
         self._unfinished = dict(self._queries)
         self._ask = ask

@@ -62,8 +62,9 @@ class Writer:
         async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> list[bool] | None:
             if node_id == self._protocol.node_id:
                 return [self._protocol.records.keep(record) for record in batch]
-            peer = lookup.peers[node_id]
-            lookup.introduce(peer)
+            peer = lookup.peer_of(node_id)
+            if peer is None:
+                return None
             answer = await self._protocol.call_store(peer, batch)
             if answer is None:
                 self._blacklist.register_failure(peer)
