@@ -23,8 +23,9 @@ TITLES = {
 }
 
 FRESH_INTERPRETER = """
-import json, time
+import gc, json, time
 import torch, torch.optim
+gc.collect()  # else a collection of torch's many objects falls into the import by chance
 began = time.perf_counter()
 from {library} import DHT, DecentralizedAverager, Optimizer
 imported = time.perf_counter()
