@@ -12,18 +12,43 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "shoal.averaging": ("DecentralizedAverager",),
-    "shoal.clock": ("DHTExpiration", "MAX_DHT_TIME_DISCREPANCY_SECONDS", "get_dht_time"),
+    "shoal.clock": (
+        "MAX_DHT_TIME_DISCREPANCY_SECONDS",
+        "DHTExpiration",
+        "get_dht_time",
+    ),
     "shoal.compression": (
         "CompressionBase",
         "CompressionInfo",
+        "CompressionType",
         "Float16Compression",
         "NoCompression",
+        "PerTensorCompression",
+        "RoleAdaptiveCompression",
+        "SizeAdaptiveCompression",
+        "TensorDescriptor",
         "TensorRole",
+        "deserialize_torch_tensor",
+        "serialize_torch_tensor",
     ),
     "shoal.dht": ("DHT",),
+    "shoal.dht.storage": (
+        "TimedStorage",
+        "ValueWithExpiration",
+    ),
     "shoal.optim": ("Optimizer",),
-    "shoal.p2p": ("P2P", "P2PContext", "P2PHandlerError", "PeerID", "PeerInfo"),
-    "shoal.serializer": ("MSGPackSerializer", "SerializerBase"),
+    "shoal.optim.performance_ema": ("PerformanceEMA",),
+    "shoal.p2p": (
+        "P2P",
+        "P2PContext",
+        "P2PHandlerError",
+        "PeerID",
+        "PeerInfo",
+    ),
+    "shoal.serializer": (
+        "MSGPackSerializer",
+        "SerializerBase",
+    ),
 }
 """Where each name lives."""
 
@@ -31,15 +56,58 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _ROOMS = ("averaging", "compression", "dht", "optim", "p2p", "utils")
 
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
+    from shoal.averaging import DecentralizedAverager
     from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
+    from shoal.compression import (
+        CompressionBase,
+        CompressionInfo,
+        CompressionType,
+        Float16Compression,
+        NoCompression,
+        PerTensorCompression,
+        RoleAdaptiveCompression,
+        SizeAdaptiveCompression,
+        TensorDescriptor,
+        TensorRole,
+        deserialize_torch_tensor,
+        serialize_torch_tensor,
+    )
+    from shoal.dht import DHT
+    from shoal.dht.storage import TimedStorage, ValueWithExpiration
+    from shoal.optim import Optimizer
+    from shoal.optim.performance_ema import PerformanceEMA
+    from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
     from shoal.serializer import MSGPackSerializer, SerializerBase
 
 __all__ = [
+    "DHT",
     "MAX_DHT_TIME_DISCREPANCY_SECONDS",
+    "P2P",
+    "CompressionBase",
+    "CompressionInfo",
+    "CompressionType",
     "DHTExpiration",
+    "DecentralizedAverager",
+    "Float16Compression",
     "MSGPackSerializer",
+    "NoCompression",
+    "Optimizer",
+    "P2PContext",
+    "P2PHandlerError",
+    "PeerID",
+    "PeerInfo",
+    "PerTensorCompression",
+    "PerformanceEMA",
+    "RoleAdaptiveCompression",
     "SerializerBase",
+    "SizeAdaptiveCompression",
+    "TensorDescriptor",
+    "TensorRole",
+    "TimedStorage",
+    "ValueWithExpiration",
+    "deserialize_torch_tensor",
     "get_dht_time",
+    "serialize_torch_tensor",
 ]
 
 
