@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import NameOID
@@ -73,8 +73,13 @@ class Identity:
         except FileExistsError:
             return cls._load(path)
         identity = cls.generate()
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(identity.to_bytes())
+        try:
+            os.write(descriptor, identity.to_bytes())
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
         return identity
 
     @classmethod
@@ -83,7 +88,7 @@ class Identity:
             raise P2PDaemonError(f"identity file {path} can be read by other users: run chmod 600 {path}")
         try:
             return cls.from_bytes(path.read_bytes())
-        except ValueError as e:
+        except (ValueError, OSError) as e:
             raise P2PDaemonError(f"cannot use identity file {path}: {e}") from None
 
     def sign(self, message: bytes) -> bytes:
@@ -125,7 +130,7 @@ def peer_id_of_certificate(certificate_der: bytes) -> PeerID | None:
     """The peer id of a certificate's key, or ``None`` if the certificate is not one of an Ed25519 key."""
     try:
         public_key = x509.load_der_x509_certificate(certificate_der).public_key()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion):
         return None
     if not isinstance(public_key, Ed25519PublicKey):
         return None

@@ -8,6 +8,7 @@ implementation needs.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterator
 
 import base58
@@ -31,18 +32,30 @@ _CODES = {
 }
 _NAMES = {code: name for name, code in _CODES.items()}
 _NAMES_WITHOUT_VALUE = frozenset({"p2p-circuit", "tls", "quic", "quic-v1", "ws", "wss"})
-_MAX_TEXT_LENGTH = 1024
+_FIXED_SIZES = {"ip4": 4, "ip6": 16, "tcp": 2, "udp": 2, "memory": 8}
+"""Bytes of the value in binary form; the other values bring their length along."""
+_MAX_LENGTH = 1024
+_MAX_PEER_BYTES = 128
+_HOST_LABEL = re.compile(r"[^\W_]([\w-]{0,61}[^\W_])?|_[\w-]{1,61}")
 
 
 class ProtocolLookupError(LookupError):
     """The address has no such protocol."""
 
 
-def _parse_port(name: str, text: str) -> bytes:
-    port = int(text)
-    if not (text.isascii() and text.isdigit() and 0 <= port <= 65535):
-        raise ValueError(f"{name} port {text!r} is not a number from 0 to 65535")
-    return port.to_bytes(2, "big")
+def _parse_number(name: str, text: str) -> bytes:
+    size = _FIXED_SIZES[name]
+    if not (text.isascii() and text.isdigit()) or int(text) >= 256**size:
+        raise ValueError(f"{name} takes a number from 0 to {256**size - 1}, got {text!r}")
+    return int(text).to_bytes(size, "big")
+
+
+def _checked_host_name(name: str, text: str) -> str:
+    """Only what a resolver can be asked: it would choke on the rest much later."""
+    labels = text.removesuffix(".").split(".")
+    if len(text) > 253 or not all(_HOST_LABEL.fullmatch(label) for label in labels):
+        raise ValueError(f"{name} takes a host name, got {text!r}")
+    return text
 
 
 def _value_to_bytes(name: str, text: str) -> bytes:
@@ -50,14 +63,11 @@ def _value_to_bytes(name: str, text: str) -> bytes:
         return ipaddress.IPv4Address(text).packed
     if name == "ip6":
         return ipaddress.IPv6Address(text).packed
-    if name in ("tcp", "udp"):
-        return _parse_port(name, text)
-    if name == "memory":
-        return int(text).to_bytes(8, "big")
-    raw = base58.b58decode(text) if name == "p2p" else text.encode()
-    if not raw or "/" in text:
-        raise ValueError(f"{name} needs a value, got {text!r}")
-    return raw
+    if name in _FIXED_SIZES:
+        return _parse_number(name, text)
+    if name == "p2p":
+        return _checked_peer(base58.b58decode(text))
+    return _checked_host_name(name, text).encode()
 
 
 def _value_from_bytes(name: str, raw: bytes) -> str:
@@ -65,9 +75,15 @@ def _value_from_bytes(name: str, raw: bytes) -> str:
         return str(ipaddress.IPv4Address(raw))
     if name == "ip6":
         return str(ipaddress.IPv6Address(raw))
-    if name in ("tcp", "udp", "memory"):
+    if name in _FIXED_SIZES:
         return str(int.from_bytes(raw, "big"))
-    return base58.b58encode(raw).decode() if name == "p2p" else raw.decode()
+    return base58.b58encode(_checked_peer(raw)).decode() if name == "p2p" else _checked_host_name(name, raw.decode())
+
+
+def _checked_peer(raw: bytes) -> bytes:
+    if not 2 <= len(raw) <= _MAX_PEER_BYTES:
+        raise ValueError(f"p2p takes the id of a peer, got {len(raw)} bytes")
+    return raw
 
 
 def _varint(number: int) -> bytes:
@@ -89,12 +105,11 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
     raise ValueError("binary multiaddr is cut off or has a number that is too long")
 
 
-_FIXED_SIZES = {"ip4": 4, "ip6": 16, "tcp": 2, "udp": 2, "memory": 8}
 _Items = tuple[tuple[str, "str | None"], ...]
 
 
 def _parse_text(text: str) -> _Items:
-    if len(text) > _MAX_TEXT_LENGTH or not text.startswith("/"):
+    if len(text) > _MAX_LENGTH or not text.startswith("/"):
         raise ValueError("it must start with / and be no longer than 1024 characters")
     words = iter(text.rstrip("/").split("/")[1:])
     items: list[tuple[str, str | None]] = []
@@ -113,6 +128,8 @@ def _parse_text(text: str) -> _Items:
 
 
 def _parse_bytes(data: bytes) -> _Items:
+    if len(data) > _MAX_LENGTH:
+        raise ValueError("it must be no longer than 1024 bytes")
     items: list[tuple[str, str | None]] = []
     position = 0
     while position < len(data):
@@ -154,10 +171,11 @@ class Multiaddr:
             try:
                 self._items = _parse_text(address) if isinstance(address, str) else _parse_bytes(address)
             except ValueError as e:
-                raise ValueError(f"{address!r} is not a multiaddr such as /ip4/203.0.113.7/tcp/31337: {e}") from None
+                shown = repr(address) if len(address) <= _MAX_LENGTH else f"{address[:100]!r}..."
+                raise ValueError(f"{shown} is not a multiaddr such as /ip4/203.0.113.7/tcp/31337: {e}") from None
         else:
             raise TypeError(f"a multiaddr is made from str, bytes or Multiaddr, not from {address!r}")
-        self._text = "".join(f"/{name}" if value is None else f"/{name}/{value}" for name, value in self._items)
+        self._text = "".join(f"/{name}" if value is None else f"/{name}/{value}" for name, value in self._items) or "/"
 
     def __str__(self) -> str:
         return self._text
@@ -251,4 +269,4 @@ class Multiaddr:
 
     @classmethod
     def _from_items(cls, items: _Items) -> Multiaddr:
-        return cls("".join(f"/{name}" if value is None else f"/{name}/{value}" for name, value in items) or b"")
+        return cls("".join(f"/{name}" if value is None else f"/{name}/{value}" for name, value in items) or "/")

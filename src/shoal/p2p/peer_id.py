@@ -16,6 +16,7 @@ from shoal.p2p.multiaddr import Multiaddr
 _ED25519_PROTOBUF = b"\x08\x01\x12\x20"
 _ED25519_MULTIHASH = b"\x00\x24" + _ED25519_PROTOBUF
 PUBLIC_KEY_BYTES = 32
+_MAX_TEXT_LENGTH = 256
 
 
 @total_ordering
@@ -42,6 +43,8 @@ class PeerID:
             ValueError: the text is not base58.
         """
         try:
+            if len(text) > _MAX_TEXT_LENGTH:  # decoding takes time in the square of the length
+                raise ValueError("it is too long")
             return cls(base58.b58decode(text))
         except ValueError as e:
             raise ValueError(f"{text!r} is not a peer id such as 12D3KooW…: {e}") from None
