@@ -130,7 +130,7 @@ def peer_id_of_certificate(certificate_der: bytes) -> PeerID | None:
     """The peer id of a certificate's key, or ``None`` if the certificate is not one of an Ed25519 key."""
     try:
         public_key = x509.load_der_x509_certificate(certificate_der).public_key()
-    except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion):
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, Warning):
         return None
     if not isinstance(public_key, Ed25519PublicKey):
         return None
