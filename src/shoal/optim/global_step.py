@@ -1,0 +1,211 @@
+"""The step that all peers make together: average gradients, step, average parameters, go to the next epoch."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from shoal.averaging import AveragingStage, StepControl
+from shoal.clock import get_dht_time
+from shoal.errors import ShoalError
+from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.performance_ema import PerformanceEMA
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.round_watch import RoundWatch, let_go, usable
+from shoal.optim.state_averager import TrainingStateAverager
+from shoal.optim.state_tensors import copy_all
+from shoal.p2p import PeerID
+
+logger = logging.getLogger(__name__)
+
+_ROUND_FAILURES = (ShoalError, concurrent.futures.CancelledError, concurrent.futures.TimeoutError, TimeoutError)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How the parts of a global step overlap with training."""
+
+    matchmaking_time: float
+    """Rounds are scheduled so many seconds in advance."""
+    averaging_timeout: float
+    """A round that takes longer is given up."""
+    average_state_every: int
+    delay_optimizer_step: bool
+    delay_grad_averaging: bool
+    delay_state_averaging: bool
+    auxiliary: bool
+
+
+@dataclass
+class GlobalStep:
+    """Makes global steps, and schedules their rounds in advance. Used by the training thread alone."""
+
+    plan: StepPlan
+    state_averager: TrainingStateAverager
+    grad_averager: GradientAverager | None
+    """``None``: the optimizer steps with local gradients, only parameters are averaged."""
+    tracker: ProgressTracker
+    scheduled_grads: StepControl | None = None
+    scheduled_state: StepControl | None = None
+    _until_state_averaging: PerformanceEMA = field(default_factory=PerformanceEMA)
+    """Seconds from the start of a global step to the start of the state averager's part."""
+
+    # --- in advance ---------------------------------------------------------------------------------------------------
+
+    def schedule_rounds(self) -> None:
+        """Begin to look for groups if the next global step is near."""
+        now, due = get_dht_time(), self.tracker.estimated_next_update_time
+        if due - now > self.plan.matchmaking_time or not self.tracker.expected_members():
+            return
+        if self.grad_averager is not None and not usable(self.scheduled_grads):
+            logger.debug("looking for a group to average gradients in %.2f s", due - now)
+            self.scheduled_grads = self.grad_averager.schedule_step(**self._when(due, now))
+        delay = self._until_state_averaging.seconds_per_sample
+        delay += self.state_averager.delay_before_averaging.seconds_per_sample
+        if self._will_average_state() and self._until_state_averaging.num_updates and not usable(self.scheduled_state):
+            options = self._when(due + delay, now)
+            self.scheduled_state = self.state_averager.schedule_step(gather=self._next_epoch, **options)
+
+    def _when(self, due: float, now: float) -> dict[str, float]:
+        patience = self.plan.averaging_timeout
+        return {"scheduled_time": min(max(due, now), now + 0.9 * patience), "timeout": patience}
+
+    @property
+    def _next_epoch(self) -> int:
+        return self.state_averager.local_epoch + 1
+
+    def _will_average_state(self) -> bool:
+        return self._next_epoch % self.plan.average_state_every == 0 and not self.state_averager.averaging_in_progress
+
+    def let_go_of_rounds(self, timeout: float) -> None:
+        """End scheduled rounds without making others wait."""
+        controls = self.scheduled_grads, self.scheduled_state
+        self.scheduled_grads = self.scheduled_state = None
+        for control in controls:
+            let_go(control, timeout)
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Bring this peer to the next epoch. Never raises because of other peers."""
+        started = time.perf_counter()
+        with self.tracker.pause_updates():
+            self.tracker.declare_epoch_over()
+            if self.plan.delay_optimizer_step:
+                self.state_averager.finish_jobs(self.plan.averaging_timeout)
+            mates: set[PeerID] | None = None
+            trigger: Callable[[], object] | None = None
+            has_gradients = self.grad_averager is not None
+            if self.grad_averager is not None:
+                has_gradients = self.grad_averager.local_samples_accumulated > 0
+                control = self._begin_gradient_round(self.grad_averager)
+                if self.plan.delay_grad_averaging and control is not None:
+                    trigger, has_gradients = self._make_trigger(control), True
+                else:
+                    mates = self._finish_gradient_round(control)
+                    self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
+                    has_gradients = has_gradients or mates is not None
+            mates = self.tracker.expected_members() if mates is None else mates
+            self._update_state(mates, has_gradients, trigger, started)
+            if self.grad_averager is not None and trigger is None:
+                self.grad_averager.reset_accumulated_grads_()
+            self.tracker.update_epoch(self.state_averager.local_epoch, members=mates)
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def _begin_gradient_round(self, averager: GradientAverager) -> StepControl | None:
+        """Start averaging with everybody who is expected; ``None`` if this peer is alone."""
+        control, self.scheduled_grads = self.scheduled_grads, None
+        if not self.tracker.expected_members():
+            let_go(control, self.plan.averaging_timeout)
+            averager.load_accumulators_into_averager_()
+            return None
+        if control is None or not self._in_time(control):
+            let_go(control, self.plan.averaging_timeout)
+            control = averager.schedule_step(timeout=self.plan.averaging_timeout)
+        # Accumulators are kept until the outcome is known, unless the next batches must go into them meanwhile.
+        averager.step(control=control, reset_accumulators=self.plan.delay_grad_averaging, wait=False)
+        RoundWatch(control, self.tracker)
+        return control
+
+    def _in_time(self, control: StepControl) -> bool:
+        """A step that was scheduled long ago has too little time left to find a group."""
+        has_group = control.stage > AveragingStage.LOOKING_FOR_GROUP
+        return usable(control) and (has_group or control.deadline - get_dht_time() > self.plan.matchmaking_time)
+
+    def _finish_gradient_round(self, control: StepControl | None) -> set[PeerID] | None:
+        """Wait for the average.
+
+        Returns:
+            The other members, or ``None`` if the round failed: then the local mean gradient is used.
+        """
+        if control is None:
+            return None
+        try:
+            control.result(self.plan.averaging_timeout)
+        except _ROUND_FAILURES as e:
+            control.cancel()
+            logger.warning(
+                "gradients of epoch %d were not averaged (%s). Proceeding with local gradients",
+                self.state_averager.local_epoch,
+                str(e) or type(e).__name__,
+            )
+            return None
+        except BaseException:
+            control.cancel()
+            raise
+        result = control.round
+        assert result is not None, "a successful round says who took part"
+        return set(result.peers) - set(result.failed_peers) - {self.tracker.dht.peer_id}
+
+    def _make_trigger(self, control: StepControl) -> Callable[[], object]:
+        return lambda: self._finish_gradient_round(control)
+
+    def _give_gradients_to_optimizer(self, averager: GradientAverager, averaged: bool) -> None:
+        """Make the average, or after a failure this peer's own mean, the optimizer's gradient."""
+        averager.notify_used_averaged_gradients()
+        if not averaged:
+            averager.load_accumulators_into_averager_()  # a round that failed late may have left its mark
+        if self.state_averager.offload_optimizer:
+            return  # there the averaged tensors are the optimizer's gradients
+        with averager.get_tensors(), torch.no_grad():
+            for parameter in averager.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            targets = [parameter.grad for parameter in averager.parameters if parameter.grad is not None]
+            copy_all(targets, averager.averaged_grads)
+
+    # --- parameters ---------------------------------------------------------------------------------------------------
+
+    def _update_state(
+        self, mates: set[PeerID], has_gradients: bool, trigger: Callable[[], object] | None, started: float
+    ) -> None:
+        """Step the optimizer and average parameters, as far as it is time for either."""
+        plan = self.plan
+        control, self.scheduled_state = self.scheduled_state, None
+        averages = bool(mates) and self._will_average_state()
+        if control is not None and not (averages and self._in_time(control)):
+            let_go(control, plan.averaging_timeout)
+            control = None
+        if averages:
+            if control is None:
+                options = {"gather": self._next_epoch, "timeout": plan.averaging_timeout}
+                control = self.state_averager.schedule_step(**options)
+            delayed = plan.delay_state_averaging and not plan.auxiliary
+            RoundWatch(control, self.tracker, mates, self._next_epoch if delayed else self._next_epoch - 1)
+        self._until_state_averaging.update(1, interval=max(1e-9, time.perf_counter() - started))
+        self.state_averager.step(
+            increment_epoch=True,
+            optimizer_step=self.grad_averager is not None and has_gradients and not plan.auxiliary,
+            delay_optimizer_step=plan.delay_optimizer_step and self.grad_averager is not None,
+            averaging_round=averages,
+            delay_averaging=(plan.delay_state_averaging or plan.delay_optimizer_step) and not plan.auxiliary,
+            averaging_control=control,
+            wait_for_trigger=trigger,
+            averaging_opts={"timeout": plan.averaging_timeout},
+        )

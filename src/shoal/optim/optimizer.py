@@ -1,0 +1,480 @@
+"""Train together: an optimizer whose steps are made by all peers of a run at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.averaging import StepControl
+from shoal.compression import CompressionBase
+from shoal.errors import ShoalError
+from shoal.optim.global_step import GlobalStep, StepPlan
+from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
+from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings
+from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
+from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, TrainingStateAverager
+from shoal.optim.training_setup import OptimizerFactory, Parameters, ParamGroups, SchedulerFactory, TorchOptimizer
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+logger = logging.getLogger(__name__)
+
+FIRST_FETCH_TIMEOUT = 5.0
+"""Seconds for which the first step waits to learn how far the swarm is."""
+LOAD_ATTEMPTS = 3
+FIRST_LOAD_PAUSE = 0.5
+"""Seconds before the second attempt to download a state; doubles with every further one."""
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Steps a model together with all peers of the same run.
+
+    Every peer accumulates gradients of its own batches. When all peers together have ``target_batch_size`` samples,
+    they average their gradients, each weighted by its samples, and everybody makes the same step: one *epoch*. Peers
+    may join and leave at any time: a newcomer downloads the state of another peer, a peer that is cut off goes on with
+    its own gradients, and a peer that fell behind downloads the state again.
+
+    Args:
+        dht: connected DHT of this peer.
+        run_id: name of the training run; no dots.
+        target_batch_size: samples of all peers together that make a step.
+        batch_size_per_step: samples in each call of :meth:`step`; or give ``batch_size`` there.
+        optimizer: a torch optimizer, or a function that makes one from parameter groups.
+        params: parameters or groups; required with a function.
+        scheduler: learning rate schedule over epochs, or a function that makes it.
+        matchmaking_time: seconds for which a group waits for members that do not come, and how early peers begin to
+            look for one.
+        averaging_timeout: seconds after which a round of averaging is given up.
+        allreduce_timeout: seconds for the all-reduce alone; default: ``averaging_timeout``.
+        next_chunk_timeout: seconds of silence after which a member is given up; default: ``matchmaking_time``.
+        load_state_timeout: seconds for a download of the state.
+        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; never zero gradients then.
+        offload_optimizer: keep single precision parameters and optimizer statistics on the CPU; default: with a
+            function as ``optimizer``.
+        delay_optimizer_step: step in the background, one step later; default: as ``delay_grad_averaging``.
+        delay_grad_averaging: average gradients in the background, too.
+        delay_state_averaging: average parameters in the background.
+        average_state_every: average parameters only every so many epochs.
+        use_local_updates: step at once with local gradients, average only parameters.
+        client_mode: only connect to others; default: as the DHT.
+        auxiliary: help others to average, without own batches.
+        grad_compression: codec for gradients.
+        grad_averager: function that makes the gradient averager; ``None`` = local updates.
+        grad_averager_factory: another name of ``grad_averager``.
+        use_ext_grad_buffer: let newcomers download the gradient averager's buffers, if it has any.
+        state_averaging_compression: codec for averaging parameters.
+        load_state_compression: codec for downloads of the state.
+        average_opt_statistics: names of optimizer statistics that are averaged with the parameters.
+        extra_tensors: further tensors that are averaged with the parameters.
+        averager_opts: further options of both averagers.
+        tracker_opts: further options of the progress tracker.
+        performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed.
+        shutdown_timeout: seconds for leaving politely.
+        verbose: log what happens at level INFO.
+
+    Raises:
+        ValueError, AssertionError: options that contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        dht: DHT,
+        run_id: str,
+        target_batch_size: int,
+        batch_size_per_step: int | None = None,
+        optimizer: TorchOptimizer | OptimizerFactory,
+        params: Parameters | ParamGroups | None = None,
+        scheduler: Any | SchedulerFactory | None = None,
+        matchmaking_time: float | None = 15.0,
+        averaging_timeout: float | None = 60.0,
+        allreduce_timeout: float | None = None,
+        next_chunk_timeout: float | None = None,
+        load_state_timeout: float = 600.0,
+        reuse_grad_buffers: bool = False,
+        offload_optimizer: bool | None = None,
+        delay_optimizer_step: bool | None = None,
+        delay_grad_averaging: bool = False,
+        delay_state_averaging: bool = True,
+        average_state_every: int = 1,
+        use_local_updates: bool = False,
+        client_mode: bool | None = None,
+        auxiliary: bool = False,
+        grad_compression: CompressionBase | None = None,
+        grad_averager: GradientAveragerFactory | None = UNSPECIFIED,
+        grad_averager_factory: GradientAveragerFactory | None = None,
+        use_ext_grad_buffer: bool | None = None,
+        state_averaging_compression: CompressionBase | None = None,
+        load_state_compression: CompressionBase | None = None,
+        average_opt_statistics: Sequence[str] = (),
+        extra_tensors: Sequence[torch.Tensor] = (),
+        averager_opts: dict[str, Any] | None = None,
+        tracker_opts: dict[str, Any] | None = None,
+        performance_ema_alpha: float = 0.1,
+        shutdown_timeout: float = 5,
+        verbose: bool = False,
+    ) -> None:
+        self.settings = OptimizerSettings.resolve(
+            optimizer=optimizer,
+            params=params,
+            scheduler=scheduler,
+            batch_size_per_step=batch_size_per_step,
+            grad_averager=grad_averager,
+            grad_averager_factory=grad_averager_factory,
+            use_local_updates=use_local_updates,
+            offload_optimizer=offload_optimizer,
+            reuse_grad_buffers=reuse_grad_buffers,
+            delay_optimizer_step=delay_optimizer_step,
+            delay_grad_averaging=delay_grad_averaging,
+            delay_state_averaging=delay_state_averaging,
+            use_ext_grad_buffer=use_ext_grad_buffer,
+            auxiliary=auxiliary,
+            client_mode=dht.client_mode if client_mode is None else client_mode,
+        )
+        if average_state_every < 1:
+            raise ValueError(f"average_state_every must be at least 1, got {average_state_every}")
+        settings = self.settings
+        self.dht, self.run_id, self.target_batch_size = dht, run_id, target_batch_size
+        self.client_mode, self.auxiliary = settings.client_mode, auxiliary
+        self.batch_size_per_step, self.load_state_timeout = batch_size_per_step, load_state_timeout
+        self.status_loglevel = logging.INFO if verbose else logging.DEBUG
+        self.matchmaking_time = 15.0 if matchmaking_time is None else matchmaking_time
+        self.averaging_timeout = 60.0 if averaging_timeout is None else averaging_timeout
+        self._closing = threading.Event()
+        self._strict_check_due = True
+        self._has_looked = False
+        averager_options: dict[str, Any] = {
+            "dht": dht,
+            "min_matchmaking_time": self.matchmaking_time,
+            "allreduce_timeout": self.averaging_timeout if allreduce_timeout is None else allreduce_timeout,
+            "next_chunk_timeout": self.matchmaking_time if next_chunk_timeout is None else next_chunk_timeout,
+            "shutdown_timeout": shutdown_timeout,
+            "client_mode": self.client_mode,
+            "auxiliary": auxiliary,
+            "start": True,
+            **(averager_opts or {}),
+        }
+        state_options = {
+            "compression": state_averaging_compression,
+            "state_compression": load_state_compression,
+            **averager_options,
+        }
+        self.state_averager = TrainingStateAverager(
+            prefix=f"{run_id}_state_averager",
+            optimizer=optimizer,
+            params=params,
+            scheduler=scheduler,
+            offload_optimizer=settings.offload_optimizer,
+            custom_gradients=settings.offload_optimizer and not settings.use_local_updates,
+            delta_rule_averaging=settings.use_local_updates and delay_state_averaging,
+            performance_ema_alpha=performance_ema_alpha,
+            average_opt_statistics=average_opt_statistics,
+            extra_tensors=extra_tensors,
+            status_loglevel=self.status_loglevel,
+            **state_options,
+        )
+        compression = {} if grad_compression is None else {"compression": grad_compression}
+        self.grad_averager = self._make_grad_averager({**compression, **averager_options})
+        tracker_options: dict[str, Any] = {"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})}
+        self.tracker = ProgressTracker(
+            dht, run_id, target_batch_size, client_mode=self.client_mode, start=True, **tracker_options
+        )
+        plan = StepPlan(
+            matchmaking_time=self.matchmaking_time,
+            averaging_timeout=self.averaging_timeout,
+            average_state_every=average_state_every,
+            delay_optimizer_step=settings.delay_optimizer_step,
+            delay_grad_averaging=settings.delay_grad_averaging,
+            delay_state_averaging=delay_state_averaging,
+            auxiliary=auxiliary,
+        )
+        self.global_step = GlobalStep(plan, self.state_averager, self.grad_averager, self.tracker)
+        self._groups_under_construction: list[dict[str, Any]] | None = []
+        super().__init__([dict(group) for group in self._main_groups()], dict(self.opt.defaults))
+        self._groups_under_construction = None
+
+    def _make_grad_averager(self, options: dict[str, Any]) -> GradientAverager | None:
+        factory = self.settings.grad_averager_factory
+        if factory is None:
+            return None
+        main, stepped = self.state_averager.main_parameters, self.state_averager.optimizer_parameters
+        trained = [(p, s) for p, s in zip(main, stepped, strict=True) if p.requires_grad]
+        if self.settings.offload_optimizer:  # gradients are averaged right where the optimizer reads them
+            options["averaged_grads"] = [torch.zeros_like(s).detach() for _, s in trained]
+        averager = factory(
+            parameters=[p for p, _ in trained],
+            prefix=f"{self.run_id}_grad_averager",
+            reuse_grad_buffers=self.settings.reuse_grad_buffers,
+            **options,
+        )
+        if self.settings.offload_optimizer:
+            for (_, stepped_parameter), grad in zip(trained, averager.averaged_grads, strict=True):
+                stepped_parameter.grad = grad
+        return averager
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def step(
+        self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
+    ) -> Any:
+        """Count the present gradients, and make the global step together with all peers when it is time.
+
+        Args:
+            closure: computes the loss and its gradients, if they have not been computed before.
+            batch_size: samples over which the loss is the mean; default: ``batch_size_per_step``. 0 = there are no new
+                gradients, only take part in the global step if it is time.
+            grad_scaler: reserved for training in half precision.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: bad arguments.
+        """
+        batch_size = self._check_step(closure, batch_size, grad_scaler)
+        self.state_averager.step(apply_delayed_updates=True)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.auxiliary and self._is_out_of_sync():
+            logger.info(
+                "this peer is at epoch %d, the swarm at %d: downloading its state",
+                self.local_epoch,
+                self.tracker.global_epoch,
+            )
+            self.load_state_from_peers()
+            return loss
+        if not self.auxiliary:
+            self._count_samples(batch_size)
+        self.global_step.schedule_rounds()
+        if self.settings.use_local_updates and batch_size > 0:
+            delay = self.settings.delay_optimizer_step
+            self.state_averager.step(
+                optimizer_step=True, delay_optimizer_step=delay, delay_averaging=delay, zero_grad=False
+            )
+        if self.tracker.ready_to_update_epoch:
+            self._make_global_step()
+        return loss
+
+    def _check_step(self, closure: Any, batch_size: int | None, grad_scaler: Any) -> int:
+        if grad_scaler is not None:
+            raise ValueError("grad_scaler must be a shoal.GradScaler, which does not exist yet: train without a scaler")
+        if self.auxiliary:
+            if closure is not None or batch_size is not None:
+                raise ValueError("an auxiliary peer has no batches: call step() without arguments")
+            return 0
+        batch_size = self.batch_size_per_step if batch_size is None else batch_size
+        if batch_size is None:
+            raise ValueError("give batch_size to step(), or batch_size_per_step to the constructor")
+        if batch_size < 0:
+            raise ValueError(f"batch_size must not be negative, got {batch_size}")
+        return batch_size
+
+    def _count_samples(self, batch_size: int) -> None:
+        if self.grad_averager is not None:
+            if batch_size > 0:
+                self.grad_averager.accumulate_grads_(batch_size)
+            samples = self.grad_averager.local_samples_accumulated
+        else:
+            progress = self.tracker.local_progress
+            samples = batch_size + (progress.samples_accumulated if progress.epoch == self.local_epoch else 0)
+        self.tracker.report_local_progress(self.local_epoch, samples)
+
+    def _make_global_step(self) -> None:
+        groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
+        self.global_step.run()
+        after = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
+        assert groups == after, "the parameters of the optimizer were exchanged during a global step"
+        self._after_new_epoch()
+        logger.log(self.status_loglevel, "epoch %d begins", self.local_epoch)
+
+    def _after_new_epoch(self) -> None:
+        self._strict_check_due = True
+        if not self.client_mode:
+            self.state_averager.state_sharing_priority = self.local_epoch
+
+    # --- keeping up with the swarm ------------------------------------------------------------------------------------
+
+    def _is_out_of_sync(self) -> bool:
+        """Whether this peer must download the state before it goes on."""
+        fetched = self.tracker.fetched_global_progress_this_epoch
+        if not self._has_looked:
+            self._has_looked = True
+            fetched.wait(FIRST_FETCH_TIMEOUT)
+        if self._strict_check_due and fetched.is_set():
+            self._strict_check_due = False
+            return self.local_epoch != self.tracker.global_epoch
+        return self.local_epoch < self.tracker.global_epoch - 1
+
+    def is_synchronized_with_peers(self) -> bool:
+        """Whether this peer is at most one epoch behind."""
+        return self.local_epoch >= self.tracker.global_epoch - 1
+
+    def load_state_from_peers(self, **kwargs: Any) -> bool:
+        """Download parameters, optimizer state, scheduler and epoch from another peer.
+
+        Args:
+            kwargs: options of the download, such as ``timeout`` in seconds.
+
+        Returns:
+            Whether there was a donor whose state fits and is not older than this one.
+        """
+        self.global_step.let_go_of_rounds(self.averaging_timeout)
+        self.state_averager.finish_jobs(self.averaging_timeout)
+        with self.tracker.pause_updates():
+            if not self._download(**{"timeout": self.load_state_timeout, **kwargs}):
+                return False
+            epoch = self.tracker.global_epoch
+            if epoch - 1 <= self.local_epoch < epoch:
+                self.state_averager.local_epoch = epoch  # the swarm has moved on meanwhile; averaging repairs the rest
+            if self.grad_averager is not None:
+                self.grad_averager.reset_accumulated_grads_()
+            self.tracker.update_epoch(self.local_epoch)
+        self._after_new_epoch()
+        logger.log(self.status_loglevel, "downloaded the state of epoch %d", self.local_epoch)
+        return True
+
+    def _download(self, **kwargs: Any) -> bool:
+        """Try a few times, with pauses: donors may be between two epochs, or just leaving."""
+        pause = FIRST_LOAD_PAUSE
+        for attempt in range(LOAD_ATTEMPTS):
+            try:
+                loaded = self.state_averager.load_state_from_peers(**kwargs)
+                if loaded and self.local_epoch >= self.tracker.global_epoch:
+                    return True
+                if loaded and attempt == LOAD_ATTEMPTS - 1:
+                    return True
+            except (ShoalError, TimeoutError) as e:
+                logger.warning("could not download the training state: %s", str(e) or type(e).__name__)
+            if self._closing.wait(pause):
+                break
+            pause *= 2
+        return False
+
+    # --- as a torch optimizer -----------------------------------------------------------------------------------------
+
+    @property
+    def opt(self) -> TorchOptimizer:
+        """The optimizer that makes the steps."""
+        return self.state_averager.optimizer
+
+    @property
+    def local_epoch(self) -> int:
+        """How many global steps this peer has made."""
+        return self.state_averager.local_epoch
+
+    @property
+    def local_progress(self) -> LocalTrainingProgress:
+        """What this peer has told the swarm about itself."""
+        return self.tracker.local_progress
+
+    @property
+    def use_local_updates(self) -> bool:
+        return self.settings.use_local_updates
+
+    @property
+    def use_gradient_averaging(self) -> bool:
+        return self.grad_averager is not None
+
+    @property
+    def scheduled_grads(self) -> StepControl | None:
+        """A round of gradients that was scheduled in advance."""
+        return self.global_step.scheduled_grads
+
+    @property
+    def scheduled_state(self) -> StepControl | None:
+        """A round of parameters that was scheduled in advance."""
+        return self.global_step.scheduled_state
+
+    @property
+    def state(self) -> Any:
+        """Statistics of the optimizer that makes the steps."""
+        return self.opt.state
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """The base class sets an empty one; there is only that of ``opt``."""
+
+    @property
+    def param_groups(self) -> Any:
+        """The parameter groups with the user's parameters, as a tuple."""
+        return self._main_groups() if self._groups_under_construction is None else self._groups_under_construction
+
+    @param_groups.setter
+    def param_groups(self, _: Any) -> None:
+        """The base class sets an empty list; the groups are those of ``opt``."""
+
+    def _main_groups(self) -> tuple[dict[str, Any], ...]:
+        if not self.settings.offload_optimizer:
+            return tuple(self.opt.param_groups)
+        left = iter(self.state_averager.main_parameters)
+        return tuple({**group, "params": [next(left) for _ in group["params"]]} for group in self.opt.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible: all peers must agree on the parameters.
+
+        Raises:
+            ValueError: always.
+        """
+        if self._groups_under_construction is None:
+            raise ValueError("parameters cannot be added to a run in progress: all peers must have the same ones")
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = ZERO_GRAD_SET_TO_NONE_DEFAULT) -> None:
+        """Forget the gradients of the last batch.
+
+        Raises:
+            ValueError: with ``reuse_grad_buffers=True``, where gradients accumulate and must not be zeroed.
+        """
+        if self.settings.reuse_grad_buffers:
+            raise ValueError("with reuse_grad_buffers=True gradients accumulate in place: never zero them yourself")
+        for parameter in self.state_averager.main_parameters:
+            if parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad.detach_().zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimizer that makes the steps, and ``state["local_epoch"]``."""
+        state_dict = self.opt.state_dict()
+        return {**state_dict, "state": {**state_dict["state"], "local_epoch": self.local_epoch}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave. The argument is not changed."""
+        statistics = dict(state_dict["state"])
+        epoch = statistics.pop("local_epoch", None)
+        self.state_averager.load_optimizer_state_dict({**state_dict, "state": statistics})
+        if epoch is not None:
+            self.state_averager.local_epoch = int(epoch)
+
+    def __repr__(self) -> str:
+        return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, opt={self.opt!r})"
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def is_alive(self) -> bool:
+        """Whether this peer takes part."""
+        return self.state_averager.is_alive()
+
+    def shutdown(self) -> None:
+        """Leave the run: tell others, finish what they wait for. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self.tracker.shutdown(self.state_averager.shutdown_timeout)
+        self.global_step.let_go_of_rounds(self.averaging_timeout)
+        self.state_averager.finish_jobs(self.averaging_timeout)
+        self.state_averager.shutdown()
+        if self.grad_averager is not None:
+            self.grad_averager.shutdown()
+
+    def __del__(self) -> None:
+        if getattr(self, "_groups_under_construction", 0) is None and self.is_alive():
+            self.shutdown()

@@ -1,0 +1,135 @@
+"""The options of :class:`~shoal.optim.Optimizer`, with defaults resolved and contradictions refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
+from shoal.optim.lr_schedule import LRSchedulerBase
+from shoal.optim.training_setup import TorchOptimizer
+
+DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = GradientAverager
+"""What averages gradients unless the user says otherwise."""
+
+UNSPECIFIED: Any = object()
+"""Default of parameters where ``None`` means something of its own."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """How training, averaging and stepping overlap."""
+
+    batch_size_per_step: int | None
+    grad_averager_factory: GradientAveragerFactory | None
+    """``None`` with local updates."""
+    use_local_updates: bool
+    """Step at once with local gradients; only parameters are averaged."""
+    offload_optimizer: bool
+    reuse_grad_buffers: bool
+    delay_optimizer_step: bool
+    delay_grad_averaging: bool
+    delay_state_averaging: bool
+    use_ext_grad_buffer: bool
+    auxiliary: bool
+    client_mode: bool
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        optimizer: Any,
+        params: Any,
+        scheduler: Any,
+        batch_size_per_step: int | None,
+        grad_averager: Any,
+        grad_averager_factory: Any,
+        use_local_updates: bool,
+        offload_optimizer: bool | None,
+        reuse_grad_buffers: bool,
+        delay_optimizer_step: bool | None,
+        delay_grad_averaging: bool,
+        delay_state_averaging: bool,
+        use_ext_grad_buffer: bool | None,
+        auxiliary: bool,
+        client_mode: bool,
+    ) -> OptimizerSettings:
+        """Work out what the user means.
+
+        Raises:
+            ValueError, AssertionError: options that contradict each other.
+        """
+        use_local_updates, factory = _resolve_grad_averager(grad_averager, grad_averager_factory, use_local_updates)
+        if use_local_updates:
+            assert not reuse_grad_buffers, "local updates zero the gradients: they exclude reuse_grad_buffers=True"
+            assert not delay_grad_averaging, (
+                "with local updates no gradients are averaged: delay_grad_averaging is void"
+            )
+            assert not use_ext_grad_buffer, (
+                "with local updates there is no gradient averager: use_ext_grad_buffer is void"
+            )
+        if offload_optimizer is None:
+            has_factory = params is not None and not isinstance(optimizer, TorchOptimizer)
+            offload_optimizer = has_factory and not use_local_updates
+        delay_optimizer_step = delay_grad_averaging if delay_optimizer_step is None else delay_optimizer_step
+        assert not delay_grad_averaging or delay_optimizer_step, (
+            "delay_grad_averaging=True requires delay_optimizer_step=True: the step needs the averaged gradients"
+        )
+        assert not (client_mode and auxiliary), "an auxiliary peer must accept connections: client_mode excludes it"
+        assert not (auxiliary and batch_size_per_step), (
+            "an auxiliary peer has no batches: leave batch_size_per_step out"
+        )
+        delayed = delay_optimizer_step or delay_grad_averaging
+        _check_optimizer(optimizer, params, scheduler, offload_optimizer, delayed)
+        return cls(
+            batch_size_per_step=batch_size_per_step,
+            grad_averager_factory=factory,
+            use_local_updates=use_local_updates,
+            offload_optimizer=offload_optimizer,
+            reuse_grad_buffers=reuse_grad_buffers,
+            delay_optimizer_step=delay_optimizer_step,
+            delay_grad_averaging=delay_grad_averaging,
+            delay_state_averaging=delay_state_averaging,
+            use_ext_grad_buffer=not use_local_updates if use_ext_grad_buffer is None else use_ext_grad_buffer,
+            auxiliary=auxiliary,
+            client_mode=client_mode,
+        )
+
+    @property
+    def grad_averager_class(self) -> type[GradientAverager] | None:
+        """The class behind the factory, if it can be told."""
+        factory: Any = self.grad_averager_factory
+        while isinstance(factory, functools.partial):
+            factory = factory.func
+        return factory if isinstance(factory, type) and issubclass(factory, GradientAverager) else None
+
+
+def _resolve_grad_averager(
+    grad_averager: Any, grad_averager_factory: Any, use_local_updates: bool
+) -> tuple[bool, Callable[..., GradientAverager] | None]:
+    if grad_averager is not UNSPECIFIED and grad_averager_factory is not None:
+        raise ValueError("grad_averager and grad_averager_factory are two names of the same option: give one")
+    given = grad_averager_factory if grad_averager is UNSPECIFIED else grad_averager
+    assert not (use_local_updates and given is not None), (
+        "use_local_updates=True averages no gradients: leave grad_averager out"
+    )
+    if use_local_updates or grad_averager is None:
+        return True, None
+    return False, DEFAULT_GRAD_AVERAGER if given is None else given
+
+
+def _check_optimizer(optimizer: Any, params: Any, scheduler: Any, offload: bool, delayed: bool) -> None:
+    if isinstance(optimizer, TorchOptimizer):
+        if offload or delayed:
+            raise ValueError(
+                "offload_optimizer, delay_optimizer_step and delay_grad_averaging need a function that makes the "
+                "optimizer from parameter groups, and params="
+            )
+    elif not callable(optimizer) or params is None:
+        raise ValueError("give an optimizer instance, or a function that makes one together with params=")
+    elif scheduler is not None and isinstance(scheduler, LRSchedulerBase):
+        raise ValueError("a function that makes the optimizer needs a function that makes the scheduler, too")
+    elif delayed and not offload:
+        raise ValueError("delay_optimizer_step=True requires offload_optimizer=True")

@@ -1,0 +1,225 @@
+"""Optimizer state: make its statistics exist, take it apart for sending, put a received one in."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+TorchOptimizer = torch.optim.Optimizer
+
+_FRESH_VALUES = {"step": 0.0, "mu_product": 1.0, "exp_inf": 0.0}
+"""Statistics of torch's optimizers that a step with zero gradients changes, and their values before the first step."""
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
+_SCHEDULED_WITH_MOMENTUM = ("momentum", "betas", "base_momentum", "max_momentum")
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def has_statistics(optimizer: TorchOptimizer) -> bool:
+    """Whether the optimizer keeps any tensors of its own."""
+    return any(isinstance(value, torch.Tensor) for _, value in _leaves(optimizer.state_dict()["state"]))
+
+
+@torch.no_grad()
+def initialize_optimizer_state_(optimizer: TorchOptimizer) -> None:
+    """Make the optimizer's statistics exist, with the values that they have before the first step.
+
+    Parameters, gradients and hyper-parameters are afterwards what they were. (Only the first step of SGD with
+    ``dampening`` differs from that of an optimizer whose buffers do not exist yet.)
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    values = [p.detach().clone() for p in parameters]
+    grads = [p.grad for p in parameters]
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.0
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        optimizer.step()
+    finally:
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            if "weight_decay" in group:
+                group["weight_decay"] = decay
+        for p, value, grad in zip(parameters, values, grads, strict=True):
+            p.copy_(value)
+            p.grad = grad
+    for statistics in optimizer.state.values():
+        for name, fresh in _FRESH_VALUES.items():
+            if isinstance(statistics.get(name), torch.Tensor):
+                statistics[name].fill_(fresh)
+            elif name in statistics:
+                statistics[name] = type(statistics[name])(fresh)
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything that is no container, with where it is, in an order that does not depend on insertion."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=lambda key: (str(type(key)), key)):
+            yield from _leaves(value[key], f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}/{index}")
+    else:
+        yield path, value
+
+
+def dump_optimizer_state(optimizer: TorchOptimizer) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Take the state of an optimizer apart.
+
+    Returns:
+        Plain values, and tensors; both are understood by :func:`load_optimizer_state` of an optimizer of the same kind.
+    """
+    state = optimizer.state_dict()
+    leaves = list(_leaves(state["state"]))
+    groups = [
+        {name: _plain_copy(value) for name, value in group.items() if name != "params" and _is_plain(value)}
+        for group in state["param_groups"]
+    ]
+    metadata = {
+        "structure": _structure(leaves),
+        "values": [value for _, value in leaves if not isinstance(value, torch.Tensor) and _is_plain(value)],
+        "groups": groups,
+    }
+    return metadata, [value for _, value in leaves if isinstance(value, torch.Tensor)]
+
+
+def _structure(leaves: Sequence[tuple[str, Any]]) -> str:
+    """Names and kinds of all statistics as one short text, equal for optimizers that can exchange their states."""
+    kinds = ((path, "tensor" if isinstance(value, torch.Tensor) else _is_plain(value)) for path, value in leaves)
+    return hashlib.sha256("\n".join(f"{path} {kind}" for path, kind in kinds).encode()).hexdigest()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _plain_copy(value: Any) -> Any:
+    """A learning rate may be a tensor."""
+    if isinstance(value, (list, tuple)):
+        return [_plain_copy(item) for item in value]
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def check_optimizer_state(optimizer: TorchOptimizer, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Check that a received state fits this optimizer.
+
+    Raises:
+        ValueError: it does not; nothing has been changed.
+    """
+    if not isinstance(metadata, dict) or {"structure", "values", "groups"} - metadata.keys():
+        raise ValueError("the optimizer state is malformed")
+    leaves = list(_leaves(optimizer.state_dict()["state"]))
+    own = [value for _, value in leaves if isinstance(value, torch.Tensor)]
+    if metadata["structure"] != _structure(leaves):
+        raise ValueError(f"the other peer's optimizer keeps other statistics than this {type(optimizer).__name__}")
+    shapes, own_shapes = [tuple(t.shape) for t in tensors], [tuple(t.shape) for t in own]
+    if shapes != own_shapes:
+        raise ValueError(f"optimizer statistics have shapes {shapes}, expected {own_shapes}")
+    if not isinstance(metadata["values"], list) or not isinstance(metadata["groups"], list):
+        raise ValueError("the optimizer state is malformed")
+    if len(metadata["groups"]) != len(optimizer.param_groups):
+        raise ValueError(f"{len(metadata['groups'])} parameter groups, expected {len(optimizer.param_groups)}")
+
+
+@torch.no_grad()
+def load_optimizer_state(
+    optimizer: TorchOptimizer,
+    metadata: Any,
+    tensors: Sequence[torch.Tensor],
+    scheduled: Sequence[str] = (),
+) -> None:
+    """Put a received state into an optimizer, in place.
+
+    Args:
+        metadata, tensors: from :func:`dump_optimizer_state`.
+        scheduled: hyper-parameters that are taken over; the others stay this peer's own, with a warning if they differ.
+
+    Raises:
+        ValueError: the state does not fit; nothing has been changed.
+    """
+    check_optimizer_state(optimizer, metadata, tensors)
+    state = optimizer.state
+    given_tensors, given_values = iter(tensors), iter(metadata["values"])
+    for index, parameter in _indexed_parameters(optimizer):
+        if parameter in state:
+            state[parameter] = _filled(state[parameter], given_tensors, given_values, f"/{index}")
+    for number, (group, given) in enumerate(zip(optimizer.param_groups, metadata["groups"], strict=True)):
+        _load_hyperparameters(group, given, scheduled, number)
+
+
+def _indexed_parameters(optimizer: TorchOptimizer) -> list[tuple[int, torch.Tensor]]:
+    """Parameters in the order in which ``_leaves`` walks through their statistics."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return sorted(enumerate(parameters), key=lambda item: item[0])
+
+
+def _filled(value: Any, tensors: Iterator[torch.Tensor], values: Iterator[Any], path: str) -> Any:
+    """The same structure with the given contents, tensors in place."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=lambda key: (str(type(key)), key)):
+            value[key] = _filled(value[key], tensors, values, path)  # type: ignore[index]
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)([_filled(item, tensors, values, path) for item in value])
+    if isinstance(value, torch.Tensor):
+        return value.copy_(next(tensors))
+    if _is_plain(value):
+        given = next(values)
+        return given if given is None or value is None else type(value)(given)
+    return value
+
+
+def scheduled_hyperparameters(scheduler: Any) -> tuple[str, ...]:
+    """Which hyper-parameters a scheduler moves, so that a newcomer must take them over."""
+    if scheduler is None:
+        return ()
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    if any(getattr(part, "cycle_momentum", False) for part in parts):
+        return _SCHEDULED + _SCHEDULED_WITH_MOMENTUM
+    return _SCHEDULED
+
+
+def _load_hyperparameters(group: dict[str, Any], given: Any, scheduled: Sequence[str], number: int) -> None:
+    if not isinstance(given, dict):
+        return
+    for name, value in given.items():
+        own = group.get(name)
+        if name == "params" or name not in group or not _is_plain(own) or _plain_copy(own) == value:
+            continue
+        as_own = _like(own, value)
+        if as_own is None:
+            continue
+        if name in scheduled:
+            if isinstance(own, torch.Tensor):
+                own.fill_(as_own)
+            else:
+                group[name] = as_own
+        elif _plain_copy(own) != as_own:
+            logger.warning(
+                "parameter group %d: the swarm trains with %s = %r, this peer keeps its own %r",
+                number,
+                name,
+                value,
+                own,
+            )
+
+
+def _like(own: Any, value: Any) -> Any:
+    """A received number, or list of numbers, in the form of this peer's own one; ``None`` if it is something else."""
+    if isinstance(own, (list, tuple)):
+        if isinstance(value, (list, tuple)) and len(value) == len(own) and all(map(_is_number, value)):
+            return type(own)(map(float, value))
+        return None
+    return float(value) if _is_number(value) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,170 @@
+"""Progress of one peer and of the swarm: the records, and what follows from them. Plain values and pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+
+from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+
+MAX_ADDRESSES = 8
+
+_NO_SPEED = 1e-20
+
+
+class LocalTrainingProgress(msgspec.Struct, frozen=True):
+    """How far one peer is, as it says itself."""
+
+    peer_id: bytes
+    epoch: NonNegative
+    """How many global steps it has made."""
+    samples_accumulated: NonNegative
+    """Samples whose gradients it has in store for the next global step."""
+    samples_per_second: Annotated[float, msgspec.Meta(ge=0.0)]
+    time: float
+    """DHT time of the record."""
+    client_mode: bool
+    addresses: list[str] = []
+    """Where it can be called; empty for a client."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for the DHT."""
+        return msgspec.structs.asdict(self)
+
+
+@dataclass(frozen=True)
+class GlobalTrainingProgress:
+    """How far the swarm is, as this peer sees it."""
+
+    epoch: int
+    """The largest epoch of any peer that others can reach."""
+    samples_accumulated: int
+    """Samples that peers at this epoch have reported."""
+    target_batch_size: int
+    num_peers: int
+    """Peers with a valid record, this one included once it has published its own."""
+    num_clients: int
+    """How many of them are in client mode."""
+    eta_next_epoch: float
+    """DHT time at which the target will be reached, by extrapolation; infinite if nobody makes progress."""
+    next_fetch_time: float
+    """DHT time at which the records will be read again."""
+
+
+def parse_record(value: object, now: float) -> LocalTrainingProgress:
+    """Check a record that came from another peer.
+
+    Raises:
+        ValueError: it is not one, or its numbers are impossible.
+    """
+    try:
+        record = msgspec.convert(value, LocalTrainingProgress, strict=True)
+    except msgspec.ValidationError as e:
+        raise ValueError(str(e)) from None
+    if not (math.isfinite(record.samples_per_second) and math.isfinite(record.time)):
+        raise ValueError("a record with numbers that are not finite")
+    if record.time > now + MAX_DHT_TIME_DISCREPANCY_SECONDS:
+        raise ValueError(f"a record from {record.time - now:.1f} s in the future")
+    if len(record.addresses) > MAX_ADDRESSES or record.epoch >= 2**53 or record.samples_accumulated >= 2**53:
+        raise ValueError("a record with impossible numbers")
+    return record
+
+
+@dataclass(frozen=True)
+class RefreshPolicy:
+    """How often the records are read."""
+
+    min_period: float = 0.5
+    max_period: float = 10.0
+    default_period: float = 3.0
+    """While there are no records."""
+    expected_drift_peers: float = 3.0
+    """How many peers may join or leave unseen in an epoch."""
+    expected_drift_rate: float = 0.2
+    """Which share of the peers may."""
+
+    def next_fetch_time(self, now: float, eta: float, num_peers: int) -> float:
+        """When to read the records again: the nearer the end of the epoch, the sooner."""
+        if num_peers == 0:
+            return now + self.default_period
+        surprised = max(num_peers + self.expected_drift_peers, num_peers * (1 + self.expected_drift_rate))
+        period = (eta - now) * num_peers / surprised
+        return now + min(max(period, self.min_period), self.max_period)
+
+
+def summarize(
+    own: LocalTrainingProgress,
+    others: Iterable[LocalTrainingProgress],
+    *,
+    published: bool,
+    target_batch_size: int,
+    now: float,
+    next_fetch_time: float,
+    stopped: Collection[bytes] = (),
+) -> GlobalTrainingProgress:
+    """Progress of the swarm from the records of its peers.
+
+    Args:
+        own: this peer's progress.
+        others: valid records of other peers.
+        published: others know of this peer.
+        stopped: peers that cannot be reached: what they have accumulated will not come.
+    """
+    records = [own, *others]
+    epoch = max([own.epoch, *(record.epoch for record in records[1:] if not record.client_mode)])
+    present = [record for record in records if record.epoch == epoch and record.peer_id not in stopped]
+    moving = [record for record in records if record.peer_id not in stopped]
+    samples = sum(record.samples_accumulated for record in present)
+    estimate = samples + sum(max(0.0, now - record.time) * record.samples_per_second for record in present)
+    speed = sum(record.samples_per_second for record in moving) + _NO_SPEED
+    num_others = len(records) - 1
+    return GlobalTrainingProgress(
+        epoch=epoch,
+        samples_accumulated=samples,
+        target_batch_size=target_batch_size,
+        num_peers=num_others + published,
+        num_clients=sum(record.client_mode for record in records[1:]) + (published and own.client_mode),
+        eta_next_epoch=now + max(0.0, target_batch_size - estimate) / speed,
+        next_fetch_time=next_fetch_time,
+    )
+
+
+@dataclass
+class Companion:
+    """What this peer knows about another one beyond its record."""
+
+    record: LocalTrainingProgress
+    expiration: float
+    """DHT time after which the record is worth nothing."""
+    updating: bool = False
+    """It has declared its epoch over and is on its way to the next one."""
+    heard_at: float = field(default=-math.inf)
+    """DHT time of its last direct sign of life."""
+    unreachable_since: float | None = None
+    """DHT time of the first failed call since the last sign of life."""
+
+
+def expected_members(
+    epoch: int, companions: Mapping[bytes, Companion], last_members: Collection[bytes], now: float
+) -> set[bytes]:
+    """Other peers that will take part in the round which ends ``epoch``, as far as this one can know.
+
+    These are the peers that are known to be at this epoch, and those that were in the last round and may still be
+    finishing it. A peer that died is left out as soon as it cannot be reached, and at the latest after one round,
+    because nothing of it is heard at the next epoch. To expect too many costs a wait until the scheduled time; to
+    expect too few would leave peers behind, so in doubt a peer is expected.
+    """
+    expected = set()
+    for peer, companion in companions.items():
+        if companion.expiration < now or companion.unreachable_since is not None:
+            continue
+        on_its_way = companion.record.epoch == epoch - 1 and (companion.updating or peer in last_members)
+        if companion.record.epoch == epoch or on_its_way:
+            expected.add(peer)
+    return expected

@@ -1,0 +1,281 @@
+"""How peers learn of each other's progress.
+
+Records travel two ways. The DHT holds one for every peer: complete, but seconds old. Beside that a peer calls those
+that it knows directly when something happens that they wait for: it takes part from now on, it declares the epoch over,
+it has reached the next epoch, it leaves. A call that fails says that the other one is gone, long before its record
+expires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shoal.clock import get_dht_time
+from shoal.clock import timeout as time_limit
+from shoal.errors import P2PDaemonError, P2PHandlerError, ShoalError
+from shoal.optim.progress import MAX_ADDRESSES, LocalTrainingProgress, parse_record
+from shoal.optim.progress_board import ProgressBoard
+from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
+from shoal.reactor import cancel_and_wait
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT = 3.0
+"""Seconds within which another peer must answer a direct call, else it does not count as present."""
+MAX_CALLED = 64
+"""How many peers are called directly; in larger swarms the others learn from the DHT."""
+GOODBYE_TIMEOUT = 1.0
+
+
+class ProgressMessage(Header):
+    """A peer's progress, told directly; who it is from is known from the connection."""
+
+    epoch: int
+    samples_accumulated: int
+    samples_per_second: float
+    time: float
+    client_mode: bool
+    taking_part: bool = True
+    """False: the sender has no samples yet, its numbers say nothing about the swarm."""
+    updating: bool = False
+    """The sender has declared its epoch over."""
+    leaving: bool = False
+
+
+class Table(Protocol):
+    """What is needed of a :class:`~shoal.dht.DHTNode`."""
+
+    async def get(self, key: Any, latest: bool = False) -> Any: ...
+    async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool: ...
+
+
+class ProgressExchange(ServicerBase):
+    """Keeps a :class:`ProgressBoard` and the swarm in agreement. Lives in one event loop.
+
+    Args:
+        node: the distributed table.
+        p2p: this peer.
+        prefix: name of the training run.
+        board: what is known.
+        min_period: least time between two records that this peer puts into the DHT, in seconds.
+        metadata_expiration: seconds for which a record is valid.
+    """
+
+    def __init__(
+        self, node: Table, p2p: P2P, prefix: str, board: ProgressBoard, min_period: float, metadata_expiration: float
+    ) -> None:
+        self._node, self._p2p, self._board = node, p2p, board
+        self.key = f"{prefix}_progress"
+        self._min_period, self._metadata_expiration = min_period, metadata_expiration
+        self.report_due, self.call_due = asyncio.Event(), asyncio.Event()
+        """Set inside the loop: there is news to publish; others must be told directly."""
+        self.on_fetch: Callable[[], object] | None = None
+        """Called after the records have been read while this peer stayed at one epoch."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._calls: dict[PeerID, asyncio.Task[None]] = {}
+        self._call_again: set[PeerID] = set()
+
+    async def start(self) -> None:
+        await self.add_p2p_handlers(self._p2p, namespace=self.key)
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(work()) for work in (self._keep_publishing, self._keep_fetching, self._keep_calling)
+        ]
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._tasks) and not any(task.done() for task in self._tasks)
+
+    async def stop(self) -> None:
+        """Say goodbye and end. The goodbye is bounded in time, and has been sent when this returns."""
+        if not self._tasks:
+            return
+        tasks, self._tasks = [*self._tasks, *self._calls.values()], []
+        await cancel_and_wait(*tasks)
+        await self.remove_p2p_handlers(self._p2p, namespace=self.key)
+        if self._board.published:
+            calls = [self._call(peer, leaving=True) for peer in self._peers_to_call()]
+            try:
+                async with time_limit(GOODBYE_TIMEOUT):
+                    await asyncio.gather(self._withdraw(), *calls, return_exceptions=True)
+            except (asyncio.TimeoutError, TimeoutError):
+                logger.info("not everybody could be told that this peer leaves: its record will expire")
+
+    # --- through the DHT ----------------------------------------------------------------------------------------------
+
+    async def _keep_publishing(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await _wait_for(self.report_due, self._metadata_expiration / 2)
+            self.report_due.clear()
+            if not self._board.wants_publishing(get_dht_time()):
+                continue
+            started = loop.time()
+            await self._publish()
+            if not self._board.introduced:
+                await self._introduce()
+            await _sleep(max(self._min_period, loop.time() - started))
+
+    async def _introduce(self) -> None:
+        """Get to know everybody who has published, and make this peer known to them.
+
+        Of two peers that publish at the same time at least one finds the other: each looks after it has published.
+        """
+        self._board.published = True
+        await self._fetch()
+        calls = [self._call_soon(peer) for peer in self._peers_to_call()]
+        if calls:
+            await asyncio.wait(calls, timeout=CALL_TIMEOUT)
+        self._board.introduced = True
+
+    async def _publish(self) -> None:
+        own = self._board.own
+        addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)][:MAX_ADDRESSES]
+        value = {**own.to_dict(), "addresses": addresses}
+        try:
+            expiration = get_dht_time() + self._metadata_expiration
+            if not await self._node.store(self.key, value, expiration, subkey=own.peer_id):
+                logger.debug("the record of this peer's progress was not accepted by the DHT")
+        except ShoalError as e:
+            logger.warning("could not publish this peer's progress: %s", e)
+
+    async def _withdraw(self) -> None:
+        expiration = math.nextafter(get_dht_time() + self._metadata_expiration, math.inf)
+        await self._node.store(self.key, None, expiration, subkey=self._board.own.peer_id)
+
+    async def _keep_fetching(self) -> None:
+        while True:
+            await self._fetch()
+            await _sleep(self._board.next_fetch_time - get_dht_time())
+
+    async def _fetch(self) -> None:
+        entries: dict[Any, Any] = {}
+        epoch = self._board.own.epoch
+        try:
+            found = await self._node.get(self.key, latest=True)
+            if found is not None and isinstance(found.value, dict):
+                entries = found.value
+        except ShoalError as e:
+            logger.warning("could not read the swarm's progress: %s", e)
+        now = get_dht_time()
+        records = []
+        for subkey, entry in entries.items():
+            if entry.value is None:
+                self._board.forget(subkey, entry.expiration_time, now)
+                continue
+            try:
+                records.append((self._checked(subkey, entry.value, now), float(entry.expiration_time)))
+            except ValueError as e:
+                logger.debug("skipped a malformed record under %s: %s", self.key, e)
+        strangers = self._board.hear_many(records, now)
+        if self._board.published:
+            for peer in strangers:
+                self._call_soon(PeerID(peer))
+        if self.on_fetch is not None and epoch == self._board.own.epoch:
+            self.on_fetch()
+
+    def _checked(self, subkey: object, value: object, now: float) -> LocalTrainingProgress:
+        record = parse_record(value, now)
+        if record.peer_id != subkey:
+            raise ValueError("a record in the name of another peer")
+        if record.addresses and record.peer_id != self._board.own.peer_id:
+            self._p2p.add_addresses(PeerID(record.peer_id), record.addresses)
+        return record
+
+    # --- directly -----------------------------------------------------------------------------------------------------
+
+    async def _keep_calling(self) -> None:
+        while True:
+            await self.call_due.wait()
+            self.call_due.clear()
+            if self._board.published:
+                for peer in self._peers_to_call():
+                    self._call_soon(peer)
+
+    def _peers_to_call(self) -> list[PeerID]:
+        records = self._board.companions_to_call(get_dht_time())
+        if len(records) > MAX_CALLED:
+            records = self._p2p.rng.sample(records, MAX_CALLED)
+        return [PeerID(record.peer_id) for record in records]
+
+    def _call_soon(self, peer: PeerID) -> asyncio.Task[None]:
+        """Tell a peer the latest news; a peer that is being told older news gets a second call after that."""
+        if peer in self._calls:
+            self._call_again.add(peer)
+            return self._calls[peer]
+        task = asyncio.get_running_loop().create_task(self._call_until_told(peer))
+        self._calls[peer] = task
+        task.add_done_callback(lambda _: self._calls.pop(peer, None))
+        return task
+
+    async def _call_until_told(self, peer: PeerID) -> None:
+        await self._call(peer)
+        while peer in self._call_again:
+            self._call_again.discard(peer)
+            await self._call(peer)
+
+    async def _call(self, peer: PeerID, leaving: bool = False) -> None:
+        called_at = get_dht_time()
+        stub = self.get_stub(self._p2p, peer, namespace=self.key)
+        try:
+            reply = await stub.rpc_exchange_progress(self._message(leaving), timeout=CALL_TIMEOUT)
+            self._hear(peer, reply)
+        except P2PHandlerError as e:
+            logger.debug("peer %s refused this peer's progress: %s", peer, e)
+        except (P2PDaemonError, asyncio.TimeoutError, TimeoutError, ValueError) as e:
+            logger.debug("peer %s does not answer: %s: %s", peer, type(e).__name__, e)
+            self._board.mark_unreachable(peer.to_bytes(), called_at)
+
+    def _message(self, leaving: bool = False) -> ProgressMessage:
+        own = self._board.own
+        return ProgressMessage(
+            epoch=own.epoch,
+            samples_accumulated=own.samples_accumulated,
+            samples_per_second=own.samples_per_second,
+            time=own.time,
+            client_mode=own.client_mode,
+            taking_part=self._board.published,
+            updating=self._board.updating,
+            leaving=leaving,
+        )
+
+    def _hear(self, peer: PeerID, message: ProgressMessage) -> None:
+        """Take note of what a peer says itself.
+
+        Raises:
+            ValueError: its numbers are impossible.
+        """
+        now = get_dht_time()
+        if message.leaving:
+            self._board.forget(peer.to_bytes(), math.inf, now)
+        elif message.taking_part:
+            fields = {
+                "peer_id": peer.to_bytes(),
+                "epoch": message.epoch,
+                "samples_accumulated": message.samples_accumulated,
+                "samples_per_second": message.samples_per_second,
+                "time": message.time,
+                "client_mode": message.client_mode,
+            }
+            record = parse_record(fields, now)
+            self._board.hear(record, now + self._metadata_expiration, now, updating=message.updating)
+
+    async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
+        """Another peer tells its progress and is told this one's."""
+        self._hear(context.remote_id, request)
+        return self._message()
+
+
+async def _wait_for(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+        async with time_limit(seconds):
+            await event.wait()
+
+
+async def _sleep(seconds: float) -> None:
+    await asyncio.sleep(max(0.0, seconds))

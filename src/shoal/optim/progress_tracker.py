@@ -1,0 +1,244 @@
+"""When it is time for the next global step: the swarm's progress as the training thread sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from shoal.clock import get_dht_time
+from shoal.optim.performance_ema import PerformanceEMA
+from shoal.optim.progress import GlobalTrainingProgress, LocalTrainingProgress, RefreshPolicy
+from shoal.optim.progress_board import ProgressBoard
+from shoal.optim.progress_exchange import ProgressExchange
+from shoal.p2p import PeerID
+from shoal.reactor import Portal
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+__all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker"]
+
+logger = logging.getLogger(__name__)
+
+
+class ProgressTracker:
+    """Counts the samples of all peers of a training run, and says when they make a global step.
+
+    Args:
+        dht: connected DHT of this peer.
+        prefix: name of the training run; the records are under ``{prefix}_progress``.
+        target_batch_size: samples of all peers together that make an epoch.
+        client_mode: others cannot call this peer; default: as the DHT.
+        min_refresh_period: least seconds between two readings of the records, and between two records of this peer.
+        max_refresh_period: most seconds between two readings.
+        default_refresh_period: seconds between two readings while there are no records.
+        expected_drift_peers: how many peers may join or leave unseen in an epoch.
+        expected_drift_rate: which share of the peers may.
+        performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed.
+        metadata_expiration: seconds for which a record is valid.
+        status_loglevel: level of the messages about epochs.
+        private_key: reserved for signed records.
+        daemon: without effect, kept for compatibility.
+        start: begin at once; otherwise call :meth:`run_in_background`.
+    """
+
+    def __init__(
+        self,
+        dht: DHT,
+        prefix: str,
+        target_batch_size: int,
+        *,
+        client_mode: bool | None = None,
+        min_refresh_period: float = 0.5,
+        max_refresh_period: float = 10,
+        default_refresh_period: float = 3,
+        expected_drift_peers: float = 3,
+        expected_drift_rate: float = 0.2,
+        performance_ema_alpha: float = 0.1,
+        metadata_expiration: float = 60.0,
+        status_loglevel: int = logging.DEBUG,
+        private_key: Any = None,
+        daemon: bool = True,
+        start: bool,
+    ) -> None:
+        if target_batch_size <= 0:
+            raise ValueError(f"target_batch_size must be positive, got {target_batch_size}")
+        self.dht, self.prefix, self.target_batch_size = dht, prefix, target_batch_size
+        self.client_mode = dht.client_mode if client_mode is None else client_mode
+        self.status_loglevel = status_loglevel
+        self.performance_ema = PerformanceEMA(alpha=performance_ema_alpha)
+        self.metadata_expiration = metadata_expiration
+        self.fetched_global_progress_this_epoch = threading.Event()
+        """The swarm's records have been read since this peer's last global step."""
+        self._min_refresh_period = min_refresh_period
+        refresh = RefreshPolicy(
+            min_refresh_period, max_refresh_period, default_refresh_period, expected_drift_peers, expected_drift_rate
+        )
+        now = get_dht_time()
+        own = LocalTrainingProgress(dht.peer_id.to_bytes(), 0, 0, 0.0, now, self.client_mode)
+        self.board = ProgressBoard(own, target_batch_size, refresh, now)
+        self._in_pause = False
+        self._exchange: ProgressExchange | None = None
+        self._portal = Portal(f"progress tracker of {prefix}")
+        if start:
+            self.run_in_background()
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Start to publish and to read; returns when others can call this peer's tracker."""
+        starting = self._portal.submit(self._start())
+        if await_ready:
+            starting.result(timeout)
+
+    async def _start(self) -> None:
+        exchange = ProgressExchange(
+            self.dht.node, self.dht.p2p, self.prefix, self.board, self._min_refresh_period, self.metadata_expiration
+        )
+        exchange.on_fetch = self.fetched_global_progress_this_epoch.set
+        await exchange.start()
+        self._portal.on_close(exchange.stop)
+        self._exchange = exchange
+
+    def is_alive(self) -> bool:
+        """Whether the tracker works in the background."""
+        return not self._portal.closed and self._exchange is not None and self._exchange.is_alive
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Tell the others that this peer leaves, and stop. Idempotent.
+
+        Args:
+            timeout: most seconds to wait for it.
+        """
+        self._portal.close(timeout)
+
+    def _wake(self, *, calls: bool = False) -> None:
+        """There is news to publish, and to tell others directly if ``calls``."""
+        exchange = self._exchange
+        if exchange is None or self._portal.closed:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has just ended: nobody is left to be told
+            self._portal.reactor.loop.call_soon_threadsafe(exchange.report_due.set)
+            if calls:
+                self._portal.reactor.loop.call_soon_threadsafe(exchange.call_due.set)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    @property
+    def global_progress(self) -> GlobalTrainingProgress:
+        """Progress of the swarm."""
+        return self.board.global_progress(get_dht_time())
+
+    @property
+    def local_progress(self) -> LocalTrainingProgress:
+        """Progress of this peer, as last reported."""
+        return self.board.own
+
+    @property
+    def global_epoch(self) -> int:
+        """The swarm's epoch."""
+        return self.global_progress.epoch
+
+    @property
+    def ready_to_update_epoch(self) -> bool:
+        """Whether this peer should make a global step now."""
+        return self.board.epoch_is_over(get_dht_time())
+
+    @property
+    def estimated_next_update_time(self) -> float:
+        """DHT time at which the next global step is due: now, if it is."""
+        if self.ready_to_update_epoch:
+            return get_dht_time()
+        return self.global_progress.eta_next_epoch
+
+    @property
+    def expected_group_size(self) -> int:
+        """How many peers, with this one, are believed to take part in the next round."""
+        return 1 + len(self.board.expected_members(get_dht_time()))
+
+    def expected_members(self, among: Collection[PeerID] | None = None, until_epoch: int | None = None) -> set[PeerID]:
+        """Other peers that are believed to take part in the next round.
+
+        Args:
+            among: only these can: those of them are left out that are gone or have moved on.
+            until_epoch: whoever is beyond this epoch has moved on; default: this peer's epoch.
+        """
+        only = None if among is None else {peer.to_bytes() for peer in among}
+        return {PeerID(peer) for peer in self.board.expected_members(get_dht_time(), only, until_epoch)}
+
+    def watch(self, callback: Callable[[], object]) -> None:
+        """Call this, from any thread, whenever something about other peers changes."""
+        self.board.on_change.append(callback)
+
+    def unwatch(self, callback: Callable[[], object]) -> None:
+        """Call this no more."""
+        if callback in self.board.on_change:
+            self.board.on_change.remove(callback)
+
+    # --- reporting ----------------------------------------------------------------------------------------------------
+
+    def report_local_progress(
+        self, local_epoch: int, samples_accumulated: int, update_global_samples: bool = True
+    ) -> None:
+        """Tell the swarm how many samples this peer has accumulated.
+
+        Args:
+            local_epoch: global steps that this peer has made.
+            samples_accumulated: samples since the last one.
+            update_global_samples: kept for compatibility: the sum over all peers always contains the latest report.
+        """
+        previous = self.board.own
+        extra = samples_accumulated - previous.samples_accumulated
+        if previous.epoch != local_epoch:
+            extra = samples_accumulated
+        if extra > 0 and not self.performance_ema.paused:
+            self.performance_ema.update(extra)
+        else:
+            self.performance_ema.reset_timer()
+        speed = self.performance_ema.samples_per_second if self.performance_ema.num_updates else 0.0
+        self.board.report(local_epoch, samples_accumulated, speed, get_dht_time())
+        self._wake()
+
+    @contextmanager
+    def pause_updates(self) -> Iterator[None]:
+        """Time inside this context does not count for this peer's speed; the epoch can be changed inside only."""
+        assert not self._in_pause, "pause_updates() is not reentrant"
+        self._in_pause = True
+        try:
+            with self.performance_ema.pause():
+                yield
+        finally:
+            self._in_pause = False
+            if self.board.updating:
+                self.board.cancel_update()
+
+    def declare_epoch_over(self) -> None:
+        """Tell the others at once that it is time for the global step of this epoch."""
+        self.board.begin_update()
+        self._wake(calls=True)
+
+    def update_epoch(self, new_epoch: int | None = None, members: Collection[PeerID] = ()) -> int:
+        """This peer has made a global step.
+
+        Args:
+            new_epoch: its epoch now; default: the next one.
+            members: other peers in the round that led there; they are expected in the next one.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            AssertionError: called outside of :meth:`pause_updates`.
+        """
+        assert self._in_pause, "update_epoch() must be called inside pause_updates()"
+        if new_epoch is None:
+            new_epoch = self.board.own.epoch + 1
+        speed = self.performance_ema.samples_per_second if self.performance_ema.num_updates else 0.0
+        self.board.finish_update(new_epoch, [peer.to_bytes() for peer in members], speed, get_dht_time())
+        self.fetched_global_progress_this_epoch.clear()
+        self._wake(calls=True)
+        return new_epoch

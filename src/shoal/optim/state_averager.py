@@ -1,0 +1,458 @@
+"""The training state: optimizer steps, averaging of parameters, and the state that newcomers download."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.averaging import DecentralizedAverager, StepControl
+from shoal.compression import CompressionInfo
+from shoal.errors import ShoalError
+from shoal.optim.lr_schedule import LRSchedulerBase, catch_up
+from shoal.optim.optimizer_state import (
+    dump_optimizer_state,
+    has_statistics,
+    initialize_optimizer_state_,
+    load_optimizer_state,
+)
+from shoal.optim.performance_ema import PerformanceEMA
+from shoal.optim.state_jobs import StateJob, StepRequest
+from shoal.optim.state_tensors import StateTensors
+from shoal.optim.state_transfer import TrainingState, apply_state, describe_state
+from shoal.optim.training_setup import (
+    OptimizerFactory,
+    Parameters,
+    ParamGroups,
+    SchedulerFactory,
+    TorchOptimizer,
+    prepare_training,
+)
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+__all__ = [
+    "ZERO_GRAD_SET_TO_NONE_DEFAULT",
+    "LRSchedulerBase",
+    "OptimizerFactory",
+    "ParamGroups",
+    "Parameters",
+    "SchedulerFactory",
+    "TorchOptimizer",
+    "TrainingStateAverager",
+    "dump_optimizer_state",
+    "initialize_optimizer_state_",
+    "load_optimizer_state",
+]
+
+logger = logging.getLogger(__name__)
+
+ZERO_GRAD_SET_TO_NONE_DEFAULT = True
+"""As in torch 2."""
+_ROUND_FAILURES = (ShoalError, concurrent.futures.CancelledError, concurrent.futures.TimeoutError, TimeoutError)
+
+
+class TrainingStateAverager(DecentralizedAverager):
+    """Steps an optimizer, averages parameters with other peers, and shares all of it with newcomers.
+
+    Args:
+        dht: how averagers find each other.
+        optimizer: an optimizer, or a function that makes one from parameter groups.
+        params: parameters or groups; required with a function.
+        scheduler: a learning rate scheduler, or a function that makes one; it follows ``local_epoch``.
+        initialize_optimizer: make the optimizer's statistics exist at once; default: if there are none.
+        offload_optimizer: the optimizer works on single precision copies of the parameters on the CPU.
+        custom_gradients: somebody else fills the gradients of these copies.
+        reuse_tensors: average the optimizer's own tensors instead of copies; default: with ``offload_optimizer``.
+        delta_rule_averaging: apply what averaging has changed as a difference, so that steps made meanwhile survive.
+        performance_ema_alpha: weight of the newest measurement of ``delay_before_averaging``.
+        sync_epoch_when_averaging: adopt the largest epoch in the group.
+        parameter_names: names for codecs; default: their numbers.
+        average_opt_statistics: names of optimizer statistics that are averaged, too, such as ``"exp_avg_sq"``.
+        extra_tensors: further tensors that are averaged and given to newcomers.
+        status_loglevel: level of messages about steps.
+        averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
+
+    Raises:
+        ValueError: arguments that contradict each other.
+        AssertionError: a parameter is given twice.
+    """
+
+    def __init__(
+        self,
+        *,
+        dht: DHT,
+        optimizer: TorchOptimizer | OptimizerFactory,
+        params: Parameters | ParamGroups | None = None,
+        scheduler: Any | SchedulerFactory | None = None,
+        initialize_optimizer: bool | None = None,
+        offload_optimizer: bool = False,
+        custom_gradients: bool = False,
+        reuse_tensors: bool | None = None,
+        delta_rule_averaging: bool = False,
+        performance_ema_alpha: float = 0.1,
+        sync_epoch_when_averaging: bool = False,
+        parameter_names: Iterable[str] | None = None,
+        average_opt_statistics: Sequence[str] = (),
+        extra_tensors: Sequence[torch.Tensor] = (),
+        status_loglevel: int = logging.DEBUG,
+        **averager_kwargs: Any,
+    ) -> None:
+        reuse_tensors = offload_optimizer if reuse_tensors is None else reuse_tensors
+        if reuse_tensors and delta_rule_averaging:
+            raise ValueError("delta_rule_averaging=True needs copies of the tensors: it excludes reuse_tensors=True")
+        if custom_gradients and not offload_optimizer:
+            raise ValueError("custom_gradients=True has a meaning only with offload_optimizer=True")
+        self._setup = prepare_training(optimizer, params, scheduler, parameter_names, offload_optimizer)
+        self.offload_optimizer, self.custom_gradients = offload_optimizer, custom_gradients
+        self.reuse_tensors, self.delta_rule_averaging = reuse_tensors, delta_rule_averaging
+        self.sync_epoch_when_averaging, self.status_loglevel = sync_epoch_when_averaging, status_loglevel
+        if initialize_optimizer or (initialize_optimizer is None and not has_statistics(self.optimizer)):
+            initialize_optimizer_state_(self.optimizer)
+        self._contents = StateTensors(self._setup, average_opt_statistics, extra_tensors, reuse_tensors)
+        self._state_lock = threading.RLock()
+        """Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock."""
+        self._local_epoch = 0
+        self._stepped_epoch = 0
+        self._jobs: list[StateJob] = []
+        self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
+        """Seconds from the start of a step to the start of its all-reduce."""
+        averager_kwargs.setdefault("tensor_infos", self._contents.infos())
+        super().__init__(self._contents.averaged, dht, **averager_kwargs)
+
+    # --- what it holds ------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> TorchOptimizer:
+        return self._setup.optimizer
+
+    @property
+    def scheduler(self) -> Any | None:
+        return self._setup.scheduler
+
+    @property
+    def main_parameters(self) -> tuple[torch.Tensor, ...]:
+        """The user's model."""
+        return self._setup.main_parameters
+
+    @property
+    def optimizer_parameters(self) -> tuple[torch.Tensor, ...]:
+        """What the optimizer steps: the main parameters, or copies of them."""
+        return self._setup.optimizer_parameters
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        return self._setup.parameter_names
+
+    @property
+    def extra_tensors(self) -> tuple[torch.Tensor, ...]:
+        return self._contents.extra_tensors
+
+    @property
+    def local_epoch(self) -> int:
+        """How many global steps this state contains, or will contain when the work in the background is done."""
+        return self._local_epoch
+
+    @local_epoch.setter
+    def local_epoch(self, epoch: int) -> None:
+        with self._state_lock:
+            self._local_epoch = self._stepped_epoch = epoch
+
+    @property
+    def averaging_in_progress(self) -> bool:
+        """Whether a job in the background is averaging right now."""
+        return any(job.averaging_started and not job.finished.done() for job in self._jobs)
+
+    def schedule_step(self, scheduled_time: float | None = None, **kwargs: Any) -> StepControl:
+        """Begin to look for a group, in advance; give the control to :meth:`step` or cancel it."""
+        control = super().step(scheduled_time=scheduled_time, wait=False, require_trigger=True, **kwargs)
+        assert isinstance(control, StepControl)
+        return control
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def step(  # type: ignore[override]
+        self,
+        wait_for_delayed_updates: bool | None = None,
+        apply_delayed_updates: bool = True,
+        increment_epoch: bool = False,
+        optimizer_step: bool = False,
+        zero_grad: bool = False,
+        delay_optimizer_step: bool = False,
+        averaging_round: bool = False,
+        delay_averaging: bool | None = None,
+        averaging_control: StepControl | None = None,
+        wait_for_trigger: Callable[[], object] | None = None,
+        grad_scaler: Any = None,
+        set_to_none: bool = ZERO_GRAD_SET_TO_NONE_DEFAULT,
+        averaging_opts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Do any of: finish earlier work, step the optimizer, average with peers; each in the background if wanted.
+
+        Args:
+            wait_for_delayed_updates: wait for work in the background that was started before; default: when it would
+                collide with what is asked now.
+            apply_delayed_updates: put results of finished work into the model.
+            increment_epoch: this step leads to the next epoch.
+            optimizer_step: step the optimizer, then the scheduler.
+            zero_grad: zero the optimizer's gradients after that.
+            delay_optimizer_step: do all this in the background.
+            averaging_round: average with peers after that.
+            delay_averaging: do the averaging in the background; default: as ``delay_optimizer_step``.
+            averaging_control: from :meth:`schedule_step`.
+            wait_for_trigger: called before anything else is done; if it raises, nothing is.
+            grad_scaler: reserved for training in half precision.
+            set_to_none: how gradients are zeroed.
+            averaging_opts: options of the round, and ``timeout`` for its result.
+
+        Raises:
+            ValueError: arguments that contradict each other.
+        """
+        if grad_scaler is not None:
+            raise NotImplementedError("grad_scaler: training with a gradient scaler is not supported yet")
+        request = StepRequest(
+            optimizer_step,
+            zero_grad,
+            averaging_round,
+            delay_optimizer_step,
+            delay_optimizer_step if delay_averaging is None else delay_averaging,
+            wait_for_trigger,
+            averaging_control,
+            dict(averaging_opts or {}),
+            set_to_none,
+        )
+        request.check(
+            is_offloaded=self.offload_optimizer,
+            reuse_tensors=self.reuse_tensors,
+            custom_gradients=self.custom_gradients,
+        )
+        collides = averaging_round or (request.has_actions and not self.delta_rule_averaging)
+        wait = collides if wait_for_delayed_updates is None else wait_for_delayed_updates
+        if collides and not (wait and apply_delayed_updates):
+            raise ValueError("this step would collide with work in the background: wait for it and apply its results")
+        if wait:
+            self._wait_for_jobs(self._config.allreduce_timeout)
+        if apply_delayed_updates:
+            self._apply_finished_jobs()
+        if increment_epoch:
+            self._local_epoch += 1
+        if request.has_actions:
+            self._run(StateJob(request, self._local_epoch, averaging_control))
+        elif increment_epoch:
+            self.local_epoch = self._local_epoch
+            if self.scheduler is not None:
+                catch_up(self.scheduler, self._local_epoch)
+
+    def _run(self, job: StateJob) -> None:
+        request = job.request
+        if not self.custom_gradients and (request.optimizer_step or request.zero_grad):
+            self._contents.take_main_gradients()
+        self._jobs.append(job)
+        if request.delay_optimizer_step:
+            job.run_in_background(self._step_and_average)
+            return
+        try:
+            self._step_optimizer(job)
+            self._apply_finished_jobs(job)
+        except BaseException:
+            job.cancel()
+            job.finished.set_result(None)
+            raise
+        if request.delay_averaging and request.averaging_round:
+            job.run_in_background(self._average)
+            return
+        try:
+            self._average(job)
+        finally:
+            job.finished.set_result(None)
+            self._apply_finished_jobs()
+
+    def _step_and_average(self, job: StateJob) -> None:
+        try:
+            self._step_optimizer(job)
+        except BaseException:
+            job.cancel()
+            raise
+        self._average(job)
+
+    def _step_optimizer(self, job: StateJob) -> None:
+        """Wait for the trigger, then step optimizer and scheduler to the job's epoch."""
+        request = job.request
+        job_started = time.perf_counter()
+        if request.wait_for_trigger is not None:
+            request.wait_for_trigger()
+        with self._optimizer_access(), self._state_lock:
+            if request.optimizer_step:
+                self.optimizer.step()
+            if request.zero_grad:
+                self.optimizer.zero_grad(set_to_none=request.set_to_none)
+                if self.offload_optimizer:
+                    _zero_grads(self.main_parameters, request.set_to_none)
+            if self.scheduler is not None:
+                catch_up(self.scheduler, job.epoch)
+            self._stepped_epoch = max(self._stepped_epoch, job.epoch)
+            job.optimizer_done = request.optimizer_step
+        if request.averaging_round:
+            self.delay_before_averaging.update(1, interval=max(1e-9, time.perf_counter() - job_started))
+
+    @contextlib.contextmanager
+    def _optimizer_access(self) -> Iterator[None]:
+        """Where the optimizer's tensors are themselves averaged, they must not change while that happens."""
+        if self.reuse_tensors:
+            with self.get_tensors():
+                yield
+        else:
+            yield
+
+    def _average(self, job: StateJob) -> None:
+        """Average with peers; a failure is logged and leaves the local values."""
+        request = job.request
+        if not request.averaging_round:
+            return
+        job.averaging_started = True
+        options = {"gather": job.epoch, **request.averaging_opts}
+        patience = options.get("timeout")
+        control = job.control
+        if control is None or control.done() or control.triggered:
+            control = job.control = self.schedule_step(**options)
+        try:
+            with self.get_tensors(), self._state_lock:
+                self._contents.load_into_averaged(remember=self.delta_rule_averaging)
+            control.allow_allreduce()
+            gathered = control.result(patience)
+        except _ROUND_FAILURES as e:
+            control.cancel()
+            logger.warning("parameters were not averaged in epoch %d: %s", job.epoch, str(e) or type(e).__name__)
+            return
+        except BaseException:
+            control.cancel()
+            raise
+        job.averaging_done = True
+        logger.log(self.status_loglevel, "averaged parameters with %d peers", len(gathered))
+        if self.sync_epoch_when_averaging:
+            self._adopt_epoch(gathered.values())
+
+    def _adopt_epoch(self, gathered: Iterable[Any]) -> None:
+        epochs = [epoch for epoch in gathered if isinstance(epoch, int) and not isinstance(epoch, bool)]
+        with self._state_lock:
+            if max(epochs, default=0) > self._local_epoch:
+                self.local_epoch = max(epochs)
+                if self.scheduler is not None:
+                    catch_up(self.scheduler, self._local_epoch)
+
+    # --- work in the background ---------------------------------------------------------------------------------------
+
+    def _wait_for_jobs(self, timeout: float | None) -> None:
+        """Wait for earlier work; what takes too long to average is given up."""
+        running = [job for job in self._jobs if not job.finished.done()]
+        _, late = concurrent.futures.wait([job.finished for job in running], timeout)
+        if late:
+            logger.warning("averaging in the background took longer than %s s and was cancelled", timeout)
+            for job in running:
+                job.cancel()
+            concurrent.futures.wait(late)
+
+    def _apply_finished_jobs(self, unfinished: StateJob | None = None) -> None:
+        """Put results into the model: averages of finished jobs, and optimizer steps also of ``unfinished``."""
+        finished = [job for job in self._jobs if job.finished.done()]
+        averaged = any(job.averaging_done for job in finished)
+        if averaged or any(job.optimizer_done for job in [*finished, unfinished] if job is not None):
+            # a round in progress holds the tensors: local steps must not wait for it
+            access = self.get_tensors() if averaged or self.reuse_tensors else contextlib.nullcontext()
+            with access, self._state_lock:
+                if averaged:
+                    self._contents.take_averaged(as_difference=self.delta_rule_averaging)
+                self._contents.update_main_parameters()
+        for job in [*finished, unfinished]:
+            if job is not None:
+                job.optimizer_done = job.averaging_done = False
+        self._jobs = [job for job in self._jobs if job not in finished]
+
+    def finish_jobs(self, timeout: float | None = None) -> None:
+        """Wait for everything in the background and put its results into the model."""
+        self._wait_for_jobs(timeout)
+        self._apply_finished_jobs()
+
+    def shutdown(self) -> None:
+        """Give up work in the background and leave. Idempotent."""
+        for job in self._jobs:
+            job.cancel()
+        super().shutdown()
+        concurrent.futures.wait([job.finished for job in self._jobs], self.shutdown_timeout)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def get_current_state(  # type: ignore[override]
+        self,
+    ) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
+        """What newcomers download: parameters, extra tensors, optimizer, scheduler and epoch, all of one moment."""
+        access = self.get_tensors() if self.reuse_tensors else contextlib.nullcontext()
+        with access, self._state_lock:
+            return describe_state(self._setup, self.extra_tensors, self._stepped_epoch, self.node.keys.group_bits)
+
+    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
+        """Download the state of another peer and put it into the model, the optimizer and the scheduler.
+
+        Args:
+            wait: return the outcome; otherwise a future of it.
+            timeout: seconds for the download.
+
+        Returns:
+            Whether there was a donor whose state fits and is not older than this one.
+        """
+        if not wait:
+            outcome: concurrent.futures.Future[bool] = concurrent.futures.Future()
+            threading.Thread(target=self._load_into, args=(outcome, timeout), daemon=True).start()
+            return outcome
+        downloaded = super().load_state_from_peers(timeout=timeout)
+        if downloaded is None:
+            logger.warning("nobody shares a training state: this peer keeps its own")
+            return False
+        return self._load_state(downloaded.metadata, downloaded.tensors)
+
+    def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a checkpoint of the optimizer."""
+        with self.get_tensors(), self._state_lock:
+            self.optimizer.load_state_dict(state_dict)
+            self._contents.adopt_statistics()
+
+    def _load_into(self, outcome: concurrent.futures.Future[bool], timeout: float | None) -> None:
+        try:
+            outcome.set_result(self.load_state_from_peers(timeout=timeout))
+        except Exception as e:
+            outcome.set_exception(e)
+
+    def _load_state(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> bool:
+        try:
+            state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors)
+        except ValueError as e:
+            logger.warning("a downloaded training state was refused: %s", e)
+            return False
+        with self.get_tensors(), self._state_lock:
+            if state.epoch < self._local_epoch:
+                logger.warning(
+                    "a downloaded training state of epoch %d is older than this peer's, %d",
+                    state.epoch,
+                    self._local_epoch,
+                )
+                return False
+            apply_state(state, self._setup, self.extra_tensors)
+            self._contents.load_into_averaged()
+            self._contents.update_main_parameters()
+            self.local_epoch = state.epoch
+        return True
+
+
+def _zero_grads(parameters: Sequence[torch.Tensor], set_to_none: bool) -> None:
+    for parameter in parameters:
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.detach_().zero_()

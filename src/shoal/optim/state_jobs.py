@@ -1,0 +1,83 @@
+"""One step of a :class:`~shoal.optim.state_averager.TrainingStateAverager`: what is asked, and how far it is."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.averaging import StepControl
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepRequest:
+    """The arguments of a step, checked."""
+
+    optimizer_step: bool
+    zero_grad: bool
+    averaging_round: bool
+    delay_optimizer_step: bool
+    delay_averaging: bool
+    wait_for_trigger: Callable[[], object] | None
+    averaging_control: StepControl | None
+    averaging_opts: Mapping[str, Any]
+    set_to_none: bool
+
+    @property
+    def has_actions(self) -> bool:
+        return self.optimizer_step or self.zero_grad or self.averaging_round
+
+    def check(self, *, is_offloaded: bool, reuse_tensors: bool, custom_gradients: bool) -> None:
+        """Raises:
+        ValueError: arguments that contradict each other, or this averager's settings.
+        """
+        if self.delay_optimizer_step and not self.delay_averaging:
+            raise ValueError("delay_optimizer_step=True requires delay_averaging=True: averaging comes after the step")
+        if self.delay_optimizer_step and not is_offloaded:
+            raise ValueError("delay_optimizer_step=True requires offload_optimizer=True")
+        if self.averaging_control is not None and not self.averaging_round:
+            raise ValueError("averaging_control is given, but averaging_round=False")
+        if self.wait_for_trigger is not None:
+            if not self.has_actions:
+                raise ValueError("wait_for_trigger is given, but there is nothing to do after it")
+            if not (reuse_tensors or custom_gradients):
+                raise ValueError("wait_for_trigger requires reuse_tensors or custom_gradients")
+
+
+@dataclass(eq=False)
+class StateJob:
+    """Work that a step has started, and how far it is."""
+
+    request: StepRequest
+    epoch: int
+    """The epoch that this work leads to."""
+    control: StepControl | None = None
+    optimizer_done: bool = False
+    """The optimizer has made its step, the main parameters have not followed yet."""
+    averaging_started: bool = False
+    averaging_done: bool = False
+    """There are averages, and they have not been put to use yet."""
+    finished: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
+
+    def run_in_background(self, work: Callable[[StateJob], None]) -> None:
+        """Do the rest in a thread that does not keep the interpreter from leaving."""
+        threading.Thread(target=self._run, args=(work,), name="shoal-state-job", daemon=True).start()
+
+    def _run(self, work: Callable[[StateJob], None]) -> None:
+        try:
+            work(self)
+        except Exception as e:
+            logger.error("a background update of the training state failed: %s: %s", type(e).__name__, e)
+            logger.debug("details", exc_info=True)
+        finally:
+            self.finished.set_result(None)
+
+    def cancel(self) -> None:
+        """Give up averaging; a step of the optimizer that is at work comes to its end."""
+        if self.control is not None:
+            self.control.cancel()

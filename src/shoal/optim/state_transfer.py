@@ -1,0 +1,112 @@
+"""The training state as one download: parameters, further tensors, optimizer, scheduler, epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.compression import CompressionInfo, TensorRole
+from shoal.optim.lr_schedule import catch_up, dump_scheduler_state, load_scheduler_state
+from shoal.optim.optimizer_state import (
+    check_optimizer_state,
+    dump_optimizer_state,
+    load_optimizer_state,
+    scheduled_hyperparameters,
+)
+from shoal.optim.state_tensors import copy_all
+from shoal.optim.training_setup import TrainingSetup
+
+MAX_EPOCH = 2**53
+
+
+def describe_state(
+    setup: TrainingSetup, extra_tensors: Sequence[torch.Tensor], epoch: int, group_bits: str
+) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
+    """Copy everything that a newcomer needs.
+
+    Returns:
+        Plain values, tensors, and what codecs may know about them.
+    """
+    optimizer_metadata, statistics = dump_optimizer_state(setup.optimizer)
+    metadata = {
+        "epoch": epoch,
+        "group_bits": group_bits,
+        "optimizer_metadata": optimizer_metadata,
+        "scheduler": dump_scheduler_state(setup.scheduler),
+    }
+    groups: list[tuple[Sequence[torch.Tensor], Sequence[Any], TensorRole]] = [
+        (setup.optimizer_parameters, setup.parameter_names, TensorRole.PARAMETER),
+        (extra_tensors, range(len(extra_tensors)), TensorRole.UNSPECIFIED),
+        (statistics, range(len(statistics)), TensorRole.OPTIMIZER),
+    ]
+    tensors, infos = [], []
+    for members, keys, role in groups:
+        for tensor, key in zip(members, keys, strict=True):
+            copied = tensor.detach().to("cpu", copy=True)
+            tensors.append(copied)
+            infos.append(CompressionInfo.from_tensor(copied, key=key, role=role))
+    return metadata, tensors, infos
+
+
+@dataclass
+class TrainingState:
+    """A downloaded state that fits."""
+
+    epoch: int
+    parameters: Sequence[torch.Tensor]
+    extra_tensors: Sequence[torch.Tensor]
+    optimizer_metadata: Any
+    statistics: Sequence[torch.Tensor]
+    scheduler: Any
+
+    @classmethod
+    def parse(
+        cls,
+        metadata: Any,
+        tensors: Sequence[torch.Tensor],
+        setup: TrainingSetup,
+        extra_tensors: Sequence[torch.Tensor],
+    ) -> TrainingState:
+        """Check what another peer sent.
+
+        Raises:
+            ValueError: it is not a state of this training.
+        """
+        if not isinstance(metadata, dict):
+            raise ValueError("its metadata are malformed")
+        epoch = metadata.get("epoch")
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 <= epoch < MAX_EPOCH:
+            raise ValueError(f"it has no valid epoch: {epoch!r}")
+        own = [*setup.optimizer_parameters, *extra_tensors]
+        if len(tensors) < len(own):
+            raise ValueError(f"it has {len(tensors)} tensors, expected at least {len(own)}")
+        for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
+            if mine.shape != theirs.shape:
+                raise ValueError(f"its tensor {index} has shape {tuple(theirs.shape)}, expected {tuple(mine.shape)}")
+        num_parameters = len(setup.optimizer_parameters)
+        state = cls(
+            epoch,
+            tensors[:num_parameters],
+            tensors[num_parameters : len(own)],
+            metadata.get("optimizer_metadata"),
+            tensors[len(own) :],
+            metadata.get("scheduler"),
+        )
+        check_optimizer_state(setup.optimizer, state.optimizer_metadata, state.statistics)
+        return state
+
+
+@torch.no_grad()
+def apply_state(state: TrainingState, setup: TrainingSetup, extra_tensors: Sequence[torch.Tensor]) -> None:
+    """Put a downloaded state in place."""
+    load_optimizer_state(
+        setup.optimizer, state.optimizer_metadata, state.statistics, scheduled_hyperparameters(setup.scheduler)
+    )
+    copy_all(setup.optimizer_parameters, state.parameters)
+    copy_all(extra_tensors, state.extra_tensors)
+    if setup.scheduler is not None:
+        load_scheduler_state(setup.scheduler, state.scheduler)
+        catch_up(setup.scheduler, state.epoch)

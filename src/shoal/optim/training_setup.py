@@ -1,0 +1,114 @@
+"""What users give as ``params``, ``optimizer`` and ``scheduler``, brought into one form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.optim.lr_schedule import LRSchedulerBase, check_scheduler
+
+logger = logging.getLogger(__name__)
+
+Parameters = Iterable[torch.Tensor]
+ParamGroups = Iterable[dict[str, Any]]
+TorchOptimizer = torch.optim.Optimizer
+OptimizerFactory = Callable[[Any], TorchOptimizer]
+SchedulerFactory = Callable[[TorchOptimizer], Any]
+
+
+@dataclass
+class TrainingSetup:
+    """Parameters and who moves them."""
+
+    main_parameters: tuple[torch.Tensor, ...]
+    """The user's model."""
+    parameter_names: tuple[str, ...]
+    optimizer_parameters: tuple[torch.Tensor, ...]
+    """What the optimizer steps: the main parameters, or wide copies of them on the CPU."""
+    optimizer: TorchOptimizer
+    scheduler: Any | None
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self.optimizer_parameters is not self.main_parameters
+
+
+def prepare_training(
+    optimizer: TorchOptimizer | OptimizerFactory,
+    params: Parameters | ParamGroups | None,
+    scheduler: Any | SchedulerFactory | None,
+    parameter_names: Iterable[str] | None,
+    offload_optimizer: bool,
+) -> TrainingSetup:
+    """Check and combine what the user gave.
+
+    Raises:
+        ValueError: the arguments do not go together.
+        AssertionError: a parameter is given twice.
+    """
+    if isinstance(optimizer, TorchOptimizer):
+        groups = optimizer.param_groups
+    elif callable(optimizer) and params is not None:
+        groups, names = _as_groups(params)
+        parameter_names = parameter_names if parameter_names is not None else names
+    else:
+        raise ValueError("give an optimizer instance, or a function that makes one together with params=")
+    main = tuple(parameter for group in groups for parameter in group["params"])
+    assert len({id(parameter) for parameter in main}) == len(main), "a parameter is given more than once"
+    _warn_if_frozen(main)
+    named = tuple(map(str, range(len(main)))) if parameter_names is None else tuple(parameter_names)
+    if len(named) != len(main):
+        raise ValueError(f"{len(named)} parameter_names for {len(main)} parameters")
+    if offload_optimizer and isinstance(optimizer, TorchOptimizer):
+        raise ValueError(
+            "offload_optimizer=True needs a function that makes the optimizer: it gets copies as parameters"
+        )
+    stepped = tuple(map(_wide_copy, main)) if offload_optimizer else main
+    if not isinstance(optimizer, TorchOptimizer):
+        if scheduler is not None and isinstance(scheduler, LRSchedulerBase):
+            raise ValueError("a function that makes the optimizer needs a function that makes the scheduler, too")
+        optimizer = optimizer(_with_parameters(groups, stepped))
+    if scheduler is not None and not isinstance(scheduler, LRSchedulerBase) and callable(scheduler):
+        scheduler = scheduler(optimizer)
+    if scheduler is not None:
+        check_scheduler(scheduler)
+    return TrainingSetup(main, named, stepped, optimizer, scheduler)
+
+
+def _as_groups(params: Parameters | ParamGroups) -> tuple[list[dict[str, Any]], list[str] | None]:
+    """Parameter groups, and names if the parameters came with names."""
+    given: list[Any] = list(params)
+    if not given:
+        raise ValueError("params is empty: there is nothing to train")
+    if all(isinstance(item, dict) for item in given):
+        return [{**group, "params": list(group["params"])} for group in given], None
+    if all(isinstance(item, tuple) and len(item) == 2 for item in given):
+        return [{"params": [parameter for _, parameter in given]}], [name for name, _ in given]
+    return [{"params": given}], None
+
+
+def _with_parameters(groups: list[dict[str, Any]], parameters: tuple[torch.Tensor, ...]) -> list[dict[str, Any]]:
+    """The same groups with other parameters, given in the same order."""
+    left = iter(parameters)
+    return [{**group, "params": [next(left) for _ in group["params"]]} for group in groups]
+
+
+def _wide_copy(parameter: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    copy = parameter.detach().to("cpu", wide, copy=True, memory_format=torch.contiguous_format)
+    return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+
+
+def _warn_if_frozen(parameters: tuple[torch.Tensor, ...]) -> None:
+    total = sum(parameter.numel() for parameter in parameters)
+    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+    if frozen > total / 2:
+        logger.warning(
+            "%d of %d values do not require gradients, yet they are averaged: give only parameters that are trained",
+            frozen,
+            total,
+        )
