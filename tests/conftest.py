@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import threading
 import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shoal", deadline=None)  # how long one example takes says little on a busy machine
+settings.load_profile("shoal")
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests and their processes share few cores
 
 LEAK_GRACE_SECONDS = 3.0
 """Closing is asynchronous: what a test left is a leak only if it is still there after this time."""

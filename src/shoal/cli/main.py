@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import shoal
+from shoal.cli import dht
+from shoal.cli.demo import command as demo
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="shoal", description="Train PyTorch models together, without a server that everybody depends on."
     )
     parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo.add_parser(subparsers)
+    dht.add_parser(subparsers)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
-    parser = build_parser()
-    parser.parse_args(arguments)
-    parser.print_help()
-    return 0
+    """Run the command.
+
+    Returns:
+        The exit status.
+    """
+    parsed = build_parser().parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130
+    return status

@@ -1,0 +1,51 @@
+"""Two terminals, one model: a digit classifier that peers train together.
+
+First terminal:   python examples/quickstart.py
+Second terminal:  python examples/quickstart.py ADDRESS      (the address that the first one prints)
+
+Both see their loss fall, and both see the epoch go on twice as fast. Start a third, stop one with Ctrl-C: the others
+carry on. Needs scikit-learn for the data: pip install 'shoal[examples]'
+"""
+
+import sys
+
+import torch
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
+
+import shoal
+
+dht = shoal.DHT(initial_peers=sys.argv[1:], start=True)
+print("Others join with: python examples/quickstart.py", dht.get_visible_maddrs()[0], flush=True)
+
+digits = load_digits()
+images = torch.tensor(digits.data, dtype=torch.float32) / 16
+labels = torch.tensor(digits.target)
+training = 1500  # the rest is for testing
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+optimizer = shoal.Optimizer(
+    dht=dht,
+    run_id="digits",  # peers with the same name train together
+    target_batch_size=20_000,  # samples that all peers together gather for one step: an epoch
+    batch_size_per_step=32,  # samples of one peer per call of step()
+    optimizer=torch.optim.Adam(model.parameters(), lr=0.003),
+    matchmaking_time=2.0,  # seconds to wait for peers that are late
+)
+optimizer.load_state_from_peers()  # start where the others are, if there are any
+
+epoch = optimizer.local_epoch
+while epoch < 60:
+    batch = torch.randint(0, training, (32,))
+    loss = cross_entropy(model(images[batch]), labels[batch])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if optimizer.local_epoch != epoch:
+        epoch = optimizer.local_epoch
+        accuracy = (model(images[training:]).argmax(dim=1) == labels[training:]).float().mean()
+        peers = optimizer.tracker.global_progress.num_peers
+        print(f"epoch {epoch}: loss {loss:.3f}, test accuracy {accuracy:.1%}, {peers} peers", flush=True)
+
+optimizer.shutdown()
+dht.shutdown()

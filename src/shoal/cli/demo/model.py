@@ -1,0 +1,163 @@
+"""A small byte-level transformer in plain torch, and how it is measured and sampled from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+VOCABULARY = 256
+"""Bytes."""
+
+LEARNING_RATE = 3e-3
+TABLE_LEARNING_RATE = 3e-2
+"""Rows of a table are seen rarely, so they take larger steps: it halves the time to fall below the bigram entropy."""
+
+WARM_UP_EPOCHS = 5
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """How large the transformer is; about 375 thousand parameters as it stands."""
+
+    context: int = 64
+    """How many bytes it looks back."""
+    nearest: int = 4
+    """How many of the last bytes each position sees directly, without attention."""
+    width: int = 96
+    heads: int = 4
+    layers: int = 2
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a two-layer network, each added to what came in."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.attention_norm = nn.LayerNorm(size.width)
+        self.query_key_value = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.attention_out = nn.Linear(size.width, size.width, bias=False)
+        self.network_norm = nn.LayerNorm(size.width)
+        self.network_in = nn.Linear(size.width, 4 * size.width)
+        self.network_out = nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        query, key, value = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.query_key_value(self.attention_norm(x)).chunk(3, dim=-1)
+        )
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
+        out: torch.Tensor = x + self.network_out(functional.gelu(self.network_in(self.network_norm(x))))
+        return out
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte from the bytes before it."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.size = size
+        self.tables = nn.ModuleList(nn.Embedding(VOCABULARY, size.width) for _ in range(size.nearest))
+        self.positions = nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+        self.out = nn.Linear(size.width, VOCABULARY)
+        self.apply(_initialize)
+        for name, weight in self.named_parameters():
+            if name.endswith(("attention_out.weight", "network_out.weight")):  # many are added up: start small
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * size.layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of the next byte at every position.
+
+        Args:
+            tokens: ``int64``, shape ``[batch, length]``, length at most the context.
+
+        Returns:
+            float, shape ``[batch, length, 256]``.
+        """
+        x = self.positions.weight[: tokens.shape[1]].expand(len(tokens), -1, -1)
+        for back, table in enumerate(self.tables):
+            x = x + functional.pad(table(tokens), (0, 0, back, 0))[:, : tokens.shape[1]]
+        logits: torch.Tensor = self.out(self.norm(self.blocks(x)))
+        return logits
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def parameter_groups(model: ByteTransformer) -> list[dict[str, Any]]:
+    """Parameters with the learning rate that suits them."""
+    tables = [*model.tables.parameters(), *model.positions.parameters()]
+    of_tables = {id(parameter) for parameter in tables}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in of_tables]
+    return [{"params": others, "lr": LEARNING_RATE}, {"params": tables, "lr": TABLE_LEARNING_RATE}]
+
+
+def warm_up(epoch: int) -> float:
+    """Factor of the learning rate in an epoch."""
+    return min(1.0, (epoch + 1) / WARM_UP_EPOCHS)
+
+
+def loss_on(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    """Mean loss in nats per byte.
+
+    Args:
+        windows: ``int64``, shape ``[batch, length + 1]``: each byte but the first is predicted from those before it.
+    """
+    logits = model(windows[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+
+def random_windows(text: torch.Tensor, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Pieces from random places of a text.
+
+    Returns:
+        ``int64``, shape ``[count, length]``.
+    """
+    starts = torch.randint(0, len(text) - length + 1, (count,), generator=generator)
+    return _cut(text, starts, length)
+
+
+def even_windows(text: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """Pieces from evenly spaced places of a text, always the same.
+
+    Returns:
+        ``int64``, shape ``[count, length]``.
+    """
+    return _cut(text, torch.linspace(0, len(text) - length, count).long(), length)
+
+
+def _cut(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
+    return text[starts[:, None] + torch.arange(length)].long()
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, windows: torch.Tensor, batch_size: int = 64) -> float:
+    """Mean loss over many windows, in nats per byte."""
+    starts = range(0, len(windows), batch_size)
+    losses = [loss_on(model, batch) * len(batch) for batch in (windows[i : i + batch_size] for i in starts)]
+    return float(torch.stack(losses).sum() / len(windows))
+
+
+@torch.no_grad()
+def sample(model: ByteTransformer, prompt: str, length: int, seed: int, temperature: float = 0.8) -> str:
+    """Text written by the model: the prompt and ``length`` bytes after it."""
+    generator = torch.Generator().manual_seed(seed)
+    text = list(prompt.encode())
+    for _ in range(length):
+        logits = model(torch.tensor([text[-model.size.context :]]))[0, -1]
+        chances = torch.softmax(logits / temperature, dim=-1)
+        text.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return bytes(text).decode(errors="replace")

@@ -1,0 +1,186 @@
+"""What is left after a run of the demo: a picture, the same as JSON, and ten lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.demo.story import PeerState, PeerStory, Story
+
+SLOW_ROUND_FACTOR = 3.0
+"""A round is called slow when it took this many times the median."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a run shows, in numbers."""
+
+    epochs: int
+    median_round: float | None
+    """Seconds that the swarm usually waits in one step."""
+    slowest_after_kill: float | None
+    """Seconds of the slowest step in the 15 s after the kill."""
+    slow_after_kill: int
+    """How many of those steps took more than three times the median."""
+    joiner_caught_up: float | None
+    """Seconds from the start of the newcomer's process to having the swarm's epoch."""
+    joiner_samples: int
+    final_loss: float | None
+    """On the held-out text, mean over the living peers, nats per byte."""
+    below_bigram_at: float | None
+    """When the held-out loss first was below the bigram entropy, seconds since training began."""
+    identical: bool
+
+
+def findings(story: Story) -> Findings:
+    """Draw the conclusions."""
+    usual, after_kill = story.median_round(), story.rounds_after_kill()
+    joiner = story.peers[story.joined[1]] if story.joined else None
+    caught_up = joiner.caught_up - joiner.started if joiner and joiner.caught_up is not None else None
+    losses = [peer.finished.loss for peer in story.living if peer.finished]
+    below = [time for peer in story.peers.values() for time, _, loss in peer.curve if loss < story.bigram_entropy]
+    return Findings(
+        epochs=max((peer.finished.epoch for peer in story.living if peer.finished), default=story.epoch),
+        median_round=usual,
+        slowest_after_kill=max(after_kill, default=None),
+        slow_after_kill=sum(seconds > SLOW_ROUND_FACTOR * usual for seconds in after_kill) if usual else 0,
+        joiner_caught_up=caught_up,
+        joiner_samples=joiner.finished.samples if joiner and joiner.finished else 0,
+        final_loss=sum(losses) / len(losses) if losses else None,
+        below_bigram_at=min(below, default=None),
+        identical=story.identical(),
+    )
+
+
+def write_report(story: Story, folder: Path) -> list[Path]:
+    """Write everything that can be written.
+
+    Returns:
+        The files; without the picture if matplotlib is not installed.
+    """
+    files = [folder / "report.json"]
+    files[0].write_text(json.dumps(as_json(story), indent=2) + "\n")
+    try:
+        import matplotlib as _  # noqa: F401
+    except ImportError:
+        return files
+    from shoal.cli.demo.picture import draw
+
+    draw(story, folder / "report.png")
+    return [*files, folder / "report.png"]
+
+
+def as_json(story: Story) -> dict[str, Any]:
+    """The whole run: conclusions first, then what they rest on. Times are seconds since training began."""
+    found = findings(story)
+    return {
+        "peers": story.planned_peers,
+        "seconds": story.planned_seconds,
+        "text": {
+            "files": story.files,
+            "unigram_entropy_nats_per_byte": _or_none(story.unigram_entropy),
+            "bigram_entropy_nats_per_byte": _or_none(story.bigram_entropy),
+        },
+        "epochs": found.epochs,
+        "held_out_loss_nats_per_byte": found.final_loss,
+        "below_bigram_entropy_at": found.below_bigram_at,
+        "parameters_bit_identical": found.identical,
+        "extra_epochs_to_agree": story.repeats,
+        "round_seconds": {
+            "median": found.median_round,
+            "slowest_within_15_s_of_the_kill": found.slowest_after_kill,
+            "slow_rounds_within_15_s_of_the_kill": found.slow_after_kill,
+        },
+        "killed": {"at": story.killed[0], "peer": story.killed[1]} if story.killed else None,
+        "joined": {
+            "at": story.joined[0],
+            "peer": story.joined[1],
+            "seconds_until_it_had_the_swarms_epoch": found.joiner_caught_up,
+            "samples_contributed": found.joiner_samples,
+        }
+        if story.joined
+        else None,
+        "written_by_the_model": story.text,
+        "each_peer": [_peer_as_json(peer) for peer in story.peers.values()],
+    }
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _peer_as_json(peer: PeerStory) -> dict[str, Any]:
+    return {
+        "number": peer.number,
+        "peer_id": peer.peer_id,
+        "state": peer.state.value,
+        "epoch": peer.finished.epoch if peer.finished else None,
+        "samples": peer.finished.samples if peer.finished else peer.progress.samples if peer.progress else 0,
+        "held_out_loss": peer.finished.loss if peer.finished else None,
+        "parameters_sha256": peer.finished.parameters_sha256 if peer.finished else None,
+        "bytes_sent": peer.progress.bytes_sent if peer.progress else 0,
+        "bytes_received": peer.progress.bytes_received if peer.progress else 0,
+        "held_out_curve": [
+            {"time": round(time, 2), "epoch": epoch, "loss": round(loss, 4)} for time, epoch, loss in peer.curve
+        ],
+        "rounds": [
+            {"time": round(time, 2), "epoch": done.epoch, "seconds": round(done.seconds, 4), "peers": done.group_size}
+            for time, done in peer.epochs
+        ],
+    }
+
+
+def ten_lines(story: Story, files: list[Path]) -> list[str]:
+    """What happened, for a reader who has never heard of any of this."""
+    found = findings(story)
+    killed_at, victim = story.killed or (float("nan"), 0)
+    joined_at, newcomer = story.joined or (float("nan"), 0)
+    survivors = ", ".join(str(peer.number) for peer in story.living)
+    fingerprints = {peer.finished.parameters_sha256[:16] for peer in story.living if peer.finished}
+    return [
+        f"{story.planned_peers} peers trained one model together for {story.planned_seconds:g} s: "
+        f"{found.epochs} steps of the whole swarm.",
+        f"Text: {story.files} files of Python's standard library; the loss is measured on files kept aside.",
+        f"Held-out loss: {_number(found.final_loss)} nats per byte at the end.",
+        f"To beat: {story.unigram_entropy:.3f} (byte frequencies alone), "
+        f"{story.bigram_entropy:.3f} (best model that sees one byte back); {_when_below(found)}.",
+        f"A step of the swarm (meet, average, update) usually took {_number(found.median_round)} s.",
+        f"At {killed_at:.0f} s peer {victim} was killed. The slowest step after it took "
+        f"{_number(found.slowest_after_kill)} s; {found.slow_after_kill} of them took over three times the usual.",
+        f"At {joined_at:.0f} s peer {newcomer} started from nothing. It had the swarm's state after "
+        f"{_number(found.joiner_caught_up, 1)} s and contributed {found.joiner_samples:,} samples.",
+        f"Parameters of the living peers ({survivors}) are "
+        + ("identical bit for bit: sha256 " if found.identical else "NOT identical: sha256 ")
+        + ", ".join(sorted(fingerprints)),
+        f"The model writes: {_one_line(story.text)}",
+        "Report: " + ", ".join(str(path) for path in files),
+    ]
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "unknown" if value is None else f"{value:.{digits}f}"
+
+
+def _when_below(found: Findings) -> str:
+    if found.below_bigram_at is None:
+        return "not reached"
+    return f"below both after {found.below_bigram_at:.0f} s"
+
+
+def _one_line(text: str, length: int = 240) -> str:
+    return repr(text[:length])
+
+
+def succeeded(story: Story) -> bool:
+    """Whether the run showed what it is meant to show."""
+    found = findings(story)
+    return (
+        found.identical
+        and found.final_loss is not None
+        and found.final_loss < story.bigram_entropy
+        and found.joiner_samples > 0
+        and all(peer.state is PeerState.FINISHED for peer in story.living)
+    )

@@ -1,0 +1,125 @@
+"""The ``shoal dht`` command: a peer that trains nothing and is there for others to join the swarm through."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.dht import DHT, DHTNode
+from shoal.errors import ShoalError
+from shoal.p2p import Multiaddr
+
+DESCRIPTION = """\
+Starts a peer that does no training. Others join the swarm through its address, so let it run on a machine that stays on
+and that they can reach. It holds nothing that the swarm could not do without: when it goes, the others carry on.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``dht`` to the subcommands."""
+    parser = subparsers.add_parser(
+        "dht", help="run a peer through which others join the swarm", description=DESCRIPTION
+    )
+
+    def add(name: str, **settings: Any) -> None:
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        parser.add_argument(*spellings, **settings)
+
+    add(
+        "initial-peers", nargs="*", default=[], metavar="ADDRESS", help="join the swarm of these peers; none: start one"
+    )
+    add(
+        "host-maddrs",
+        nargs="*",
+        default=["/ip4/0.0.0.0/tcp/0"],
+        metavar="ADDRESS",
+        help="where to listen (default: %(default)s, all networks of this machine on a free port)",
+    )
+    add("announce-maddrs", nargs="*", default=None, metavar="ADDRESS", help="what others are told instead of that")
+    add("identity-path", type=Path, help="file that keeps this peer's key, so that its address stays the same")
+    add("refresh-period", type=_positive, default=30.0, metavar="SECONDS", help="how often to report (default: 30)")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
+    return seconds
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run until SIGINT or SIGTERM and return the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # both end it in the same way, also in the background of a script
+        signal.signal(number, signal.default_int_handler)
+    try:
+        dht = DHT(
+            initial_peers=arguments.initial_peers,
+            start=True,
+            host_maddrs=arguments.host_maddrs,
+            announce_maddrs=arguments.announce_maddrs,
+            identity_path=arguments.identity_path,
+            refresh_timeout=arguments.refresh_period,
+        )
+    except KeyboardInterrupt:
+        return 0
+    except (ShoalError, ValueError, OSError) as error:
+        print(f"shoal dht: {error}", file=sys.stderr)
+        return 1
+    try:
+        _say(*how_to_join(dht.get_visible_maddrs()))
+        _report_until_interrupted(dht, arguments.refresh_period)
+    except KeyboardInterrupt:
+        _say("Leaving.")
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # leaving takes a moment and is already under way
+        dht.shutdown()
+    return 0
+
+
+def _say(*lines: str) -> None:
+    print(*lines, sep="\n", flush=True)
+
+
+def how_to_join(addresses: Sequence[Multiaddr]) -> list[str]:
+    """What a user needs to know to bring other peers in."""
+    best = max(addresses, key=_reach)
+    return [
+        "This peer is running. It can be reached at:",
+        *(f"  {address}" for address in sorted(addresses, key=_reach, reverse=True)),
+        "Others join with:",
+        f"  shoal dht --initial-peers {best}",
+        "or in Python:",
+        f'  dht = shoal.DHT(initial_peers=["{best}"], start=True)',
+    ]
+
+
+def _reach(address: Multiaddr) -> int:
+    """From how far away an address can be used: this machine, this network, anywhere."""
+    for protocol in ("ip4", "ip6"):
+        if protocol in address:
+            ip = ipaddress.ip_address(address[protocol] or "")
+            return 3 if ip.is_global else 0 if ip.is_loopback else 1 if ip.is_link_local else 2
+    return 4  # a name
+
+
+def _report_until_interrupted(dht: DHT, period: float, pause: Callable[[float], object] | None = None) -> None:
+    pause = pause or threading.Event().wait
+    while True:
+        pause(period)
+        nodes, keys = dht.run_coroutine(_size)
+        _say(
+            f"{nodes} DHT nodes (including this one) are in the local routing table",
+            f"Local storage contains {keys} keys",
+        )
+
+
+async def _size(dht: DHT, node: DHTNode) -> tuple[int, int]:
+    return len(node.protocol.routing_table) + 1, len(node.protocol.storage)

@@ -1,0 +1,124 @@
+"""``shoal dht`` as a user sees it: a process that prints how to join, reports, and leaves when asked to."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.dht import how_to_join
+from shoal.cli.main import main
+from shoal.p2p import Multiaddr
+
+PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+JOIN = re.compile(r"^  shoal dht --initial-peers (/\S+/p2p/\w+)$")
+
+
+class Bootstrap:
+    """A running ``shoal dht``."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.cli", "dht", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def line_that_matches(self, pattern: re.Pattern[str]) -> re.Match[str]:
+        """Read on until a line matches; the test's time limit is the limit."""
+        assert self.process.stdout is not None
+        lines = []
+        for line in self.process.stdout:
+            if match := pattern.match(line.rstrip("\n")):
+                return match
+            lines.append(line)
+        pytest.fail(f"no line like {pattern.pattern} in:\n{''.join(lines)}{self.process.communicate()[1]}")
+
+    def ends(self, number: signal.Signals) -> str:
+        """Send a signal, expect a clean and quick end; returns the rest of the output."""
+        self.process.send_signal(number)
+        out, errors = self.process.communicate(timeout=8)
+        assert self.process.returncode == 0, errors
+        assert errors == ""
+        return out
+
+
+@contextmanager
+def bootstrap(*options: str) -> Iterator[Bootstrap]:
+    running = Bootstrap("--host-maddrs", "/ip4/127.0.0.1/tcp/0", *options)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_another_peer_joins_through_the_printed_line_and_both_leave_cleanly(number: signal.Signals) -> None:
+    with bootstrap("--refresh-period", "0.3") as first:
+        address = first.line_that_matches(JOIN)[1]
+        with bootstrap("--initial_peers", address, "--refresh_period", "0.3") as second:
+            for running in (first, second):
+                running.line_that_matches(
+                    re.compile(r"2 DHT nodes \(including this one\) are in the local routing table")
+                )
+                running.line_that_matches(re.compile(r"Local storage contains \d+ keys"))
+            assert "Leaving." in second.ends(number)
+        assert "Leaving." in first.ends(number)
+
+
+def test_identity_file_keeps_the_address(tmp_path: Path) -> None:
+    peers = []
+    for _ in range(2):
+        with bootstrap("--identity-path", str(tmp_path / "identity.key")) as running:
+            address = running.line_that_matches(JOIN)[1]
+            peers.append(address.rpartition("/")[2])
+            running.ends(signal.SIGTERM)
+    assert peers[0] == peers[1]
+
+
+def test_announced_address_is_what_others_are_told() -> None:
+    with bootstrap("--announce-maddrs", "/ip4/203.0.113.7/tcp/31337") as running:
+        assert running.line_that_matches(JOIN)[1].startswith("/ip4/203.0.113.7/tcp/31337/p2p/")
+        running.ends(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--initial-peers", "nonsense"], "nonsense"),
+        (["--initial-peers", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"], f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"),
+        (["--announce-maddrs", "/ip4/203.0.113.7/tcp/0"], "/ip4/203.0.113.7/tcp/0"),
+        (["--identity-path", "no/such/folder/identity.key"], "no/such/folder"),
+    ],
+    ids=["no address", "nobody there", "port 0", "no folder"],
+)
+def test_what_cannot_work_is_said_in_one_message(options: Sequence[str], words: str) -> None:
+    with bootstrap(*options) as running:
+        out, errors = running.process.communicate(timeout=20)
+    assert running.process.returncode == 1
+    assert words in errors
+    assert "Traceback" not in errors
+    assert out == ""
+
+
+def test_refresh_period_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["dht", "--refresh-period", "0"])
+    assert "positive number of seconds, got 0" in capsys.readouterr().err
+
+
+def test_the_address_that_reaches_furthest_comes_first() -> None:
+    addresses = [
+        Multiaddr(f"{host}/tcp/1/p2p/{PEER}") for host in ("/ip4/127.0.0.1", "/ip4/192.168.1.5", "/ip4/8.8.8.8")
+    ]
+    lines = how_to_join(addresses)
+    assert [line.split("/")[2] for line in lines if line.startswith("  /")] == ["8.8.8.8", "192.168.1.5", "127.0.0.1"]
+    assert f"  shoal dht --initial-peers {addresses[2]}" in lines
