@@ -6,11 +6,12 @@ Run as ``python -m shoal.cli.demo.peer NUMBER SHARDS``.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import queue
 import sys
 import threading
-from typing import BinaryIO
+from typing import IO
 
 from shoal.cli.demo.corpus import load_corpus
 from shoal.cli.demo.messages import (
@@ -35,12 +36,12 @@ ORPHAN_GRACE_SECONDS = 2.0
 class Pipes:
     """The two ends that connect this peer with its runner."""
 
-    def __init__(self, commands: BinaryIO, events: BinaryIO) -> None:
+    def __init__(self, commands: IO[bytes], events: IO[bytes]) -> None:
         self._events = events
         self._queue: queue.Queue[AnyCommand] = queue.Queue()
         threading.Thread(target=self._read, args=(commands,), name="commands", daemon=True).start()
 
-    def _read(self, commands: BinaryIO) -> None:
+    def _read(self, commands: IO[bytes]) -> None:
         for line in commands:
             self._queue.put(command_from(line))
         self._queue.put(Leave())
@@ -104,7 +105,7 @@ def main() -> None:
 
     events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints must not mix with the events
-    pipes = Pipes(sys.stdin.buffer, events)
+    pipes = Pipes(io.FileIO(sys.stdin.fileno()), events)  # unbuffered: nothing to lock when the process ends
     corpus = load_corpus(arguments.shards)
     trainer = Trainer(arguments.number, corpus, pipes.send)
     pipes.send(Ready(corpus.files, corpus.unigram_entropy, corpus.bigram_entropy))
