@@ -126,5 +126,5 @@ class MSGPackSerializer(SerializerBase):
                 raw=False,
                 strict_map_key=False,
             )
-        except (TypeError, msgpack.exceptions.UnpackException) as e:  # unhashable map keys, truncated or extra bytes
+        except (TypeError, ValueError, msgpack.exceptions.UnpackException) as e:  # unhashable keys, truncated, too long
             raise ValueError(f"not a valid msgpack value: {type(e).__name__}: {e}") from e

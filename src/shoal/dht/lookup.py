@@ -58,6 +58,8 @@ class Lookup:
             self._blacklist.register_failure(peer)
             return None
         self._blacklist.register_success(peer)
+        if answer.node_id != node_id.to_bytes():  # a made-up id: one peer shall not stand for many nodes
+            return None
         for told_id, contact in answer.contacts.items():
             self._contacts.setdefault(told_id, contact)
         return answer.records

@@ -21,6 +21,7 @@ from shoal.dht.search import GetResult, PendingSearches
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import RecordValidatorBase
 from shoal.dht.writing import Writer, make_record
+from shoal.errors import DHTError
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.p2p import parse_peer_addresses
 
@@ -208,6 +209,10 @@ class DHTNode:
         if self._owns_p2p:
             await self.p2p.shutdown()
 
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise DHTError("this node is shut down: create a new one")
+
     # --- the table ----------------------------------------------------------------------------------------------------
 
     async def find_nearest_nodes(
@@ -232,6 +237,7 @@ class DHTNode:
         Returns:
             For each id, the nodes and their peers, nearest first. Nodes that did not answer are left out.
         """
+        self._check_alive()
         count = self.config.bucket_size if k_nearest is None else k_nearest
         lookup = Lookup(self.protocol, self.blacklist, node_to_peer_id)
         results: dict[DHTID, dict[DHTID, PeerID]] = {}
@@ -306,6 +312,7 @@ class DHTNode:
             beam_size: how many of the nearest nodes are asked before a key counts as missing.
             return_futures: return at once; cancelling a future stops the search for its key.
         """
+        self._check_alive()
         searches = self._reader.start_searches(key_ids, sufficient_expiration_time)
         if any(not search.finished for search in searches.values()):
             search_all = self._reader.finish_searches(searches, num_workers, beam_size)
@@ -337,6 +344,7 @@ class DHTNode:
         Returns:
             Whether most of the nodes that answered keep it now.
         """
+        self._check_alive()
         record = make_record(key, subkey, value, expiration_time, self.protocol.record_validator)
         return (await self._writer.store([record], **kwargs))[0]
 
@@ -364,6 +372,7 @@ class DHTNode:
         Returns:
             By key, or by ``(key, subkey)`` where there is a subkey: whether most nodes that answered keep it now.
         """
+        self._check_alive()
         expirations = [expiration_time] * len(keys) if isinstance(expiration_time, (int, float)) else expiration_time
         names = [None] * len(keys) if subkeys is None else subkeys
         if not len(keys) == len(values) == len(expirations) == len(names):

@@ -67,6 +67,8 @@ class FindAnswer(NamedTuple):
     records: dict[DHTID, FoundRecord]
     contacts: dict[int, msgspec.Raw]
     """How to reach the nodes that it told of; see :func:`shoal.dht.messages.unpack_contact`."""
+    node_id: bytes | None
+    """Who it says it is."""
 
 
 class DHTProtocol(ServicerBase):
@@ -110,6 +112,7 @@ class DHTProtocol(ServicerBase):
         )
         self._packed_contacts: dict[DHTID, msgspec.Raw] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that the same seed gives the same run
+        self._is_shut_down = False
 
     @property
     def storage(self) -> DHTLocalStorage:
@@ -133,6 +136,7 @@ class DHTProtocol(ServicerBase):
 
     async def shutdown(self) -> None:
         """Stop answering, and cancel what goes on in the background."""
+        self._is_shut_down = True
         if not self.client_mode:
             await self.remove_p2p_handlers(self.p2p)
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
@@ -145,6 +149,8 @@ class DHTProtocol(ServicerBase):
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks[task] = None
         task.add_done_callback(self._on_task_done)
+        if self._is_shut_down:
+            task.cancel()
         return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
@@ -289,7 +295,7 @@ class DHTProtocol(ServicerBase):
         self.note_alive(response.node_id, peer)
         raw = response.node_ids
         node_ids = [int.from_bytes(raw[start : start + 20], "big") for start in range(0, len(raw), 20)]
-        answer = FindAnswer({}, dict(zip(node_ids, response.contacts, strict=True)))
+        answer = FindAnswer({}, dict(zip(node_ids, response.contacts, strict=True)), response.node_id)
         for key, result in zip(asked, response.results, strict=True):
             if result.found is Found.TOO_MUCH and len(asked) > 1:
                 alone = await self.call_find(peer, [key])

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from shoal.dht.routing import DHTID
+from shoal.errors import DHTError
 
 
 class Answer(NamedTuple):
@@ -220,7 +221,7 @@ class Traversal:
         if self._done is None or self._done.done():
             return
         if request.cancelled():
-            self._done.cancel()
+            self._done.set_exception(DHTError("the search was ended: this node is being shut down"))
         elif error is not None:
             self._done.set_exception(error)
         else:
