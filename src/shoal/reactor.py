@@ -241,7 +241,6 @@ async def first_completed(*awaitables: Awaitable[Any], timeout: float | None = N
     try:
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        unfinished = [task for task in tasks if not task.done()]
-        for task in unfinished:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,7 +14,7 @@ from shoal.compression import CompressionInfo, NoCompression, deserialize_torch_
 
 def make_reducer(parts, senders, *, local=True, weight=1.0):
     infos = [CompressionInfo.from_tensor(part, key=0, part_size=part.numel()) for part in parts]
-    return PartReducer(infos, NoCompression(), senders, list(parts) if local else None, 0, weight)
+    return PartReducer(infos, NoCompression(), senders, list(parts) if local else None, 0, {0: weight})
 
 
 @pytest.mark.parametrize("num_parts", [0, 1, 100])
@@ -39,7 +39,7 @@ async def test_mean_is_exact_for_any_interleaving(num_parts):
         return [deserialize_torch_tensor(encoded) for encoded, _ in replies]
 
     async def own():
-        return [await reducer.average(index) for index in range(num_parts)]
+        return [(await reducer.average(index))[0] for index in range(num_parts)]
 
     *_, a, b, c, d = await asyncio.gather(*[send(i) for i in (1, 2, 3)], *[receive(i) for i in (1, 2, 3)], own())
     await reducer.finished.wait()
@@ -59,7 +59,7 @@ async def test_result_does_not_depend_on_who_is_faster():
         for sender in order:
             reducer.begin(sender, 1.0)
             reducer.deliver(sender, 0, values[sender])
-        results.append(await reducer.average(0))
+        results.append((await reducer.average(0))[0])
     assert torch.equal(*results)
 
 
@@ -72,8 +72,8 @@ async def test_banned_sender_is_excluded_from_what_it_has_not_delivered():
     reducer.deliver(2, 0, sent)
     reducer.deliver(2, 1, sent)
     reducer.ban(1, "gone")
-    assert torch.allclose(await reducer.average(0), torch.full((3,), 2 / 3))
-    assert torch.allclose(await reducer.average(1), torch.full((3,), 1 / 2))
+    assert torch.allclose((await reducer.average(0))[0], torch.full((3,), 2 / 3))
+    assert torch.allclose((await reducer.average(1))[0], torch.full((3,), 1 / 2))
     reducer.delivered_everything(2)
     assert reducer.finished.is_set()
     assert reducer.banned == {1: "gone"}
@@ -88,7 +88,7 @@ async def test_ban_while_an_early_part_waits_does_not_hang():
     reducer.ban(1, "gone")
     reducer.deliver(2, 0, torch.ones(1))
     reducer.deliver(2, 1, torch.ones(1))
-    assert torch.allclose(await reducer.average(1), torch.full((1,), 2 / 3))  # what it had delivered counts
+    assert torch.allclose((await reducer.average(1))[0], torch.full((1,), 2 / 3))  # what it had delivered counts
 
 
 async def test_all_weights_zero_means_no_average():
@@ -96,7 +96,7 @@ async def test_all_weights_zero_means_no_average():
     reducer.begin(1, 0.0)
     reducer.deliver(1, 0, torch.full((2,), 5.0))
     assert await reducer.reply(0, 1) == (None, False)
-    assert await reducer.average(0) is None
+    assert await reducer.average(0) == (None, True)
 
 
 async def test_sender_cannot_run_far_ahead(monkeypatch):

@@ -1,19 +1,17 @@
-"""Butterfly all-reduce: every member sends each part of its vector to the member that reduces it, and gets the average
-back.
+"""Butterfly all-reduce: every member sends each part of its vector to the member that reduces it.
 
-All parts are in flight at once, each reducer averages a part as soon as it has it from everybody, and the average
-goes straight back on the connection on which the part came. A member leaves only after every reducer has said that
-all senders have their averages, so what a reducer holds is never lost because somebody else was faster.
+All parts are in flight at once, each reducer averages a part as soon as it has it from everybody, and the average goes
+straight back on the connection on which the part came. Afterwards the members make sure that all of them have
+everything (:mod:`shoal.averaging.completion`), and finish what a dead member has left undone.
 
-A sender that fails is excluded from the parts that it has not delivered. Parts of a reducer that fails keep their
-local values. Failure is the end of a connection, at once, or silence for longer than a time limit.
+A sender that fails is excluded from the parts that it has not delivered. Failure is the end of a connection, at once,
+or silence for longer than a time limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,12 +21,12 @@ import torch
 
 from shoal.averaging.control import RoundResult
 from shoal.averaging.group_info import GroupInfo
-from shoal.averaging.partition import Part, split_into_parts
 from shoal.averaging.protocol import BeginReduce, PartMessage, PartStatus
 from shoal.averaging.reducer import PartReducer
+from shoal.averaging.vector import RoundVector
 from shoal.clock import timeout
 from shoal.compression import CompressionBase, CompressionInfo
-from shoal.compression.base import SerializedTensor, bytes_of, dtype_name
+from shoal.compression.base import SerializedTensor
 from shoal.errors import AllreduceException, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.p2p.connection import Nothing
@@ -36,7 +34,7 @@ from shoal.reactor import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
-_PEER_FAILURES = (
+PEER_FAILURES = (
     P2PDaemonError,
     P2PHandlerError,
     ProtocolError,
@@ -74,7 +72,7 @@ class AllReduceSettings:
 
 
 class AllReduce:
-    """One round in one group.
+    """The exchange of parts in one group.
 
     Args:
         group: as agreed; ``modes`` and ``shares`` filled in.
@@ -96,163 +94,115 @@ class AllReduce:
         get_stub: Callable[[PeerID], StubBase],
     ) -> None:
         self.group, self.own_index, self.settings, self.weight = group, own_index, settings, weight
-        self._get_stub = get_stub
-        self._flat = [tensor.detach().view(-1) for tensor in tensors]
-        self._modes = [AveragingMode(mode) for mode in group.modes]
-        self._is_sender = self._modes[own_index] is not AveragingMode.AUX
-        self._parts: dict[int, list[Part]] = defaultdict(list)
-        for part in split_into_parts(infos, settings.codec, settings.part_size_bytes, group.shares):
-            self._parts[part.reducer].append(part)
+        self.get_stub = get_stub
+        self.modes = [AveragingMode(mode) for mode in group.modes]
+        self.is_sender = self.modes[own_index] is not AveragingMode.AUX
+        self.vector = RoundVector(
+            tensors, infos, settings.codec, settings.part_size_bytes, group.shares, settings.alpha
+        )
+        self.failed: dict[int, str] = {}
+        """Members that did not do their part, with the reason."""
+        self.exchanged = asyncio.Event()
+        """This member has delivered and received all that it will."""
         self._reducer = self._make_reducer()
-        self._values_total = sum(flat.numel() for flat in self._flat)
-        self._values_averaged = 0
-        self._failed: dict[int, str] = {}
-        self._handlers: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
-        """Calls being served: their task, and a future that ends when the call does (the task serves others later)."""
+        self._exchanges: dict[int, asyncio.Task[None]] = {}
+        self._handlers: set[asyncio.Task[Any]] = set()
 
     def _make_reducer(self) -> PartReducer:
-        own_parts = self._parts[self.own_index]
-        senders = [
-            index
-            for index, mode in enumerate(self._modes)
-            if index != self.own_index and mode is not AveragingMode.AUX and own_parts
-        ]
-        local = [part.of(self._flat) for part in own_parts] if self._is_sender else None
-        infos = [part.info for part in own_parts]
-        return PartReducer(infos, self.settings.codec, senders, local, self.own_index, self.weight)
+        parts = self.vector.parts[self.own_index]
+        senders = [index for index in self.senders if index != self.own_index and parts]
+        local = [self.vector.values(part) for part in parts] if self.is_sender else None
+        infos = [part.info for part in parts]
+        return PartReducer(infos, self.settings.codec, senders, local, self.own_index, {self.own_index: self.weight})
 
-    # --- the round ----------------------------------------------------------------------------------------------------
+    @property
+    def senders(self) -> list[int]:
+        """Positions of the members that have tensors."""
+        return [index for index, mode in enumerate(self.modes) if mode is not AveragingMode.AUX]
 
-    async def run(self) -> RoundResult:
-        """Average; afterwards the tensors hold the result.
-
-        Raises:
-            AllreduceException: nothing at all was averaged; the tensors are as they were.
-        """
-        started = asyncio.get_running_loop().time()
-        work: list[Coroutine[Any, Any, None]] = [self._give_up_absent_senders(), self._reducer_finished()]
-        if self._is_sender:
+    async def run(self) -> None:
+        """Exchange parts with all members; their failures end up in ``failed``, never here."""
+        work: list[Coroutine[Any, Any, object]] = [self._reducer.finished.wait()]
+        if self.is_sender:
             work.append(self._apply_own_parts())
-            work += [self._exchange_with(j) for j, parts in self._parts.items() if parts and j != self.own_index]
-        watchdog, *rest = [asyncio.ensure_future(each) for each in work]
+            for member, parts in enumerate(self.vector.parts):
+                if parts and member != self.own_index:
+                    self._exchanges[member] = asyncio.ensure_future(self._exchange_with(member))
+        watchdog, *rest = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *work)]
         try:
             await asyncio.gather(*rest)
-            if self._handlers:  # they still have to tell their senders that everybody is done
-                await asyncio.wait(set(self._handlers.values()), timeout=self.settings.sender_timeout)
+            await asyncio.gather(*self._exchanges.values(), return_exceptions=True)
+            self.exchanged.set()
         finally:
-            await cancel_and_wait(watchdog, *rest, *self._handlers)
-        duration = asyncio.get_running_loop().time() - started
-        return self._result(duration)
+            await cancel_and_wait(watchdog, *rest, *self._exchanges.values(), *self._handlers)
 
-    def _result(self, duration: float) -> RoundResult:
-        failed = {**self._reducer.banned, **self._failed}
-        total = self._values_total if self._is_sender else 0
-        if failed and total and not self._values_averaged:
-            reasons = "; ".join(f"{self.group.peer_ids[i]}: {reason}" for i, reason in failed.items())
+    def member_failed(self, member: int, reason: str) -> None:
+        """A member is not to be waited for any more."""
+        if member not in self.failed:
+            self.failed[member] = reason
+            logger.info("group member %s failed: %s", self.group.peer_ids[member], reason)
+        self._reducer.ban(member, reason)
+        exchange = self._exchanges.get(member)
+        if exchange is not None and exchange is not asyncio.current_task():
+            exchange.cancel()
+
+    def result(self, duration: float) -> RoundResult:
+        """What came of the round.
+
+        Raises:
+            AllreduceException: nothing; the tensors are as they were.
+        """
+        share = self.vector.share_averaged if self.is_sender else 1.0
+        if share == 0 and self.failed:
+            reasons = "; ".join(f"{self.group.peer_ids[i]}: {reason}" for i, reason in self.failed.items())
             raise AllreduceException(f"nothing was averaged, every other member failed: {reasons}")
         return RoundResult(
             group_id=self.group.group_id,
             peers=self.group.peer_ids,
-            failed_peers=tuple(self.group.peer_ids[i] for i in sorted(failed)),
-            share_averaged=self._values_averaged / total if total else 1.0,
+            failed_peers=tuple(self.group.peer_ids[i] for i in sorted(self.failed)),
+            share_averaged=share,
             duration=duration,
         )
-
-    def _member_failed(self, member: int, error: BaseException) -> None:
-        reason = str(error) or type(error).__name__
-        if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
-            reason = "silent for too long"
-        self._failed.setdefault(member, reason)
-        self._reducer.ban(member, reason)
-        logger.info("group member %s failed: %s", self.group.peer_ids[member], reason)
 
     # --- sending own parts, receiving averages ------------------------------------------------------------------------
 
     async def _exchange_with(self, member: int) -> None:
         """Let another member reduce its parts; whatever it does wrong costs these parts and no more."""
-        parts = self._parts[member]
         try:
-            async with self._get_stub(self.group.peer_ids[member]).rpc_reduce() as call:
+            async with self.get_stub(self.group.peer_ids[member]).rpc_reduce() as call:
                 await call.send(BeginReduce(group_id=self.group.group_id, weight=self.weight))
-                await _both(self._send_parts(call, parts), self._receive_averages(call, parts))
+                await both(self._send_parts(call, member), self._receive_averages(call, member))
                 await call.send_end()
                 async with timeout(self.settings.reducer_timeout):
                     if await call.receive(Nothing) is not None:
                         raise ProtocolError("more averages than parts")
-        except _PEER_FAILURES as e:
-            self._member_failed(member, e)
+        except PEER_FAILURES as e:
+            self.member_failed(member, reason_of(e))
 
-    async def _send_parts(self, call: Call, parts: Sequence[Part]) -> None:
-        for index, part in enumerate(parts):
-            encoded = self.settings.codec.compress(part.of(self._flat), part.info)
-            await _send_part(call, index, PartStatus.VALUES, encoded)
+    async def _send_parts(self, call: Call, member: int) -> None:
+        for index, part in enumerate(self.vector.parts[member]):
+            await send_part(call, index, PartStatus.VALUES, self.vector.encode(part))
 
-    async def _receive_averages(self, call: Call, parts: Sequence[Part]) -> None:
-        scratch = torch.empty(0, dtype=torch.uint8)
-        for index, part in enumerate(parts):
+    async def _receive_averages(self, call: Call, member: int) -> None:
+        for index, part in enumerate(self.vector.parts[member]):
             async with timeout(self.settings.reducer_timeout):
-                message = await self._receive_part(call, index, part)
-                size = call.payload_size
-                if scratch.numel() < size:
-                    scratch = torch.empty(size, dtype=torch.uint8)
-                buffer = bytes_of(scratch[:size])
-                await call.read_payload_into(buffer)
-            if message.metadata is not None:
-                values = self.settings.codec.extract(SerializedTensor(message.metadata, buffer))
-                self._apply(part, values, is_delta=message.status == PartStatus.DELTA)
-            self._values_averaged += part.length
-
-    async def _receive_part(self, call: Call, index: int, part: Part) -> PartMessage:
-        """The next message, which must be the part that is due; its payload is still to be read.
-
-        Raises:
-            ProtocolError: it is something else.
-        """
-        message, payload_bytes = await call.receive(PartMessage), call.payload_size
-        if message is None:
-            raise ProtocolError(f"ended before part {index}")
-        if message.index != index:
-            raise ProtocolError(f"sent part {message.index} where part {index} is due")
-        if message.status == PartStatus.UNCHANGED and message.metadata is None and not payload_bytes:
-            return message
-        found, dtype = message.metadata, part.info.descriptor.dtype
-        if found is None or found.size != (part.length,) or found.dtype != dtype_name(dtype) or found.requires_grad:
-            raise ProtocolError(f"sent {found} for a part of {part.length} values of {dtype}")
-        size = self.settings.codec.compressed_nbytes(found.size, part.info)
-        limit = 2 * part.length * dtype.itemsize + 2**16
-        if payload_bytes != size if size is not None else payload_bytes > limit:
-            raise ProtocolError(f"sent {payload_bytes} bytes for a part of {part.length} values")
-        return message
-
-    def _apply(self, part: Part, values: torch.Tensor, *, is_delta: bool) -> None:
-        target, alpha = part.of(self._flat), self.settings.alpha
-        if is_delta:
-            target.add_(values.to(target.dtype), alpha=alpha)
-        elif alpha == 1:
-            target.copy_(values)
-        elif target.is_floating_point() or target.is_complex():
-            target.lerp_(values, alpha)
-        else:
-            target.copy_(torch.lerp(target.double(), values.double(), alpha).round_())
+                message = await _next_part(call, index)
+                values = await self.vector.receive(call, message, part)
+            self.vector.take(member, values, is_delta=message.status == PartStatus.DELTA)
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
     async def _apply_own_parts(self) -> None:
-        for index, part in enumerate(self._parts[self.own_index]):
-            average = await self._reducer.average(index)
-            if average is not None:
-                self._apply(part, average, is_delta=False)
-            self._values_averaged += part.length
-
-    async def _reducer_finished(self) -> None:
-        await self._reducer.finished.wait()
+        for index in range(len(self._reducer)):
+            average, is_shared = await self._reducer.average(index)
+            self.vector.take(self.own_index, average, is_shared=is_shared)
 
     async def _give_up_absent_senders(self) -> None:
         """Whoever has not even begun within the time limit is not waited for."""
         await asyncio.sleep(self.settings.sender_timeout)
         for sender in sorted(self._reducer.waiting_for):
             if not self._reducer.has_begun(sender):
-                self._member_failed(sender, TimeoutError())
+                self.member_failed(sender, "did not begin to send in time")
 
     async def serve(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
         """Reduce for another member; runs in the handler of its call.
@@ -263,27 +213,20 @@ class AllReduce:
         index = self._check_sender(begin, sender)
         task = asyncio.current_task()
         assert task is not None
-        served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._handlers[task] = served
+        self._handlers.add(task)
         self._reducer.begin(index, begin.weight)
         try:
-            await self._serve_sender(call, index)
-        finally:
-            del self._handlers[task]
-            served.set_result(None)
-
-    async def _serve_sender(self, call: Call, index: int) -> None:
-        try:
-            await _both(self._take_parts(call, index), self._give_averages(call, index))
+            await both(self._take_parts(call, index), self._give_averages(call, index))
+            await call.send_end()
             async with timeout(self.settings.sender_timeout):
                 if await call.receive(Nothing) is not None:
                     raise ProtocolError("more parts than agreed")
         except BaseException as e:
-            self._member_failed(index, e)
+            self._handlers.discard(task)
+            self.member_failed(index, reason_of(e))
             raise
+        self._handlers.discard(task)
         self._reducer.delivered_everything(index)
-        await self._reducer.finished.wait()
-        await call.send_end()
 
     def _check_sender(self, begin: BeginReduce, sender: PeerID) -> int:
         if sender not in self.group.peer_ids:
@@ -296,31 +239,48 @@ class AllReduce:
         return index
 
     async def _take_parts(self, call: Call, sender: int) -> None:
-        for index, part in enumerate(self._parts[self.own_index]):
+        for index, part in enumerate(self.vector.parts[self.own_index]):
             await self._reducer.wait_for_room(index)
             async with timeout(self.settings.sender_timeout):
-                message = await self._receive_part(call, index, part)
-                if message.status != PartStatus.VALUES or message.metadata is None:
-                    raise ProtocolError(f"sent a part with status {message.status}")
-                buffer = bytes_of(torch.empty(call.payload_size, dtype=torch.uint8))
-                await call.read_payload_into(buffer)
-            values = self.settings.codec.extract(SerializedTensor(message.metadata, buffer))
+                message = await _next_part(call, index)
+                values = await self.vector.receive(call, message, part)
+            if message.status != PartStatus.VALUES or values is None:
+                raise ProtocolError(f"sent a part with status {message.status}")
             self._reducer.deliver(sender, index, values)
 
     async def _give_averages(self, call: Call, sender: int) -> None:
         for index in range(len(self._reducer)):
             encoded, is_delta = await self._reducer.reply(index, sender)
-            await _send_part(call, index, PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded)
+            await send_part(call, index, PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded)
 
 
-async def _send_part(call: Call, index: int, status: PartStatus, encoded: SerializedTensor | None) -> None:
+def reason_of(error: BaseException) -> str:
+    """Why a member failed, in words."""
+    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+        return "silent for too long"
+    if isinstance(error, asyncio.CancelledError):
+        return "the connection ended"
+    return str(error) or type(error).__name__
+
+
+async def send_part(call: Call, index: int, status: PartStatus, encoded: SerializedTensor | None) -> None:
+    """Send one part; ``None`` = there is no average, the receiver keeps its values."""
     if encoded is None:
         await call.send(PartMessage(index=index, status=int(PartStatus.UNCHANGED)))
     else:
         await call.send(PartMessage(index=index, status=int(status), metadata=encoded.metadata), encoded.buffer)
 
 
-async def _both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) -> None:
+async def _next_part(call: Call, index: int) -> PartMessage:
+    message = await call.receive(PartMessage)
+    if message is None:
+        raise ProtocolError(f"ended before part {index}")
+    if message.index != index:
+        raise ProtocolError(f"sent part {message.index} where part {index} is due")
+    return message
+
+
+async def both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) -> None:
     """Run two coroutines together; the failure of one cancels the other."""
     tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
     try:

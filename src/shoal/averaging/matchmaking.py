@@ -270,7 +270,9 @@ class Matchmaking:
             while not ask.done():
                 search.control.changed.clear()
                 until_promise = search.expiration - get_dht_time() if self._leads else MAX_LOOKUP_PAUSE
-                await first_completed(asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_promise))
+                await first_completed(
+                    asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_promise)
+                )
                 if self._leads and search.leader is None and not ask.done() and self._may_start(search):
                     return
             ask.result()

@@ -18,7 +18,18 @@ from shoal.averaging.control import AveragingStage, Gathered, RoundResult, StepC
 from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.key_manager import GroupKeyManager
 from shoal.averaging.matchmaking import Matchmaking, MatchmakingSettings
-from shoal.averaging.protocol import Acknowledged, BeginReduce, DownloadRequest, Invitation, JoinRequest
+from shoal.averaging.protocol import (
+    Acknowledged,
+    BeginReduce,
+    DownloadRequest,
+    Invitation,
+    JoinRequest,
+    RoundMessage,
+    RoundStatus,
+    StatusReply,
+    StatusRequest,
+)
+from shoal.averaging.round import Round
 from shoal.averaging.state_sharing import GetState, StateSharing
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time, timeout
@@ -109,7 +120,7 @@ class AveragerNode(ServicerBase):
             max_bytes=16 * vector_bytes + 2**30,
             get_stub=self._stub,
         )
-        self._rounds: dict[bytes, asyncio.Future[AllReduce]] = {}
+        self._rounds: dict[bytes, asyncio.Future[Round]] = {}
         self._finished_rounds: OrderedDict[bytes, None] = OrderedDict()
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -184,11 +195,11 @@ class AveragerNode(ServicerBase):
                 return await self._attempt(control)
             except _RETRIABLE as e:
                 left = control.deadline - get_dht_time()
-                if not control.allow_retries or left <= 0:
+                if not control.allow_retries or left <= pause:
                     raise
                 logger.info("averaging round failed and will be tried again: %s", str(e) or type(e).__name__)
                 control.began_allreduce = False
-                await asyncio.sleep(min(pause, left))
+                await asyncio.sleep(pause)
                 pause = min(2 * pause, _MAX_RETRY_PAUSE)
 
     async def _attempt(self, control: StepControl) -> Gathered:
@@ -208,7 +219,7 @@ class AveragerNode(ServicerBase):
         self._count(control.round)
         return self._gathered(group)
 
-    async def _run_allreduce(self, group: GroupInfo, weight: float, waiting: asyncio.Future[AllReduce]) -> RoundResult:
+    async def _run_allreduce(self, group: GroupInfo, weight: float, waiting: asyncio.Future[Round]) -> RoundResult:
         own_index = group.peer_ids.index(self.p2p.peer_id)
         direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in self.tensors)
         working = self.tensors if direct else await run_in_worker(_copies_on_cpu, self.tensors)
@@ -220,9 +231,9 @@ class AveragerNode(ServicerBase):
             config.sender_timeout,
             config.reducer_timeout,
         )
-        allreduce = AllReduce(group, own_index, working, self.infos, settings, weight, self._stub)
-        waiting.set_result(allreduce)
-        result = await allreduce.run()
+        current = Round(AllReduce(group, own_index, working, self.infos, settings, weight, self._stub))
+        waiting.set_result(current)
+        result = await current.run()
         if not direct and config.mode is not AveragingMode.AUX:
             await run_in_worker(_copy_back, working, self.tensors)
         return result
@@ -252,7 +263,7 @@ class AveragerNode(ServicerBase):
 
     # --- rounds by group id -------------------------------------------------------------------------------------------
 
-    def _round_of(self, group_id: bytes) -> asyncio.Future[AllReduce]:
+    def _round_of(self, group_id: bytes) -> asyncio.Future[Round]:
         if group_id not in self._rounds:
             self._rounds[group_id] = asyncio.get_running_loop().create_future()
         return self._rounds[group_id]
@@ -266,7 +277,7 @@ class AveragerNode(ServicerBase):
         while len(self._finished_rounds) > MAX_UNKNOWN_ROUNDS:
             self._finished_rounds.popitem(last=False)
 
-    async def _find_round(self, group_id: bytes) -> AllReduce:
+    async def _find_round(self, group_id: bytes) -> Round:
         """The round that a sender means; it may be earlier than the leader's message to this member."""
         if group_id in self._finished_rounds:
             raise AllreduceException("this member has finished the round already, or has left it")
@@ -292,8 +303,23 @@ class AveragerNode(ServicerBase):
         begin = await call.receive(BeginReduce)
         if begin is None:
             raise ProtocolError("ended before the first part")
-        allreduce = await self._find_round(begin.group_id)
-        await allreduce.serve(call, begin, context.remote_id)
+        current = await self._find_round(begin.group_id)
+        await current.serve_sender(call, begin, context.remote_id)
+
+    async def rpc_complete(self, call: Call, context: P2PContext) -> None:
+        hello = await call.receive(RoundMessage)
+        if hello is None:
+            raise ProtocolError("ended before saying which round")
+        current = await self._find_round(hello.group_id)
+        await current.serve_member(call, hello, context.remote_id)
+
+    async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
+        current = self._rounds.get(request.group_id)
+        if request.group_id in self._finished_rounds:
+            status = RoundStatus.FINISHED
+        else:
+            status = RoundStatus.RUNNING if current is not None and current.done() else RoundStatus.UNKNOWN
+        return StatusReply(status=int(status))
 
     async def rpc_download_state(self, call: Call, context: P2PContext) -> None:
         if await call.receive(DownloadRequest) is None:

@@ -110,6 +110,56 @@ class PartMessage(Header):
     metadata: TensorMetadata | None = None
 
 
+class RoundKind(IntEnum):
+    """Messages between a member and the coordinator of a round."""
+
+    HELLO = 1
+    """From a member, first: which round, and its weight."""
+    ALIVE = 2
+    """Either way, now and then."""
+    REPORT = 3
+    """From a member: how many parts of each reducer it holds."""
+    FAILED = 4
+    """From the coordinator: do not wait for these members."""
+    ASSIGNMENT = 5
+    """From the coordinator: parts to send to it, and parts that it will send."""
+    PART = 6
+    """Either way: one part; its bytes follow as the payload."""
+    RESTART = 7
+    """From the coordinator: the assignment is void, report again."""
+    COMMIT = 8
+    """From the coordinator, last: everybody has everything that could be saved."""
+
+
+class RoundMessage(Header):
+    """One message of a round's second half; which fields count depends on the kind."""
+
+    kind: int
+    group_id: bytes = b""
+    weight: float = 0.0
+    held: list[int] = msgspec.field(default_factory=list)
+    members: list[int] = msgspec.field(default_factory=list)
+    send: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
+    """Ranges of parts: reducer, first, end."""
+    expect: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
+    reducer: int = 0
+    part: PartMessage | None = None
+
+
+class RoundStatus(IntEnum):
+    UNKNOWN = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+class StatusRequest(Header):
+    group_id: bytes
+
+
+class StatusReply(Header):
+    status: int
+
+
 class DownloadRequest(Header):
     """Asks for this averager's state."""
 

@@ -44,6 +44,8 @@ class _PartState:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     average: torch.Tensor | None = None
     encoded: SerializedTensor | None = None
+    is_shared: bool = True
+    """Somebody else has contributed, or nobody else was expected to."""
     takers: int = 0
     """Who will still ask for the average."""
 
@@ -57,7 +59,7 @@ class PartReducer:
         senders: positions of the members that will send, without this one.
         local_parts: this member's own values of each part, or ``None`` if it does not contribute.
         local_index: this member's position.
-        local_weight: weight of its values.
+        weights: of the members as far as they are known: this one's, at least.
     """
 
     def __init__(
@@ -67,20 +69,20 @@ class PartReducer:
         senders: Sequence[int],
         local_parts: Sequence[torch.Tensor] | None,
         local_index: int,
-        local_weight: float,
+        weights: dict[int, float],
     ) -> None:
         self.infos, self.codec = infos, codec
+        self._expects_others = bool(senders)
         self.waiting_for = set(senders)
         """Senders that have neither delivered everything and said so, nor been excluded."""
         self.banned: dict[int, str] = {}
         self.finished = asyncio.Event()
         """Nobody is waited for any more."""
-        self._weights = {local_index: local_weight}
+        self._weights = dict(weights)
         self._local_parts, self._local_index = local_parts, local_index
         self._states = [_PartState() for _ in infos]
         largest = max((info.part_size or 1) * info.descriptor.dtype.itemsize for info in infos) if infos else 1
         self._window = max(2, WINDOW_BYTES // (largest * max(1, len(self.waiting_for))))
-        self._first_incomplete = 0
         self._reduce_complete_parts()
         self._check_finished()
 
@@ -106,13 +108,23 @@ class PartReducer:
             state.values[sender] = values
             self._reduce_if_complete(state, index)
 
-    async def average(self, index: int) -> torch.Tensor | None:
-        """The average of a part, for this member itself; ``None`` = there is none, keep the local values."""
+    async def average(self, index: int) -> tuple[torch.Tensor | None, bool]:
+        """The average of a part, for this member itself.
+
+        Returns:
+            The average, or ``None`` = keep the local values; and whether others have contributed or none were expected.
+        """
         state = self._states[index]
         await state.done.wait()
         average = state.average
         self._taken(state)
-        return average
+        return average, state.is_shared
+
+    async def peek(self, index: int) -> torch.Tensor | None:
+        """The average of a part, which stays here."""
+        state = self._states[index]
+        await state.done.wait()
+        return state.average
 
     async def reply(self, index: int, sender: int) -> tuple[SerializedTensor | None, bool]:
         """What to send back for a part: the bytes, or ``None`` for "unchanged", and whether they are a difference."""
@@ -170,6 +182,7 @@ class PartReducer:
             order = sorted(values)
             state.average = weighted_mean([values[i] for i in order], [self._weights[i] for i in order])
         state.takers = len(senders) + (self._local_parts is not None)
+        state.is_shared = bool(senders) or not self._expects_others
         if not self.codec.lossy:  # only differences need what was sent
             state.values.clear()
         state.done.set()

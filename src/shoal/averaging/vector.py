@@ -1,0 +1,108 @@
+"""This member's tensors in the course of one round: cut into parts, with a count of those that hold the average."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.averaging.partition import Part, split_into_parts
+from shoal.averaging.protocol import PartMessage, PartStatus
+from shoal.compression import CompressionBase, CompressionInfo
+from shoal.compression.base import SerializedTensor, bytes_of, dtype_name
+from shoal.errors import ProtocolError
+from shoal.p2p import Call
+
+
+class RoundVector:
+    """The averaged tensors as parts, by the member that reduces them.
+
+    Args:
+        tensors: contiguous CPU tensors; they receive the averages.
+        infos: one for each tensor.
+        codec: how parts travel.
+        part_size_bytes: about how large a part is on the way.
+        shares: how many values each member reduces.
+        alpha: local values move by this fraction of the way to the average.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        infos: Sequence[CompressionInfo],
+        codec: CompressionBase,
+        part_size_bytes: int,
+        shares: Sequence[int],
+        alpha: float,
+    ) -> None:
+        self.codec, self.alpha = codec, alpha
+        self._flat = [tensor.detach().view(-1) for tensor in tensors]
+        self._values_averaged = 0
+        self.parts: list[list[Part]] = [[] for _ in shares]
+        """Parts of each reducer, in the order in which they are averaged."""
+        for part in split_into_parts(infos, codec, part_size_bytes, shares):
+            self.parts[part.reducer].append(part)
+        self.held = [0] * len(shares)
+        """How many parts of each reducer, from the first one on, hold the average here."""
+
+    @property
+    def share_averaged(self) -> float:
+        """Which share of the values holds an average with others, from 0 to 1."""
+        total = sum(flat.numel() for flat in self._flat)
+        return self._values_averaged / total if total else 1.0
+
+    def values(self, part: Part) -> torch.Tensor:
+        """The values of a part, as a view."""
+        return part.of(self._flat)
+
+    def encode(self, part: Part) -> SerializedTensor:
+        """The values of a part, ready to be sent."""
+        return self.codec.compress(self.values(part), part.info)
+
+    def take(
+        self, reducer: int, values: torch.Tensor | None, *, is_delta: bool = False, is_shared: bool = True
+    ) -> None:
+        """The average of the next part of a reducer is here.
+
+        Args:
+            values: ``None`` = there is none, the local values stay.
+            is_delta: what is given is the difference to the local values.
+            is_shared: it is not just this member's own.
+        """
+        part = self.parts[reducer][self.held[reducer]]
+        self._values_averaged += part.length if is_shared else 0
+        if values is not None:
+            self._apply(self.values(part), values, is_delta=is_delta)
+        self.held[reducer] += 1
+
+    def _apply(self, target: torch.Tensor, values: torch.Tensor, *, is_delta: bool) -> None:
+        if is_delta:
+            target.add_(values.to(target.dtype), alpha=self.alpha)
+        elif self.alpha == 1:
+            target.copy_(values)
+        elif target.is_floating_point() or target.is_complex():
+            target.lerp_(values, self.alpha)
+        else:
+            target.copy_(torch.lerp(target.double(), values.double(), self.alpha).round_())
+
+    async def receive(self, call: Call, message: PartMessage, part: Part) -> torch.Tensor | None:
+        """Receive the payload that belongs to a message, after checking that it is the part that is due.
+
+        Returns:
+            The values, or ``None`` for "unchanged".
+
+        Raises:
+            ProtocolError: it is something else.
+        """
+        metadata, dtype = message.metadata, part.info.descriptor.dtype
+        if message.status == PartStatus.UNCHANGED and metadata is None and not call.payload_size:
+            return None
+        if metadata is None or metadata.size != (part.length,) or metadata.dtype != dtype_name(dtype):
+            raise ProtocolError(f"sent {metadata} for a part of {part.length} values of {dtype}")
+        size = self.codec.compressed_nbytes(metadata.size, part.info)
+        limit = 2 * part.length * dtype.itemsize + 2**16
+        if call.payload_size != size if size is not None else call.payload_size > limit:
+            raise ProtocolError(f"sent {call.payload_size} bytes for a part of {part.length} values")
+        buffer = bytes_of(torch.empty(call.payload_size, dtype=torch.uint8))
+        await call.read_payload_into(buffer)
+        return self.codec.extract(SerializedTensor(metadata, buffer)).detach()
