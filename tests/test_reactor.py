@@ -421,7 +421,7 @@ def test_import_starts_no_thread_and_touches_no_signal_handler() -> None:
 
 def test_exit_with_open_portals_is_fast_silent_and_says_goodbye() -> None:
     output = run_python("""
-        import asyncio, atexit, time
+        import asyncio, atexit, functools, time
         def report():
             print(f"{time.monotonic() - leaving:.3f}")
         atexit.register(report)  # runs after shoal's own exit handler
@@ -434,18 +434,19 @@ def test_exit_with_open_portals_is_fast_silent_and_says_goodbye() -> None:
         async def nested():
             unknown_to_portals.append(asyncio.create_task(forever()))
             await run_in_worker(int)
-        async def goodbye():
-            await run_in_worker(print, "goodbye")
+        async def goodbye(number):
+            await asyncio.sleep(0.05 * number)
+            await run_in_worker(print, "goodbye", number)
         unknown_to_portals = []
         portals = [Portal(f"object {i}") for i in range(4)]
-        for portal in portals:
-            portal.on_close(goodbye)
+        for number, portal in enumerate(portals):
+            portal.on_close(functools.partial(goodbye, number))
             portal.submit(forever())
             portal.call(nested())
         leaving = time.monotonic()
     """)
-    *goodbyes, seconds = output.split()
-    assert goodbyes == ["goodbye"] * 4
+    *goodbyes, seconds = output.splitlines()
+    assert goodbyes == [f"goodbye {i}" for i in (3, 2, 1, 0)], "what was made first may be used by the rest"
     assert float(seconds) < 1.0
 
 

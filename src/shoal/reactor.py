@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -61,6 +62,7 @@ class Reactor:
         self.loop = _new_event_loop()
         self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(thread_name_prefix="shoal-worker"))
         self.portals: weakref.WeakSet[Portal] = weakref.WeakSet()
+        self.portal_numbers = itertools.count()
         self.thread = threading.Thread(target=self._run, name="shoal-reactor", daemon=True)
         self.thread.start()
 
@@ -90,10 +92,11 @@ class Reactor:
             return
         deadline = time.monotonic() + grace
         portals = [portal for portal in self.portals if not portal.closed]
-        closing = [portal.begin_close() for portal in portals]
-        concurrent.futures.wait(closing, timeout=max(0.0, deadline - time.monotonic()))
+        for portal in sorted(portals, key=lambda portal: portal.number, reverse=True):  # averagers before their DHT
+            left = deadline - time.monotonic()
+            concurrent.futures.wait([portal.begin_close()], timeout=max(0.0, left / 2))  # leave time for the others
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(max(0.1, deadline - time.monotonic()))
+        self.thread.join(max(2 * TASK_GRACE_SECONDS, deadline - time.monotonic()))
 
 
 def _forget_after_fork() -> None:
@@ -125,6 +128,7 @@ class Portal:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.reactor = Reactor.get()
+        self.number = next(self.reactor.portal_numbers)
         self.reactor.portals.add(self)
         self._pending: set[concurrent.futures.Future[Any]] = set()
         self._lock = threading.RLock()  # a finaliser may close this portal in the middle of a submit of the same thread

@@ -21,8 +21,8 @@ def smoke(delay_state_averaging: bool = False, timeout: float = 60) -> None:
         AssertionError: anything of it did not happen.
     """
     options = ["--epochs", EPOCHS] + ["--delay-state-averaging"] * delay_state_averaging
-    deadline = time.monotonic() + timeout
     with Swarm("train.py", PEERS, *options) as swarm:
+        deadline = time.monotonic() + timeout
         for peer in swarm.peers:
             peer.wait_for("left", max(0.1, deadline - time.monotonic()))
         for peer in swarm.peers:

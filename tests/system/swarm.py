@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 
 HERE = Path(__file__).parent
+START_LIMIT_SECONDS = 120
+"""Importing torch takes seconds of pure computing, on a busy machine many of them."""
 Event = dict[str, Any]
 
 
@@ -137,10 +139,10 @@ class Swarm:
         try:
             first = Peer(self.script, *self.arguments)
             self.peers.append(first)
-            self.address = first.wait_for("address", 60)["address"]
+            self.address = first.wait_for("address", START_LIMIT_SECONDS)["address"]
             self.peers += [self._join() for _ in range(self.size - 1)]
             for peer in self.peers:
-                peer.wait_for("ready", 60)
+                peer.wait_for("ready", START_LIMIT_SECONDS)
         except BaseException:
             self.__exit__(None, None, None)
             raise

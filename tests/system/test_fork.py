@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from tests.system.swarm import Peer
 
 from shoal.p2p import P2P, Multiaddr
 from shoal.reactor import Portal
+from tests.system.swarm import Peer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "win32", reason="this system cannot fork")
 NOTICE_LIMIT_SECONDS = 5.0

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 
 import pytest
+
 from tests.system.swarm import Swarm
 
 ALLOWED_GROWTH = 1.05
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs getrusage")
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="needs getrusage"),
+    pytest.mark.timeout(240),
+]
 
 
-@pytest.mark.timeout(120)
 def test_peak_memory_after_50_rounds_is_that_after_10() -> None:
     with Swarm("average.py", 2, "--rounds", 50) as swarm:
         for peer in swarm.peers:
@@ -21,7 +24,6 @@ def test_peak_memory_after_50_rounds_is_that_after_10() -> None:
             assert late <= early * ALLOWED_GROWTH, f"{late / early:.3f} times as much"
 
 
-@pytest.mark.timeout(120)
 def test_peak_memory_after_50_epochs_is_that_after_10() -> None:
     options = ["--epochs", 50, "--target-batch-size", 64, "--matchmaking-time", 1]
     with Swarm("train.py", 2, *options) as swarm:

@@ -7,9 +7,11 @@ import sys
 import time
 
 import pytest
+
 from tests.system.smoke import smoke
 from tests.system.swarm import Peer, Swarm
 
+pytestmark = pytest.mark.timeout(240)
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals to other processes")
 MANY_EPOCHS = 10_000
 INTERRUPT_LIMIT_SECONDS = 2.0
