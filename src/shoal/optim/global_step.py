@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import time
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import torch
 
 from shoal.averaging import AveragingStage, StepControl
 from shoal.clock import get_dht_time
-from shoal.errors import ShoalError
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.progress_tracker import ProgressTracker
@@ -22,9 +20,6 @@ from shoal.optim.state_tensors import copy_all
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
-
-_ROUND_FAILURES = (ShoalError, concurrent.futures.CancelledError, concurrent.futures.TimeoutError, TimeoutError)
-
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -148,8 +143,9 @@ class GlobalStep:
             return None
         try:
             control.result(self.plan.averaging_timeout)
-        except _ROUND_FAILURES as e:
+        except Exception as e:  # whatever it is, training goes on
             control.cancel()
+            logger.debug("why averaging failed", exc_info=True)
             logger.warning(
                 "gradients of epoch %d were not averaged (%s). Proceeding with local gradients",
                 self.state_averager.local_epoch,

@@ -64,7 +64,7 @@ def parse_record(value: object, now: float) -> LocalTrainingProgress:
         ValueError: it is not one, or its numbers are impossible.
     """
     try:
-        record = msgspec.convert(value, LocalTrainingProgress, strict=True)
+        record = msgspec.convert(value, LocalTrainingProgress, strict=True, builtin_types=(bytes,))
     except msgspec.ValidationError as e:
         raise ValueError(str(e)) from None
     if not (math.isfinite(record.samples_per_second) and math.isfinite(record.time)):

@@ -14,7 +14,6 @@ import torch
 
 from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.compression import CompressionInfo
-from shoal.errors import ShoalError
 from shoal.optim.lr_schedule import LRSchedulerBase, catch_up
 from shoal.optim.optimizer_state import (
     dump_optimizer_state,
@@ -56,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 ZERO_GRAD_SET_TO_NONE_DEFAULT = True
 """As in torch 2."""
-_ROUND_FAILURES = (ShoalError, concurrent.futures.CancelledError, concurrent.futures.TimeoutError, TimeoutError)
 
 
 class TrainingStateAverager(DecentralizedAverager):
@@ -327,8 +325,9 @@ class TrainingStateAverager(DecentralizedAverager):
                 self._contents.load_into_averaged(remember=self.delta_rule_averaging)
             control.allow_allreduce()
             gathered = control.result(patience)
-        except _ROUND_FAILURES as e:
+        except Exception as e:  # whatever it is, training goes on
             control.cancel()
+            logger.debug("why averaging failed", exc_info=True)
             logger.warning("parameters were not averaged in epoch %d: %s", job.epoch, str(e) or type(e).__name__)
             return
         except BaseException:

@@ -1,0 +1,241 @@
+"""What follows from the records of peers: pure functions and the board."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.optim.progress import (
+    Companion,
+    LocalTrainingProgress,
+    RefreshPolicy,
+    expected_members,
+    parse_record,
+    summarize,
+)
+from shoal.optim.progress_board import ProgressBoard
+
+NOW = 1000.0
+
+
+def record(peer: str, epoch: int = 0, samples: int = 0, speed: float = 0.0, time: float = NOW, client: bool = False):
+    return LocalTrainingProgress(peer.encode(), epoch, samples, speed, time, client)
+
+
+def summary(own, *others, target=100, now=NOW, published=True, stopped=()):
+    return summarize(
+        own, others, published=published, target_batch_size=target, now=now, next_fetch_time=0.0, stopped=stopped
+    )
+
+
+def test_a_peer_alone_counts_itself():
+    progress = summary(record("me", epoch=3, samples=20, speed=10), published=False)
+    assert (progress.epoch, progress.samples_accumulated, progress.num_peers) == (3, 20, 0)
+    assert progress.eta_next_epoch == pytest.approx(NOW + 8)
+
+
+def test_samples_of_the_global_epoch_count_and_grow_with_time():
+    own = record("me", epoch=5, samples=10, speed=10)
+    behind = record("behind", epoch=4, samples=70, speed=10)
+    ahead = record("same", epoch=5, samples=20, speed=20, time=NOW - 1)
+    progress = summary(own, behind, ahead)
+    assert progress.epoch == 5
+    assert progress.samples_accumulated == 30
+    assert progress.num_peers == 3
+    assert progress.eta_next_epoch == pytest.approx(NOW + (100 - 30 - 20) / 40)
+
+
+def test_clients_do_not_move_the_epoch():
+    progress = summary(record("me", epoch=1), record("client", epoch=9, client=True))
+    assert progress.epoch == 1
+    assert progress.num_clients == 1
+    assert summary(record("me", epoch=1), record("node", epoch=9)).epoch == 9
+
+
+def test_peers_that_cannot_be_reached_will_not_deliver():
+    own, gone = record("me", samples=10, speed=10), record("gone", samples=80, speed=1000)
+    assert summary(own, gone, stopped=[b"gone"]).samples_accumulated == 10
+    assert summary(own, gone, stopped=[b"gone"]).eta_next_epoch == pytest.approx(NOW + 9)
+
+
+def test_without_speed_the_end_is_far():
+    assert summary(record("me")).eta_next_epoch > NOW + 1e12
+
+
+def test_records_are_read_more_often_near_the_end():
+    policy = RefreshPolicy(0.5, 10, 3, 3, 0.2)
+    assert policy.next_fetch_time(NOW, NOW + 8, 0) == NOW + 3
+    assert policy.next_fetch_time(NOW, NOW + 8, 1) == NOW + 2
+    assert policy.next_fetch_time(NOW, NOW + 12, 100) == pytest.approx(NOW + 10)
+    assert policy.next_fetch_time(NOW, NOW + 1e20, 4) == NOW + 10
+    assert policy.next_fetch_time(NOW, NOW, 4) == NOW + 0.5
+
+
+def test_records_round_trip_and_strangers_are_refused():
+    good = record("me", 3, 4, 5.0)
+    assert parse_record(good.to_dict(), NOW) == good
+    as_sent_by_newer_versions = {**good.to_dict(), "something": "new"}
+    assert parse_record(as_sent_by_newer_versions, NOW) == good
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1},
+        {"epoch": "3"},
+        {"epoch": 1.5},
+        {"epoch": True},
+        {"epoch": 2**60},
+        {"samples_accumulated": -1},
+        {"samples_per_second": -0.1},
+        {"samples_per_second": math.nan},
+        {"samples_per_second": math.inf},
+        {"time": NOW + 100},
+        {"time": math.nan},
+        {"client_mode": 1},
+        {"peer_id": "text"},
+        {"addresses": ["x"] * 100},
+        {"addresses": [5]},
+    ],
+    ids=str,
+)
+def test_malformed_records_are_refused(change):
+    with pytest.raises(ValueError, match=r"."):
+        parse_record({**record("peer").to_dict(), **change}, NOW)
+
+
+@given(st.recursive(st.none() | st.integers() | st.floats() | st.binary(), lambda s: st.dictionaries(st.text(), s)))
+def test_anything_else_is_refused(value):
+    with pytest.raises(ValueError, match=r"."):
+        parse_record(value, NOW)
+
+
+def companion(peer: str, epoch: int, **fields) -> tuple[bytes, Companion]:
+    return peer.encode(), Companion(record(peer, epoch), fields.pop("expiration", NOW + 60), **fields)
+
+
+def test_who_is_expected_in_the_next_round():
+    companions = dict(
+        [
+            companion("same epoch", 7),
+            companion("finishing", 6, updating=True),
+            companion("in the last round", 6),
+            companion("missed the last round", 6),
+            companion("dead since two rounds", 5),
+            companion("ahead", 8),
+            companion("expired", 7, expiration=NOW - 1),
+            companion("unreachable", 7, unreachable_since=NOW - 1),
+        ]
+    )
+    last_members = {b"in the last round", b"dead since two rounds"}
+    expected = expected_members(7, companions, last_members, NOW)
+    assert expected == {b"same epoch", b"finishing", b"in the last round"}
+
+
+def make_board(target: int = 100) -> ProgressBoard:
+    board = ProgressBoard(record("me"), target, RefreshPolicy(), NOW)
+    board.published = board.introduced = True
+    return board
+
+
+def test_the_epoch_is_over_by_count_by_time_and_by_word():
+    board = make_board()
+    board.report(0, 40, 10.0, NOW)
+    assert not board.epoch_is_over(NOW)
+    assert board.epoch_is_over(NOW + 6.1), "by extrapolation"
+    board.hear(record("other", samples=60), NOW + 60, NOW)
+    assert board.epoch_is_over(NOW), "by count"
+    board = make_board()
+    board.report(0, 40, 10.0, NOW)
+    board.hear(record("other"), NOW + 60, NOW, updating=False)
+    assert not board.epoch_is_over(NOW)
+    board.hear(record("other"), NOW + 60, NOW, updating=True)
+    assert board.epoch_is_over(NOW), "by word"
+    board.finish_update(1, [b"other"], 10.0, NOW)
+    assert not board.epoch_is_over(NOW), "another epoch"
+
+
+def test_word_of_the_next_epoch_may_come_early():
+    board = make_board()
+    board.hear(record("fast", epoch=1), NOW + 60, NOW, updating=True)
+    board.finish_update(1, [], 0.0, NOW)
+    assert board.epoch_is_over(NOW)
+
+
+def test_a_peer_that_others_do_not_know_yet_waits():
+    board = make_board()
+    board.introduced = False
+    board.report(0, 100, 10.0, NOW)
+    assert not board.epoch_is_over(NOW)
+    board.introduced = True
+    assert board.epoch_is_over(NOW)
+
+
+def test_only_peers_with_samples_that_keep_up_publish():
+    board = make_board()
+    assert not board.wants_publishing(NOW)
+    board.report(0, 0, 0.0, NOW)
+    assert not board.wants_publishing(NOW)
+    board.report(0, 4, 1.0, NOW)
+    assert board.wants_publishing(NOW)
+    board.hear(record("other", epoch=2), NOW + 60, NOW)
+    assert not board.wants_publishing(NOW), "two epochs behind"
+
+
+def test_a_failed_call_counts_until_a_sign_of_life():
+    board = make_board()
+    board.hear(record("other"), NOW + 60, NOW)
+    assert board.expected_members(NOW) == {b"other"}
+    board.mark_unreachable(b"other", NOW + 1)
+    assert board.expected_members(NOW) == set()
+    board.hear(record("other", time=NOW + 0.5), NOW + 60, NOW)
+    assert board.expected_members(NOW) == set(), "an older record says nothing"
+    board.hear(record("other", time=NOW + 2), NOW + 60, NOW)
+    assert board.expected_members(NOW) == {b"other"}
+    board.mark_unreachable(b"other", NOW + 3)
+    board.hear(record("other", time=NOW + 2), NOW + 60, NOW + 4, updating=False)
+    board.mark_unreachable(b"other", NOW + 3.5)
+    assert board.expected_members(NOW) == {b"other"}, "it has called after that call was made"
+
+
+def test_goodbye_and_expiry():
+    board = make_board()
+    board.hear(record("left"), NOW + 60, NOW)
+    board.forget(b"left", NOW + 50, NOW)
+    assert board.expected_members(NOW) == {b"left"}, "a goodbye that is older than the record"
+    board.forget(b"left", NOW + 70, NOW)
+    board.hear(record("silent"), NOW + 60, NOW)
+    assert board.expected_members(NOW) == {b"silent"}
+    assert board.global_progress(NOW + 61).num_peers == 1
+    assert board.companions_to_call(NOW + 61) == []
+
+
+def test_older_records_do_not_replace_newer_ones():
+    board = make_board()
+    board.hear(record("other", samples=30, time=NOW), NOW + 60, NOW)
+    board.hear(record("other", samples=10, time=NOW - 5), NOW + 55, NOW)
+    assert board.global_progress(NOW).samples_accumulated == 30
+
+
+def test_members_of_a_group_count_until_they_move_on():
+    board = make_board()
+    board.hear(record("a"), NOW + 60, NOW)
+    board.hear(record("b"), NOW + 60, NOW)
+    among = [b"a", b"b", b"stranger"]
+    assert board.expected_members(NOW, among) == {b"a", b"b", b"stranger"}
+    board.hear(record("a", epoch=1, time=NOW + 1), NOW + 60, NOW)
+    assert board.expected_members(NOW, among) == {b"b", b"stranger"}
+    assert board.expected_members(NOW, among, until_epoch=1) == {b"a", b"b", b"stranger"}
+
+
+def test_news_wake_those_who_watch():
+    board = make_board()
+    calls = []
+    board.on_change.append(lambda: calls.append(1))
+    board.hear(record("other"), NOW + 60, NOW)
+    board.mark_unreachable(b"other", NOW + 1)
+    board.forget(b"other", math.inf, NOW)
+    assert len(calls) == 3
