@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.demo.messages import Finished
+from shoal.cli.demo.messages import EpochDone, Finished
 from shoal.cli.demo.report import findings, succeeded, ten_lines, write_report
 from shoal.cli.demo.story import PeerState, Story
 from tests.cli.synthetic_story import made_up_story
@@ -24,12 +24,20 @@ def test_findings(story: Story) -> None:
     assert found.median_round == pytest.approx(0.3)
     assert found.slowest_after_kill == pytest.approx(2.0)
     assert found.slow_after_kill == 1
+    assert found.median_pause == pytest.approx(1.0)
+    assert found.longest_pause_after_kill == pytest.approx(1.0)
     assert found.joiner_caught_up == pytest.approx(6.0)
     assert found.joiner_samples == 6000
     assert found.final_loss == pytest.approx(1.81)
     assert found.below_bigram_at == pytest.approx(27.0)
     assert found.identical
     assert succeeded(story)
+
+
+def test_a_peer_that_waits_for_another_does_not_make_a_round_slow(story: Story) -> None:
+    for index, (time, done) in enumerate(story.peers[1].epochs):
+        story.peers[1].epochs[index] = (time, EpochDone(done.epoch, done.seconds + 5.0, done.group_size))
+    assert findings(story).median_round == pytest.approx(0.3)
 
 
 def test_other_parameters_on_one_peer_are_told(story: Story) -> None:

@@ -45,12 +45,13 @@ def _draw_losses(axes: Axes, story: Story) -> None:
 
 
 def _draw_rounds(axes: Axes, story: Story) -> None:
-    for peer, colour in zip(story.peers.values(), COLOURS * 99, strict=False):
-        times = [time for time, _ in peer.epochs]
-        axes.plot(times, [done.seconds for _, done in peer.epochs], ".", color=colour, markersize=4)
+    rounds, pauses = story.rounds().values(), story.pauses()
+    axes.plot([time for time, _ in pauses], [s for _, s in pauses], ".-", color="#bbbbbb", label="from step to step")
+    axes.plot([time for time, _ in rounds], [s for _, s in rounds], ".", color=COLOURS[0], label="averaging")
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("seconds per step\nof the swarm")
+    axes.set_ylabel("seconds")
     axes.set_xlabel("seconds of training")
+    axes.legend(loc="upper right")
 
 
 def _draw_events(losses: Axes, rounds: Axes, story: Story) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shoal.cli.demo.story import PeerState, PeerStory, Story
@@ -20,11 +21,14 @@ class Findings:
 
     epochs: int
     median_round: float | None
-    """Seconds that the swarm usually waits in one step."""
+    """Seconds that an averaging with its step of the optimizer takes once all peers have come to it."""
     slowest_after_kill: float | None
-    """Seconds of the slowest step in the 15 s after the kill."""
+    """The slowest one in the 15 s after the kill."""
     slow_after_kill: int
-    """How many of those steps took more than three times the median."""
+    """How many of those took more than three times the median."""
+    median_pause: float | None
+    """Seconds from one step of the swarm to the next: gathering a batch, then averaging."""
+    longest_pause_after_kill: float | None
     joiner_caught_up: float | None
     """Seconds from the start of the newcomer's process to having the swarm's epoch."""
     joiner_samples: int
@@ -37,7 +41,9 @@ class Findings:
 
 def findings(story: Story) -> Findings:
     """Draw the conclusions."""
-    usual, after_kill = story.median_round(), story.rounds_after_kill()
+    rounds, pauses = list(story.rounds().values()), story.pauses()
+    usual = median(seconds for _, seconds in rounds) if rounds else None
+    after_kill = story.soon_after_kill(rounds)
     joiner = story.peers[story.joined[1]] if story.joined else None
     caught_up = joiner.caught_up - joiner.started if joiner and joiner.caught_up is not None else None
     losses = [peer.finished.loss for peer in story.living if peer.finished]
@@ -47,6 +53,8 @@ def findings(story: Story) -> Findings:
         median_round=usual,
         slowest_after_kill=max(after_kill, default=None),
         slow_after_kill=sum(seconds > SLOW_ROUND_FACTOR * usual for seconds in after_kill) if usual else 0,
+        median_pause=median(seconds for _, seconds in pauses) if pauses else None,
+        longest_pause_after_kill=max(story.soon_after_kill(pauses), default=None),
         joiner_caught_up=caught_up,
         joiner_samples=joiner.finished.samples if joiner and joiner.finished else 0,
         final_loss=sum(losses) / len(losses) if losses else None,
@@ -93,6 +101,10 @@ def as_json(story: Story) -> dict[str, Any]:
             "median": found.median_round,
             "slowest_within_15_s_of_the_kill": found.slowest_after_kill,
             "slow_rounds_within_15_s_of_the_kill": found.slow_after_kill,
+        },
+        "seconds_from_step_to_step": {
+            "median": found.median_pause,
+            "longest_within_15_s_of_the_kill": found.longest_pause_after_kill,
         },
         "killed": {"at": story.killed[0], "peer": story.killed[1]} if story.killed else None,
         "joined": {
@@ -147,9 +159,11 @@ def ten_lines(story: Story, files: list[Path]) -> list[str]:
         f"Held-out loss: {_number(found.final_loss)} nats per byte at the end.",
         f"To beat: {story.unigram_entropy:.3f} (byte frequencies alone), "
         f"{story.bigram_entropy:.3f} (best model that sees one byte back); {_when_below(found)}.",
-        f"A step of the swarm (meet, average, update) usually took {_number(found.median_round)} s.",
-        f"At {killed_at:.0f} s peer {victim} was killed. The slowest step after it took "
-        f"{_number(found.slowest_after_kill)} s; {found.slow_after_kill} of them took over three times the usual.",
+        f"Usually {_number(found.median_round, 2)} s to find each other, average and step; "
+        f"{_number(found.median_pause, 2)} s from one step of the swarm to the next.",
+        f"At {killed_at:.0f} s peer {victim} was killed. The slowest averaging after it took "
+        f"{_number(found.slowest_after_kill, 2)} s, the longest time from step to step was "
+        f"{_number(found.longest_pause_after_kill, 2)} s.",
         f"At {joined_at:.0f} s peer {newcomer} started from nothing. It had the swarm's state after "
         f"{_number(found.joiner_caught_up, 1)} s and contributed {found.joiner_samples:,} samples.",
         f"Parameters of the living peers ({survivors}) are "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from statistics import median
+from itertools import pairwise
 
 from shoal.cli.demo.messages import EpochDone, Finished, Progress
 
@@ -95,21 +96,28 @@ class Story:
     def peers_seen(self) -> int:
         return max((peer.progress.peers_seen for peer in self.living if peer.progress), default=0)
 
-    def median_round(self) -> float | None:
-        """Seconds that a step of the swarm usually takes, over all peers; None if there was none."""
-        seconds = [done.seconds for peer in self.peers.values() for _, done in peer.epochs]
-        return median(seconds) if seconds else None
+    def rounds(self) -> dict[int, tuple[float, float]]:
+        """Each step of the swarm by epoch: when it was done, and the seconds it took once the last peer had come to it.
 
-    def rounds_after_kill(self, within: float = 15.0) -> list[float]:
-        """Seconds of each step in the time after the kill: the slowest of the surviving peers counts."""
+        That is what the peer waited that waited least; the others were there earlier and waited for it, too.
+        """
+        found: dict[int, tuple[float, float]] = {}
+        for peer in self.peers.values():
+            for time, done in peer.epochs:
+                latest, least = found.get(done.epoch, (time, done.seconds))
+                found[done.epoch] = max(time, latest), min(done.seconds, least)
+        return dict(sorted(found.items()))
+
+    def pauses(self) -> list[tuple[float, float]]:
+        """When each step but the first was done, and the seconds since the one before."""
+        times = [time for time, _ in self.rounds().values()]
+        return [(later, later - earlier) for earlier, later in pairwise(times)]
+
+    def soon_after_kill(self, moments: Iterable[tuple[float, float]]) -> list[float]:
+        """Of values that belong to moments, those of the 15 seconds after the kill."""
         if self.killed is None:
             return []
-        slowest: dict[int, float] = {}
-        for peer in self.living:
-            for time, done in peer.epochs:
-                if self.killed[0] < time <= self.killed[0] + within:
-                    slowest[done.epoch] = max(slowest.get(done.epoch, 0.0), done.seconds)
-        return [slowest[epoch] for epoch in sorted(slowest)]
+        return [value for time, value in moments if self.killed[0] < time <= self.killed[0] + 15]
 
     def identical(self) -> bool:
         """Whether all living peers ended at the same epoch with the same parameters, bit for bit."""

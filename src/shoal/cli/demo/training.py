@@ -15,7 +15,7 @@ from shoal.dht import DHT
 from shoal.optim import Optimizer
 
 RUN_ID = "shoal_demo"
-TARGET_BATCH_SIZE = 512
+TARGET_BATCH_SIZE = 256
 """Windows of text that the whole swarm gathers for one step."""
 BATCH_SIZE = 16
 """Windows of text that one peer works on at a time."""
