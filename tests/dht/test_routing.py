@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.dht.routing import SECONDS_BETWEEN_CHECKS, DHTID, KBucket, RoutingTable
+from shoal.dht.routing import DHTID, SECONDS_BETWEEN_CHECKS, KBucket, RoutingTable
 from shoal.p2p import PeerID
 from tests.dht.virtual_time import in_virtual_time
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-from typing import Optional
 
 import pydantic
 import pytest
@@ -23,7 +22,7 @@ class SampleSchema(BaseModel):
     experiment_name: bytes
     n_batches: dict[bytes, StrictInt]
     signed_data: dict[BytesWithPublicKey, bytes]
-    status: dict[str, Optional[Status]]
+    status: dict[str, Status | None]
     pair: tuple[StrictInt, str]
     even: StrictInt
 

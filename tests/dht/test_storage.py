@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 
 import msgpack
@@ -298,10 +299,8 @@ def test_malformed_dictionaries_are_refused(content):
 @given(st.binary(max_size=100))
 def test_any_bytes_are_a_dictionary_or_a_value_error(data):
     for attempt in (DictionaryDHTValue.unpackb, MSGPackSerializer.loads):
-        try:
+        with contextlib.suppress(ValueError):
             attempt(data if attempt is DictionaryDHTValue.unpackb else msgpack.packb(msgpack.ExtType(0x50, data)))
-        except ValueError:
-            pass
 
 
 # --- the storage of a node --------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ class Blacklist:
     """
 
     def __init__(self, base_time: float, backoff_rate: float) -> None:
-        if base_time < 0 or backoff_rate < 1:
+        if not (base_time >= 0 and backoff_rate >= 1):
             raise ValueError(
                 f"blacklist_time must be at least 0 and backoff_rate at least 1, got {base_time} and {backoff_rate}"
             )

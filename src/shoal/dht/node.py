@@ -187,17 +187,16 @@ class DHTNode:
     async def _refresh_stale_buckets(self, period: float) -> None:
         """Look for random ids in buckets from which nothing was heard for a while, so that they stay filled."""
         while True:
-            buckets = self.protocol.routing_table.buckets
-            stale = [bucket for bucket in buckets if bucket.last_updated < get_dht_time() - period]
+            due = get_dht_time() - period
+            stale = [bucket for bucket in self.protocol.routing_table.buckets if bucket.last_updated <= due]
             stale.sort(key=lambda bucket: bucket.last_updated)
             targets = []
             for bucket in stale[: self.config.chunk_size]:
                 bucket.last_updated = get_dht_time()
                 targets.append(DHTID(self.p2p.rng.randrange(bucket.lower, bucket.upper)))
-            if targets:
-                await self._look_for(targets)
+            await self._look_for(targets)
             oldest = min(bucket.last_updated for bucket in self.protocol.routing_table.buckets)
-            await asyncio.sleep(max(0.0, oldest + period - get_dht_time()))
+            await asyncio.sleep(max(oldest + period - get_dht_time(), 0.01 * period))
 
     async def shutdown(self) -> None:
         """Leave the swarm. Idempotent; searches in progress are cancelled."""

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 from shoal.dht.routing import DHTID
 from shoal.errors import DHTError
 
+MAX_REQUESTS_PER_BEAM = 10
+"""A query gives up after this many requests for each place in its beam."""
+
 
 class Answer(NamedTuple):
     """What a node said about one query."""
@@ -81,6 +84,9 @@ class Query:
         self._find_next()
 
     def _find_next(self) -> None:
+        if len(self.asked) >= MAX_REQUESTS_PER_BEAM * self.beam_size:  # somebody makes up ever nearer nodes
+            self.next_distance = None
+            return
         self.next_distance = next((d for d in self.nearest[: self.beam_size] if d not in self.asked), None)
 
     def has_responses_of_nearest(self, count: int) -> bool:

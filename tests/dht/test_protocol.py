@@ -1,0 +1,596 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.clock import get_dht_time
+from shoal.dht import messages
+from shoal.dht.messages import (
+    FindRequest,
+    FindResponse,
+    FindResult,
+    Found,
+    NodeContact,
+    PingRequest,
+    PingResponse,
+    StoreRequest,
+    StoreResponse,
+    pack_contact,
+)
+from shoal.dht.protocol import DHTProtocol
+from shoal.dht.records import NewRecord, split_into_requests
+from shoal.dht.routing import DHTID
+from shoal.dht.storage import DictionaryDHTValue
+from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, RecordValidatorBase
+from shoal.errors import P2PHandlerError, ProtocolError, StreamClosedError, ValidationError
+from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
+from shoal.p2p.wire import decode_header
+from shoal.serializer import MSGPackSerializer
+from tests.dht.swarm import Swarm
+from tests.dht.virtual_time import in_virtual_time
+
+KEY = DHTID.generate("key")
+
+
+def later(seconds: float) -> float:
+    return get_dht_time() + seconds
+
+
+def plain(value: bytes, expiration_time: float, key: DHTID = KEY, in_cache: bool = False) -> NewRecord:
+    return NewRecord(key, PLAIN_VALUE, value, expiration_time, in_cache)
+
+
+async def make_protocol(swarm: Swarm, **options: Any) -> DHTProtocol:
+    p2p = await swarm.p2p(no_listen=options.get("client_mode", False))
+    settings: dict[str, Any] = {"bucket_size": 20, "depth_modulo": 5, "num_replicas": 5, "wait_timeout": 3}
+    protocol = DHTProtocol(p2p, DHTID.generate(rng=swarm.rng), **{**settings, **options})
+    await protocol.start()
+    return protocol
+
+
+async def introduce(one: DHTProtocol, other: DHTProtocol) -> None:
+    one.p2p.add_addresses(other.p2p.peer_id, await other.p2p.get_visible_maddrs())
+
+
+async def pair(**options: Any) -> tuple[DHTProtocol, DHTProtocol]:
+    swarm = Swarm()
+    caller, server = await make_protocol(swarm), await make_protocol(swarm, **options)
+    await introduce(caller, server)
+    return caller, server
+
+
+# --- the three calls --------------------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_ping_makes_nodes_known_to_each_other():
+    caller, server = await pair()
+    assert await caller.call_ping(server.p2p.peer_id) == server.node_id
+    assert caller.routing_table[server.node_id] == server.p2p.peer_id
+    assert server.routing_table[caller.node_id] == caller.p2p.peer_id
+
+
+@in_virtual_time
+async def test_a_client_is_never_entered():
+    swarm = Swarm()
+    client, server = await make_protocol(swarm, client_mode=True), await make_protocol(swarm)
+    await introduce(client, server)
+    assert await client.call_ping(server.p2p.peer_id) == server.node_id
+    assert await client.call_store(server.p2p.peer_id, [plain(b"v", later(5))]) == [True]
+    assert (await client.call_find(server.p2p.peer_id, [KEY])).records[KEY].value == b"v"
+    assert len(server.routing_table) == 0
+    assert len(client.routing_table) == 1
+
+
+@in_virtual_time
+async def test_store_and_find_plain_values():
+    caller, server = await pair()
+    peer = server.p2p.peer_id
+    expires = later(10)
+    assert await caller.call_store(peer, [plain(b"v", expires)]) == [True]
+    assert await caller.call_store(peer, [plain(b"w", expires), plain(b"x", expires, DHTID(5))]) == [False, True]
+    answer = await caller.call_find(peer, [KEY, DHTID(5), DHTID(6)])
+    assert answer.records[KEY][:2] == (b"v", expires)
+    assert answer.records[DHTID(5)][:2] == (b"x", expires)
+    assert answer.records[DHTID(6)][:2] == (None, -math.inf)
+    assert answer.node_id == server.node_id.to_bytes()
+
+
+@in_virtual_time
+async def test_store_and_find_dictionaries():
+    caller, server = await pair()
+    peer = server.p2p.peer_id
+    entries = [
+        NewRecord(KEY, MSGPackSerializer.dumps(subkey), value, later(seconds))
+        for subkey, value, seconds in [("a", b"1", 5), (("b", 2), b"2", 10), ("a", b"3", 4)]
+    ]
+    assert await caller.call_store(peer, entries) == [True, True, False]
+    record = (await caller.call_find(peer, [KEY])).records[KEY]
+    assert isinstance(record.value, DictionaryDHTValue)
+    assert {subkey: item.value for subkey, item in record.value.items()} == {"a": b"1", ("b", 2): b"2"}
+    assert record.expiration_time == entries[1].expiration_time
+
+
+@in_virtual_time
+async def test_a_whole_dictionary_can_be_stored_at_once():
+    caller, server = await pair()
+    dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()
+    dictionary.store("a", b"1", later(5))
+    dictionary.store("b", b"2", later(9))
+    record = NewRecord.of_stored(KEY, dictionary, dictionary.latest_expiration_time)
+    assert record.subkey == WHOLE_DICTIONARY
+    assert await caller.call_store(server.p2p.peer_id, [record]) == [True]
+    assert sorted(subkey for subkey, _ in server.storage.get(KEY).value.items()) == ["a", "b"]
+
+
+@in_virtual_time
+async def test_find_prefers_the_later_one_of_storage_and_cache():
+    caller, server = await pair()
+    peer = server.p2p.peer_id
+    await caller.call_store(peer, [plain(b"stored", later(10)), plain(b"cached", later(20), in_cache=True)])
+    assert server.storage.get(KEY).value == b"stored"
+    assert server.cache.get(KEY).value == b"cached"
+    assert (await caller.call_find(peer, [KEY])).records[KEY].value == b"cached"
+    await caller.call_store(peer, [plain(b"newer", later(30))])
+    assert (await caller.call_find(peer, [KEY])).records[KEY].value == b"newer"
+
+
+@in_virtual_time
+async def test_find_tells_of_the_nearest_nodes_but_not_of_the_asker():
+    swarm = Swarm()
+    server, *others = [await make_protocol(swarm, bucket_size=5) for _ in range(12)]
+    for other in others:
+        await introduce(other, server)
+        await other.call_ping(server.p2p.peer_id)
+    asker = others[0]
+    known = {node_id for node_id, _ in server.routing_table}
+    assert asker.node_id in known
+    answer = await asker.call_find(server.p2p.peer_id, [KEY, DHTID(0)])
+    for key in (KEY, DHTID(0)):
+        expected = sorted(known - {asker.node_id}, key=key.xor_distance)[:5]
+        assert answer.records[key].neighbors == expected
+    assert set(answer.contacts) == {n for r in answer.records.values() for n in r.neighbors}
+    assert len(answer.contacts) < 10, "each node is described once"
+    contact = messages.unpack_contact(next(iter(answer.contacts.values())))
+    assert contact.addresses[0].startswith("/memory/")
+
+
+@in_virtual_time
+async def test_unknown_or_dead_peers_do_not_answer_and_leave_the_table():
+    caller, server = await pair()
+    assert await caller.call_ping(PeerID(b"unknown")) is None
+    await caller.call_ping(server.p2p.peer_id)
+    await server.p2p.shutdown()
+    assert await caller.call_find(server.p2p.peer_id, [KEY]) is None
+    assert server.node_id not in caller.routing_table
+    assert await caller.call_store(server.p2p.peer_id, [plain(b"v", later(5))]) is None
+
+
+@in_virtual_time
+async def test_a_silent_peer_costs_no_more_than_the_waiting_time():
+    swarm = Swarm()
+    caller, server = await make_protocol(swarm), await make_protocol(swarm)
+    await introduce(caller, server)
+    await caller.call_ping(server.p2p.peer_id)
+    swarm.silent_peers.append(server.p2p.peer_id)
+    start = asyncio.get_running_loop().time()
+    assert await caller.call_find(server.p2p.peer_id, [KEY]) is None
+    assert asyncio.get_running_loop().time() - start == pytest.approx(3)
+
+
+@in_virtual_time
+async def test_the_number_of_calls_in_flight_can_be_limited():
+    swarm = Swarm(delay=0.5)
+    caller = await make_protocol(swarm, parallel_rpc=2)
+    servers = [await make_protocol(swarm) for _ in range(6)]
+    for server in servers:
+        await introduce(caller, server)
+    start = asyncio.get_running_loop().time()
+    await asyncio.gather(*(caller.call_ping(server.p2p.peer_id) for server in servers))
+    one_after_another = asyncio.get_running_loop().time() - start
+    assert one_after_another == pytest.approx(3 * 2.0), "three times dialling and asking"
+
+
+# --- joining checks ---------------------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_reachable_node_passes_the_check():
+    caller, server = await pair()
+    response = await caller.ping(server.p2p.peer_id, validate=True)
+    assert response.available
+
+
+@in_virtual_time
+async def test_a_node_that_cannot_be_called_back_is_told_so_in_time():
+    caller, server = await pair()
+    await caller.p2p.transport.close()
+    with pytest.raises(ValidationError, match="cannot call this node back"):
+        await caller.ping(server.p2p.peer_id, validate=True)
+    assert len(server.routing_table) == 0
+
+
+@in_virtual_time
+async def test_a_node_behind_a_black_hole_is_told_so_in_time():
+    caller, server = await pair()
+
+    async def never(*args):
+        await asyncio.sleep(1e9)
+
+    server.p2p.transport.dial = never
+    start = asyncio.get_running_loop().time()
+    with pytest.raises(ValidationError, match="cannot call this node back"):
+        await caller.ping(server.p2p.peer_id, validate=True)
+    assert asyncio.get_running_loop().time() - start < 3
+
+
+@pytest.mark.parametrize(("offset", "fits"), [(0, True), (2.9, True), (-2.9, True), (3.2, False), (-3.2, False)])
+@in_virtual_time
+async def test_clocks_must_agree(monkeypatch, offset, fits):
+    caller, server = await pair()
+    answer = server.rpc_ping
+
+    async def with_another_clock(request: PingRequest, context: P2PContext) -> PingResponse:
+        return msgspec.structs.replace(await answer(request, context), dht_time=get_dht_time() + offset)
+
+    handle = "DHTProtocol.rpc_ping"
+    server.p2p._handlers[handle] = dataclasses.replace(server.p2p._handlers[handle], function=with_another_clock)
+    if fits:
+        await caller.ping(server.p2p.peer_id, validate=True)
+    else:
+        with pytest.raises(ValidationError, match=r"differs .* by [+-]3\.\d seconds"):
+            await caller.ping(server.p2p.peer_id, validate=True)
+
+
+# --- validation of records --------------------------------------------------------------------------------------------
+
+
+class NoBadValues(RecordValidatorBase):
+    def validate(self, record: DHTRecord) -> bool:
+        return not record.value.startswith(b"bad")
+
+
+@in_virtual_time
+async def test_invalid_records_are_not_stored():
+    caller, server = await pair(record_validator=NoBadValues())
+    subkey = MSGPackSerializer.dumps("s")
+    records = [
+        plain(b"bad", later(9)),
+        plain(b"good", later(9)),
+        NewRecord(DHTID(5), subkey, b"bad", later(9)),
+        NewRecord(DHTID(5), subkey, b"good", later(9)),
+    ]
+    assert await caller.call_store(server.p2p.peer_id, records) == [False, True, False, True]
+
+
+@in_virtual_time
+async def test_invalid_records_are_not_believed_but_their_neighbors_are():
+    swarm = Swarm()
+    caller = await make_protocol(swarm, record_validator=NoBadValues())
+    server, third = await make_protocol(swarm), await make_protocol(swarm)
+    await introduce(caller, server)
+    await introduce(third, server)
+    await third.call_ping(server.p2p.peer_id)
+    peer = server.p2p.peer_id
+    await caller.call_store(peer, [plain(b"bad", later(9))])
+    for subkey, value in [("a", b"good"), ("b", b"bad")]:
+        await caller.call_store(peer, [NewRecord(DHTID(5), MSGPackSerializer.dumps(subkey), value, later(9))])
+    answer = await caller.call_find(peer, [KEY, DHTID(5)])
+    for key in (KEY, DHTID(5)):
+        assert answer.records[key].value is None
+        assert answer.records[key].neighbors == [third.node_id]
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_what_does_not_fit_into_one_answer_is_fetched_alone():
+    caller, server = await pair()
+    keys = [DHTID(number) for number in range(6)]
+    values = [bytes([number]) * 300_000 for number in range(6)]
+    records = [plain(value, later(100), key) for key, value in zip(keys, values, strict=True)]
+    assert len(list(split_into_requests(records))) == 3
+    assert await caller.call_store(server.p2p.peer_id, records) == [True] * 6
+    answer = await caller.call_find(server.p2p.peer_id, keys)
+    assert [answer.records[key].value for key in keys] == values
+
+
+@in_virtual_time
+async def test_many_small_records_are_split_too():
+    caller, server = await pair()
+    records = [plain(b"v", later(100), DHTID(number)) for number in range(1000)]
+    assert await caller.call_store(server.p2p.peer_id, records) == [True] * 1000
+    assert len(server.storage) == 1000
+
+
+@in_virtual_time
+async def test_of_a_dictionary_that_is_too_large_the_latest_entries_are_sent(caplog):
+    caller, server = await pair()
+    expirations = {number: later(100 + number) for number in range(1000)}
+    for number, expires in expirations.items():
+        server.storage.store(KEY, b"x" * 1000, expires, subkey=number)
+    record = (await caller.call_find(server.p2p.peer_id, [KEY])).records[KEY]
+    found = [subkey for subkey, _ in record.value.items()]
+    assert 400 < len(found) < 600
+    assert sorted(found) == list(range(1000 - len(found), 1000))
+    assert record.expiration_time == expirations[999]
+    assert "only a part is sent" in caplog.text
+
+
+# --- hostile requests -------------------------------------------------------------------------------------------------
+
+
+class AnyStore(Header):
+    keys: Any
+    subkeys: Any
+    values: Any
+    expirations: Any
+    in_cache: Any
+    node_id: Any = None
+
+
+class AnyFind(Header):
+    keys: Any
+    node_id: Any = None
+
+
+class AnyPing(Header):
+    node_id: Any = None
+    validate: Any = False
+
+
+GOOD_STORE = {
+    "keys": [KEY.to_bytes()],
+    "subkeys": [PLAIN_VALUE],
+    "values": [b"v"],
+    "expirations": [2e9],
+    "in_cache": [False],
+}
+
+HOSTILE_REQUESTS = [
+    ("rpc_store", AnyStore(**{**GOOD_STORE, **change}))
+    for change in [
+        {"keys": [b"short"]},
+        {"keys": [b"x" * 21]},
+        {"keys": [b""]},
+        {"keys": ["text"]},
+        {"keys": None},
+        {"keys": 5},
+        {"keys": []},
+        {"keys": [KEY.to_bytes()] * 2},
+        {"subkeys": [None]},
+        {"subkeys": [b"x" * 5000]},
+        {"subkeys": []},
+        {"values": ["text"]},
+        {"values": [b"x" * (messages.MAX_VALUE_BYTES + 1)]},
+        {"values": [b"v", b"w"]},
+        {"expirations": [math.nan]},
+        {"expirations": [math.inf]},
+        {"expirations": [-math.inf]},
+        {"expirations": [-1.0]},
+        {"expirations": [None]},
+        {"expirations": ["soon"]},
+        {"in_cache": [1]},
+        {"in_cache": []},
+        {"node_id": b"short"},
+        {"node_id": b"x" * 21},
+        {"node_id": 5},
+        {key: value * 257 for key, value in GOOD_STORE.items()},
+        {"in_cache": [False] * 100_000},
+    ]
+] + [
+    ("rpc_find", AnyFind(**change))
+    for change in [
+        {"keys": [b"short"]},
+        {"keys": [KEY.to_bytes()] * 65},
+        {"keys": [[]]},
+        {"keys": {}},
+        {"keys": [KEY.to_bytes()], "node_id": b""},
+        {"keys": [KEY.to_bytes()], "node_id": "text"},
+    ]
+]
+HOSTILE_REQUESTS += [
+    ("rpc_ping", AnyPing(node_id=b"short")),
+    ("rpc_ping", AnyPing(node_id=[])),
+    ("rpc_ping", AnyPing(validate=5)),
+]
+
+
+@pytest.mark.parametrize(("method", "request_"), HOSTILE_REQUESTS, ids=lambda value: repr(value)[:60])
+@in_virtual_time
+async def test_hostile_requests_are_refused_and_do_no_harm(method, request_):
+    caller, server = await pair()
+    response_type = {"rpc_store": StoreResponse, "rpc_find": FindResponse, "rpc_ping": PingResponse}[method]
+    with pytest.raises((P2PHandlerError, StreamClosedError), match=r"ProtocolError|closed"):
+        await caller.p2p.call(server.p2p.peer_id, f"DHTProtocol.{method}", request_, response_type, timeout=3)
+    assert len(server.storage) == len(server.cache) == 0
+    assert len(server.routing_table) == 0
+    assert server.p2p.metrics.connections_dropped["broke the protocol"] == 1
+    assert await caller.call_ping(server.p2p.peer_id) == server.node_id, "the node goes on"
+
+
+@pytest.mark.parametrize(
+    "subkey",
+    [
+        b"\xc1",
+        b"\x81",
+        b"\x00\x00",
+        MSGPackSerializer.dumps([1]),
+        MSGPackSerializer.dumps({}),
+        MSGPackSerializer.dumps(math.nan),
+        MSGPackSerializer.dumps((math.nan,)),
+        MSGPackSerializer.dumps(DictionaryDHTValue()),
+    ],
+    ids=repr,
+)
+@in_virtual_time
+async def test_subkeys_that_are_none_are_refused_one_by_one(subkey):
+    caller, server = await pair()
+    records = [NewRecord(DHTID(5), subkey, b"v", later(9)), plain(b"v", later(9))]
+    assert await caller.call_store(server.p2p.peer_id, records) == [False, True]
+    assert DHTID(5) not in server.storage
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xc1",
+        MSGPackSerializer.dumps([None, 5.0, [["k", "not bytes", 5.0]]]),
+        MSGPackSerializer.dumps([None, math.inf, [["k", b"v", math.inf]]]),
+        MSGPackSerializer.dumps([None, 5.0, [["k", b"v", -5.0]]]),
+        MSGPackSerializer.dumps([None, 5.0, [[None, b"v", 5.0]]]),
+        MSGPackSerializer.dumps([None, 5.0, [[math.nan, b"v", 5.0]]]),
+        MSGPackSerializer.dumps([None, 5.0, [["x" * 5000, b"v", 5.0]]]),
+    ],
+    ids=lambda value: repr(value)[:50],
+)
+@in_virtual_time
+async def test_malformed_dictionaries_are_refused(content):
+    caller, server = await pair()
+    record = NewRecord(KEY, WHOLE_DICTIONARY, content, later(9))
+    assert await caller.call_store(server.p2p.peer_id, [record]) == [False]
+    assert caller.records.read(KEY, Found.DICTIONARY, content, 2e9) is None
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_message_or_a_protocol_error(data):
+    for message_type in (PingRequest, PingResponse, StoreRequest, StoreResponse, FindRequest, FindResponse):
+        with contextlib.suppress(ProtocolError):
+            decode_header(data, message_type)
+    with contextlib.suppress(ValueError):
+        messages.unpack_contact(msgspec.Raw(data))
+
+
+# --- hostile answers --------------------------------------------------------------------------------------------------
+
+
+def impostor(answer: Any) -> type[ServicerBase]:
+    """A node that gives one and the same answer to every find."""
+
+    class DHTProtocol(ServicerBase):
+        async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
+            return answer
+
+    return DHTProtocol
+
+
+OTHER = DHTID.generate("other").to_bytes()
+NOTHING = FindResult(Found.NOTHING, b"", 0.0, [])
+
+
+class AnyFindResponse(Header):
+    results: Any
+    node_ids: Any = b""
+    contacts: Any = ()
+    node_id: Any = OTHER
+
+
+HOSTILE_ANSWERS = [
+    AnyFindResponse(results=[]),
+    AnyFindResponse(results=[NOTHING, NOTHING]),
+    AnyFindResponse(results=None),
+    AnyFindResponse(results=[["nonsense"]]),
+    AnyFindResponse(results=[NOTHING], node_ids=OTHER),
+    AnyFindResponse(results=[NOTHING], contacts=[5]),
+    AnyFindResponse(results=[NOTHING], node_ids=b"short", contacts=[5]),
+    AnyFindResponse(results=[NOTHING], node_id=b"short"),
+    AnyFindResponse(results=[[0, b"", 0.0, [-1]]]),
+    AnyFindResponse(results=[[0, b"", 0.0, list(range(1000))]]),
+    AnyFindResponse(results=[[17, b"", 0.0, []]]),
+]
+
+
+@pytest.mark.parametrize("answer", HOSTILE_ANSWERS, ids=lambda value: repr(value)[:70])
+@in_virtual_time
+async def test_hostile_answers_count_as_none(answer):
+    swarm = Swarm()
+    caller = await make_protocol(swarm)
+    p2p: P2P = await swarm.p2p()
+    await impostor(answer)().add_p2p_handlers(p2p)
+    caller.p2p.add_addresses(p2p.peer_id, await p2p.get_visible_maddrs())
+    assert await caller.call_find(p2p.peer_id, [KEY]) is None
+    assert len(caller.routing_table) == 0
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        FindResult(Found.PLAIN, b"v", math.nan, [99]),
+        FindResult(Found.PLAIN, b"v", math.inf, [0, 1]),
+        FindResult(Found.PLAIN, b"v", -1.0, []),
+        FindResult(Found.DICTIONARY, b"v", 2e9, []),
+        FindResult(Found.TOO_MUCH, b"v", 2e9, []),
+    ],
+    ids=repr,
+)
+@in_virtual_time
+async def test_impossible_finds_count_as_nothing(result):
+    swarm = Swarm()
+    caller = await make_protocol(swarm)
+    p2p = await swarm.p2p()
+    contact = pack_contact(NodeContact(p2p.peer_id.to_bytes(), []))
+    response = FindResponse(results=[result], node_ids=OTHER, contacts=[contact], node_id=OTHER)
+    await impostor(response)().add_p2p_handlers(p2p)
+    caller.p2p.add_addresses(p2p.peer_id, await p2p.get_visible_maddrs())
+    record = (await caller.call_find(p2p.peer_id, [KEY])).records[KEY]
+    assert record.value is None
+    assert record.expiration_time == -math.inf
+    assert all(neighbor == int.from_bytes(OTHER, "big") for neighbor in record.neighbors)
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_full_bucket_drops_its_dead_for_a_newcomer():
+    swarm = Swarm()
+    settings = {"bucket_size": 2, "depth_modulo": 1, "wait_timeout": 1}
+    server = await make_protocol(swarm, **settings)
+    rng = random.Random(0)
+    far_away = server.node_id ^ 2**159
+    others = []
+    for _ in range(4):
+        others.append(await make_protocol(swarm, **settings))
+        others[-1].node_id = DHTID(far_away ^ rng.getrandbits(150))
+        await introduce(others[-1], server)
+    near = await make_protocol(swarm, **settings)
+    near.node_id = DHTID(server.node_id ^ 1)
+    await introduce(near, server)
+    await near.call_ping(server.p2p.peer_id)
+    first, second, third, fourth = others
+    for other in (first, second):
+        await other.call_ping(server.p2p.peer_id)
+    await third.call_ping(server.p2p.peer_id)
+    await asyncio.sleep(2)
+    assert third.node_id not in dict(server.routing_table), "the oldest one is alive and stays"
+    await first.p2p.shutdown()
+    await second.call_ping(server.p2p.peer_id)
+    await asyncio.sleep(10)
+    await fourth.call_ping(server.p2p.peer_id)
+    await asyncio.sleep(2)
+    members = dict(server.routing_table)
+    assert first.node_id not in members
+    assert second.node_id in members
+    assert fourth.node_id in members, "the latest replacement moves up"
+
+
+@in_virtual_time
+async def test_nothing_goes_on_after_the_shutdown():
+    caller, server = await pair()
+    await server.shutdown()
+    await server.shutdown()
+    assert await caller.call_ping(server.p2p.peer_id) is None, "no handlers any more"
+    task = server.spawn(asyncio.sleep(100))
+    await asyncio.sleep(0.01)
+    assert task.cancelled()
