@@ -21,6 +21,7 @@ from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True)
 class StepPlan:
     """How the parts of a global step overlap with training."""

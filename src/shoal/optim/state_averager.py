@@ -361,13 +361,14 @@ class TrainingStateAverager(DecentralizedAverager):
     def _apply_finished_jobs(self, unfinished: StateJob | None = None) -> None:
         """Put results into the model: averages of finished jobs, and optimizer steps also of ``unfinished``."""
         finished = [job for job in self._jobs if job.finished.done()]
-        averaged = any(job.averaging_done for job in finished)
+        averaged = [job for job in finished if job.averaging_done]
         if averaged or any(job.optimizer_done for job in [*finished, unfinished] if job is not None):
             # a round in progress holds the tensors: local steps must not wait for it
             access = self.get_tensors() if averaged or self.reuse_tensors else contextlib.nullcontext()
             with access, self._state_lock:
-                if averaged:
-                    self._contents.take_averaged(as_difference=self.delta_rule_averaging)
+                if averaged:  # only one at a time averages
+                    meanwhile = self.delta_rule_averaging and averaged[-1].request.delay_averaging
+                    self._contents.take_averaged(as_difference=meanwhile)
                 self._contents.update_main_parameters()
         for job in [*finished, unfinished]:
             if job is not None:

@@ -1,0 +1,133 @@
+"""Four peers together make the very steps that one process makes on the same samples."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from shoal.optim import Optimizer
+from tests.optim.conftest import in_parallel, wait_until
+
+EPOCHS = 5
+PEERS = 4
+
+OPTIMIZERS: dict[str, Callable] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+}
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+
+
+def make_data(shares: Sequence[Sequence[int]]) -> list[list[list[torch.Tensor]]]:
+    """For every epoch and peer its batches."""
+    torch.manual_seed(42)
+    return [[[torch.randn(size, 10) for size in sizes] for sizes in shares] for _ in range(EPOCHS)]
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(batch), batch[:, :3].sin())
+
+
+def train_alone(make_optimizer: Callable, schedule: Callable | None, data) -> torch.nn.Module:
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    scheduler = schedule(optimizer) if schedule else None
+    for epoch in data:
+        optimizer.zero_grad()
+        loss_of(model, torch.cat([batch for peer in epoch for batch in peer])).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model
+
+
+def contribute(opt: Optimizer, model: torch.nn.Module, batches: Sequence[torch.Tensor]) -> None:
+    """Give this peer's share of an epoch, all of it and nothing more, however fast or slow the others are."""
+    for number, batch in enumerate(batches):
+        opt.zero_grad()
+        loss_of(model, batch).backward()
+        if number < len(batches) - 1:
+            opt.grad_averager.accumulate_grads_(len(batch))  # step() might go to the next epoch before the rest
+        else:
+            opt.step(batch_size=len(batch))
+
+
+def finish_epoch(opt: Optimizer, epoch: int) -> None:
+    """Take part in the global step without new samples."""
+    pause = threading.Event()
+    while opt.local_epoch == epoch:
+        opt.step(batch_size=0)
+        pause.wait(0.002)
+
+
+def train_together(make_dhts, closing, data, clients: int = 0, **options) -> list[torch.nn.Module]:
+    target = sum(len(batch) for peer in data[0] for batch in peer)
+    models = [make_model() for _ in range(PEERS)]
+    options = {"run_id": "run", "matchmaking_time": 10.0, "averaging_timeout": 30.0, **options}
+    factory = options.pop("optimizer")
+    opts = [
+        closing(Optimizer(dht=dht, target_batch_size=target, optimizer=factory(model.parameters()), **options))
+        for dht, model in zip(make_dhts(PEERS, clients=clients), models, strict=True)
+    ]
+
+    def run(index: int) -> None:
+        opt, model = opts[index], models[index]
+        for epoch, shares in enumerate(data):
+            contribute(opt, model, shares[index])
+            if epoch == 0:
+                wait_until(lambda: opt.tracker.expected_group_size == PEERS, "all peers know each other")
+            finish_epoch(opt, epoch)
+
+    in_parallel(*(lambda i=i: run(i) for i in range(PEERS)))
+    for opt in opts:
+        opt.state_averager.finish_jobs(10)
+        assert opt.local_epoch == EPOCHS
+        assert len(opt.grad_averager.last_round.peers) == PEERS
+        assert opt.grad_averager.last_round.failed_peers == ()
+    return models
+
+
+def check_agreement(models: Sequence[torch.nn.Module], reference: torch.nn.Module) -> None:
+    for model in models:
+        for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            difference = (found - expected).abs().max() / expected.abs().max()
+            assert difference < 1e-6, f"{name} differs by {difference:.2g}"
+    for model in models[1:]:
+        for found, first in zip(model.parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(found, first), "peers differ from each other"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_synchronous_training_equals_training_alone(make_dhts, closing, name):
+    data = make_data([[8]] * PEERS)
+    reference = train_alone(OPTIMIZERS[name], None, data)
+    models = train_together(make_dhts, closing, data, optimizer=OPTIMIZERS[name], delay_state_averaging=False)
+    check_agreement(models, reference)
+
+
+@pytest.mark.parametrize("delay_state_averaging", [False, True])
+def test_unequal_shares_with_a_client_and_a_schedule(make_dhts, closing, delay_state_averaging):
+    data = make_data([[2], [1, 5], [10], [4, 4, 6]])
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+    reference = train_alone(OPTIMIZERS["adamw"], schedule, data)
+    models = train_together(
+        make_dhts,
+        closing,
+        data,
+        clients=1,
+        optimizer=OPTIMIZERS["adamw"],
+        scheduler=schedule,
+        delay_state_averaging=delay_state_averaging,
+    )
+    check_agreement(models, reference)

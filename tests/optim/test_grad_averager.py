@@ -1,0 +1,210 @@
+"""Accumulating gradients, and averaging them with other peers by samples."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from shoal.averaging import AveragingStage
+from shoal.clock import get_dht_time
+from shoal.errors import AveragingError
+from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.gradient_accumulator import GradientAccumulator
+from tests.optim.conftest import in_parallel, wait_until
+
+
+def make_parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(3, 4, dtype=dtype)), torch.nn.Parameter(torch.randn(5, dtype=dtype))]
+
+
+def set_grads(parameters, value: float) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def mean_of(accumulator: GradientAccumulator) -> list[torch.Tensor]:
+    targets = [torch.full_like(p, torch.nan).detach() for p in accumulator.parameters]
+    accumulator.write_mean(targets)
+    return targets
+
+
+def test_every_sample_counts_the_same():
+    parameters = make_parameters()
+    accumulator = GradientAccumulator(parameters)
+    for batch_size, value in [(4, 1.0), (8, 1.0), (4, 5.0)]:
+        set_grads(parameters, value)
+        accumulator.add(batch_size)
+    assert (accumulator.samples, accumulator.batches) == (16, 3)
+    for mean in mean_of(accumulator):
+        assert torch.equal(mean, torch.full_like(mean, 2.0))
+    accumulator.reset()
+    assert all(torch.equal(mean, torch.zeros_like(mean)) for mean in mean_of(accumulator))
+
+
+def test_it_equals_the_gradient_of_the_whole_batch():
+    torch.manual_seed(1)
+    model = torch.nn.Linear(6, 3).double()
+    data = torch.randn(20, 6).double()
+    accumulator = GradientAccumulator(list(model.parameters()))
+    for part in data.split([3, 7, 10]):
+        model.zero_grad()
+        model(part).square().mean().backward()
+        accumulator.add(len(part))
+    model.zero_grad()
+    model(data).square().mean().backward()
+    for mean, parameter in zip(mean_of(accumulator), model.parameters(), strict=True):
+        torch.testing.assert_close(mean, parameter.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_missing_gradients_are_zero_and_stay_missing():
+    parameters = make_parameters()
+    accumulator = GradientAccumulator(parameters)
+    parameters[0].grad = torch.ones(3, 4)
+    accumulator.add(2)
+    assert parameters[1].grad is None
+    means = mean_of(accumulator)
+    assert torch.equal(means[0], torch.ones(3, 4))
+    assert torch.equal(means[1], torch.zeros(5))
+
+
+def test_half_precision_is_summed_in_single_precision():
+    parameters = make_parameters(torch.float16)
+    accumulator = GradientAccumulator(parameters)
+    for _ in range(100):
+        set_grads(parameters, 1000.0)  # the sum is beyond the range of fp16
+        accumulator.add(1)
+    assert accumulator.buffers[0].dtype == torch.float32
+    assert mean_of(accumulator)[0].dtype == torch.float16
+    assert torch.equal(mean_of(accumulator)[0], torch.full((3, 4), 1000.0).half())
+
+
+def test_reused_buffers_hold_the_sum_that_backward_makes(caplog):
+    parameters = make_parameters()
+    accumulator = GradientAccumulator(parameters, reuse_grad_buffers=True)
+    for _ in range(2):
+        sum(p.sum() for p in parameters).backward()
+        accumulator.add(4)
+    grads = [p.grad for p in parameters]
+    assert all(torch.equal(mean, torch.ones_like(mean)) for mean in mean_of(accumulator))
+    assert accumulator.buffers[0] is grads[0]
+    with caplog.at_level(logging.WARNING):
+        accumulator.add(3)
+        accumulator.add(2)
+    assert caplog.text.count("every batch counts the same") == 1
+    accumulator.reset()
+    assert parameters[0].grad is grads[0]
+    assert grads[0].sum() == 0
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_empty_batches_are_refused(batch_size):
+    with pytest.raises(ValueError, match="batch_size"):
+        GradientAccumulator(make_parameters()).add(batch_size)
+
+
+def make_averagers(make_dhts, closing, count: int, **options) -> list[GradientAverager]:
+    options = {"prefix": "grads", "min_matchmaking_time": 2.0, "start": True, **options}
+    return [closing(GradientAverager(make_parameters(), dht=dht, **options)) for dht in make_dhts(count)]
+
+
+@pytest.mark.parametrize("reuse_grad_buffers", [False, True])
+def test_peers_average_by_samples(make_dhts, closing, reuse_grad_buffers):
+    averagers = make_averagers(make_dhts, closing, 3, reuse_grad_buffers=reuse_grad_buffers)
+    when = get_dht_time() + 5.0
+    controls = [averager.schedule_step(when, expected_group_size=3) for averager in averagers]
+    for index, averager in enumerate(averagers):
+        for _ in range(index + 1):
+            if reuse_grad_buffers:
+                (sum(p.sum() for p in averager.parameters) * (index + 1.0)).backward()
+            else:
+                set_grads(averager.parameters, index + 1.0)
+            averager.accumulate_grads_(batch_size=4)
+        assert averager.local_samples_accumulated == 4 * (index + 1)
+        assert averager.local_times_accumulated == index + 1
+    wait_until(lambda: all(c.stage == AveragingStage.AWAITING_TRIGGER for c in controls), "the group is complete")
+    assert get_dht_time() < when, "as soon as everybody expected is there"
+    results = in_parallel(*(lambda a=a, c=c: a.step(control=c) for a, c in zip(averagers, controls, strict=True)))
+    assert all(len(result) == 3 for result in results)
+    expected = (4 * 1 + 8 * 2 + 12 * 3) / 24
+    for averager in averagers:
+        assert averager.local_samples_accumulated == 0
+        before = [parameter.grad for parameter in averager.parameters]
+        with averager.use_averaged_gradients():
+            for parameter in averager.parameters:
+                torch.testing.assert_close(parameter.grad, torch.full_like(parameter, expected))
+        assert all(p.grad is grad for p, grad in zip(averager.parameters, before, strict=True))
+
+
+def test_missing_gradients_are_missing_again_after_use(make_dhts, closing):
+    (averager,) = make_averagers(make_dhts, closing, 1)
+    averager.parameters[0].grad = torch.ones(3, 4)
+    averager.accumulate_grads_(2)
+    averager.load_accumulators_into_averager_()
+    with averager.use_averaged_gradients():
+        assert averager.parameters[1].grad.sum() == 0
+    assert averager.parameters[1].grad is None
+
+
+def test_a_failed_round_leaves_the_local_mean(make_dhts, closing):
+    (averager,) = make_averagers(make_dhts, closing, 1, min_matchmaking_time=0.1, request_timeout=0.05)
+    for batch_size, value in [(1, 4.0), (3, 0.0)]:
+        set_grads(averager.parameters, value)
+        averager.accumulate_grads_(batch_size)
+    with pytest.raises(AveragingError, match="group"):
+        averager.step(timeout=0.5, reset_accumulators=False)
+    assert averager.local_samples_accumulated == 4
+    with averager.use_averaged_gradients():
+        assert torch.equal(averager.parameters[0].grad, torch.ones(3, 4))
+
+
+def test_controls_are_used_once_and_bring_their_own_options(make_dhts, closing):
+    (averager,) = make_averagers(make_dhts, closing, 1)
+    with pytest.raises(AssertionError, match="weight"):
+        averager.schedule_step(weight=1.0)
+    control = averager.schedule_step(timeout=5)
+    with pytest.raises(RuntimeError, match="allow_retries"):
+        averager.step(control=control, allow_retries=False)
+    assert averager.step(control=control, wait=False) is control
+    with pytest.raises(AssertionError, match="used before"):
+        averager.step(control=control)
+    control.cancel()
+
+
+def test_forgotten_results_and_accumulators_are_reported(make_dhts, closing, caplog):
+    (averager,) = make_averagers(make_dhts, closing, 1)
+    set_grads(averager.parameters, 1.0)
+    averager.accumulate_grads_(1)
+    with caplog.at_level(logging.WARNING):
+        averager.step(wait=False, reset_accumulators=False).cancel()
+        assert caplog.text == ""
+        averager.accumulate_grads_(1)
+        averager.accumulate_grads_(1)
+        assert caplog.text.count("reset_accumulated_grads_") == 1
+        averager.step(wait=False).cancel()
+    assert "not used" in caplog.text
+
+
+def test_bad_buffers_are_refused(make_dhts):
+    (dht,) = make_dhts(1)
+    parameters = make_parameters()
+    with pytest.raises(ValueError, match="shape"):
+        GradientAverager(
+            parameters, dht=dht, prefix="p", start=False, averaged_grads=[torch.zeros(3, 4), torch.zeros(4)]
+        )
+    with pytest.raises(ValueError, match="1 averaged_grads for 2"):
+        GradientAverager(parameters, dht=dht, prefix="p", start=False, averaged_grads=[torch.zeros(3, 4)])
+    with pytest.raises(ValueError, match="accumulate_grads_on"):
+        GradientAverager(
+            parameters, dht=dht, prefix="p", start=False, reuse_grad_buffers=True, accumulate_grads_on="cpu"
+        )
+
+
+def test_a_factory_presets_options(make_dhts, closing):
+    (dht,) = make_dhts(1)
+    factory = GradientAverager.get_factory(warn=False)
+    averager = closing(factory(make_parameters(), dht=dht, prefix="p", start=True))
+    assert isinstance(averager, GradientAverager)
+    assert averager.warn is False

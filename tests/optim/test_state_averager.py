@@ -1,0 +1,381 @@
+"""Optimizer steps, averaging of parameters in all modes, and the download of the state."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from shoal.optim.state_averager import TrainingStateAverager
+from tests.optim.conftest import in_parallel, wait_until
+
+OPTIONS = {"prefix": "state", "min_matchmaking_time": 5.0, "start": True}
+MODES = {
+    "default": {},
+    "reuse": {"reuse_tensors": True},
+    "offload": {"offload_optimizer": True},
+    "offload without reuse": {"offload_optimizer": True, "reuse_tensors": False},
+    "delta rule": {"delta_rule_averaging": True},
+    "delta rule, offload": {"delta_rule_averaging": True, "offload_optimizer": True, "reuse_tensors": False},
+}
+
+
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(4, 3).to(dtype)
+
+
+def adam(groups) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, lr=0.1)
+
+
+def values(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def set_grads(model: torch.nn.Module, value: float) -> None:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, value)
+
+
+@pytest.fixture
+def make_averagers(make_dhts, closing):
+    def make(models, **options) -> list[TrainingStateAverager]:
+        options = {"optimizer": adam, **OPTIONS, **options}
+        return [
+            closing(TrainingStateAverager(dht=dht, params=model.parameters(), **options))
+            for dht, model in zip(make_dhts(len(models)), models, strict=True)
+        ]
+
+    return make
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_step_then_average(make_averagers, mode):
+    models = [make_model(seed) for seed in range(2)]
+    averagers = make_averagers(models, **MODES[mode])
+    references = [make_model(seed) for seed in range(2)]
+    for reference, grad in zip(references, (1.0, -2.0), strict=True):
+        set_grads(reference, grad)
+        adam(reference.parameters()).step()
+    set_grads(models[0], 1.0)
+    set_grads(models[1], -2.0)
+    step = {"increment_epoch": True, "optimizer_step": True, "zero_grad": True, "averaging_round": True}
+    in_parallel(*(lambda a=a: a.step(**step, averaging_opts={"expected_group_size": 2}) for a in averagers))
+    for index, parameter in enumerate(zip(*(model.parameters() for model in references), strict=True)):
+        mean = (parameter[0] + parameter[1]).detach() / 2
+        for model in models:
+            torch.testing.assert_close(list(model.parameters())[index].detach(), mean)
+    assert [averager.local_epoch for averager in averagers] == [1, 1]
+    assert all(p.grad is None for model in models for p in model.parameters())
+    assert torch.equal(
+        torch.cat([v.flatten() for v in values(models[0])]), torch.cat([v.flatten() for v in values(models[1])])
+    )
+
+
+@pytest.mark.parametrize("mode", ["default", "offload", "offload without reuse"])
+def test_averaging_in_the_background_is_applied_at_a_later_step(make_averagers, mode):
+    models = [make_model(seed) for seed in range(2)]
+    before = [values(model) for model in models]
+    averagers = make_averagers(models, **MODES[mode])
+    for averager in averagers:
+        averager.step(averaging_round=True, delay_averaging=True, averaging_opts={"expected_group_size": 2})
+    wait_until(lambda: all(a.last_round is not None for a in averagers), "the round is over")
+    for averager in averagers:
+        wait_until(lambda a=averager: not a.averaging_in_progress, "the work in the background is done")
+    for model, old in zip(models, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(values(model), old, strict=True)), "not behind the user's back"
+    for averager in averagers:
+        averager.step()
+    for index, old in enumerate(zip(*before, strict=True)):
+        for model in models:
+            torch.testing.assert_close(values(model)[index], (old[0] + old[1]) / 2)
+
+
+def test_local_steps_survive_averaging_with_the_delta_rule(make_averagers):
+    models = [make_model(seed) for seed in range(2)]
+    averagers = make_averagers(models, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), delta_rule_averaging=True)
+    before = [values(model) for model in models]
+    controls = [averager.schedule_step(expected_group_size=2) for averager in averagers]
+    averagers[0].step(averaging_round=True, delay_averaging=True, averaging_control=controls[0])
+    for _ in range(3):  # the other peer is not there yet: these steps happen in the middle of the round
+        set_grads(models[0], 1.0)
+        averagers[0].step(optimizer_step=True)
+    assert averagers[0].averaging_in_progress
+    averagers[1].step(averaging_round=True, averaging_control=controls[1])
+    averagers[0].finish_jobs()
+    for index, old in enumerate(zip(*before, strict=True)):
+        mean = (old[0] + old[1]) / 2
+        torch.testing.assert_close(values(models[0])[index], mean - 3.0)
+        torch.testing.assert_close(values(models[1])[index], mean)
+
+
+def test_steps_in_the_background(make_averagers):
+    (model,) = models = [make_model()]
+    (averager,) = make_averagers(models, offload_optimizer=True, scheduler=lambda o: StepLR(o, 1, gamma=0.5))
+    before = values(model)
+    set_grads(model, 1.0)
+    averager.step(increment_epoch=True, optimizer_step=True, zero_grad=False, delay_optimizer_step=True)
+    assert averager.local_epoch == 1
+    averager.finish_jobs()
+    reference = make_model()
+    set_grads(reference, 1.0)
+    adam(reference.parameters()).step()
+    for now, expected, old in zip(values(model), values(reference), before, strict=True):
+        torch.testing.assert_close(now, expected)
+        assert not torch.equal(now, old)
+    assert averager.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_trigger_that_fails_stops_everything(make_averagers):
+    (model,) = models = [make_model()]
+    (averager,) = make_averagers(models, reuse_tensors=True)
+    before = values(model)
+    control = averager.schedule_step()
+    set_grads(model, 1.0)
+
+    def fail() -> None:
+        raise RuntimeError("no gradients today")
+
+    with pytest.raises(RuntimeError, match="no gradients today"):
+        averager.step(optimizer_step=True, averaging_round=True, averaging_control=control, wait_for_trigger=fail)
+    assert control.cancelled()
+    assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
+
+
+def test_a_failed_round_leaves_local_values(make_averagers, caplog):
+    (model,) = models = [make_model()]
+    (averager,) = make_averagers(models, min_matchmaking_time=0.1, request_timeout=0.05)
+    before = values(model)
+    with caplog.at_level(logging.WARNING):
+        averager.step(averaging_round=True, averaging_opts={"timeout": 0.5})
+    assert "not averaged" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
+    averager.step()
+    assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
+
+
+@pytest.mark.parametrize("reuse_tensors", [False, True])
+def test_statistics_and_further_tensors_are_averaged(make_averagers, reuse_tensors):
+    models = [make_model(seed) for seed in range(2)]
+    extras = [torch.full((2,), float(seed)) for seed in range(2)]
+    averagers = [
+        make_averagers(
+            [model], reuse_tensors=reuse_tensors, average_opt_statistics=["exp_avg_sq"], extra_tensors=[extra]
+        )[0]
+        for model, extra in zip(models, extras, strict=True)
+    ]
+    for averager, model, grad in zip(averagers, models, (1.0, 3.0), strict=True):
+        set_grads(model, grad)
+        averager.step(optimizer_step=True)
+    squares = [[s["exp_avg_sq"].clone() for s in a.optimizer.state.values()] for a in averagers]
+    in_parallel(
+        *(lambda a=a: a.step(averaging_round=True, averaging_opts={"expected_group_size": 2}) for a in averagers)
+    )
+    for averager, extra in zip(averagers, extras, strict=True):
+        assert extra.tolist() == [0.5, 0.5]
+        for state, a, b in zip(averager.optimizer.state.values(), *squares, strict=True):
+            torch.testing.assert_close(state["exp_avg_sq"], (a + b) / 2)
+
+
+def test_the_largest_epoch_can_be_adopted(make_averagers):
+    models = [make_model(seed) for seed in range(2)]
+    averagers = make_averagers(models, sync_epoch_when_averaging=True)
+    averagers[1].local_epoch = 7
+    in_parallel(
+        *(lambda a=a: a.step(averaging_round=True, averaging_opts={"expected_group_size": 2}) for a in averagers)
+    )
+    assert [averager.local_epoch for averager in averagers] == [7, 7]
+
+
+def test_half_precision_models_are_averaged_in_single_precision(make_averagers):
+    models = [make_model(seed, torch.bfloat16) for seed in range(2)]
+    expected = [((a.float() + b.float()) / 2).bfloat16() for a, b in zip(*map(values, models), strict=True)]
+    averagers = make_averagers(models)
+    in_parallel(
+        *(lambda a=a: a.step(averaging_round=True, averaging_opts={"expected_group_size": 2}) for a in averagers)
+    )
+    for model in models:
+        assert all(torch.equal(a, b) for a, b in zip(values(model), expected, strict=True))
+
+
+# --- the state --------------------------------------------------------------------------------------------------------
+
+
+def wait_for_donor(averager: TrainingStateAverager, donor: TrainingStateAverager) -> None:
+    key = f"{averager.prefix}.all_averagers"
+    donor_id = donor.peer_id.to_bytes()
+
+    def declared() -> bool:
+        found = averager.dht.get(key, latest=True)
+        return found is not None and donor_id in found.value and found.value[donor_id].value is not None
+
+    wait_until(declared, "the donor has declared itself")
+
+
+@pytest.mark.parametrize("mode", ["default", "reuse", "offload"])
+def test_a_newcomer_gets_everything(make_averagers, mode):
+    models = [make_model(seed) for seed in range(2)]
+    extras = [torch.full((2,), float(seed)) for seed in range(2)]
+    donor, joiner = (
+        make_averagers(
+            [model],
+            scheduler=lambda o: StepLR(o, 1, gamma=0.5),
+            extra_tensors=[extra],
+            declare_state_period=1,
+            **MODES[mode],
+        )[0]
+        for model, extra in zip(models, extras, strict=True)
+    )
+    for _ in range(3):
+        set_grads(models[0], 1.0)
+        donor.step(increment_epoch=True, optimizer_step=True)
+    wait_for_donor(joiner, donor)
+    assert joiner.load_state_from_peers(timeout=10) is True
+    assert joiner.local_epoch == 3
+    assert joiner.optimizer.param_groups[0]["lr"] == donor.optimizer.param_groups[0]["lr"] == 0.0125
+    assert extras[1].tolist() == [0.0, 0.0]
+    assert all(torch.equal(a, b) for a, b in zip(*map(values, models), strict=True))
+    for averager, model in zip((donor, joiner), models, strict=True):
+        set_grads(model, 2.0)
+        averager.step(increment_epoch=True, optimizer_step=True)
+    assert joiner.optimizer.param_groups[0]["lr"] == donor.optimizer.param_groups[0]["lr"] == 0.00625
+    assert all(torch.equal(a, b) for a, b in zip(*map(values, models), strict=True)), "statistics are the same, too"
+
+
+def test_schedules_follow_the_epoch(make_averagers):
+    models = [make_model(seed) for seed in range(2)]
+    donor, joiner = make_averagers(models, scheduler=lambda o: LambdaLR(o, lambda step: 1 / max(step, 1)))
+    donor.local_epoch = 1337
+    wait_for_donor(joiner, donor)
+    assert joiner.load_state_from_peers(timeout=10)
+    assert joiner.local_epoch == 1337
+    assert joiner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 1337)
+
+
+def test_older_and_foreign_states_are_refused(make_averagers, caplog):
+    models = [make_model(seed) for seed in range(2)]
+    donor, joiner = make_averagers(models)
+    wait_for_donor(joiner, donor)
+    before = values(models[1])
+    joiner.local_epoch = 5
+    with caplog.at_level(logging.WARNING):
+        assert joiner.load_state_from_peers(timeout=10) is False
+        assert "older" in caplog.text
+        donor.local_epoch = 9
+        metadata, tensors, _ = donor.get_current_state()
+        hostile = [
+            (None, tensors),
+            ({}, tensors),
+            ({**metadata, "epoch": "9"}, tensors),
+            ({**metadata, "epoch": True}, tensors),
+            ({**metadata, "epoch": -1}, tensors),
+            ({**metadata, "epoch": 2**70}, tensors),
+            ({**metadata, "optimizer_metadata": None}, tensors),
+            (metadata, tensors[:1]),
+            (metadata, tensors[::-1]),
+            (metadata, [torch.zeros(10**6), *tensors[1:]]),
+        ]
+        for given_metadata, given_tensors in hostile:
+            assert joiner._load_state(given_metadata, given_tensors) is False
+    assert joiner.local_epoch == 5
+    assert all(torch.equal(a, b) for a, b in zip(values(models[1]), before, strict=True))
+    assert joiner._load_state({**metadata, "scheduler": "nonsense"}, tensors) is True
+    assert joiner.local_epoch == 9
+
+
+def test_without_a_donor_nothing_changes(make_averagers):
+    (averager,) = make_averagers([make_model()])
+    assert averager.load_state_from_peers(timeout=10) is False
+    assert averager.load_state_from_peers(wait=False, timeout=10).result(10) is False
+
+
+def test_newcomers_never_get_half_a_step(make_averagers):
+    """The epoch that is shipped counts the optimizer's steps in the shipped parameters."""
+    (model,) = models = [make_model()]
+    (averager,) = make_averagers(models, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), offload_optimizer=True)
+    start = values(model)[0]
+    set_grads(model, 1.0)
+    for _ in range(20):
+        averager.step(increment_epoch=True, optimizer_step=True, delay_optimizer_step=True)
+        metadata, tensors, infos = averager.get_current_state()
+        torch.testing.assert_close(tensors[0], start - metadata["epoch"])
+        assert len(infos) == len(tensors)
+    averager.finish_jobs()
+    assert averager.get_current_state()[0]["epoch"] == 20
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"reuse_tensors": True, "delta_rule_averaging": True}, "reuse_tensors"),
+        ({"optimizer": "adam"}, "optimizer instance"),
+        ({"params": None}, "params="),
+        ({"params": []}, "empty"),
+        ({"custom_gradients": True}, "offload"),
+        ({"parameter_names": ["one"]}, "parameter_names"),
+        ({"average_opt_statistics": ["nonsense"]}, "nonsense"),
+    ],
+    ids=str,
+)
+def test_contradicting_arguments(make_dhts, options, text):
+    (dht,) = make_dhts(1)
+    arguments = {"params": make_model().parameters(), "optimizer": adam, **OPTIONS, **options}
+    with pytest.raises(ValueError, match=text):
+        TrainingStateAverager(dht=dht, **arguments)
+
+
+def test_instances_and_functions_do_not_mix(make_dhts):
+    (dht,) = make_dhts(1)
+    model = make_model()
+    optimizer = adam(model.parameters())
+    with pytest.raises(ValueError, match="function"):
+        TrainingStateAverager(dht=dht, optimizer=optimizer, offload_optimizer=True, **OPTIONS)
+    with pytest.raises(ValueError, match="scheduler"):
+        TrainingStateAverager(
+            dht=dht, optimizer=adam, params=model.parameters(), scheduler=StepLR(optimizer, 1), **OPTIONS
+        )
+    weight = model.weight
+    with pytest.raises(AssertionError, match="more than once"):
+        TrainingStateAverager(dht=dht, optimizer=adam, params=[{"params": [weight]}, {"params": [weight]}], **OPTIONS)
+
+
+def test_frozen_models_are_worth_a_warning(make_averagers, caplog):
+    model = make_model()
+    model.weight.requires_grad_(False)
+    with caplog.at_level(logging.WARNING):
+        make_averagers([model])
+    assert "do not require gradients" in caplog.text
+
+
+def test_names_come_with_named_parameters(make_dhts, closing):
+    (dht,) = make_dhts(1)
+    averager = closing(
+        TrainingStateAverager(dht=dht, optimizer=adam, params=make_model().named_parameters(), **OPTIONS)
+    )
+    assert averager.parameter_names == ("weight", "bias")
+    assert [info.key for info in averager.tensor_infos] == ["weight", "bias"]
+
+
+def test_contradicting_steps(make_averagers):
+    (averager,) = make_averagers([make_model()])
+    bad_steps = [
+        {"optimizer_step": True, "delay_optimizer_step": True},
+        {"optimizer_step": True, "delay_optimizer_step": True, "delay_averaging": False},
+        {"averaging_control": averager.schedule_step()},
+        {"wait_for_trigger": lambda: None},
+        {"wait_for_trigger": lambda: None, "optimizer_step": True},
+        {"averaging_round": True, "wait_for_delayed_updates": False},
+        {"averaging_round": True, "apply_delayed_updates": False},
+        {"optimizer_step": True, "wait_for_delayed_updates": False},
+    ]
+    for arguments in bad_steps:
+        with pytest.raises(ValueError, match=r"."):
+            averager.step(**arguments)
+    with pytest.raises(NotImplementedError, match="grad_scaler"):
+        averager.step(grad_scaler=object())
