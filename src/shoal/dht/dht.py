@@ -242,8 +242,8 @@ class DHT:
             ReactorError: this DHT is shut down, belongs to the parent process, or a blocking call was made inside the
                 background loop.
         """
-        coroutine = self._service.get(key, latest, **kwargs)
-        return self.portal.submit(coroutine) if return_future else self.portal.call(coroutine)
+        run = self.portal.submit if return_future else self.portal.call
+        return run(self._service.get(key, latest, **kwargs))
 
     @overload
     def store(
@@ -294,8 +294,8 @@ class DHT:
             ReactorError: as for :meth:`get`.
             TypeError, ValueError: the key or value cannot be packed, is too large, or cannot expire then.
         """
-        coroutine = self._service.store(key, value, expiration_time, subkey, **kwargs)
-        return self.portal.submit(coroutine) if return_future else self.portal.call(coroutine)
+        run = self.portal.submit if return_future else self.portal.call
+        return run(self._service.store(key, value, expiration_time, subkey, **kwargs))
 
     @overload
     def run_coroutine(
@@ -317,8 +317,8 @@ class DHT:
                 for the next coroutine, but does not show here.
             return_future: return at once; cancelling the future cancels the coroutine.
         """
-        coroutine = self._service.run(coro)
-        return self.portal.submit(coroutine) if return_future else self.portal.call(coroutine)
+        run = self.portal.submit if return_future else self.portal.call
+        return run(self._service.run(coro))
 
 
 class DHTHandle:
