@@ -511,7 +511,7 @@ def test_the_same_seed_gives_the_same_run_whatever_the_hash_seed():
     stories = [
         subprocess.run(
             [sys.executable, "-c", STORY],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.getcwd()},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             text=True,
             check=True,
