@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -433,3 +434,62 @@ def test_validators_added_to_running_peers(two):
 
     one.run_coroutine(add)
     assert len(one.node.protocol.record_validator._validators[0]._schemas) == 3
+
+
+# --- forking ----------------------------------------------------------------------------------------------------------
+
+FORK = """
+import os, time
+from shoal.clock import get_dht_time
+from shoal.dht import DHT
+from shoal.errors import ReactorError
+
+dht = DHT(start=True)
+client = DHT(initial_peers=dht.get_visible_maddrs(), start=True, client_mode=True)
+known = (dht.peer_id, dht.client_mode, dht.get_visible_maddrs(), client.peer_id, client.client_mode)
+
+async def nothing(dht, node):
+    return None
+
+pid = os.fork()
+if pid == 0:
+    status = 1
+    try:
+        start = time.monotonic()
+        assert known == (dht.peer_id, dht.client_mode, dht.get_visible_maddrs(), client.peer_id, client.client_mode)
+        assert dht.get_visible_maddrs(latest=True) == known[2]
+        for use in (
+            lambda: dht.get("key"),
+            lambda: dht.get("key", return_future=True),
+            lambda: dht.store("key", 1, get_dht_time() + 10),
+            lambda: dht.run_coroutine(nothing),
+            lambda: dht.add_validators([]),
+            lambda: dht.node,
+            lambda: dht.p2p,
+        ):
+            try:
+                use()
+            except ReactorError as e:
+                assert "fork" in str(e), e
+            else:
+                raise AssertionError("it worked in the child")
+        assert not dht.is_alive()
+        dht.shutdown()
+        own = DHT(initial_peers=dht.get_visible_maddrs(), start=True)
+        assert own.peer_id != dht.peer_id
+        assert own.store("key", "from the child", get_dht_time() + 10)
+        own.shutdown()
+        assert time.monotonic() - start < 5
+        status = 0
+    finally:
+        os._exit(status)
+assert os.waitpid(pid, 0)[1] == 0, "the child failed"
+assert dht.get("key", latest=True).value == "from the child"
+client.shutdown()
+dht.shutdown()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_knows_the_facts_and_nothing_else_works():
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK], check=True, timeout=30)

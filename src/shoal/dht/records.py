@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shoal.clock import DHTExpiration
+from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.messages import MAX_RECORDS_PER_STORE, MAX_SUBKEY_BYTES, MAX_VALUE_BYTES, Found
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue, Subkey
@@ -16,6 +16,12 @@ from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, Recor
 from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
+
+MAX_RECORD_BYTES_IN_MEMORY = 2**28
+"""A node refuses records when it holds this much, so that nobody can fill its memory."""
+_SECONDS_BETWEEN_COUNTS = 5.0
+_OVERHEAD_BYTES = 300
+"""What a record takes besides its value, roughly."""
 
 REQUEST_BYTES = 3 * 2**18
 """Records for one node are sent in requests of about this size at most."""
@@ -110,6 +116,14 @@ def check_subkey(subkey: Subkey, packed: bytes) -> None:
         raise ValueError(f"{subkey!r} cannot be a subkey: use str, bytes, numbers or tuples of them")
 
 
+def _count_bytes(storage: DHTLocalStorage) -> int:
+    size = 0
+    for item in storage.values():
+        entries = [item] if isinstance(item.value, bytes) else item.value.values()
+        size += sum(len(entry.value) + _OVERHEAD_BYTES for entry in entries)
+    return size
+
+
 class LocalRecords:
     """Storage, cache and the validator that guards both.
 
@@ -122,6 +136,8 @@ class LocalRecords:
         self.storage = DHTLocalStorage()
         self.cache = DHTLocalStorage(maxsize=cache_size)
         self.record_validator = record_validator
+        self._bytes = 0  # at least as much as there is: replaced and expired records are still counted
+        self._next_count = -math.inf
 
     def is_valid(self, record: DHTRecord) -> bool:
         """Whether the validator accepts a record."""
@@ -129,6 +145,22 @@ class LocalRecords:
 
     def keep(self, record: NewRecord) -> bool:
         """Put a record into storage or cache, if it is valid and newer than what is there."""
+        size = len(record.value) + len(record.subkey) + _OVERHEAD_BYTES
+        if not self._has_room_for(size):
+            return False
+        is_kept = self._keep(record)
+        self._bytes += size * is_kept
+        return is_kept
+
+    def _has_room_for(self, size: int) -> bool:
+        if self._bytes + size > MAX_RECORD_BYTES_IN_MEMORY and get_dht_time() >= self._next_count:
+            self._bytes = _count_bytes(self.storage) + _count_bytes(self.cache)
+            if self._bytes + size > MAX_RECORD_BYTES_IN_MEMORY:
+                self._next_count = get_dht_time() + _SECONDS_BETWEEN_COUNTS
+                logger.warning("this node holds %d bytes of records and refuses more until some expire", self._bytes)
+        return self._bytes + size <= MAX_RECORD_BYTES_IN_MEMORY
+
+    def _keep(self, record: NewRecord) -> bool:
         storage = self.cache if record.in_cache else self.storage
         key_id, packed_subkey, value, expiration_time, _ = record
         try:

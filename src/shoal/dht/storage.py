@@ -158,6 +158,11 @@ class TimedStorage(Generic[KeyType, ValueType]):
         self._drop_outdated()
         return iter(list(self._data.items()))
 
+    def values(self) -> list[ValueWithExpiration[ValueType]]:
+        """Values with expirations, as they are at this moment."""
+        self._drop_outdated()
+        return list(self._data.values())
+
     def top(self) -> tuple[KeyType, ValueWithExpiration[ValueType]] | tuple[None, None]:
         """The item that expires first, or ``(None, None)``."""
         self._drop_outdated()

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shoal.clock import get_dht_time
+from shoal.dht import records
+from shoal.dht.records import LocalRecords, NewRecord, check_expiration, check_subkey, pack_value, split_into_requests
+from shoal.dht.routing import DHTID
+from shoal.dht.storage import DictionaryDHTValue
+from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY
+from shoal.serializer import MSGPackSerializer
+from tests.dht.virtual_time import in_virtual_time
+
+
+def later(seconds: float) -> float:
+    return get_dht_time() + seconds
+
+
+def plain(number: int, size: int, seconds: float, in_cache: bool = False) -> NewRecord:
+    return NewRecord(DHTID(number), PLAIN_VALUE, b"x" * size, later(seconds), in_cache)
+
+
+@in_virtual_time
+async def test_a_node_that_is_full_refuses_records_until_some_expire(monkeypatch, caplog):
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES_IN_MEMORY", 10_000)
+    here = LocalRecords(cache_size=None, record_validator=None)
+    kept = [here.keep(plain(number, 1000, 10 + number, in_cache=number % 2 == 1)) for number in range(12)]
+    assert kept == [True] * 7 + [False] * 5
+    assert "refuses more" in caplog.text
+    assert len(here.storage) + len(here.cache) == 7
+    await asyncio.sleep(11.5)
+    assert here.keep(plain(20, 1000, 10)), "two have expired"
+    assert here.keep(plain(21, 1000, 10))
+    assert not here.keep(plain(22, 1000, 10))
+
+
+@in_virtual_time
+async def test_replacing_records_takes_no_room(monkeypatch):
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES_IN_MEMORY", 10_000)
+    here = LocalRecords(cache_size=None, record_validator=None)
+    for number in range(100):
+        assert here.keep(plain(1, 1000, 10 + number))
+        assert here.keep(NewRecord(DHTID(2), MSGPackSerializer.dumps("s"), b"y" * 100, later(10 + number)))
+        await asyncio.sleep(1)
+
+
+def test_requests_are_neither_too_large_nor_too_many():
+    many = [plain(number, 10, 5) for number in range(600)]
+    batches = list(split_into_requests(many))
+    assert [len(batch) for batch in batches] == [256, 256, 88]
+    assert [record for batch in batches for record in batch] == many
+    large = [plain(number, 400_000, 5) for number in range(3)]
+    assert [len(batch) for batch in split_into_requests(large)] == [1, 1, 1]
+    assert list(split_into_requests([])) == []
+
+
+def test_packing_values():
+    assert pack_value(b"plain") == (PLAIN_VALUE, b"plain")
+    dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()
+    dictionary.store("s", b"v", later(5))
+    marker, packed = pack_value(dictionary)
+    assert marker == WHOLE_DICTIONARY
+    assert DictionaryDHTValue.unpackb(packed).get("s") == dictionary.get("s")
+
+
+def test_expirations_of_any_number_type():
+    import numpy as np
+
+    for value in (5, 5.0, np.float32(5), np.int64(5)):
+        checked = check_expiration(value)
+        assert checked == 5.0
+        assert type(checked) is float
+    for value in (None, "5", True, [5]):
+        with pytest.raises(TypeError, match="must be a number"):
+            check_expiration(value)
+
+
+@pytest.mark.parametrize("subkey", ["", 0, False, 1.5, b"", (), ("a", (1, b"b")), "x" * 4000])
+def test_usable_subkeys(subkey):
+    check_subkey(subkey, MSGPackSerializer.dumps(subkey))
+
+
+@pytest.mark.parametrize("subkey", [None, [1], {}, float("nan"), (float("nan"),), "x" * 5000])
+def test_useless_subkeys(subkey):
+    with pytest.raises(ValueError, match="subkey"):
+        check_subkey(subkey, MSGPackSerializer.dumps(subkey))
