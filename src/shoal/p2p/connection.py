@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from shoal.clock import get_dht_time, timeout
-from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
+from shoal.clock import timeout
+from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.metrics import Metrics
-from shoal.p2p.peer_id import PeerID
+from shoal.p2p.limits import HeaderMemory
 from shoal.p2p.transport import Buffer, Stream
-from shoal.p2p.wire import Header, Kind, Prefix, decode_header, pack, read_header_bytes, read_prefix, write_message
+from shoal.p2p.wire import (
+    PREFIX_BYTES,
+    READ_STEP_BYTES,
+    Header,
+    Kind,
+    Prefix,
+    decode_header,
+    pack,
+    pieces_of,
+    read_new,
+    read_prefix,
+)
 
 H = TypeVar("H", bound=Header)
 
-DRAIN_TIMEOUT = 2.0
+DRAIN_TIMEOUT = 10.0
 _DISCARD_BYTES = 2**16
+MAX_ADDRESSES_IN_HELLO = 8
 
 
 class Hello(Header):
@@ -29,6 +41,8 @@ class Hello(Header):
     agent: str = ""
     time: float = 0.0
     """The sender's DHT time."""
+    instance: bytes = b""
+    """Chosen by chance at the sender's start: tells two processes with the same identity apart."""
 
 
 class Open(Header):
@@ -45,8 +59,8 @@ class Failure(Header):
     text: str = ""
 
 
-class Nothing(Header):
-    """A header without content, for a bare end or a payload that explains itself."""
+NO_HANDLER = "no handler"
+REFUSED = "refused"
 
 
 class Connection:
@@ -56,6 +70,7 @@ class Connection:
         stream: the stream; from now on only this object uses it.
         make_hello: makes this side's greeting, sent along with its first message.
         on_hello: called with the other side's greeting.
+        memory: grants memory for large headers.
     """
 
     def __init__(
@@ -63,13 +78,22 @@ class Connection:
         stream: Stream,
         metrics: Metrics,
         make_hello: Callable[[], Hello],
-        on_hello: Callable[[PeerID, Hello], None],
+        on_hello: Callable[[Connection, Hello], None],
+        memory: HeaderMemory,
     ) -> None:
         self.stream = stream
         self.metrics = metrics
         self.remote = stream.remote
+        self.hello: Hello | None = None
+        """What the other side has told about itself, once it has."""
+        self.writing_since = 0.0
+        """When the write began that the other side holds up, in the loop's time; 0 if none."""
+        self.header_since = 0.0
+        """When the header began that is still arriving; 0 if none."""
         self._make_hello: Callable[[], Hello] | None = make_hello
         self._on_hello = on_hello
+        self._memory = memory
+        self._now = asyncio.get_running_loop().time
         self._unsent = b""
 
     @property
@@ -81,34 +105,66 @@ class Connection:
         self._unsent += pack(Kind.OPEN, Open(handler=handler))
         return Call(self)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Something waits to leave together with the next message."""
+        return bool(self._unsent)
+
     def _take_unsent(self) -> bytes:
         unsent, self._unsent = self._unsent, b""
         if self._make_hello is not None:
             unsent, self._make_hello = pack(Kind.HELLO, self._make_hello()) + unsent, None
         return unsent
 
-    async def send(self, kind: Kind, header: Header, *payload: Buffer, end: bool = False) -> None:
-        sent = await write_message(self.stream, kind, header, *payload, end=end, before=self._take_unsent())
-        self.metrics.bytes_sent += sent
+    async def send(self, kind: Kind, header: Header | None, *payload: Buffer, end: bool = False) -> None:
+        """Send one message; without a header it says nothing but that this side has ended."""
+        message = pack(kind, header, sum(map(len, payload)), end=end)
+        await self._write(self._take_unsent() + message, payload)
 
     async def flush(self) -> None:
         """Send what waits for a first item, such as the opening of a call that begins with listening."""
         unsent = self._take_unsent()
         if unsent:
-            await self.stream.write(unsent)
-            self.metrics.bytes_sent += len(unsent)
+            await self._write(unsent, ())
+
+    async def _write(self, head: bytes, payload: tuple[Buffer, ...]) -> None:
+        try:
+            for piece in pieces_of(head, payload) if payload else ((head,),):
+                self.writing_since = self._now()
+                await self.stream.write(*piece)
+        except BaseException:
+            self.stream.abort()  # half a message may have left: nobody can make sense of what would follow
+            raise
+        finally:
+            self.writing_since = 0.0
+        self.metrics.bytes_sent += len(head) + sum(map(len, payload))
 
     async def receive(self) -> tuple[Prefix, bytearray]:
         """The next message's prefix and header; its payload, if any, is still to be read."""
         while True:
             prefix = await read_prefix(self.stream)
-            raw = await read_header_bytes(self.stream, prefix)
-            self.metrics.bytes_received += 12 + len(raw) + prefix.payload_bytes
+            raw = await self._receive_header(prefix.header_bytes)
+            self.metrics.bytes_received += PREFIX_BYTES + len(raw) + prefix.payload_bytes
             if prefix.kind is not Kind.HELLO:
                 return prefix, raw
-            if prefix.payload_bytes:
-                raise ProtocolError("a greeting with a payload")
-            self._on_hello(self.remote, decode_header(raw, Hello))
+            if prefix.payload_bytes or self.hello is not None:
+                raise ProtocolError("a greeting with a payload, or a second one")
+            self.hello = decode_header(raw, Hello)
+            self._on_hello(self, self.hello)
+
+    async def _receive_header(self, size: int) -> bytearray:
+        self.header_since = self._now()
+        try:
+            if size <= READ_STEP_BYTES:
+                return await read_new(self.stream, size)
+            if not self._memory.take(self.remote, size):
+                raise ProtocolError(f"a header of {size} bytes, too much beside the others that are still arriving")
+            try:
+                return await read_new(self.stream, size)
+            finally:
+                self._memory.give_back(self.remote, size)
+        finally:
+            self.header_since = 0.0
 
     async def receive_open(self) -> str:
         """The handler that the other side wants to call."""
@@ -161,7 +217,8 @@ class Call:
     async def send_end(self) -> None:
         """Say that nothing more will come from this side. Idempotent."""
         if not self.sent_end:
-            await self.send(Nothing(), end=True)
+            self.sent_end = True
+            await self.connection.send(Kind.ITEM, None, end=True)
 
     async def send_failure(self, failure: Failure) -> None:
         """End this side by telling why the call failed."""
@@ -175,6 +232,7 @@ class Call:
         Raises:
             P2PHandlerError: the other side's handler raised.
             P2PDaemonError: the other side has no such handler.
+            DialError: the other side refuses this peer, and says why.
             ProtocolError: not such a message.
             StreamClosedError: the connection ended in the middle.
         """
@@ -182,7 +240,7 @@ class Call:
             return None
         if self.payload_size:
             raise RuntimeError(f"{self.payload_size} bytes of payload are unread: read them before the next message")
-        if self.connection._unsent:
+        if self.connection.has_unsent:
             await self.connection.flush()
         prefix, raw = await self.connection.receive()
         self.received_end = prefix.is_end
@@ -191,13 +249,15 @@ class Call:
             raise self._as_exception(decode_header(raw, Failure))
         if prefix.kind is not Kind.ITEM:
             raise ProtocolError(f"expected the next message of a call, got {prefix.kind.name}")
-        if prefix.is_end and len(raw) == 1 and not prefix.payload_bytes:  # an empty map: a bare end
+        if prefix.is_end and not raw and not prefix.payload_bytes:
             return None
         return decode_header(raw, header_type)
 
     def _as_exception(self, failure: Failure) -> Exception:
-        if failure.code == "no handler":
+        if failure.code == NO_HANDLER:
             return P2PDaemonError(f"peer {self.remote} has no handler for this call: {failure.text}")
+        if failure.code == REFUSED:
+            return DialError(f"peer {self.remote} refuses this connection: {failure.text}")
         return P2PHandlerError(f"peer {self.remote}: {failure.type}: {failure.text}")
 
     async def read_payload_into(self, buffer: memoryview) -> None:
@@ -221,9 +281,8 @@ class Call:
         """
         if self.payload_size > max_bytes:
             raise ProtocolError(f"peer {self.remote} sent a payload of {self.payload_size} bytes, over {max_bytes}")
-        buffer = bytearray(self.payload_size)
-        await self.read_payload_into(memoryview(buffer))
-        return buffer
+        size, self.payload_size = self.payload_size, 0
+        return await read_new(self.connection.stream, size)
 
     async def drain(self) -> None:
         """Discard what the other side still sends, for a short while, so that it can read why the call failed."""
@@ -239,8 +298,3 @@ class Call:
                     self.payload_size -= piece
         except (asyncio.TimeoutError, TimeoutError, StreamClosedError):
             return
-
-
-def make_hello(addresses: list[Any], agent: str) -> Hello:
-    """This side's greeting."""
-    return Hello(addresses=[str(address) for address in addresses], agent=agent, time=get_dht_time())

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import os
 
-_open_sockets: set[int] = set()
+_owners: dict[int, object] = {}
+"""Open sockets by file descriptor. The system gives a descriptor to the next socket before the loop has told the owner
+of the last one that it is closed."""
 
 
-def own_socket(descriptor: int) -> None:
+def own_socket(descriptor: int, owner: object) -> None:
     """Remember an open socket, by its file descriptor."""
-    _open_sockets.add(descriptor)
+    _owners[descriptor] = owner
 
 
-def disown_socket(descriptor: int) -> None:
+def disown_socket(descriptor: int, owner: object) -> None:
     """Forget a socket that is closed or about to be."""
-    _open_sockets.discard(descriptor)
+    if _owners.get(descriptor) is owner:
+        del _owners[descriptor]
 
 
 def _give_up_sockets_of_parent() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in _open_sockets:
+    for descriptor in _owners:
         os.dup2(nowhere, descriptor)  # not os.close: a leftover of its former owner may close it again
     os.close(nowhere)
-    _open_sockets.clear()
+    _owners.clear()
 
 
 if hasattr(os, "register_at_fork"):

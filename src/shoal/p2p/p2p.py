@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from shoal.clock import get_dht_time
 from shoal.clock import timeout as time_limit
 from shoal.errors import BootstrapError, DialError, P2PDaemonError, ProtocolError, ShoalError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook
-from shoal.p2p.connection import Call, Connection, Failure, Hello, make_hello
+from shoal.p2p.connection import Call, Connection, Failure, Hello
 from shoal.p2p.identity import Identity
+from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PeerID, PeerInfo, split_peer_address
 from shoal.p2p.pool import ConnectionPool
@@ -79,6 +81,7 @@ class P2P:
         self.is_alive = True
         self._announced: list[Multiaddr] = []
         self._addresses = AddressBook()
+        self._header_memory = HeaderMemory(DEFAULT_LIMITS)
         self._handlers: dict[str, Handler] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._pool = ConnectionPool(self._connect, idle_timeout)
@@ -219,13 +222,15 @@ class P2P:
         return [PeerInfo(peer, addresses) for peer, addresses in self._addresses._known.items()]
 
     def _hello(self) -> Hello:
-        return make_hello(self._announced, AGENT)
+        return Hello(addresses=[str(address) for address in self._announced], agent=AGENT, time=get_dht_time())
 
-    def _on_hello(self, peer: PeerID, hello: Hello) -> None:
+    def _on_hello(self, connection: Connection, hello: Hello) -> None:
         if not hello.addresses:
             return
         try:
-            self._addresses.replace(peer, [address for address in hello.addresses[:8] if len(address) < 512])
+            self._addresses.replace(
+                connection.remote, [address for address in hello.addresses[:8] if len(address) < 512]
+            )
         except ValueError as e:
             raise ProtocolError(f"greeting with invalid addresses: {e}") from None
 
@@ -240,7 +245,7 @@ class P2P:
         if not addresses:
             raise DialError(f"no address of peer {peer} is known: it may be in client mode, or it has left")
         stream = await self._dial_first(peer, addresses)
-        return Connection(stream, self.metrics, self._hello, self._on_hello)
+        return Connection(stream, self.metrics, self._hello, self._on_hello, self._header_memory)
 
     async def _dial_first(self, peer: PeerID, addresses: list[Multiaddr]) -> Stream:
         """Dial addresses one after another, each a little later than the one before; the first success wins."""
@@ -289,7 +294,7 @@ class P2P:
             await call.send(request, end=True)
             response = await call.receive(response_type)
             if response is None:
-                response = response_type()  # a response all of whose fields have defaults is an empty map
+                raise ProtocolError(f"peer {peer} ended {handle} without an answer")
             return response
 
     @asynccontextmanager
@@ -338,7 +343,7 @@ class P2P:
 
     async def _serve(self, stream: Stream) -> None:
         """Serve calls on one connection until it ends. Its end cancels this task, and with it a handler at work."""
-        connection = Connection(stream, self.metrics, self._hello, self._on_hello)
+        connection = Connection(stream, self.metrics, self._hello, self._on_hello, self._header_memory)
         try:
             while await self._serve_call(connection, await connection.receive_open()):
                 pass
@@ -392,7 +397,7 @@ async def _run_handler(handler: Handler, call: Call, context: P2PContext) -> Non
         return
     request = await call.receive(method.request_type)
     if request is None:
-        request = method.request_type()
+        raise ProtocolError("ended before the request")
     if call.payload_size or not call.received_end:
         raise ProtocolError(f"{context.handle_name} takes exactly one message without a payload")
     response = await handler.function(request, context)

@@ -4,7 +4,7 @@
 
     version  kind  flags   header length  payload length
     u8       u8    u16     u32            u32              big-endian, 12 bytes
-    header: msgpack map, decoded into a typed struct; unknown fields are ignored
+    header: msgpack map, decoded into a typed struct; unknown fields are ignored. Zero bytes of it: nothing but an end
     payload: raw bytes, such as a part of a tensor, sent from and received into the caller's memory
 
 Sizes are checked before memory is taken for them.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -25,7 +26,12 @@ from shoal.p2p.transport import Buffer, Stream
 VERSION = 1
 MAX_HEADER_BYTES = 2**20
 MAX_PAYLOAD_BYTES = 2**31
+WRITE_PIECE_BYTES = 2**18
+"""Payloads go to the stream in pieces of this size: a slow reader holds up the writer early, and caches stay warm."""
+READ_STEP_BYTES = 2**16
+"""Memory for something larger grows with what has arrived, not with what the other side claims to send."""
 _PREFIX = struct.Struct(">BBHII")
+PREFIX_BYTES = _PREFIX.size
 
 
 class Kind(IntEnum):
@@ -77,13 +83,13 @@ def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:
         raise ProtocolError(f"invalid {header_type.__name__}: {e}") from None
 
 
-def pack(kind: Kind, header: Header, payload_bytes: int = 0, *, end: bool = False) -> bytes:
-    """Prefix and header of a message; the payload is to follow.
+def pack(kind: Kind, header: Header | None, payload_bytes: int = 0, *, end: bool = False) -> bytes:
+    """Prefix and header of a message; the payload is to follow. Without a header: nothing but an end.
 
     Raises:
         ProtocolError: too large to send.
     """
-    encoded = _encoder.encode(header)
+    encoded = b"" if header is None else _encoder.encode(header)
     if len(encoded) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise ProtocolError(
             f"a message of {len(encoded)} + {payload_bytes} bytes is over the limit of {MAX_HEADER_BYTES} for its "
@@ -92,14 +98,17 @@ def pack(kind: Kind, header: Header, payload_bytes: int = 0, *, end: bool = Fals
     return _PREFIX.pack(VERSION, kind, Flag.END if end else Flag.NONE, len(encoded), payload_bytes) + encoded
 
 
-async def write_message(
-    stream: Stream, kind: Kind, header: Header, *payload: Buffer, end: bool = False, before: bytes = b""
-) -> int:
-    """Send a message, after the bytes ``before`` if any; returns the number of bytes sent."""
-    payload_bytes = sum(map(len, payload))
-    head = before + pack(kind, header, payload_bytes, end=end)
-    await stream.write(head, *payload)
-    return len(head) + payload_bytes
+def pieces_of(head: bytes, payload: Sequence[Buffer]) -> Iterator[Sequence[Buffer]]:
+    """What to write at a time: the head together with the first piece of the payload, then the other pieces."""
+    waiting: list[Buffer] = [head]
+    for buffer in payload:
+        view = memoryview(buffer)
+        for start in range(0, len(view), WRITE_PIECE_BYTES):
+            waiting.append(view[start : start + WRITE_PIECE_BYTES])
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
 
 
 async def read_prefix(stream: Stream) -> Prefix:
@@ -123,9 +132,14 @@ async def read_prefix(stream: Stream) -> Prefix:
     return Prefix(known, bool(flags & Flag.END), header_bytes, payload_bytes)
 
 
-async def read_header_bytes(stream: Stream, prefix: Prefix) -> bytearray:
-    """Receive the header that belongs to a prefix."""
-    raw = bytearray(prefix.header_bytes)
-    if raw:
-        await stream.read_exactly_into(memoryview(raw))
-    return raw
+async def read_new(stream: Stream, size: int) -> bytearray:
+    """Receive a number of bytes into new memory, which is taken only as they arrive."""
+    data = bytearray(min(size, READ_STEP_BYTES))
+    filled = 0
+    while True:
+        with memoryview(data) as whole, whole[filled:] as rest:
+            await stream.read_exactly_into(rest)
+        filled = len(data)
+        if filled == size:
+            return data
+        data.extend(bytes(min(filled, size - filled)))

@@ -1,0 +1,138 @@
+"""TLS 1.3 with mutual proof of identity.
+
+The listener's certificate is made from its Ed25519 key, so the TLS handshake itself proves who it is; the dialler
+compares the key with the peer it wanted. Python's ``ssl`` cannot ask for a client certificate that no authority
+signed, so the dialler proves itself inside the channel: the listener sends a 32-byte nonce, the dialler answers
+with its public key and a signature over a label, the listener's peer id, the SHA-256 of the listener's certificate,
+and the nonce. Because the certificate is part of what is signed, the proof is worth nothing on any other channel.
+Nothing else is read before it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import hashlib
+import os
+import socket
+import ssl
+import tempfile
+from pathlib import Path
+
+from shoal.errors import DialError, IdentityMismatchError, StreamClosedError
+from shoal.p2p.identity import SIGNATURE_BYTES, Identity, peer_id_of_certificate, verify_signature
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.peer_id import PUBLIC_KEY_BYTES, PeerID
+from shoal.p2p.tcp_stream import TcpStream
+
+ALPN = "shoal/1"
+PROOF_LABEL = b"shoal/1 dialler proof:"
+NONCE_BYTES = 32
+PROOF_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
+HANDSHAKE_TIMEOUT = 5.0
+"""Seconds for connecting, TLS and the proof together; also how long a listener waits for an unproven dialler."""
+BUSY_ALERT = bytes([21, 3, 3, 0, 2, 2, 49])
+"""A TLS record: alert, fatal, access denied. For a host that causes more handshakes than its share."""
+
+
+def proof_message(listener: PeerID, certificate_der: bytes, nonce: bytes) -> bytes:
+    """What the dialler signs."""
+    return PROOF_LABEL + listener.to_bytes() + hashlib.sha256(certificate_der).digest() + nonce
+
+
+def _base_context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols([ALPN])
+    return context
+
+
+@functools.cache
+def dialler_context() -> ssl.SSLContext:
+    """TLS settings for dialling anybody."""
+    context = _base_context(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the key is compared with the expected peer id, which is stronger
+    return context
+
+
+def listener_context(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
+    """TLS settings for listening as somebody, and the certificate that dialling peers will see."""
+    context = _base_context(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0
+    certificate, key = identity.certificate_pem()
+    with tempfile.TemporaryDirectory(prefix="shoal-") as directory:  # the ssl module loads keys from files only
+        path = Path(directory, "identity.pem")
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(key + certificate)
+        context.load_cert_chain(path)
+    return context, ssl.PEM_cert_to_DER_cert(certificate.decode())
+
+
+async def verify_dialler(stream: TcpStream, listener: PeerID, certificate_der: bytes) -> PeerID | None:
+    """The listener's half of the proof: who has dialled, or ``None`` if the proof is wrong.
+
+    Raises:
+        StreamClosedError: the dialler left.
+    """
+    nonce = os.urandom(NONCE_BYTES)
+    await stream.write(nonce)
+    proof = bytearray(PROOF_BYTES)
+    await stream.read_exactly_into(memoryview(proof))
+    public_key, signature = bytes(proof[:PUBLIC_KEY_BYTES]), bytes(proof[PUBLIC_KEY_BYTES:])
+    message = proof_message(listener, certificate_der, nonce)
+    return PeerID.from_public_key(public_key) if verify_signature(public_key, signature, message) else None
+
+
+async def prove_to_listener(stream: TcpStream, identity: Identity, address: Multiaddr, expected_peer: PeerID) -> None:
+    """The dialler's half: check who answers, then prove who asks.
+
+    Raises:
+        IdentityMismatchError: somebody else answers.
+        DialError: no shoal peer answers.
+        StreamClosedError: the listener left.
+    """
+    ssl_object = stream.ssl_object()
+    if ssl_object.selected_alpn_protocol() != ALPN:
+        raise DialError(f"{address}: something else answers there: it speaks TLS but is no shoal peer")
+    certificate = ssl_object.getpeercert(binary_form=True) or b""
+    found = peer_id_of_certificate(certificate)
+    if found != expected_peer:
+        who = "a peer without an Ed25519 key" if found is None else f"peer {found}"
+        raise IdentityMismatchError(
+            f"{address}: wrong identity: {who} answers there, not {expected_peer}; "
+            "ask for its current address, or correct the part after /p2p/"
+        )
+    nonce = bytearray(NONCE_BYTES)
+    await stream.read_exactly_into(memoryview(nonce))
+    signature = identity.sign(proof_message(expected_peer, certificate, bytes(nonce)))
+    await stream.write(identity.public_key + signature)
+
+
+def explain(error: BaseException) -> str:
+    """What went wrong with a dial, in words for somebody who looks at an address list."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused: nothing listens there, or a firewall rejects it"
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        return f"no answer within {HANDSHAKE_TIMEOUT:g} s: nothing is there, a firewall drops it, or it speaks no TLS"
+    if isinstance(error, socket.gaierror):
+        return f"the host name cannot be resolved ({error.strerror})"
+    if isinstance(error, ssl.SSLError):
+        return _explain_tls(error)
+    if isinstance(error, (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, StreamClosedError)):
+        return "the connection was closed during the handshake: it is probably no shoal peer, or it has no time for you"
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL):
+            return f"no route to that host ({error.strerror})"
+        return f"{error.strerror or error}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _explain_tls(error: ssl.SSLError) -> str:
+    text = f"{error.reason} {error}"
+    if "ALERT_ACCESS_DENIED" in text:
+        return "refused: that peer takes no new connections from this host for now, there were too many at a time"
+    if any(sign in text for sign in ("WRONG_VERSION_NUMBER", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE")):
+        return f"something else answers there: it does not speak TLS ({error.reason})"
+    return f"the TLS handshake failed, so it is probably no shoal peer ({error.reason or error})"

@@ -1,0 +1,128 @@
+"""Accepting TCP connections one by one, so that each may be judged before anything is spent on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from shoal.p2p.fork_safety import disown_socket, own_socket
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+ACCEPTED_AT_ONCE = 32
+"""Connections taken from the queue before other work of the loop has its turn."""
+PAUSE_SECONDS = 0.2
+"""How long nothing is accepted after the system has refused to give another socket."""
+_ABORTED = {errno.ECONNABORTED, errno.EPROTO, errno.EINTR, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
+"""Troubles of the connection that was to be accepted, not of the listener."""
+
+OnAccept = Callable[[socket.socket, str], None]
+
+
+class Listener:
+    """A bound socket that listens.
+
+    Args:
+        bound: the socket; closed by :meth:`close`.
+        on_accept: gets each connection, non-blocking, and the address of its other side.
+        on_exhaustion: called when the system has no more sockets to give.
+    """
+
+    def __init__(self, bound: socket.socket, on_accept: OnAccept, on_exhaustion: Callable[[], None]) -> None:
+        self._socket = bound
+        self._on_accept = on_accept
+        self._on_exhaustion = on_exhaustion
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        bound.setblocking(False)
+        bound.listen(BACKLOG)
+        self.address: tuple[str, int] = bound.getsockname()[:2]
+        self.family = bound.family
+        own_socket(bound.fileno(), self)
+        try:
+            self._loop.add_reader(bound.fileno(), self._accept_some)
+        except NotImplementedError:  # the loop of Windows
+            self._task = self._loop.create_task(self._keep_accepting())
+
+    def _accept_some(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, address = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                if e.errno not in _ABORTED:
+                    self._wait_for_sockets(e)
+                    return
+            else:
+                self._hand_over(connection, address)
+
+    def _hand_over(self, connection: socket.socket, address: Any) -> None:
+        connection.setblocking(False)
+        self._on_accept(connection, address[0])
+
+    def _wait_for_sockets(self, error: OSError) -> None:
+        logger.warning("cannot accept a connection: %s; trying again in %g s", error.strerror, PAUSE_SECONDS)
+        self._on_exhaustion()
+        descriptor = self._socket.fileno()
+        self._loop.remove_reader(descriptor)
+        self._pause = self._loop.call_later(PAUSE_SECONDS, self._loop.add_reader, descriptor, self._accept_some)
+
+    async def _keep_accepting(self) -> None:
+        while True:
+            try:
+                connection, address = await self._loop.sock_accept(self._socket)
+            except OSError as e:
+                if e.errno not in _ABORTED:
+                    logger.warning("cannot accept a connection: %s", e.strerror)
+                    self._on_exhaustion()
+                    await asyncio.sleep(PAUSE_SECONDS)
+            else:
+                self._hand_over(connection, address)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        elif self._socket.fileno() != -1:
+            self._loop.remove_reader(self._socket.fileno())
+        disown_socket(self._socket.fileno(), self)
+        self._socket.close()
+
+
+async def bind(host: str, port: int, family: socket.AddressFamily) -> list[socket.socket]:
+    """Sockets bound to the addresses of a host; with port 0 all of them get the same free one.
+
+    Raises:
+        OSError: it is not possible.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    bound: list[socket.socket] = []
+    try:
+        for each_family, kind, protocol, _, address in dict.fromkeys(found):
+            each = socket.socket(each_family, kind, protocol)
+            bound.append(each)
+            if os.name == "posix":  # elsewhere it would let two listeners share a port
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if each_family == socket.AF_INET6:
+                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            each.bind((address[0], port or bound[0].getsockname()[1], *address[2:]))
+    except BaseException:
+        for each in bound:
+            each.close()
+        raise
+    return bound

@@ -1,0 +1,217 @@
+"""One TCP connection with TLS as a stream.
+
+Bulk data is received straight into the buffer where it is needed (:class:`asyncio.BufferedProtocol`), and written as
+views of the caller's memory, which TLS encrypts at once: when a write returns, the caller may change them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import cast
+
+from shoal.errors import StreamClosedError
+from shoal.p2p.fork_safety import disown_socket, own_socket
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.transport import Buffer, Stream
+
+WRITE_HIGH_WATER = 2 * 2**20
+"""Encrypted bytes that may wait for the network before a writer has to."""
+RECEIVE_BUFFER_BYTES = 4 * 2**10
+"""For what arrives while nobody reads: enough for most messages, and little to copy in front of a large payload."""
+JOIN_BYTES = 2**16
+CLOSE_TIMEOUT = 2.0
+
+
+class TcpStream(Stream, asyncio.BufferedProtocol):
+    """A connection as a stream: incoming bytes go to the waiting reader's buffer, or to a small one of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._gathers = False
+        self._descriptor = -1
+        self._own = bytearray(RECEIVE_BUFFER_BYTES)
+        self._own_view = memoryview(self._own)
+        self._start = self._end = 0  # what has arrived and is unread: _own[_start:_end]
+        self._target: memoryview | None = None  # what the reader still waits for
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._write_paused = self._read_paused = False
+        self._closed = False
+        self._reason = "the other side closed the connection"
+        self._close_callback: Callable[[], object] | None = None
+        self._closing: asyncio.TimerHandle | None = None
+        self.remote_address: Multiaddr | None = None
+
+    # --- asyncio.BufferedProtocol -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        if self._closed:  # given up before the handshake was over
+            self._transport.abort()
+            return
+        self._gathers = type(transport).__module__.startswith("uvloop")
+        self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
+        self._descriptor = transport.get_extra_info("socket").fileno()
+        own_socket(self._descriptor, self)
+        peer_name = transport.get_extra_info("peername")
+        if peer_name:
+            self.remote_address = address_of(peer_name[0], peer_name[1])
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._target is not None:
+            return self._target
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == len(self._own):
+            self._make_room()
+        return self._own_view[self._end :]
+
+    def _make_room(self) -> None:
+        rest = self._own[self._start : self._end]
+        if len(rest) == len(self._own):  # the loop had more at hand when it was asked to pause
+            self._own = rest + bytes(len(rest))
+            self._own_view = memoryview(self._own)
+        self._own_view[: len(rest)] = rest
+        self._start, self._end = 0, len(rest)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._target is not None:
+            self._target = self._target[nbytes:]
+            if not len(self._target):
+                self._target = None
+                if self._reader is not None and not self._reader.done():
+                    self._reader.set_result(None)
+            return
+        self._end += nbytes
+        if self._end - self._start == len(self._own) and not self._read_paused and self._transport is not None:
+            self._read_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        disown_socket(self._descriptor, self)
+        if self._closing is not None:
+            self._closing.cancel()
+        if exc is not None and not self._closed:
+            self._reason = f"the connection broke: {type(exc).__name__}: {exc}"
+        self._end_now()
+
+    def pause_writing(self) -> None:
+        self._write_paused = True
+
+    def resume_writing(self) -> None:
+        self._write_paused = False
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_result(None)
+
+    # --- Stream -------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._closing is not None
+
+    async def read_exactly_into(self, buffer: memoryview) -> None:
+        taken = min(len(buffer), self._end - self._start)
+        if taken:
+            buffer[:taken] = self._own_view[self._start : self._start + taken]
+            self._start += taken
+        if taken == len(buffer):
+            return
+        if self._closed:
+            raise StreamClosedError(self._reason)
+        self._target = buffer[taken:]
+        self._reader = self._loop.create_future()
+        self._resume_reading()
+        try:
+            await self._reader
+            if self._target is not None:
+                raise StreamClosedError(self._reason)
+        except asyncio.CancelledError:
+            # bytes of a message are already in the caller's buffer: the stream has lost its place and is of no more use
+            self.abort()
+            raise
+        finally:
+            self._target = self._reader = None
+
+    def _resume_reading(self) -> None:
+        if self._read_paused and self._transport is not None and not self._closed:
+            self._read_paused = False
+            self._transport.resume_reading()
+
+    async def write(self, *buffers: Buffer) -> None:
+        if self.closed or self._transport is None:
+            raise StreamClosedError(self._reason)
+        if len(buffers) == 1:
+            self._transport.write(buffers[0])
+        elif self._gathers:
+            self._transport.writelines(buffers)
+        elif sum(map(len, buffers)) < JOIN_BYTES:
+            self._transport.write(b"".join(buffers))
+        else:  # the standard library would copy all of it into one piece
+            for buffer in buffers:
+                self._transport.write(buffer)
+        while self._write_paused:
+            self._writer = self._loop.create_future()
+            try:
+                await self._writer
+            finally:
+                self._writer = None
+            if self._closed:
+                raise StreamClosedError(self._reason)
+
+    def on_closed(self, callback: Callable[[], object] | None) -> None:
+        self._close_callback = callback
+        if self._closed and callback is not None:
+            self._loop.call_soon(self._call_back)
+
+    def _call_back(self) -> None:
+        callback, self._close_callback = self._close_callback, None
+        if callback is not None:
+            callback()
+
+    def _end_now(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for waiting in (self._reader, self._writer):
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+        self._call_back()
+
+    def close(self) -> None:
+        if self._transport is None or self._closed:
+            self.abort()
+        elif self._closing is None:
+            self._reason = "this side closed the connection"
+            self._closing = self._loop.call_later(CLOSE_TIMEOUT, self._transport.abort)
+            self._transport.close()
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._reason = "this side closed the connection"
+        if self._transport is not None:
+            self._transport.abort()
+        self._end_now()
+
+    # --- facts for the handshake --------------------------------------------------------------------------------------
+
+    def ssl_object(self) -> ssl.SSLObject:
+        """What TLS has found out about the other side.
+
+        Raises:
+            StreamClosedError: the connection is over already.
+        """
+        if self._transport is None or self._closed:
+            raise StreamClosedError(self._reason)
+        return cast("ssl.SSLObject", self._transport.get_extra_info("ssl_object"))
+
+
+def address_of(host: str, port: int) -> Multiaddr:
+    """The multiaddr of a socket address."""
+    host = host.partition("%")[0]  # IPv6 scope
+    return Multiaddr(f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}")
