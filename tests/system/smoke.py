@@ -26,7 +26,7 @@ def smoke(delay_state_averaging: bool = False, timeout: float = 60) -> None:
         for peer in swarm.peers:
             peer.wait_for("left", max(0.1, deadline - time.monotonic()))
         for peer in swarm.peers:
-            assert peer.wait(10) == 0, peer.errors()
+            assert peer.wait(60) == 0, peer.errors()
             check_peer(peer)
         check_agreement(swarm.peers, delay_state_averaging)
 

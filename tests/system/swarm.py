@@ -107,9 +107,11 @@ class Peer:
     def wait(self, timeout: float) -> int:
         """Wait until the process has ended by itself; returns its exit status."""
         try:
-            return self.process.wait(timeout)
+            status = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout} s: {self.events[-3:]}\n{self.errors()}") from None
+        self._reader.join()
+        return status
 
     def children(self) -> list[psutil.Process]:
         """Processes that the script has started, at any depth."""

@@ -46,12 +46,12 @@ def test_others_go_on_when_one_of_four_is_killed() -> None:
 
 
 def interrupt(peer: Peer) -> int:
-    """Press Ctrl-C and return the exit status, which must come in time."""
+    """Press Ctrl-C and return the exit status; the script must be done in time and leave no process behind."""
     children = peer.children()
-    peer.process.send_signal(signal.SIGINT)
     pressed = time.monotonic()
-    status = peer.wait(20)
-    took = time.monotonic() - pressed
+    peer.process.send_signal(signal.SIGINT)
+    status = peer.wait(60)  # longer than the limit: torch takes up to seconds for unloading, on a busy machine
+    took = peer.wait_for("gone", 1)["gone"] - pressed - sum(e["looked_for_leaks"] for e in peer.all("left"))
     assert took < INTERRUPT_LIMIT_SECONDS, f"took {took:.1f} s\n{peer.errors()}"
     orphans = [child for child in children if child.is_running()]
     assert not orphans

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import hashlib
 import json
@@ -16,14 +17,18 @@ import psutil
 import torch
 from torch import nn
 
-from shoal import DHT, Optimizer
-
 CLASSES, PIXELS = 10, 64
 LEAK_GRACE_SECONDS = 5
 
 
 def say(**event: object) -> None:
     print(json.dumps(event), flush=True)
+
+
+# Before shoal is imported, so that it runs after shoal's own exit handler. What comes after it is torch's clean-up.
+atexit.register(lambda: say(gone=time.monotonic()))
+
+from shoal import DHT, Optimizer  # noqa: E402
 
 
 def digits(generator: torch.Generator, count: int, prototypes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +124,9 @@ def main() -> None:
         train(args, opt, model)
     opt.shutdown()
     dht.shutdown()
-    say(left=left_behind())
+    down = time.monotonic()
+    left = left_behind()
+    say(left=left, looked_for_leaks=time.monotonic() - down)
 
 
 if __name__ == "__main__":
