@@ -1,0 +1,94 @@
+"""``shoal demo`` as a user sees it: real processes, a real kill, and nothing left behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.cli.main import main
+
+pytestmark = pytest.mark.timeout(180)
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts ``shoal demo`` with some options."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(*options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "shoal.cli", "demo", "--folder", str(tmp_path), *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        running.append(process)
+        return process
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if words in line:
+            return
+    pytest.fail(f"{words!r} was never said; standard error: {process.communicate()[1]}")
+
+
+def peers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def test_a_short_run_loses_a_peer_gains_a_peer_and_ends_with_equal_parameters(start: Start, tmp_path: Path) -> None:
+    process = start("--peers", "3", "--seconds", "12")
+    out, errors = process.communicate(timeout=170)
+    assert errors == ""
+    report = json.loads((tmp_path / "report.json").read_text())
+    peers = {peer["number"]: peer for peer in report["each_peer"]}
+    assert [peers[number]["state"] for number in (1, 2, 3, 4)] == ["finished", "finished", "killed", "finished"]
+    assert report["parameters_bit_identical"] is True
+    assert len({peers[number]["parameters_sha256"] for number in (1, 2, 4)}) == 1
+    assert len({peer["peer_id"] for peer in peers.values()}) == 4
+    assert report["epochs"] > 3
+    assert report["held_out_loss_nats_per_byte"] < 5.3  # guessing gives 5.55
+    assert report["joined"]["seconds_until_it_had_the_swarms_epoch"] is not None
+    assert process.returncode == (0 if report["below_bigram_entropy_at"] else 1)
+    assert len(out.strip().rpartition("\n\n")[2].splitlines()) == 10
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_peer(start: Start, number: signal.Signals) -> None:
+    process = start("--peers", "2", "--seconds", "100")
+    read_until(process, "All peers are in")
+    peers = peers_of(process)
+    assert len(peers) == 2
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors
+    assert not any(peer.is_running() for peer in peers)
+
+
+def test_peers_go_when_their_runner_is_gone(start: Start) -> None:
+    process = start("--peers", "2", "--seconds", "100")
+    read_until(process, "All peers are in")
+    peers = peers_of(process)
+    process.kill()
+    gone, alive = psutil.wait_procs(peers, timeout=20)
+    assert not alive
+    assert len(gone) == 2
+
+
+def test_a_swarm_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--peers", "1"]) == 2
+    assert "at least 2 peers, got 1" in capsys.readouterr().err
