@@ -116,8 +116,8 @@ async def test_half_precision_stays_within_its_rounding():
         await swarm.add(each, compression=Float16Compression())
     await run_round(swarm, [make_control(node, expected_group_size=3) for node in swarm.nodes])
     for each in tensors:
-        assert torch.allclose(each[0], agreed, atol=1e-3)  # half of fp16's spacing between 2 and 4
-        assert torch.allclose(each[1].double(), mean, atol=4e-3)
+        assert torch.allclose(each[0], agreed, atol=2e-3)  # half of fp16's spacing between 4 and 8
+        assert torch.allclose(each[1].double(), mean, atol=8e-3)
     await swarm.close()
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -27,9 +28,8 @@ from shoal.averaging.vector import RoundVector
 from shoal.clock import timeout
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import SerializedTensor
-from shoal.errors import AllreduceException, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.errors import AllreduceException, DialError, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
-from shoal.p2p.connection import Nothing
 from shoal.reactor import cancel_and_wait
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,11 @@ PEER_FAILURES = (
     RuntimeError,
 )
 """What another member can do to this one; none of it may end the round."""
+
+
+MAX_DIALS = 3
+REDIAL_PAUSE = 0.1
+"""Seconds before a dial is repeated the first time."""
 
 
 class AveragingMode(IntEnum):
@@ -169,15 +174,29 @@ class AllReduce:
     async def _exchange_with(self, member: int) -> None:
         """Let another member reduce its parts; whatever it does wrong costs these parts and no more."""
         try:
-            async with self.get_stub(self.group.peer_ids[member]).rpc_reduce() as call:
+            async with self._dial(member) as call:
                 await call.send(BeginReduce(group_id=self.group.group_id, weight=self.weight))
                 await both(self._send_parts(call, member), self._receive_averages(call, member))
                 await call.send_end()
                 async with timeout(self.settings.reducer_timeout):
-                    if await call.receive(Nothing) is not None:
+                    if await call.receive(PartMessage) is not None:
                         raise ProtocolError("more averages than parts")
         except PEER_FAILURES as e:
             self.member_failed(member, reason_of(e))
+
+    @asynccontextmanager
+    async def _dial(self, member: int) -> AsyncIterator[Call]:
+        """A call to a member's reducer; a dial that fails is repeated, as long as nothing has been sent."""
+        async with AsyncExitStack() as stack:
+            for attempt in range(1, MAX_DIALS + 1):
+                try:
+                    call = await stack.enter_async_context(self.get_stub(self.group.peer_ids[member]).rpc_reduce())
+                    break
+                except DialError:
+                    if attempt == MAX_DIALS:
+                        raise
+                    await asyncio.sleep(attempt * REDIAL_PAUSE)
+            yield call
 
     async def _send_parts(self, call: Call, member: int) -> None:
         for index, part in enumerate(self.vector.parts[member]):
@@ -219,7 +238,7 @@ class AllReduce:
             await both(self._take_parts(call, index), self._give_averages(call, index))
             await call.send_end()
             async with timeout(self.settings.sender_timeout):
-                if await call.receive(Nothing) is not None:
+                if await call.receive(PartMessage) is not None:
                     raise ProtocolError("more parts than agreed")
         except BaseException as e:
             self._handlers.discard(task)

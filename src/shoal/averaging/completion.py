@@ -16,25 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-
-from shoal.averaging.allreduce import PEER_FAILURES, AllReduce, AveragingMode, reason_of
+from shoal.averaging.allreduce import PEER_FAILURES, REDIAL_PAUSE, AllReduce, AveragingMode, reason_of
 from shoal.averaging.protocol import (
-    PartMessage,
-    PartStatus,
     RoundKind,
     RoundMessage,
     RoundStatus,
     StatusRequest,
 )
-from shoal.averaging.reducer import PartReducer
+from shoal.averaging.recovery import Line, Plan, Recovery, make_plan
 from shoal.clock import timeout
-from shoal.compression.base import SerializedTensor
-from shoal.errors import P2PDaemonError, ProtocolError, StreamClosedError
+from shoal.errors import DialError, P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.p2p import Call
 from shoal.reactor import cancel_and_wait, first_completed
 
@@ -46,38 +39,19 @@ RECONNECT_GRACE = 0.3
 """Seconds for which a member whose connection broke may come back before it counts as dead."""
 STATUS_PERIOD = 0.5
 """Seconds between questions to members that have not come."""
-_MAX_FOLLOW_ATTEMPTS = 2
-
-PartKey = tuple[int, int]
-"""A reducer and the index of one of its parts."""
-Ranges = list[tuple[int, int, int]]
+_MAX_FOLLOW_ATTEMPTS = 3
 
 
 @dataclass
 class _Link:
     """A member that is connected to this one."""
 
-    call: Call
+    line: Line
     weight: float
     held: list[int] | None = None
     """What it has reported; ``None`` while it is still busy."""
     obsolete: bool = False
     """Parts that it sends belong to an assignment that was called off."""
-
-
-@dataclass
-class _Plan:
-    """How the gaps of living members are filled."""
-
-    sources: dict[PartKey, int] = field(default_factory=dict)
-    """Averages that exist, and who holds them."""
-    again: list[PartKey] = field(default_factory=list)
-    """Parts that have to be reduced again, from all living senders."""
-    missing: dict[int, Ranges] = field(default_factory=dict)
-    """What each member lacks."""
-
-    def parts_missing(self, member: int) -> list[PartKey]:
-        return [(r, k) for r, start, stop in self.missing.get(member, []) for k in range(start, stop)]
 
 
 class Completion:
@@ -95,8 +69,10 @@ class Completion:
         self._gone: set[int] = set()
         """Members that have left the round after it was committed."""
         self._changed = asyncio.Event()
-        self._execution: _Execution | None = None
+        self._execution: Recovery | None = None
         self._committed = False
+        self._assignment: RoundMessage | None = None
+        """What the coordinator wants of this member now."""
 
     async def run(self) -> None:
         """Return when every living member has every average that could be saved."""
@@ -118,13 +94,15 @@ class Completion:
 
     async def _follow(self, coordinator: int) -> bool:
         """Take part under a coordinator; returns whether the round was committed."""
-        for _ in range(_MAX_FOLLOW_ATTEMPTS):
+        reason = ""
+        for attempt in range(_MAX_FOLLOW_ATTEMPTS):
+            await asyncio.sleep(attempt * REDIAL_PAUSE)
             try:
                 async with self.allreduce.get_stub(self.group.peer_ids[coordinator]).rpc_complete() as call:
                     await self._follow_call(call)
                     await call.send_end()
                 return True
-            except StreamClosedError as e:  # a connection may break without a death: try once more
+            except (StreamClosedError, DialError) as e:  # a connection may break without a death: try once more
                 reason = reason_of(e)
             except PEER_FAILURES as e:
                 reason = reason_of(e)
@@ -134,9 +112,9 @@ class Completion:
 
     async def _follow_call(self, call: Call) -> None:
         hello = RoundMessage(kind=RoundKind.HELLO, group_id=self.group.group_id, weight=self.allreduce.weight)
-        await call.send(hello)
-        helpers = [asyncio.ensure_future(self._show_life(call)), asyncio.ensure_future(self._report_when_ready(call))]
-        sending: asyncio.Task[None] | None = None
+        line = Line(call)
+        await line.send(hello)
+        helpers = [asyncio.ensure_future(self._show_life(line)), asyncio.ensure_future(self._report_when_ready(line))]
         try:
             while True:
                 async with timeout(self._silence):
@@ -148,10 +126,9 @@ class Completion:
                 if message.kind == RoundKind.FAILED:
                     self._drop(message.members)
                 elif message.kind in (RoundKind.ASSIGNMENT, RoundKind.RESTART):
-                    if sending is not None:
-                        await cancel_and_wait(sending)  # a message is handed over whole, so this ends between two
-                    sending = asyncio.ensure_future(self._fulfil(call, message))
-                    helpers.append(sending)
+                    self._assignment = message  # one that is being fulfilled ends between two parts
+                    self._changed.set()
+                    helpers.append(asyncio.ensure_future(self._fulfil(line, message)))
         finally:
             await cancel_and_wait(*helpers)
 
@@ -160,28 +137,31 @@ class Completion:
             if 0 <= member < self.group.group_size and member != self.own:
                 self.allreduce.member_failed(member, "the coordinator has lost it")
 
-    async def _show_life(self, call: Call) -> None:
+    async def _show_life(self, line: Line) -> None:
         while True:
             await asyncio.sleep(self._silence / ALIVE_PER_TIMEOUT)
-            await call.send(RoundMessage(kind=RoundKind.ALIVE))
+            await line.send(RoundMessage(kind=RoundKind.ALIVE))
 
-    async def _report_when_ready(self, call: Call) -> None:
+    async def _report_when_ready(self, line: Line) -> None:
         await self.allreduce.exchanged.wait()
-        await self._report(call)
+        await self._report(line)
 
-    async def _report(self, call: Call) -> None:
-        await call.send(RoundMessage(kind=RoundKind.REPORT, held=self.vector.held))
+    async def _report(self, line: Line) -> None:
+        await line.send(RoundMessage(kind=RoundKind.REPORT, held=self.vector.held))
 
-    async def _fulfil(self, call: Call, assignment: RoundMessage) -> None:
+    async def _fulfil(self, line: Line, assignment: RoundMessage) -> None:
         """Send the parts that the coordinator wants; report when those that it promised are here, too."""
         for reducer, start, stop in assignment.send:
             for index in range(start, stop):
-                part = self.vector.parts[reducer][index]
-                await _send(call, (reducer, index), self.vector.encode(part))
+                if self._assignment is not assignment:
+                    return
+                await line.send_part((reducer, index), self.vector.encode(self.vector.parts[reducer][index]))
         while any(self.vector.held[reducer] < stop for reducer, _, stop in assignment.expect):
             self._changed.clear()
             await self._changed.wait()
-        await self._report(call)
+            if self._assignment is not assignment:
+                return
+        await self._report(line)
 
     async def _take_part(self, call: Call, message: RoundMessage) -> None:
         reducer, part = message.reducer, message.part
@@ -197,10 +177,10 @@ class Completion:
 
     async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
         """Hold a member's call until the round is over; runs in the handler of its call."""
-        link = _Link(call, hello.weight)
+        link = _Link(Line(call), hello.weight)
         self._links[member] = link
         self._changed.set()
-        alive = asyncio.ensure_future(self._show_life(call))
+        alive = asyncio.ensure_future(self._show_life(link.line))
         try:
             while await self._serve_message(link, member):
                 pass
@@ -213,7 +193,7 @@ class Completion:
 
     async def _serve_message(self, link: _Link, member: int) -> bool:
         async with timeout(self._silence):
-            message = await link.call.receive(RoundMessage)
+            message = await link.line.call.receive(RoundMessage)
             if message is None:
                 if not self._committed:
                     raise ProtocolError("left the round early")
@@ -307,8 +287,8 @@ class Completion:
         if status is RoundStatus.FINISHED:
             self._gone.add(member)
             self._changed.set()
-        elif too_late and status is not RoundStatus.RUNNING:
-            self._declare_failed(member, "did not take part in the round")
+        elif too_late:  # it runs the round, perhaps, but it has not found its way to this coordinator
+            self._declare_failed(member, "did not come to the coordinator in time")
 
     async def _broadcast(self, message: RoundMessage, *, end: bool = False) -> None:
         await asyncio.gather(*[self._tell(link, message, end) for link in list(self._links.values())])
@@ -316,9 +296,9 @@ class Completion:
     async def _tell(self, link: _Link, message: RoundMessage, end: bool = False) -> None:
         try:
             async with timeout(self._silence):
-                await link.call.send(message, end=end)
+                await link.line.send(message, end=end)
         except PEER_FAILURES as e:
-            logger.debug("could not tell %s: %r", link.call.remote, e)  # its handler notices, too
+            logger.debug("could not tell %s: %r", link.line.call.remote, e)  # its handler notices, too
 
     async def _commit(self) -> None:
         self._committed = True
@@ -326,34 +306,16 @@ class Completion:
 
     # --- filling gaps -------------------------------------------------------------------------------------------------
 
-    def _make_plan(self) -> _Plan:
-        """What living senders lack, and where it comes from."""
+    def _make_plan(self) -> Plan:
         held = {member: link.held or [] for member, link in self._links.items()}
         held[self.own] = self.vector.held
-        living = sorted(member for member in held if member in self.allreduce.senders)
-        plan = _Plan()
-        if len(living) < 2:  # nobody to average with
-            return plan
-        for reducer, parts in enumerate(self.vector.parts):
-            counts = {member: held[member][reducer] for member in living}
-            lacking = [member for member in living if counts[member] < len(parts)]
-            if not lacking:
-                continue
-            most = max(counts.values())
-            best = self.own if counts.get(self.own) == most else max(living, key=lambda member: counts[member])
-            for index in range(min(counts[member] for member in lacking), len(parts)):
-                if index < most:
-                    plan.sources[reducer, index] = best
-                else:
-                    plan.again.append((reducer, index))
-            for member in lacking:
-                plan.missing.setdefault(member, []).append((reducer, counts[member], len(parts)))
-        return plan
+        living = {member: counts for member, counts in held.items() if member in self.allreduce.senders}
+        return make_plan(self.vector.parts, living, self.own)
 
-    async def _execute(self, plan: _Plan) -> None:
+    async def _execute(self, plan: Plan) -> None:
         """Carry out a plan; a death on the way calls it off, and everybody reports again."""
         weights = {self.own: self.allreduce.weight, **{member: link.weight for member, link in self._links.items()}}
-        execution = _Execution(self, plan, {member: link.call for member, link in self._links.items()}, weights)
+        execution = Recovery(self.allreduce, plan, {member: link.line for member, link in self._links.items()}, weights)
         self._execution = execution
         for link in self._links.values():
             link.held = None
@@ -372,94 +334,9 @@ class Completion:
         exists = 0 <= key[0] < self.group.group_size and 0 <= key[1] < len(self.vector.parts[key[0]])
         if part is None or not exists:
             raise ProtocolError("sent a part that does not exist")
-        values = await self.vector.receive(link.call, part, self.vector.parts[key[0]][key[1]])
+        values = await self.vector.receive(link.line.call, part, self.vector.parts[key[0]][key[1]])
         if self._execution is not None and not link.obsolete:
             self._execution.deliver(member, key, values)
-
-
-class _Execution:
-    """One attempt to fill gaps, at the coordinator."""
-
-    def __init__(self, completion: Completion, plan: _Plan, calls: dict[int, Call], weights: dict[int, float]) -> None:
-        self._vector, self._own, self._plan, self._calls = completion.vector, completion.own, plan, calls
-        senders = [member for member in calls if member in completion.allreduce.senders]
-        parts = [self._vector.parts[reducer][index] for reducer, index in plan.again]
-        local = [self._vector.values(part) for part in parts] if completion.allreduce.is_sender else None
-        infos = [part.info for part in parts]
-        self._reducer = PartReducer(infos, self._vector.codec, senders, local, self._own, weights)
-        self._position = {key: position for position, key in enumerate(plan.again)}
-        self._senders = senders
-        loop = asyncio.get_running_loop()
-        self._fetched: dict[PartKey, asyncio.Future[torch.Tensor | None]] = {
-            key: loop.create_future() for key in plan.sources
-        }
-        self._averages: dict[PartKey, torch.Tensor | None] = {}
-        self._failed = asyncio.Event()
-
-    def member_failed(self, member: int) -> None:
-        """A member of this attempt is dead: the attempt is over."""
-        if member in self._calls:
-            self._failed.set()
-
-    def deliver(self, member: int, key: PartKey, values: torch.Tensor | None) -> None:
-        """A part has come."""
-        waiting = self._fetched.get(key)
-        if waiting is not None and self._plan.sources[key] == member:
-            if not waiting.done():
-                waiting.set_result(values)
-        elif values is not None and key in self._position:
-            self._reducer.deliver(member, self._position[key], values)
-
-    async def run(self) -> bool:
-        """Fill the gaps; returns whether all of them are filled."""
-        work: list[Coroutine[Any, Any, None]] = [self._serve_member(member) for member in self._calls]
-        if self._own in self._plan.missing:
-            work.append(self._fill_own())
-        tasks = [asyncio.ensure_future(each) for each in work]
-        everything = asyncio.gather(*tasks)
-        try:
-            await first_completed(asyncio.shield(everything), self._failed.wait())
-            if not everything.done() or self._failed.is_set():
-                return False
-            await everything
-            return True
-        except PEER_FAILURES as e:  # a member that is dying: its handler notices, too
-            logger.debug("could not fill all gaps: %r", e)
-            return False
-        finally:
-            everything.cancel()
-            await cancel_and_wait(*tasks)
-
-    async def _serve_member(self, member: int) -> None:
-        call = self._calls[member]
-        wanted = [key for key, source in self._plan.sources.items() if source == member]
-        wanted += self._plan.again if member in self._senders else []
-        assignment = RoundMessage(
-            kind=RoundKind.ASSIGNMENT, send=_as_ranges(wanted), expect=self._plan.missing.get(member, [])
-        )
-        await call.send(assignment)
-        for key in self._plan.parts_missing(member):
-            average = await self._average(key)
-            part = self._vector.parts[key[0]][key[1]]
-            await _send(call, key, None if average is None else self._vector.codec.compress(average, part.info))
-
-    async def _fill_own(self) -> None:
-        for key in self._plan.parts_missing(self._own):
-            self._vector.take(key[0], await self._average(key))
-
-    async def _average(self, key: PartKey) -> torch.Tensor | None:
-        if key not in self._averages:
-            self._averages[key] = await self._obtain(key)
-        return self._averages[key]
-
-    async def _obtain(self, key: PartKey) -> torch.Tensor | None:
-        if key in self._position:
-            return await self._reducer.peek(self._position[key])
-        if self._vector.alpha != 1:  # whoever holds the average has already mixed it with its own values
-            return None
-        if self._plan.sources[key] == self._own:
-            return self._vector.values(self._vector.parts[key[0]][key[1]])
-        return await asyncio.shield(self._fetched[key])
 
 
 async def _receive(call: Call) -> RoundMessage:
@@ -467,24 +344,3 @@ async def _receive(call: Call) -> RoundMessage:
     if message is None:
         raise ProtocolError("the coordinator ended without a decision")
     return message
-
-
-async def _send(call: Call, key: PartKey, encoded: SerializedTensor | None) -> None:
-    reducer, index = key
-    if encoded is None:
-        part = PartMessage(index=index, status=int(PartStatus.UNCHANGED))
-        await call.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, part=part))
-    else:
-        part = PartMessage(index=index, status=int(PartStatus.VALUES), metadata=encoded.metadata)
-        await call.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, part=part), encoded.buffer)
-
-
-def _as_ranges(keys: list[PartKey]) -> Ranges:
-    """Parts as few ranges, in order."""
-    ranges: Ranges = []
-    for reducer, index in sorted(keys):
-        if ranges and ranges[-1][0] == reducer and ranges[-1][2] == index:
-            ranges[-1] = (reducer, ranges[-1][1], index + 1)
-        else:
-            ranges.append((reducer, index, index + 1))
-    return ranges

@@ -1,0 +1,188 @@
+"""Filling gaps after a death: which parts are missing where, and one attempt to get them there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.averaging.allreduce import PEER_FAILURES, AllReduce
+from shoal.averaging.partition import Part
+from shoal.averaging.protocol import PartMessage, PartStatus, RoundKind, RoundMessage
+from shoal.averaging.reducer import PartReducer
+from shoal.compression.base import SerializedTensor
+from shoal.p2p import Call
+from shoal.p2p.transport import Buffer
+from shoal.reactor import cancel_and_wait, first_completed
+
+logger = logging.getLogger(__name__)
+
+Ranges = list[tuple[int, int, int]]
+"""Parts of a reducer: the reducer, the first one, the end."""
+PartKey = tuple[int, int]
+"""A reducer and the index of one of its parts."""
+
+
+class Line:
+    """A call on which several tasks send: whole messages, one after another."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._lock = asyncio.Lock()
+
+    async def send(self, message: RoundMessage, *payload: Buffer, end: bool = False) -> None:
+        async with self._lock:
+            await self.call.send(message, *payload, end=end)
+
+    async def send_part(self, key: PartKey, encoded: SerializedTensor | None) -> None:
+        """Send one part; ``None`` = there is no average."""
+        reducer, index = key
+        if encoded is None:
+            part = PartMessage(index=index, status=int(PartStatus.UNCHANGED))
+            await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, part=part))
+        else:
+            part = PartMessage(index=index, status=int(PartStatus.VALUES), metadata=encoded.metadata)
+            await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, part=part), encoded.buffer)
+
+
+@dataclass
+class Plan:
+    """How the gaps of living members are filled."""
+
+    sources: dict[PartKey, int] = field(default_factory=dict)
+    """Averages that exist, and who holds them."""
+    again: list[PartKey] = field(default_factory=list)
+    """Parts that have to be reduced again, from all living senders."""
+    missing: dict[int, Ranges] = field(default_factory=dict)
+    """What each member lacks."""
+
+    def parts_missing(self, member: int) -> list[PartKey]:
+        return [(r, k) for r, start, stop in self.missing.get(member, []) for k in range(start, stop)]
+
+
+def make_plan(parts: Sequence[Sequence[Part]], held: Mapping[int, Sequence[int]], own: int) -> Plan:
+    """What living senders lack, and where it comes from.
+
+    Args:
+        parts: of each reducer.
+        held: how many of them each living sender holds.
+        own: the member that plans; it is preferred as a source.
+    """
+    plan = Plan()
+    if len(held) < 2:  # nobody to average with
+        return plan
+    for reducer, theirs in enumerate(parts):
+        counts = {member: held[member][reducer] for member in sorted(held)}
+        lacking = [member for member, count in counts.items() if count < len(theirs)]
+        if not lacking:
+            continue
+        most = max(counts.values())
+        best = own if counts.get(own) == most else max(counts, key=lambda member: counts[member])
+        for index in range(min(counts[member] for member in lacking), len(theirs)):
+            if index < most:
+                plan.sources[reducer, index] = best
+            else:
+                plan.again.append((reducer, index))
+        for member in lacking:
+            plan.missing.setdefault(member, []).append((reducer, counts[member], len(theirs)))
+    return plan
+
+
+class Recovery:
+    """One attempt to fill gaps, at the coordinator."""
+
+    def __init__(self, allreduce: AllReduce, plan: Plan, lines: dict[int, Line], weights: dict[int, float]) -> None:
+        self._vector, self._own, self._plan, self._lines = allreduce.vector, allreduce.own_index, plan, lines
+        senders = [member for member in lines if member in allreduce.senders]
+        parts = [self._vector.parts[reducer][index] for reducer, index in plan.again]
+        local = [self._vector.values(part) for part in parts] if allreduce.is_sender else None
+        infos = [part.info for part in parts]
+        self._reducer = PartReducer(infos, self._vector.codec, senders, local, self._own, weights)
+        self._position = {key: position for position, key in enumerate(plan.again)}
+        self._senders = senders
+        loop = asyncio.get_running_loop()
+        self._fetched: dict[PartKey, asyncio.Future[torch.Tensor | None]] = {
+            key: loop.create_future() for key in plan.sources
+        }
+        self._averages: dict[PartKey, torch.Tensor | None] = {}
+        self._failed = asyncio.Event()
+
+    def member_failed(self, member: int) -> None:
+        """A member of this attempt is dead: the attempt is over."""
+        if member in self._lines:
+            self._failed.set()
+
+    def deliver(self, member: int, key: PartKey, values: torch.Tensor | None) -> None:
+        """A part has come."""
+        waiting = self._fetched.get(key)
+        if waiting is not None and self._plan.sources[key] == member:
+            if not waiting.done():
+                waiting.set_result(values)
+        elif values is not None and key in self._position:
+            self._reducer.deliver(member, self._position[key], values)
+
+    async def run(self) -> bool:
+        """Fill the gaps; returns whether all of them are filled."""
+        work: list[Coroutine[Any, Any, None]] = [self._serve_member(member) for member in self._lines]
+        if self._own in self._plan.missing:
+            work.append(self._fill_own())
+        tasks = [asyncio.ensure_future(each) for each in work]
+        everything = asyncio.gather(*tasks)
+        try:
+            await first_completed(asyncio.shield(everything), self._failed.wait())
+            if not everything.done() or self._failed.is_set():
+                return False
+            await everything
+            return True
+        except PEER_FAILURES as e:  # a member that is dying: its handler notices, too
+            logger.debug("could not fill all gaps: %r", e)
+            return False
+        finally:
+            everything.cancel()
+            await cancel_and_wait(*tasks)
+
+    async def _serve_member(self, member: int) -> None:
+        line = self._lines[member]
+        wanted = [key for key, source in self._plan.sources.items() if source == member]
+        wanted += self._plan.again if member in self._senders else []
+        assignment = RoundMessage(
+            kind=RoundKind.ASSIGNMENT, send=_as_ranges(wanted), expect=self._plan.missing.get(member, [])
+        )
+        await line.send(assignment)
+        for key in self._plan.parts_missing(member):
+            average = await self._average(key)
+            part = self._vector.parts[key[0]][key[1]]
+            await line.send_part(key, None if average is None else self._vector.codec.compress(average, part.info))
+
+    async def _fill_own(self) -> None:
+        for key in self._plan.parts_missing(self._own):
+            self._vector.take(key[0], await self._average(key))
+
+    async def _average(self, key: PartKey) -> torch.Tensor | None:
+        if key not in self._averages:
+            self._averages[key] = await self._obtain(key)
+        return self._averages[key]
+
+    async def _obtain(self, key: PartKey) -> torch.Tensor | None:
+        if key in self._position:
+            return await self._reducer.peek(self._position[key])
+        if self._vector.alpha != 1:  # whoever holds the average has already mixed it with its own values
+            return None
+        if self._plan.sources[key] == self._own:
+            return self._vector.values(self._vector.parts[key[0]][key[1]])
+        return await asyncio.shield(self._fetched[key])
+
+
+def _as_ranges(keys: list[PartKey]) -> Ranges:
+    """Parts as few ranges, in order."""
+    ranges: Ranges = []
+    for reducer, index in sorted(keys):
+        if ranges and ranges[-1][0] == reducer and ranges[-1][2] == index:
+            ranges[-1] = (reducer, ranges[-1][1], index + 1)
+        else:
+            ranges.append((reducer, index, index + 1))
+    return ranges
