@@ -15,7 +15,7 @@ class PeerState(str, Enum):
 
     STARTING = "starting"
     READY = "ready"
-    DOWNLOADING = "downloading the state"
+    DOWNLOADING = "downloading"
     TRAINING = "training"
     FINISHED = "finished"
     KILLED = "killed"
