@@ -11,7 +11,6 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.dht import crypto
 from shoal.dht.crypto import (
     PrivateKey,
     PublicKey,
@@ -122,14 +121,6 @@ def test_checked_records_are_not_checked_again(alice, monkeypatch):
     assert alice.validate(record)
     monkeypatch.setattr(PublicKey, "verify", lambda *args: pytest.fail("verified again"))
     assert alice.validate(record)
-
-
-def test_the_memory_of_checked_records_is_bounded(monkeypatch):
-    monkeypatch.setattr(crypto, "_REMEMBERED_RECORDS", 3)
-    validator = SignatureValidator(PrivateKey())
-    for number in range(10):
-        assert validator.validate(signed(validator, validator, b"%d" % number))
-    assert len(validator._verified) == 3
 
 
 def test_keys_survive_as_bytes():

@@ -52,7 +52,8 @@ def plain(value: bytes, expiration_time: float, key: DHTID = KEY, in_cache: bool
 async def make_protocol(swarm: Swarm, **options: Any) -> DHTProtocol:
     p2p = await swarm.p2p(no_listen=options.get("client_mode", False))
     settings: dict[str, Any] = {"bucket_size": 20, "depth_modulo": 5, "num_replicas": 5, "wait_timeout": 3}
-    protocol = DHTProtocol(p2p, DHTID.generate(rng=swarm.rng), **{**settings, **options})
+    settings["node_id"] = DHTID.generate(rng=swarm.rng)
+    protocol = DHTProtocol(p2p, **{**settings, **options})
     await protocol.start()
     return protocol
 
@@ -561,11 +562,9 @@ async def test_a_full_bucket_drops_its_dead_for_a_newcomer():
     far_away = server.node_id ^ 2**159
     others = []
     for _ in range(4):
-        others.append(await make_protocol(swarm, **settings))
-        others[-1].node_id = DHTID(far_away ^ rng.getrandbits(150))
+        others.append(await make_protocol(swarm, node_id=DHTID(far_away ^ rng.getrandbits(150)), **settings))
         await introduce(others[-1], server)
-    near = await make_protocol(swarm, **settings)
-    near.node_id = DHTID(server.node_id ^ 1)
+    near = await make_protocol(swarm, node_id=DHTID(server.node_id ^ 1), **settings)
     await introduce(near, server)
     await near.call_ping(server.p2p.peer_id)
     first, second, third, fourth = others

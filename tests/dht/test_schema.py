@@ -176,6 +176,14 @@ def test_merging_the_same_schema_again_costs_nothing():
     assert not merged.merge_with(SignatureValidator(PrivateKey()))
 
 
+def test_checked_records_are_not_checked_again(monkeypatch):
+    validator = SchemaValidator(SampleSchema)
+    assert validator.validate(record("even", 4))
+    assert not validator.validate(record("even", 5))
+    monkeypatch.setattr("shoal.dht.schema._fits", lambda *args: pytest.fail("checked again"))
+    assert validator.validate(record("even", 4))
+
+
 def test_the_users_model_is_left_alone():
     before = {name: field.is_required() for name, field in SampleSchema.model_fields.items()}
     SchemaValidator(SampleSchema)

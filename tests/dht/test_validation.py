@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
+from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, RecordValidatorBase
 
 RECORD = DHTRecord(key=b"k" * 20, subkey=b"s", value=b"value", expiration_time=1.0)
 
@@ -85,3 +85,14 @@ def test_what_is_no_validator_is_refused_and_nothing_is_added():
 
 def test_the_base_class_merges_with_nobody():
     assert not Stamp("", 0, []).merge_with(Stamp("", 0, []))
+
+
+def test_the_memory_of_accepted_records_is_bounded_and_keeps_what_is_used():
+    records = [DHTRecord(b"k", b"s", b"%d" % number, 1.0) for number in range(10)]
+    accepted = AcceptedRecords(size=3)
+    for record in records:
+        assert record not in accepted
+        accepted.add(record)
+        assert records[0] in accepted
+    assert len(accepted) == 3
+    assert [record in accepted for record in records] == [True, *[False] * 7, True, True]

@@ -12,21 +12,19 @@ import base64
 import binascii
 import re
 import threading
-from collections import OrderedDict
 from typing import ClassVar
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from shoal.dht.validation import DHTRecord, RecordValidatorBase
+from shoal.dht.validation import AcceptedRecords, DHTRecord, RecordValidatorBase
 from shoal.serializer import MSGPackSerializer
 
 _OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)
 _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
 _PURPOSE = b"shoal dht record 1"
 """Part of everything that is signed here, so that no signature can be used elsewhere."""
-_REMEMBERED_RECORDS = 4096
 
 
 class PublicKey:
@@ -128,7 +126,7 @@ class SignatureValidator(RecordValidatorBase):
     def __init__(self, private_key: PrivateKey | None = None) -> None:
         self._private_key = PrivateKey.process_wide() if private_key is None else private_key
         self._local_public_key = b"[owner:" + self._private_key.get_public_key().to_bytes() + b"]"
-        self._verified: OrderedDict[DHTRecord, None] = OrderedDict()
+        self._accepted = AcceptedRecords()
 
     @property
     def local_public_key(self) -> bytes:
@@ -139,18 +137,17 @@ class SignatureValidator(RecordValidatorBase):
         owners = self._owners(record)
         if not owners:
             return True
-        if record in self._verified:  # readers get the same records from many replicas, again and again
-            self._verified.move_to_end(record)
+        if record in self._accepted:
             return True
         if len(owners) > 1 or not self._is_signed_by(next(iter(owners)), record):
             return False
-        self._verified[record] = None
-        if len(self._verified) > _REMEMBERED_RECORDS:
-            self._verified.popitem(last=False)
+        self._accepted.add(record)
         return True
 
     @staticmethod
     def _owners(record: DHTRecord) -> dict[bytes, None]:
+        if b"[owner:" not in record.subkey and b"[owner:" not in record.key:
+            return {}
         return dict.fromkeys(_OWNER_TAG.findall(record.key) + _OWNER_TAG.findall(record.subkey))
 
     def _is_signed_by(self, owner: bytes, record: DHTRecord) -> bool:

@@ -71,6 +71,13 @@ class FindAnswer(NamedTuple):
     """Who it says it is."""
 
 
+class _PackedNode(NamedTuple):
+    """What others are told about a node."""
+
+    node_id: bytes
+    contact: msgspec.Raw
+
+
 class DHTProtocol(ServicerBase):
     """One node's side of the protocol.
 
@@ -102,6 +109,7 @@ class DHTProtocol(ServicerBase):
         record_validator: RecordValidatorBase | None = None,
     ) -> None:
         self.p2p, self.node_id = p2p, node_id
+        self._announced_id = None if client_mode else node_id.to_bytes()  # what others are told about this node
         self.routing_table = RoutingTable(node_id, bucket_size, depth_modulo)
         self.records = LocalRecords(cache_size, record_validator)
         self.bucket_size, self.num_replicas = bucket_size, num_replicas
@@ -110,7 +118,7 @@ class DHTProtocol(ServicerBase):
         self._rpc_limit: AbstractAsyncContextManager[Any] = (
             nullcontext() if parallel_rpc is None else asyncio.Semaphore(parallel_rpc)
         )
-        self._packed_contacts: dict[DHTID, msgspec.Raw] = {}
+        self._packed_nodes: dict[DHTID, _PackedNode] = {}  # of the routing table
         self._tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that the same seed gives the same run
         self._is_shut_down = False
 
@@ -160,17 +168,12 @@ class DHTProtocol(ServicerBase):
 
     # --- learning who is there ----------------------------------------------------------------------------------------
 
-    @property
-    def _announced_id(self) -> bytes | None:
-        """What this node tells others about its id."""
-        return None if self.client_mode else self.node_id.to_bytes()
-
     def note_alive(self, node_id: bytes | None, peer: PeerID) -> None:
         """A peer has just told its node id."""
         if node_id is None or not self.p2p.get_addresses(peer):
             return  # nobody could call it
         newcomer = DHTID.from_bytes(node_id)
-        self._packed_contacts.pop(newcomer, None)  # it may have greeted with other addresses
+        self._packed_nodes.pop(newcomer, None)  # it may have greeted with other addresses
         is_new = peer not in self.routing_table.peer_id_to_node
         node_to_check = self.routing_table.add_or_update_node(newcomer, peer)
         if node_to_check is not None:
@@ -362,30 +365,32 @@ class DHTProtocol(ServicerBase):
         self.note_alive(request.node_id, context.remote_id)
         asker = None if request.node_id is None else DHTID.from_bytes(request.node_id)
         positions: dict[DHTID, int] = {}
-        contacts: list[msgspec.Raw] = []
+        members: list[_PackedNode] = []
         results: list[FindResult] = []
+        count = min(self.bucket_size, MAX_NEIGHBORS)
         room = REPLY_BYTES
         for key in map(DHTID.from_bytes, request.keys):
             nearest = []
-            count = min(self.bucket_size, MAX_NEIGHBORS)
             for node_id, peer in self.routing_table.get_nearest_neighbors(key, count, exclude=asker):
-                if node_id not in positions:
-                    positions[node_id] = len(contacts)
-                    contacts.append(self._packed_contact(node_id, peer))
-                nearest.append(positions[node_id])
+                position = positions.setdefault(node_id, len(members))
+                if position == len(members):
+                    members.append(self._packed_nodes.get(node_id) or self._pack_node(node_id, peer))
+                nearest.append(position)
             results.append(self._find_here(key, nearest, room))
             room -= len(results[-1].value)
-        node_ids = b"".join(node_id.to_bytes() for node_id in positions)
-        return FindResponse(results=results, node_ids=node_ids, contacts=contacts, node_id=self._announced_id)
+        return FindResponse(
+            results=results,
+            node_ids=b"".join([member.node_id for member in members]),
+            contacts=[member.contact for member in members],
+            node_id=self._announced_id,
+        )
 
-    def _packed_contact(self, node_id: DHTID, peer: PeerID) -> msgspec.Raw:
-        packed = self._packed_contacts.get(node_id)
-        if packed is None:
-            addresses = [str(address) for address in self.p2p.get_addresses(peer)[:MAX_ADDRESSES]]
-            packed = pack_contact(NodeContact(peer.to_bytes(), addresses))
-            if len(self._packed_contacts) > 2 * len(self.routing_table.peer_id_to_node) + 64:
-                self._packed_contacts.clear()  # most of these nodes have left the table
-            self._packed_contacts[node_id] = packed
+    def _pack_node(self, node_id: DHTID, peer: PeerID) -> _PackedNode:
+        if len(self._packed_nodes) > 2 * len(self.routing_table.peer_id_to_node) + 64:
+            self._packed_nodes.clear()  # most of these nodes have left the table
+        addresses = [str(address) for address in self.p2p.get_addresses(peer)[:MAX_ADDRESSES]]
+        packed = _PackedNode(node_id.to_bytes(), pack_contact(NodeContact(peer.to_bytes(), addresses)))
+        self._packed_nodes[node_id] = packed
         return packed
 
     def _find_here(self, key: DHTID, nearest: list[int], room: int) -> FindResult:

@@ -15,7 +15,7 @@ import pydantic
 from pydantic import AfterValidator, Field
 
 from shoal.dht.routing import DHTID
-from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase
+from shoal.dht.validation import PLAIN_VALUE, AcceptedRecords, DHTRecord, RecordValidatorBase
 from shoal.serializer import MSGPackSerializer
 
 Schema = type[pydantic.BaseModel]
@@ -36,6 +36,7 @@ class SchemaValidator(RecordValidatorBase):
         self._schemas: list[tuple[Schema, str | None]] = [(schema, prefix)]
         self._allow_extra_keys = allow_extra_keys
         self._fields_by_key: dict[bytes, list[tuple[Schema, str]]] = {}
+        self._accepted = AcceptedRecords()  # stays true when more schemas are merged in
         self._index(schema, prefix)
 
     def _index(self, schema: Schema, prefix: str | None) -> None:
@@ -48,11 +49,16 @@ class SchemaValidator(RecordValidatorBase):
         candidates = self._fields_by_key.get(record.key)
         if candidates is None:
             return self._allow_extra_keys
+        if record in self._accepted:
+            return True
         try:
             content = _decode(record)
         except (ValueError, TypeError):
             return False
-        return any(_fits(schema, field, content) for schema, field in candidates)
+        is_accepted = any(_fits(schema, field, content) for schema, field in candidates)
+        if is_accepted:
+            self._accepted.add(record)
+        return is_accepted
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
         """Know the other's keys too. A key that both describe must fit either of them."""
@@ -71,6 +77,7 @@ class SchemaValidator(RecordValidatorBase):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._fields_by_key = {}
+        self._accepted = AcceptedRecords()
         for schema, prefix in self._schemas:
             self._index(schema, prefix)
 

@@ -7,8 +7,9 @@ signatures only when it is handed to the application.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal.clock import DHTExpiration
 from shoal.serializer import MSGPackSerializer
@@ -30,6 +31,33 @@ class DHTRecord:
     """The subkey in msgpack form, or ``PLAIN_VALUE``."""
     value: bytes
     expiration_time: DHTExpiration
+
+
+class AcceptedRecords:
+    """Remembers the last records that passed an expensive check: replicas tell the same ones again and again.
+
+    Args:
+        size: how many.
+    """
+
+    def __init__(self, size: int = 4096) -> None:
+        self._size = size
+        self._records: OrderedDict[DHTRecord, None] = OrderedDict()
+
+    def add(self, record: DHTRecord) -> None:
+        """This record has passed."""
+        self._records[record] = None
+        if len(self._records) > self._size:
+            self._records.popitem(last=False)
+
+    def __contains__(self, record: DHTRecord) -> bool:
+        if record not in self._records:
+            return False
+        self._records.move_to_end(record)
+        return True
+
+    def __len__(self) -> int:
+        return len(self._records)
 
 
 class RecordValidatorBase(ABC):
@@ -57,6 +85,12 @@ class RecordValidatorBase(ABC):
         return False
 
 
+def _with_value(record: DHTRecord, value: bytes) -> DHTRecord:
+    if value is record.value:
+        return record
+    return DHTRecord(record.key, record.subkey, value, record.expiration_time)
+
+
 class CompositeValidator(RecordValidatorBase):
     """Several validators as one: all of them must accept.
 
@@ -80,17 +114,17 @@ class CompositeValidator(RecordValidatorBase):
 
     def sign_value(self, record: DHTRecord) -> bytes:
         for validator in self._validators:
-            record = replace(record, value=validator.sign_value(record))
+            record = _with_value(record, validator.sign_value(record))
         return record.value
 
     def validate(self, record: DHTRecord) -> bool:
         for validator in reversed(self._validators):
             if not validator.validate(record):
                 return False
-            record = replace(record, value=validator.strip_value(record))
+            record = _with_value(record, validator.strip_value(record))
         return True
 
     def strip_value(self, record: DHTRecord) -> bytes:
         for validator in reversed(self._validators):
-            record = replace(record, value=validator.strip_value(record))
+            record = _with_value(record, validator.strip_value(record))
         return record.value
