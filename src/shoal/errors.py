@@ -13,10 +13,11 @@
     ├── ProtocolError           a peer sent bytes that break the protocol; its connection is dropped
     ├── DHTError                the distributed table refused or failed
     │   └── ValidationError     this node may not join: unreachable, or its clock is off
-    └── AveragingError
-        ├── MatchmakingException    no group could be formed
-        └── AllreduceException      a group was formed (or not in time) but no result came of it
-            └── BannedException     a member of the group was excluded from the rest of the round
+    ├── AveragingError
+    │   ├── MatchmakingException    no group could be formed
+    │   └── AllreduceException      a group was formed (or not in time) but no result came of it
+    │       └── BannedException     a member of the group was excluded from the rest of the round
+    └── SimulationError         a simulation in virtual time cannot go on, or a machine in it is down
 
 ``P2PDaemonError`` keeps the name that users of this field know, although shoal has no daemon.
 """
@@ -94,3 +95,7 @@ class AllreduceException(AveragingError):
 
 class BannedException(AllreduceException):
     """A group member was excluded from the rest of the round."""
+
+
+class SimulationError(ShoalError, RuntimeError):
+    """A simulation in virtual time cannot go on, or was asked for something that a machine in it cannot do."""

@@ -1,7 +1,7 @@
 """A network inside one process: the same streams as over TCP, without sockets, for tests and simulations.
 
 Bytes arrive in order after the delay that the network asks for, in the time of the running loop, so that a loop with
-virtual time runs a slow network in no time.
+virtual time runs a slow network in no time. ``shoal.testing`` builds a network with hosts, bandwidth and faults on it.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ Delay = Callable[[PeerID, PeerID, int], float]
 WINDOW_BYTES = 4 * 2**20
 """How much a reader may be behind before the writer has to wait."""
 
+Piece = bytes | memoryview | None
+"""What travels on a stream: some bytes, or ``None`` for its end."""
 
-class MemoryStream(Stream):
-    """One end of a pipe."""
 
-    def __init__(self, network: MemoryNetwork, local: PeerID, remote: PeerID, address: Multiaddr | None) -> None:
+class PipeEnd(Stream):
+    """One end of a connection inside this process; how pieces reach the other end is left to subclasses."""
+
+    other: PipeEnd
+
+    def __init__(self, remote: PeerID, address: Multiaddr | None) -> None:
         self.remote = remote
         self.remote_address = address
-        self._network = network
-        self._local = local
         self._loop = asyncio.get_running_loop()
-        self._other: MemoryStream | None = None
         self._inbox: deque[memoryview] = deque()
         self._unread = 0  # sent by the other side and not read here yet, on the way included
-        self._arrival = 0.0  # when the last bytes sent from here arrive: later ones must not overtake them
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._closed = False
         self._close_callback: Callable[[], object] | None = None
 
+    def send(self, piece: Piece) -> None:
+        """Put something on its way to :meth:`arrive` at the other end, never overtaking what was sent before."""
+        raise NotImplementedError
+
     @property
     def closed(self) -> bool:
         return self._closed
 
-    def _at_arrival(self, size: int, action: Callable[[], None]) -> None:
-        delay = self._network.delay(self._local, self.remote, size)
-        self._arrival = max(self._arrival, self._loop.time() + delay)
-        self._loop.call_at(self._arrival, action)
-
     async def write(self, *buffers: Buffer) -> None:
-        other = self._other
-        if self._closed or other is None:
+        if self._closed:
             raise StreamClosedError("the connection is closed")
-        data = memoryview(b"".join(buffers))
-        other._unread += len(data)
-        self._at_arrival(len(data), lambda: other._arrive(data))
+        piece = b"".join(buffers)  # a copy: the caller may change the buffers afterwards
+        other = self.other
+        other._unread += len(piece)
+        self.send(piece)
         while other._unread > WINDOW_BYTES:
             self._writer = self._loop.create_future()
             try:
@@ -65,16 +65,18 @@ class MemoryStream(Stream):
             if self._closed:
                 raise StreamClosedError("the other side closed the connection")
 
-    def _arrive(self, data: memoryview) -> None:
-        if not self._closed:
-            self._inbox.append(data)
+    def arrive(self, piece: Piece) -> None:
+        """Something has come from the other end."""
+        if piece is None:
+            self.end()
+        elif not self._closed:
+            self._inbox.append(memoryview(piece))
             _wake(self._reader)
 
     async def read_exactly_into(self, buffer: memoryview) -> None:
-        filled = 0
-        while filled < len(buffer):
+        while len(buffer):
             if self._inbox:
-                filled += self._take(buffer[filled:])
+                buffer = buffer[self._take(buffer) :]
                 continue
             if self._closed:
                 raise StreamClosedError("the other side closed the connection")
@@ -88,14 +90,16 @@ class MemoryStream(Stream):
                 self._reader = None
 
     def _take(self, room: memoryview) -> int:
-        head = self._inbox.popleft()
+        head = self._inbox[0]
         size = min(len(head), len(room))
         room[:size] = head[:size]
         if size < len(head):
-            self._inbox.appendleft(head[size:])
+            self._inbox[0] = head[size:]
+        else:
+            self._inbox.popleft()
         self._unread -= size
-        if self._other is not None and self._unread <= WINDOW_BYTES:
-            _wake(self._other._writer)
+        if self.other._writer is not None and self._unread <= WINDOW_BYTES:
+            _wake(self.other._writer)
         return size
 
     def on_closed(self, callback: Callable[[], object] | None) -> None:
@@ -103,7 +107,8 @@ class MemoryStream(Stream):
         if self._closed and callback is not None:
             self._loop.call_soon(callback)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """The connection is over, seen from this end; the other one is not told."""
         if self._closed:
             return
         self._closed = True
@@ -114,9 +119,9 @@ class MemoryStream(Stream):
             callback()
 
     def close(self) -> None:
-        if not self._closed and self._other is not None:
-            self._at_arrival(0, self._other._end)
-        self._end()
+        if not self._closed:
+            self.send(None)
+            self.end()
 
     abort = close
 
@@ -124,6 +129,20 @@ class MemoryStream(Stream):
 def _wake(future: asyncio.Future[None] | None) -> None:
     if future is not None and not future.done():
         future.set_result(None)
+
+
+class MemoryStream(PipeEnd):
+    """A connection on a :class:`MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, local: PeerID, remote: PeerID, address: Multiaddr | None) -> None:
+        super().__init__(remote, address)
+        self._network, self._local = network, local
+        self._arrival = 0.0  # when the last piece sent from here arrives
+
+    def send(self, piece: Piece) -> None:
+        delay = self._network.delay(self._local, self.remote, len(piece or b""))
+        self._arrival = max(self._arrival, self._loop.time() + delay)
+        self._loop.call_at(self._arrival, self.other.arrive, piece)
 
 
 class MemoryNetwork:
@@ -148,6 +167,34 @@ class MemoryNetwork:
         self._next_address += 1
         return address
 
+    async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID) -> Stream:
+        """Connect a peer with whoever listens at an address."""
+        local = source.identity.peer_id
+        round_trip = self.delay(local, expected_peer, 0) + self.delay(expected_peer, local, 0)
+        await asyncio.sleep(round_trip)
+        peer, on_stream = self.find_listener(address, expected_peer)
+        near = MemoryStream(self, local, peer, address)
+        far = MemoryStream(self, peer, local, None)
+        near.other, far.other = far, near
+        asyncio.get_running_loop().call_soon(on_stream, far)
+        return near
+
+    def find_listener(self, address: Multiaddr, expected_peer: PeerID) -> tuple[PeerID, OnStream]:
+        """Who listens at an address.
+
+        Raises:
+            DialError: nobody.
+            IdentityMismatchError: not the expected peer.
+        """
+        found = self.listeners.get(address)
+        if found is None:
+            raise DialError(f"{address}: connection refused: nothing listens there")
+        if found[0] != expected_peer:
+            raise IdentityMismatchError(
+                f"{address}: wrong identity: peer {found[0]} answers there, not {expected_peer}"
+            )
+        return found
+
 
 class MemoryTransport(Transport):
     """Reaches the peers of one :class:`MemoryNetwork`."""
@@ -170,20 +217,7 @@ class MemoryTransport(Transport):
         return [address]
 
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
-        local = self.identity.peer_id
-        round_trip = self._network.delay(local, expected_peer, 0) + self._network.delay(expected_peer, local, 0)
-        await asyncio.sleep(round_trip)
-        found = self._network.listeners.get(address)
-        if found is None:
-            raise DialError(f"{address}: connection refused: nothing listens there")
-        peer, on_stream = found
-        if peer != expected_peer:
-            raise IdentityMismatchError(f"{address}: wrong identity: peer {peer} answers there, not {expected_peer}")
-        near = MemoryStream(self._network, local, peer, address)
-        far = MemoryStream(self._network, peer, local, None)
-        near._other, far._other = far, near
-        asyncio.get_running_loop().call_soon(on_stream, far)
-        return near
+        return await self._network.connect(self, address, expected_peer)
 
     async def close(self) -> None:
         for address in self._listening:

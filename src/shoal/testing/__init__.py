@@ -1,0 +1,74 @@
+"""Simulated networks in virtual time: the very code that runs on real sockets, with faults that follow from a seed.
+
+::
+
+    from shoal.testing import Link, Network, run, start_dht_nodes
+
+    async def main() -> None:
+        network = Network(Link(delay=(0.01, 0.075), jitter=0.005, dial_failure=0.01))
+        nodes = await start_dht_nodes(network, 100)
+        await nodes[0].store("key", "value", get_dht_time() + 600)
+        for node in nodes[1:31]:
+            network.host_of(node.peer_id).power_off()
+        assert (await nodes[99].get("key")).value == "value"
+
+    run(main(), seed=1)  # minutes of virtual time pass in a second, and every run with this seed is the same
+
+- :func:`run` runs a coroutine on a :class:`VirtualTimeLoop`: time passes only when nothing is left to do.
+- A :class:`Network` connects hosts (:class:`Host`) by links (:class:`Link`) with delay, jitter, and connections that
+  fail or break. Hosts have a limited rate each way, a clock that may be off, and a firewall; they crash or are powered
+  off, and the network is partitioned and healed.
+- :func:`start_peers`, :func:`start_dht_nodes` and :func:`start_averagers` start many nodes.
+- A :class:`Trace` is the hash of all that happened.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import SimulationError
+from shoal.testing.host import Host, HostState
+from shoal.testing.link import Link
+from shoal.testing.loop import START_OF_TIME, Machine, VirtualTimeLoop, run
+from shoal.testing.network import Network
+from shoal.testing.trace import Trace
+
+if TYPE_CHECKING:
+    from shoal.testing.averagers import SharedTable, make_averager_config, start_averager, start_averagers, start_step
+    from shoal.testing.nodes import start_dht_nodes, start_peers
+
+_HOME_OF = {
+    **dict.fromkeys(("start_dht_nodes", "start_peers"), "shoal.testing.nodes"),
+    **dict.fromkeys(
+        ("SharedTable", "make_averager_config", "start_averager", "start_averagers", "start_step"),
+        "shoal.testing.averagers",
+    ),
+}
+"""What is loaded only when it is used, because it needs more than the network: the table, or torch."""
+
+__all__ = [
+    "START_OF_TIME",
+    "Host",
+    "HostState",
+    "Link",
+    "Machine",
+    "Network",
+    "SharedTable",
+    "SimulationError",
+    "Trace",
+    "VirtualTimeLoop",
+    "make_averager_config",
+    "run",
+    "start_averager",
+    "start_averagers",
+    "start_dht_nodes",
+    "start_peers",
+    "start_step",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'shoal.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)

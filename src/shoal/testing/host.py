@@ -1,0 +1,177 @@
+"""A simulated machine: its line to the network, its clock, what runs on it, and how it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Coroutine
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shoal.errors import SimulationError
+from shoal.p2p.identity import Identity
+from shoal.p2p.memory import MemoryTransport
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.transport import OnStream
+from shoal.testing.access_line import AccessLine
+from shoal.testing.loop import Machine, VirtualTimeLoop
+
+if TYPE_CHECKING:
+    from shoal.testing.network import Network
+    from shoal.testing.stream import SimulatedStream
+
+T = TypeVar("T")
+
+
+class HostState(Enum):
+    """Whether a host works, and if not, what others see of it."""
+
+    UP = "up"
+    CRASHED = "crashed"
+    """The program is gone, the machine says so: connections ended, new ones are refused."""
+    OFF = "off"
+    """The machine is gone: it answers nothing, and its connections look as if it were merely silent."""
+
+
+class Host(Machine):
+    """One machine on a :class:`Network`. Made by :meth:`Network.add_host`.
+
+    Attributes:
+        index: its number on the network, from 0.
+        rng: for everything random that runs on this host.
+        clock_offset: seconds by which its clock is ahead of the true time.
+        firewalled: others cannot connect to it; their attempts get no answer.
+    """
+
+    def __init__(
+        self, network: Network, index: int, rng: random.Random, uplink: float | None, downlink: float | None
+    ) -> None:
+        self.network, self.index, self.rng = network, index, rng
+        self.state = HostState.UP
+        self.firewalled = False
+        self.outgoing, self.incoming = AccessLine(uplink), AccessLine(downlink)
+        self.streams: dict[SimulatedStream, None] = {}
+        self._transports: list[HostTransport] = []
+
+    def __repr__(self) -> str:
+        return f"<Host {self.index}, {self.state.value}>"
+
+    @property
+    def is_up(self) -> bool:
+        """It works."""
+        return self.state is HostState.UP
+
+    @property
+    def is_off(self) -> bool:
+        """It answers nothing, not even that it cannot."""
+        return self.state is HostState.OFF
+
+    @property
+    def uplink(self) -> float | None:
+        """Bytes per second that all its connections together can send; ``None`` = no limit."""
+        return self.outgoing.rate
+
+    @uplink.setter
+    def uplink(self, rate: float | None) -> None:
+        self.outgoing.rate = rate
+
+    @property
+    def downlink(self) -> float | None:
+        """Bytes per second that all its connections together can receive; ``None`` = no limit."""
+        return self.incoming.rate
+
+    @downlink.setter
+    def downlink(self, rate: float | None) -> None:
+        self.incoming.rate = rate
+
+    # --- running things -----------------------------------------------------------------------------------------------
+
+    def spawn(self, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task on this host; it is cancelled when the host dies.
+
+        Raises:
+            SimulationError: the host is down.
+        """
+        if not self.is_up:
+            coro.close()
+            raise SimulationError(f"{self} cannot run anything")
+        return super().spawn(coro)
+
+    async def run(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on this host and wait for its result.
+
+        Raises:
+            SimulationError: the host is down, or died meanwhile.
+        """
+        task = self.spawn(coro)
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if task.cancelled() and not self.is_up:
+            raise SimulationError(f"{self} died while it ran {coro!r}")
+        return task.result()
+
+    def transport(self, identity: Identity | None = None) -> HostTransport:
+        """What :meth:`P2P.create` needs to work on this host.
+
+        Args:
+            identity: of the peer; by default a new one that follows from the seed.
+        """
+        transport = HostTransport(self, identity or Identity.generate(self.rng))
+        self._transports.append(transport)
+        self.network.register(transport.identity.peer_id, self)
+        return transport
+
+    # --- dying --------------------------------------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """End its program as SIGKILL does: others see its connections end at once, and new ones refused."""
+        self._die(HostState.CRASHED)
+
+    def power_off(self) -> None:
+        """Let it vanish: others see nothing at all, neither answers nor the end of connections."""
+        self._die(HostState.OFF)
+
+    def _die(self, state: HostState) -> None:
+        if not self.is_up:
+            return
+        self.state = state
+        for transport in self._transports:
+            transport.stop_listening()
+        for stream in list(self.streams):
+            if state is HostState.CRASHED:
+                stream.abort()
+            else:
+                stream.vanish()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        for task in loop.unfinished_tasks(self):
+            task.cancel()
+
+
+class HostTransport(MemoryTransport):
+    """How one peer on a host reaches others. Made by :meth:`Host.transport`."""
+
+    _network: Network
+
+    def __init__(self, host: Host, identity: Identity) -> None:
+        super().__init__(host.network, identity)
+        self.host = host
+
+    async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
+        addresses = await super().listen(address, on_stream)
+        for each in addresses:
+            self._network.open_port(each, self.host, contextvars.copy_context())
+        return addresses
+
+    def stop_listening(self) -> None:
+        """Refuse new connections from now on."""
+        for address in self._listening:
+            self._network.listeners.pop(address, None)
+        self._listening.clear()
+
+    async def close(self) -> None:
+        self.stop_listening()

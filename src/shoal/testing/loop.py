@@ -1,0 +1,320 @@
+"""An event loop whose clock moves only when nothing is left to do: hours pass in moments, and always in the same way.
+
+Time jumps to the next timer as soon as no callback is ready. Callbacks run in the order in which they were scheduled,
+timers in the order of their times and, at the same time, in the order in which they were set. There are no sockets,
+no threads and no other source of surprise: what a program does on this loop depends on its inputs alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import heapq
+import itertools
+import math
+import random
+import threading
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from shoal.errors import SimulationError
+
+if TYPE_CHECKING:  # for signatures like those of the base class, which Python 3.10 could not write
+    from typing import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
+
+T = TypeVar("T")
+
+START_OF_TIME = 1_700_000_000.0
+"""DHT time at which simulations begin unless they say otherwise."""
+DEFAULT_TIME_LIMIT = 7 * 86400.0
+CLEANING_UP_SECONDS = 60.0
+"""Virtual time that tasks have after they were cancelled at the end."""
+MAX_ROUNDS_AT_ONE_MOMENT = 1_000_000
+"""So many times in a row new callbacks may become ready without any time passing."""
+_MAX_CANCELLED_TIMERS = 1000
+_MAX_LINES = 20
+
+_machine: contextvars.ContextVar[Machine | None] = contextvars.ContextVar("machine", default=None)
+
+
+class Machine:
+    """What a task runs on, if it runs on a certain one: it has a clock of its own.
+
+    Tasks started by :meth:`spawn`, and everything that they start in turn, belong to the machine.
+    """
+
+    clock_offset: float = 0.0
+    """Seconds by which the clock of this machine, and so its DHT time, is ahead of the true time."""
+
+    def spawn(self, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task on this machine."""
+        context = contextvars.copy_context()
+        context.run(_machine.set, self)
+        return context.run(asyncio.get_running_loop().create_task, coro)
+
+    def dht_time(self) -> float:
+        """Unix time as this machine shows it."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        return loop.true_time() + self.clock_offset
+
+    @staticmethod
+    def current() -> Machine | None:
+        """The machine on which the caller runs."""
+        return _machine.get()
+
+
+class VirtualTimeLoop(asyncio.BaseEventLoop):
+    """The loop. :func:`run` makes one; construct it yourself to drive it step by step.
+
+    Args:
+        seed: of :attr:`rng`, from which everything random in the simulation should come.
+        start_time: DHT time (Unix seconds) at the beginning.
+        time_limit: seconds of virtual time after which the simulation is taken for one that never ends.
+    """
+
+    def __init__(
+        self, *, seed: int = 0, start_time: float = START_OF_TIME, time_limit: float = DEFAULT_TIME_LIMIT
+    ) -> None:
+        super().__init__()
+        self.rng = random.Random(seed)
+        self.start_time = start_time
+        self.time_limit = time_limit
+        self._now = 0.0
+        self._soon: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timer_numbers = itertools.count()
+        self._task_numbers = itertools.count()
+        self._cancelled_timers = 0
+        self._rounds_at_this_moment = 0
+        self._owner = threading.get_ident()
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Seconds since the simulation began."""
+        return self._now
+
+    def dht_time(self) -> float:
+        """Unix time as the machine of the caller shows it; the source of :func:`shoal.clock.get_dht_time`."""
+        machine = _machine.get()
+        true_time = self.start_time + self._now
+        return true_time if machine is None else true_time + machine.clock_offset
+
+    def true_time(self) -> float:
+        """Unix time as a clock without error shows it."""
+        return self.start_time + self._now
+
+    # --- scheduling ---------------------------------------------------------------------------------------------------
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._soon.append(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        if threading.get_ident() != self._owner:
+            raise SimulationError("a loop with virtual time has no threads: run heavy work with run_in_executor")
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: Unpack[Ts],
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer._scheduled = True  # type: ignore[attr-defined]  # as BaseEventLoop does: asks for the call below
+        heapq.heappush(self._timers, (when, next(self._timer_numbers), timer))
+        return timer
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: Unpack[Ts],
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._cancelled_timers += 1
+        if self._cancelled_timers > max(_MAX_CANCELLED_TIMERS, len(self._timers) // 2):
+            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._cancelled_timers = 0
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """Run a function here and now: the work of other threads takes no virtual time."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as e:
+            future.set_exception(e)
+        return future
+
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        task: Any = super().create_task(coro, **options)
+        context = options.get("context")
+        machine = _machine.get() if context is None else context.get(_machine)
+        task.simulated_origin = (next(self._task_numbers), machine)
+        return cast("asyncio.Task[Any]", task)
+
+    def unfinished_tasks(self, machine: Machine | None = None) -> list[asyncio.Task[Any]]:
+        """Tasks that are not done, in the order in which they were started.
+
+        Args:
+            machine: only those that belong to this machine.
+        """
+        tasks: list[Any] = [*asyncio.all_tasks(self)]
+        chosen = [task for task in tasks if machine is None or task.simulated_origin[1] is machine]
+        return sorted(chosen, key=lambda task: cast("int", task.simulated_origin[0]))
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def _run_once(self) -> None:
+        """Called by ``run_forever`` again and again: run what is ready, or let time pass until something is."""
+        soon = self._soon
+        if not soon and not self._stopping:  # type: ignore[attr-defined]
+            self._let_time_pass()
+        elif self._rounds_at_this_moment > MAX_ROUNDS_AT_ONE_MOMENT:
+            raise SimulationError(self._describe("these callbacks run round and round, and no time passes", soon))
+        self._rounds_at_this_moment += 1
+        timers = self._timers
+        while timers and timers[0][0] <= self._now:
+            timer = heapq.heappop(timers)[2]
+            timer._scheduled = False  # type: ignore[attr-defined]
+            soon.append(timer)
+        for _ in range(len(soon)):
+            handle = soon.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _let_time_pass(self) -> None:
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+            self._cancelled_timers -= 1
+        if not timers:
+            raise SimulationError(self._describe("deadlock: nothing is scheduled, and these tasks wait for ever"))
+        if timers[0][0] > self.time_limit:
+            raise SimulationError(self._describe(f"no end within the time limit of {self.time_limit:g} s"))
+        if timers[0][0] > self._now:
+            self._now = timers[0][0]
+            self._rounds_at_this_moment = 0
+
+    def run_until_complete(self, future: Any) -> Any:
+        self._rounds_at_this_moment = 0
+        return super().run_until_complete(future)
+
+    def _describe(self, trouble: str, handles: Iterable[asyncio.Handle] = ()) -> str:
+        """The trouble, and whom it concerns: callbacks that are ready to run, or else all tasks."""
+        concerned = [_whereabouts_of_callback(handle) for handle in handles if not handle.cancelled()]
+        concerned = concerned or [_whereabouts(task) for task in self.unfinished_tasks()]
+        lines = [f"{self._now:.3f} s: {trouble}"] + [f"  {line}" for line in concerned[:_MAX_LINES]]
+        if len(concerned) > _MAX_LINES:
+            lines.append(f"  and {len(concerned) - _MAX_LINES} more")
+        return "\n".join(lines)
+
+    # --- what BaseEventLoop leaves to its subclasses ------------------------------------------------------------------
+
+    def close(self) -> None:
+        super().close()
+        self._soon.clear()
+        self._timers.clear()
+
+    def _write_to_self(self) -> None:
+        """Nobody else could wake this loop."""
+
+
+def _whereabouts(task: asyncio.Task[Any]) -> str:
+    """Where a task waits: its outermost coroutine, and the innermost line."""
+    coroutine: Any = task.get_coro()
+    name = f"{task.get_name()}: {getattr(coroutine, '__qualname__', coroutine)}"
+    frame = None
+    while coroutine is not None and getattr(coroutine, "cr_frame", None) is not None:
+        frame, coroutine = coroutine.cr_frame, coroutine.cr_await
+    return name if frame is None else f"{name}, in {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _whereabouts_of_callback(handle: asyncio.Handle) -> str:
+    callback: Any = handle._callback  # type: ignore[attr-defined]
+    task = getattr(callback, "__self__", None)
+    return _whereabouts(task) if isinstance(task, asyncio.Task) else repr(callback)
+
+
+def run(
+    main: Coroutine[Any, Any, T],
+    *,
+    seed: int = 0,
+    start_time: float = START_OF_TIME,
+    time_limit: float = DEFAULT_TIME_LIMIT,
+) -> T:
+    """Run a coroutine in virtual time; the counterpart of ``asyncio.run``.
+
+    Everything that is still running afterwards is cancelled, in the order in which it was started.
+
+    Args:
+        main: what to run.
+        seed: the same seed gives the same run, if everything random comes from the loop's ``rng``, as it does in
+            :class:`~shoal.testing.Network`.
+        start_time: DHT time (Unix seconds) at the beginning.
+        time_limit: seconds of virtual time that it may take.
+
+    Returns:
+        The result of ``main``.
+
+    Raises:
+        SimulationError: ``main`` cannot end, or not within the time limit; the text says what every task waits for.
+        RuntimeError: called from inside an event loop.
+    """
+    if events._get_running_loop() is not None:
+        main.close()
+        raise RuntimeError("shoal.testing.run() cannot be called from inside a running event loop")
+    loop = VirtualTimeLoop(seed=seed, start_time=start_time, time_limit=time_limit)
+    try:
+        result: T = loop.run_until_complete(main)
+    except BaseException:
+        with contextlib.suppress(SimulationError):  # what is wrong has been said
+            _end_everything(loop)
+        raise
+    else:
+        _end_everything(loop)
+        return result
+    finally:
+        _abandon_tasks(loop)
+        loop.close()
+
+
+def _end_everything(loop: VirtualTimeLoop) -> None:
+    left = loop.unfinished_tasks()
+    for task in left:
+        task.cancel()
+    loop.time_limit = math.inf
+    loop.run_until_complete(_finish(left))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+
+
+async def _finish(tasks: list[asyncio.Task[Any]]) -> None:
+    """Wait until cancelled tasks have ended; one that refuses to is no reason to wait for ever."""
+    if tasks:
+        await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=CLEANING_UP_SECONDS)
+
+
+def _abandon_tasks(loop: VirtualTimeLoop) -> None:
+    """No complaints about what could not even be cancelled."""
+    task: Any
+    for task in loop.unfinished_tasks():
+        task._log_destroy_pending = False

@@ -1,0 +1,191 @@
+"""A simulated network: hosts, the links between them, and everything that can go wrong.
+
+One seeded generator decides about all of it, so the same seed gives the same run::
+
+    async def main() -> None:
+        network = Network(Link(delay=(0.01, 0.075), jitter=0.005, dial_failure=0.01))
+        nodes = await start_dht_nodes(network, 50)
+        network.host_of(nodes[7].peer_id).power_off()
+        ...
+
+    shoal.testing.run(main(), seed=1)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import random
+from collections.abc import Iterable
+
+from shoal.errors import DialError, SimulationError
+from shoal.p2p.memory import MemoryNetwork, MemoryTransport
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.peer_id import PeerID
+from shoal.p2p.transport import Stream
+from shoal.testing.host import Host, HostTransport
+from shoal.testing.link import Link, Path
+from shoal.testing.loop import VirtualTimeLoop
+from shoal.testing.stream import SimulatedStream
+from shoal.testing.trace import Trace
+
+HANDSHAKE_ROUND_TRIPS = 3
+"""TCP, TLS, and the proof of identity, before the dialler may send."""
+DIAL_TIMEOUT = 5.0
+"""Seconds after which an attempt to connect to a silent address fails, as over TCP."""
+
+
+class Network(MemoryNetwork):
+    """Where simulated hosts reach each other. Made inside :func:`shoal.testing.run`.
+
+    Args:
+        link: how any two hosts are connected, unless :meth:`set_link` says otherwise.
+        uplink: bytes per second that a host can send, ``None`` = no limit; :attr:`Host.uplink` changes it for one.
+        downlink: bytes per second that a host can receive.
+        rng: source of everything random; by default that of the loop, which ``run`` has seeded.
+        trace: takes down everything that arrives.
+
+    Raises:
+        SimulationError: not inside a loop with virtual time.
+    """
+
+    def __init__(
+        self,
+        link: Link | None = None,
+        *,
+        uplink: float | None = None,
+        downlink: float | None = None,
+        rng: random.Random | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        super().__init__()
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, VirtualTimeLoop):
+            raise SimulationError("a simulated network needs virtual time: run it with shoal.testing.run(main())")
+        self._loop = loop
+        self.rng = rng or loop.rng
+        self.trace = trace
+        self.hosts: list[Host] = []
+        """All hosts, by index."""
+        self._link = link or Link()
+        self._uplink, self._downlink = uplink, downlink
+        self._paths: dict[tuple[int, int], Path] = {}
+        self._ports: dict[Multiaddr, tuple[Host, contextvars.Context]] = {}
+        self._host_of: dict[PeerID, Host] = {}
+        self._sides: dict[Host, int] = {}
+        self._connection_numbers = itertools.count()
+
+    # --- building -----------------------------------------------------------------------------------------------------
+
+    def add_host(self) -> Host:
+        """Connect one more machine."""
+        host = Host(self, len(self.hosts), random.Random(self.rng.getrandbits(64)), self._uplink, self._downlink)
+        self.hosts.append(host)
+        return host
+
+    def host_of(self, peer: PeerID) -> Host:
+        """On which host a peer runs.
+
+        Raises:
+            KeyError: it runs on none.
+        """
+        return self._host_of[peer]
+
+    def set_link(self, first: Host, second: Host, link: Link) -> None:
+        """Change how two hosts are connected, also for the connections that they have."""
+        self._path(first, second).change(link, self._draw_delay(link))
+
+    def delay_between(self, first: Host, second: Host) -> float:
+        """Seconds that a message takes one way, without jitter."""
+        return self._path(first, second).delay
+
+    def _path(self, first: Host, second: Host) -> Path:
+        key = (min(first.index, second.index), max(first.index, second.index))
+        path = self._paths.get(key)
+        if path is None:
+            local = Link() if first is second else self._link
+            path = self._paths[key] = Path(local, self._draw_delay(local), self._are_apart(first, second))
+        return path
+
+    def _draw_delay(self, link: Link) -> float:
+        return self.rng.uniform(*link.delay) if isinstance(link.delay, tuple) else link.delay
+
+    # --- partitions ---------------------------------------------------------------------------------------------------
+
+    def partition(self, *groups: Iterable[Host]) -> None:
+        """Cut the network between groups of hosts; a host in none of them still reaches everybody.
+
+        Messages across the cut are not lost: they come through when it is healed, unless the connection was given up
+        before, as with TCP. Replaces an earlier partition.
+        """
+        self._sides = {host: side for side, group in enumerate(groups) for host in group}
+        for (first, second), path in self._paths.items():
+            path.is_cut = self._are_apart(self.hosts[first], self.hosts[second])
+            if path.held and not path.is_cut:
+                self._loop.call_later(path.delay, path.release_held)
+
+    def heal(self) -> None:
+        """End the partition."""
+        self.partition()
+
+    def _are_apart(self, first: Host, second: Host) -> bool:
+        return first in self._sides and second in self._sides and self._sides[first] != self._sides[second]
+
+    # --- for hosts and their transports -------------------------------------------------------------------------------
+
+    def register(self, peer: PeerID, host: Host) -> None:
+        """A peer is going to run on a host."""
+        self._host_of[peer] = host
+
+    def open_port(self, address: Multiaddr, host: Host, context: contextvars.Context) -> None:
+        """An address belongs to a host from now on; who connects there is received in this context."""
+        self._ports[address] = (host, context)
+
+    async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID) -> Stream:
+        assert isinstance(source, HostTransport)
+        here = source.host
+        port = self._ports.get(address)
+        if not here.is_up:
+            raise DialError(f"{address}: this host is down")
+        if port is None:
+            raise DialError(f"{address}: no route: there is no such address")
+        there, context = port
+        path = self._path(here, there)
+        await self._reach(here, there, path, address)
+        peer, on_stream = self.find_listener(address, expected_peer)
+        number = next(self._connection_numbers)
+        near = SimulatedStream(here, path, number, peer, address)
+        far = SimulatedStream(there, path, number, source.identity.peer_id, None)
+        near.other, far.other = far, near
+        near.opens_after(path.delay)
+        self._loop.call_later(path.delay, on_stream, far, context=context)
+        if path.link.break_rate:
+            near.break_timer = self._loop.call_later(self.rng.expovariate(path.link.break_rate), _break, near, far)
+        return near
+
+    async def _reach(self, here: Host, there: Host, path: Path, address: Multiaddr) -> None:
+        """Spend the time of a handshake.
+
+        Raises:
+            DialError: it failed.
+        """
+        round_trip = 2 * path.delay
+        if path.jitter:
+            round_trip += 2 * path.jitter * self.rng.random()
+        needed = round_trip  # for a refusal by the operating system
+        if address in self.listeners:
+            needed *= HANDSHAKE_ROUND_TRIPS
+        await asyncio.sleep(min(needed, DIAL_TIMEOUT))
+        if there.is_off or there.firewalled or path.is_cut or needed > DIAL_TIMEOUT:
+            await asyncio.sleep(max(0.0, DIAL_TIMEOUT - needed))
+            raise DialError(f"{address}: no answer within {DIAL_TIMEOUT:g} s: nothing is there, or a firewall drops it")
+        if not here.is_up:
+            raise DialError(f"{address}: this host is down")
+        if path.link.dial_failure and self.rng.random() < path.link.dial_failure:
+            raise DialError(f"{address}: the connection was closed during the handshake")
+
+
+def _break(near: SimulatedStream, far: SimulatedStream) -> None:
+    near.abort()
+    far.abort()
