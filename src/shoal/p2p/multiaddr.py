@@ -7,6 +7,7 @@ implementation needs.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from collections.abc import Iterator
@@ -108,6 +109,7 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
 _Items = tuple[tuple[str, "str | None"], ...]
 
 
+@functools.lru_cache(maxsize=4096)  # the same addresses are told by many peers, again and again
 def _parse_text(text: str) -> _Items:
     if len(text) > _MAX_LENGTH or not text.startswith("/"):
         raise ValueError("it must start with / and be no longer than 1024 characters")
