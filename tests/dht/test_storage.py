@@ -194,7 +194,7 @@ class TimedStorageMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(1, 3))
     def wait(self, seconds: int) -> None:
-        self.loop.now += seconds
+        self.loop.run_until_complete(asyncio.sleep(seconds))
 
     @rule(key=st.integers(0, 6))
     def delete(self, key: int) -> None:
