@@ -11,6 +11,7 @@ taken from the counts of the held-out text itself, so no model of that kind, how
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,8 +69,11 @@ def load_corpus(num_shards: int, root: Path | None = None) -> Corpus:
 
 def source_files(root: Path) -> Iterator[Path]:
     """Python files below a folder, ordered by the hash of their path, so that the first few come from all over."""
-    paths = (path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts))
-    yield from sorted(paths, key=lambda path: _hash(path.relative_to(root).as_posix()))
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]  # not even entered
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    yield from sorted(found, key=lambda path: _hash(path.relative_to(root).as_posix()))
 
 
 def _hash(name: str) -> int:

@@ -1,0 +1,54 @@
+"""Code that the documents show runs as it stands, and the examples do."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=55, check=False)
+
+
+def test_first_code_of_the_readme() -> None:
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    done = run_python("-c", code[1])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "/p2p/12D3KooW" in done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_two_peers_run_the_quickstart_together() -> None:
+    program = str(ROOT / "examples" / "quickstart.py")
+    first = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    second = None
+    try:
+        assert first.stdout is not None
+        address = first.stdout.readline().split()[-1]
+        second = subprocess.Popen(
+            [sys.executable, program, address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for process in (first, second):
+            assert process.stdout is not None
+            assert any("2 peers" in line for line in process.stdout), "never saw the other one"
+    finally:
+        for process in (first, second):
+            if process is not None:
+                process.kill()
+                process.communicate()
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"])
+def test_files_that_the_documents_point_to_exist(name: str) -> None:
+    document = ROOT / name
+    targets = re.findall(r"\]\(([^)#]+)\)", document.read_text())
+    missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]
+    assert not missing
