@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -56,14 +57,15 @@ class GlobalStep:
     def schedule_rounds(self) -> None:
         """Begin to look for groups if the next global step is near."""
         now, due = get_dht_time(), self.tracker.estimated_next_update_time
-        if due - now > self.plan.matchmaking_time or not self.tracker.expected_members():
+        if due - now > self.plan.matchmaking_time or not self._expected_members():
             return
         if self.grad_averager is not None and not usable(self.scheduled_grads):
             logger.debug("looking for a group to average gradients in %.2f s", due - now)
             self.scheduled_grads = self.grad_averager.schedule_step(**self._when(due, now))
         delay = self._until_state_averaging.seconds_per_sample
         delay += self.state_averager.delay_before_averaging.seconds_per_sample
-        if self._will_average_state() and self._until_state_averaging.num_updates and not usable(self.scheduled_state):
+        ready = self._until_state_averaging.num_updates > 0 and not self.state_averager.averaging_in_progress
+        if self._will_average_state() and ready and not usable(self.scheduled_state):
             options = self._when(due + delay, now)
             self.scheduled_state = self.state_averager.schedule_step(gather=self._next_epoch, **options)
 
@@ -71,12 +73,20 @@ class GlobalStep:
         patience = self.plan.averaging_timeout
         return {"scheduled_time": min(max(due, now), now + 0.9 * patience), "timeout": patience}
 
+    def _expected_members(self) -> set[PeerID]:
+        """Other peers that will come to the first round of the next global step."""
+        in_background = (
+            self.plan.delay_state_averaging if self.grad_averager is None else self.plan.delay_grad_averaging
+        )
+        return self.tracker.expected_members(until_epoch=self._next_epoch if in_background else None)
+
     @property
     def _next_epoch(self) -> int:
         return self.state_averager.local_epoch + 1
 
     def _will_average_state(self) -> bool:
-        return self._next_epoch % self.plan.average_state_every == 0 and not self.state_averager.averaging_in_progress
+        """Must be the same in all peers: they wait for each other."""
+        return self._next_epoch % self.plan.average_state_every == 0
 
     def let_go_of_rounds(self, timeout: float) -> None:
         """End scheduled rounds without making others wait."""
@@ -101,12 +111,13 @@ class GlobalStep:
                 has_gradients = self.grad_averager.local_samples_accumulated > 0
                 control = self._begin_gradient_round(self.grad_averager)
                 if self.plan.delay_grad_averaging and control is not None:
-                    trigger, has_gradients = self._make_trigger(control), True
+                    self.grad_averager.notify_used_averaged_gradients()
+                    trigger, has_gradients = functools.partial(self._finish_gradient_round, control), True
                 else:
                     mates = self._finish_gradient_round(control)
                     self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
                     has_gradients = has_gradients or mates is not None
-            mates = self.tracker.expected_members() if mates is None else mates
+            mates = self._expected_members() if mates is None else mates
             self._update_state(mates, has_gradients, trigger, started)
             if self.grad_averager is not None and trigger is None:
                 self.grad_averager.reset_accumulated_grads_()
@@ -117,7 +128,8 @@ class GlobalStep:
     def _begin_gradient_round(self, averager: GradientAverager) -> StepControl | None:
         """Start averaging with everybody who is expected; ``None`` if this peer is alone."""
         control, self.scheduled_grads = self.scheduled_grads, None
-        if not self.tracker.expected_members():
+        expected = self._expected_members()
+        if not expected:
             let_go(control, self.plan.averaging_timeout)
             averager.load_accumulators_into_averager_()
             return None
@@ -126,7 +138,10 @@ class GlobalStep:
             control = averager.schedule_step(timeout=self.plan.averaging_timeout)
         # Accumulators are kept until the outcome is known, unless the next batches must go into them meanwhile.
         averager.step(control=control, reset_accumulators=self.plan.delay_grad_averaging, wait=False)
-        RoundWatch(control, self.tracker)
+        if self.plan.delay_grad_averaging:  # everybody goes on to the next epoch meanwhile
+            RoundWatch(control, self.tracker, expected, self._next_epoch)
+        else:
+            RoundWatch(control, self.tracker)
         return control
 
     def _in_time(self, control: StepControl) -> bool:
@@ -159,9 +174,6 @@ class GlobalStep:
         result = control.round
         assert result is not None, "a successful round says who took part"
         return set(result.peers) - set(result.failed_peers) - {self.tracker.dht.peer_id}
-
-    def _make_trigger(self, control: StepControl) -> Callable[[], object]:
-        return lambda: self._finish_gradient_round(control)
 
     def _give_gradients_to_optimizer(self, averager: GradientAverager, averaged: bool) -> None:
         """Make the average, or after a failure this peer's own mean, the optimizer's gradient."""

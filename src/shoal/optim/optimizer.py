@@ -308,9 +308,11 @@ class Optimizer(torch.optim.Optimizer):
             self._has_looked = True
             fetched.wait(FIRST_FETCH_TIMEOUT)
         if self._strict_check_due and fetched.is_set():
-            self._strict_check_due = False
-            return self.local_epoch != self.tracker.global_epoch
-        return self.local_epoch < self.tracker.global_epoch - 1
+            if self.local_epoch != self.tracker.global_epoch:
+                return True
+            # before others have told it directly, a newcomer knows only records, which may be seconds old
+            self._strict_check_due = not self.tracker.board.introduced
+        return not self.is_synchronized_with_peers()
 
     def is_synchronized_with_peers(self) -> bool:
         """Whether this peer is at most one epoch behind."""

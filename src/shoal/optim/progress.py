@@ -48,7 +48,7 @@ class GlobalTrainingProgress:
     """Samples that peers at this epoch have reported."""
     target_batch_size: int
     num_peers: int
-    """Peers with a valid record, this one included once it has published its own."""
+    """Peers with a valid record that can be reached, this one included once it has published its own."""
     num_clients: int
     """How many of them are in client mode."""
     eta_next_epoch: float
@@ -116,20 +116,19 @@ def summarize(
         published: others know of this peer.
         stopped: peers that cannot be reached: what they have accumulated will not come.
     """
-    records = [own, *others]
-    epoch = max([own.epoch, *(record.epoch for record in records[1:] if not record.client_mode)])
-    present = [record for record in records if record.epoch == epoch and record.peer_id not in stopped]
-    moving = [record for record in records if record.peer_id not in stopped]
+    known = list(others)
+    epoch = max([own.epoch, *(record.epoch for record in known if not record.client_mode)])
+    moving = [own, *(record for record in known if record.peer_id not in stopped)]
+    present = [record for record in moving if record.epoch == epoch]
     samples = sum(record.samples_accumulated for record in present)
     estimate = samples + sum(max(0.0, now - record.time) * record.samples_per_second for record in present)
     speed = sum(record.samples_per_second for record in moving) + _NO_SPEED
-    num_others = len(records) - 1
     return GlobalTrainingProgress(
         epoch=epoch,
         samples_accumulated=samples,
         target_batch_size=target_batch_size,
-        num_peers=num_others + published,
-        num_clients=sum(record.client_mode for record in records[1:]) + (published and own.client_mode),
+        num_peers=len(moving) - 1 + published,
+        num_clients=sum(record.client_mode for record in moving[1:]) + (published and own.client_mode),
         eta_next_epoch=now + max(0.0, target_batch_size - estimate) / speed,
         next_fetch_time=next_fetch_time,
     )
@@ -151,7 +150,7 @@ class Companion:
 
 
 def expected_members(
-    epoch: int, companions: Mapping[bytes, Companion], last_members: Collection[bytes], now: float
+    epoch: int, until_epoch: int, companions: Mapping[bytes, Companion], last_members: Collection[bytes], now: float
 ) -> set[bytes]:
     """Other peers that will take part in the round which ends ``epoch``, as far as this one can know.
 
@@ -159,12 +158,16 @@ def expected_members(
     finishing it. A peer that died is left out as soon as it cannot be reached, and at the latest after one round,
     because nothing of it is heard at the next epoch. To expect too many costs a wait until the scheduled time; to
     expect too few would leave peers behind, so in doubt a peer is expected.
+
+    Args:
+        until_epoch: whoever is beyond this epoch has finished the round. Where rounds run in the background, that is
+            the next epoch.
     """
     expected = set()
     for peer, companion in companions.items():
         if companion.expiration < now or companion.unreachable_since is not None:
             continue
         on_its_way = companion.record.epoch == epoch - 1 and (companion.updating or peer in last_members)
-        if companion.record.epoch == epoch or on_its_way:
+        if epoch <= companion.record.epoch <= until_epoch or on_its_way:
             expected.add(peer)
     return expected

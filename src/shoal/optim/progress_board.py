@@ -116,9 +116,9 @@ class ProgressBoard:
             until_epoch: whoever is beyond this epoch has moved on; default: this peer's epoch.
         """
         with self._lock:
-            if among is None:
-                return expected_members(self._own.epoch, self._companions, self._last_members, now)
             last = self._own.epoch if until_epoch is None else until_epoch
+            if among is None:
+                return expected_members(self._own.epoch, last, self._companions, self._last_members, now)
             return {peer for peer in among if not self._has_left(peer, last)}
 
     def _has_left(self, peer: bytes, until_epoch: int) -> bool:

@@ -30,6 +30,8 @@ CALL_TIMEOUT = 3.0
 MAX_CALLED = 64
 """How many peers are called directly; in larger swarms the others learn from the DHT."""
 GOODBYE_TIMEOUT = 1.0
+NEW_EPOCH_PERIOD = 0.1
+"""Least seconds between two records of this peer in the DHT."""
 
 
 class ProgressMessage(Header):
@@ -115,11 +117,14 @@ class ProgressExchange(ServicerBase):
             self.report_due.clear()
             if not self._board.wants_publishing(get_dht_time()):
                 continue
-            started = loop.time()
+            started, epoch = loop.time(), self._board.own.epoch
             await self._publish()
             if not self._board.introduced:
                 await self._introduce()
-            await _sleep(max(self._min_period, loop.time() - started))
+            took = loop.time() - started
+            await _sleep(max(NEW_EPOCH_PERIOD, took))
+            if self._board.own.epoch == epoch:  # news of another epoch are published sooner
+                await _sleep(self._min_period - (loop.time() - started))
 
     async def _introduce(self) -> None:
         """Get to know everybody who has published, and make this peer known to them.

@@ -1,0 +1,338 @@
+"""Optimizer from end to end: alone, in company, joining, losing others, leaving."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.optim import Optimizer
+from shoal.optim.progress_tracker import ProgressTracker
+from tests.optim.conftest import in_parallel, wait_until
+
+
+def make_model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def sgd(groups) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def values(model: torch.nn.Module) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def backward(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    torch.nn.functional.mse_loss(model(batch), batch[:, :2].cos()).backward()
+
+
+class Trainer:
+    """A model, its optimizer, and endless data."""
+
+    def __init__(self, opt: Optimizer, model: torch.nn.Module, batch_size: int = 8, seed: int = 1) -> None:
+        self.opt, self.model, self.batch_size = opt, model, batch_size
+        self.rng = torch.Generator().manual_seed(seed)
+        self.samples = 0
+
+    def step(self) -> None:
+        if not self.opt.settings.reuse_grad_buffers:
+            self.opt.zero_grad()
+        backward(self.model, torch.randn(self.batch_size, 6, generator=self.rng))
+        self.opt.step(batch_size=self.batch_size)
+        self.samples += self.batch_size
+
+    def train_until(self, epoch: int, pace: float = 0.005) -> None:
+        """Train at a bounded pace, so that others can keep up on a busy machine."""
+        pause = threading.Event()
+        while self.opt.local_epoch < epoch:
+            self.step()
+            pause.wait(pace)
+
+
+@pytest.fixture
+def make_trainers(make_dhts, closing) -> Callable[..., list[Trainer]]:
+    def make(count: int, clients: int = 0, target: int = 64, **options: Any) -> list[Trainer]:
+        trainers = []
+        seeds = options.pop("seeds", [0] * count)
+        for dht, seed in zip(make_dhts(count, clients=clients), seeds, strict=True):
+            model = make_model(seed)
+            factory = options.get("optimizer", sgd)
+            training = {"optimizer": factory(model.parameters())}
+            if options.get("offload"):
+                training = {"optimizer": factory, "params": model.parameters()}
+            rest = {name: value for name, value in options.items() if name not in ("optimizer", "offload")}
+            defaults = {"run_id": "run", "matchmaking_time": 10.0, "averaging_timeout": 20.0}
+            opt = Optimizer(dht=dht, target_batch_size=target, **{**defaults, **training, **rest})
+            trainers.append(Trainer(closing(opt), model, seed=len(trainers)))
+        return trainers
+
+    return make
+
+
+def meet(*trainers: Trainer) -> None:
+    """Contribute a first batch each, and wait until everybody knows everybody."""
+    in_parallel(*(trainer.step for trainer in trainers))
+    for trainer in trainers:
+        wait_until(lambda t=trainer: t.opt.tracker.expected_group_size == len(trainers), "all peers know each other")
+
+
+def check_identical(trainers: list[Trainer]) -> None:
+    first, *others = trainers
+    for trainer in trainers:
+        trainer.opt.state_averager.finish_jobs(10)
+    for other in others:
+        assert torch.equal(values(first.model), values(other.model))
+
+
+def test_a_peer_alone_trains_as_torch_does(make_trainers):
+    (trainer,) = make_trainers(1, target=32)
+    reference = make_model()
+    optimizer, rng = sgd(reference.parameters()), torch.Generator().manual_seed(0)
+    trainer.step()
+    wait_until(lambda: trainer.opt.tracker.board.introduced, "the peer has looked for others")
+    for _ in range(11):
+        trainer.step()
+    assert trainer.opt.local_epoch == 3
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(reference, torch.cat([torch.randn(8, 6, generator=rng) for _ in range(4)]))
+        optimizer.step()
+    torch.testing.assert_close(values(trainer.model), values(reference))
+    assert trainer.opt.tracker.global_epoch == 3
+    assert trainer.opt.grad_averager.local_samples_accumulated == 0
+    assert trainer.opt.is_synchronized_with_peers()
+
+
+def test_speed_is_measured_and_epochs_take_their_time(make_trainers):
+    (trainer,) = make_trainers(1, target=32)
+    trainer.train_until(3, pace=0.02)
+    assert 96 <= trainer.samples <= 96 * 1.2
+    assert 0 < trainer.opt.tracker.performance_ema.samples_per_second <= 8 / 0.02
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delay_state_averaging": False},
+        {"delay_state_averaging": True},
+        {"reuse_grad_buffers": True, "delay_state_averaging": False},
+        {"offload": True},
+        {"offload": True, "delay_optimizer_step": True},
+        {"offload": True, "delay_optimizer_step": True, "delay_grad_averaging": True},
+        {"average_state_every": 2},
+        {"average_opt_statistics": ["momentum_buffer"]},
+    ],
+    ids=lambda options: ",".join(name for name, value in options.items() if value) or "synchronous",
+)
+def test_peers_stay_identical(make_trainers, options):
+    trainers = make_trainers(3, **options)
+    meet(*trainers)
+    in_parallel(*(lambda t=t: t.train_until(4) for t in trainers))
+    check_identical(trainers)
+    assert not torch.equal(values(trainers[0].model), values(make_model()))
+    for trainer in trainers:
+        assert len(trainer.opt.grad_averager.last_round.peers) == 3
+
+
+def test_peers_of_different_speed_make_their_steps_together(make_trainers):
+    trainers = make_trainers(3, target=200)
+    meet(*trainers)
+    in_parallel(
+        *(lambda t=t, pace=pace: t.train_until(5, pace) for t, pace in zip(trainers, (0.002, 0.01, 0.03), strict=True))
+    )
+    check_identical(trainers)
+    fast, medium, slow = trainers
+    assert fast.samples > medium.samples > slow.samples
+
+
+def test_a_client_takes_part(make_trainers):
+    trainers = make_trainers(3, clients=1)
+    meet(*trainers)
+    in_parallel(*(lambda t=t: t.train_until(3) for t in trainers))
+    check_identical(trainers)
+    assert trainers[2].opt.client_mode
+
+
+def test_an_auxiliary_peer_helps_without_batches(make_trainers, make_dhts, closing):
+    trainers = make_trainers(2)
+    (dht,) = make_dhts(1)
+    options = {"matchmaking_time": 10.0, "averaging_timeout": 20.0, "auxiliary": True}
+    model = make_model()
+    helper = closing(
+        Optimizer(dht=dht, run_id="run", target_batch_size=64, optimizer=sgd(model.parameters()), **options)
+    )
+    before = values(model)
+    meet(*trainers)
+    stop = threading.Event()
+
+    def help_others() -> None:
+        while not stop.wait(0.005):
+            helper.step()
+
+    thread = threading.Thread(target=help_others)
+    thread.start()
+    try:
+        in_parallel(*(lambda t=t: t.train_until(3) for t in trainers))
+    finally:
+        stop.set()
+        thread.join()
+    check_identical(trainers)
+    assert torch.equal(values(model), before), "its own parameters are left alone"
+
+
+def test_local_updates_are_averaged_between_epochs(make_trainers):
+    trainers = make_trainers(2, use_local_updates=True, delay_state_averaging=False)
+    meet(*trainers)
+    assert not torch.equal(values(trainers[0].model), values(trainers[1].model)), "every batch makes a step"
+    in_parallel(*(lambda t=t: t.train_until(3) for t in trainers))
+    check_identical(trainers)
+
+
+def test_local_updates_go_on_while_parameters_are_averaged(make_trainers):
+    options = {"use_local_updates": True, "optimizer": lambda p: torch.optim.SGD(p, lr=0.001)}
+    trainers = make_trainers(2, seeds=[0, 1], delay_state_averaging=True, **options)
+    assert (values(trainers[0].model) - values(trainers[1].model)).abs().max() > 0.3
+    meet(*trainers)
+    in_parallel(*(lambda t=t: t.train_until(4) for t in trainers))
+    for trainer in trainers:
+        trainer.opt.state_averager.finish_jobs(10)
+        assert len(trainer.opt.state_averager.last_round.peers) == 2
+    difference = (values(trainers[0].model) - values(trainers[1].model)).abs().max()
+    assert difference < 0.05, "only the latest local steps differ"
+
+
+def test_a_newcomer_downloads_everything_and_takes_part(make_trainers):
+    schedule = {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.9)}
+    (first,) = make_trainers(1, **schedule)
+    first.train_until(3)
+    (newcomer,) = make_trainers(1, seeds=[5], **schedule)
+    assert newcomer.opt.load_state_from_peers() is True
+    assert newcomer.opt.local_epoch == 3
+    check_identical([first, newcomer])
+    assert newcomer.opt.opt.param_groups[0]["lr"] == first.opt.opt.param_groups[0]["lr"]
+    meet(first, newcomer)
+    in_parallel(lambda: first.train_until(6), lambda: newcomer.train_until(6))
+    check_identical([first, newcomer])
+    assert newcomer.opt.opt.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**6)
+    assert newcomer.samples > 0
+
+
+def test_a_newcomer_that_does_not_ask_is_brought_up_to_date(make_trainers):
+    (first,) = make_trainers(1)
+    first.train_until(4)
+    (newcomer,) = make_trainers(1, seeds=[5])
+    pause = threading.Event()
+    while newcomer.opt.local_epoch == 0 and not pause.wait(0.01):
+        newcomer.step()
+    assert newcomer.opt.local_epoch == first.opt.local_epoch
+    check_identical([first, newcomer])
+    assert newcomer.opt.grad_averager.local_samples_accumulated == 0
+
+
+def test_a_newcomer_without_a_donor_starts_from_its_own_state(make_trainers):
+    (trainer,) = make_trainers(1)
+    assert trainer.opt.load_state_from_peers(timeout=5) is False
+    trainer.train_until(1)
+    assert trainer.opt.local_epoch == 1
+
+
+def expect_company(trainer: Trainer, companion: ProgressTracker) -> None:
+    companion.report_local_progress(0, 1)
+    trainer.step()
+    wait_until(lambda: trainer.opt.tracker.expected_group_size == 2, "the other peer is known")
+
+
+def local_reference(trainer: Trainer, batch_sizes: list[int], seed: int) -> torch.Tensor:
+    model = make_model()
+    optimizer, rng = sgd(model.parameters()), torch.Generator().manual_seed(seed)
+    backward(model, torch.cat([torch.randn(size, 6, generator=rng) for size in batch_sizes]))
+    optimizer.step()
+    return values(model)
+
+
+def test_without_its_group_a_peer_goes_on_with_its_own_mean_gradient(make_trainers, make_dhts, closing, caplog):
+    (trainer,) = make_trainers(
+        1, matchmaking_time=0.2, averaging_timeout=1.0, averager_opts={"request_timeout": 0.1}, target=10**6
+    )
+    (dht,) = make_dhts(1)
+    companion = closing(ProgressTracker(dht, "run", 10**6, start=True))  # says that it takes part, never comes
+    expect_company(trainer, companion)
+    trainer.batch_size = 4  # batches of different sizes
+    trainer.step()
+    trainer.opt.tracker.board.hear(companion.local_progress, time.time() + 60, time.time(), updating=True)
+    with caplog.at_level(logging.WARNING):
+        trainer.opt.step(batch_size=0)
+    assert "Proceeding with local gradients" in caplog.text
+    assert trainer.opt.local_epoch == 1
+    torch.testing.assert_close(values(trainer.model), local_reference(trainer, [8, 4], seed=0))
+
+
+def test_a_dead_companion_costs_no_waiting(make_trainers, make_dhts, closing):
+    (trainer,) = make_trainers(1, matchmaking_time=15.0, averaging_timeout=60.0, target=10**6)
+    (dht,) = make_dhts(1)
+    companion = closing(ProgressTracker(dht, "run", 10**6, start=True))
+    expect_company(trainer, companion)
+    record = companion.local_progress
+    dht.portal.call(dht.p2p.shutdown())  # as if killed
+    trainer.opt.tracker.board.hear(record, time.time() + 60, time.time(), updating=True)
+    started = time.monotonic()
+    trainer.opt.step(batch_size=0)
+    assert trainer.opt.local_epoch == 1
+    assert time.monotonic() - started < 5
+    torch.testing.assert_close(values(trainer.model), local_reference(trainer, [8], seed=0))
+
+
+def test_members_that_leave_politely_do_not_stop_the_others(make_trainers):
+    trainers = make_trainers(3)
+    meet(*trainers)
+    in_parallel(*(lambda t=t: t.train_until(2) for t in trainers))
+    trainers[2].opt.shutdown()
+    started = time.monotonic()
+    in_parallel(*(lambda t=t: t.train_until(4) for t in trainers[:2]))
+    assert time.monotonic() - started < 8, "nobody waits for a peer that has said goodbye"
+    check_identical(trainers[:2])
+
+
+def test_a_step_returns_the_loss_of_its_closure(make_trainers):
+    (trainer,) = make_trainers(1)
+    batch = torch.ones(4, 6)
+
+    def closure() -> torch.Tensor:
+        loss = trainer.model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = trainer.opt.step(closure, batch_size=4)
+    assert loss.item() > 0
+    assert trainer.opt.local_progress.samples_accumulated == 4
+
+
+def test_shutdown_ends_everything_and_can_be_repeated(make_trainers):
+    trainers = make_trainers(2, target=10**6)
+    meet(*trainers)
+    opt = trainers[0].opt
+    control = opt.global_step.scheduled_grads = opt.grad_averager.schedule_step()
+    opt.shutdown()
+    opt.shutdown()
+    assert control.done()
+    assert not opt.is_alive()
+    assert not opt.tracker.is_alive()
+    assert not opt.grad_averager.is_alive()
+    assert trainers[1].opt.is_alive()
+
+
+def test_an_optimizer_that_is_dropped_shuts_itself_down(make_dhts):
+    (dht,) = make_dhts(1)
+    model = make_model()
+    opt = Optimizer(dht=dht, run_id="run", target_batch_size=8, optimizer=sgd(model.parameters()))
+    tracker, averager = opt.tracker, opt.state_averager
+    del opt
+    wait_until(lambda: not tracker.is_alive() and not averager.is_alive(), "the parts are shut down")
