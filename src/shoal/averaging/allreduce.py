@@ -111,7 +111,7 @@ class AllReduce:
         """This member has delivered and received all that it will."""
         self._reducer = self._make_reducer()
         self._exchanges: dict[int, asyncio.Task[None]] = {}
-        self._handlers: set[asyncio.Task[Any]] = set()
+        self._handlers: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
 
     def _make_reducer(self) -> PartReducer:
         parts = self.vector.parts[self.own_index]
@@ -232,7 +232,7 @@ class AllReduce:
         index = self._check_sender(begin, sender)
         task = asyncio.current_task()
         assert task is not None
-        self._handlers.add(task)
+        self._handlers[task] = None
         self._reducer.begin(index, begin.weight)
         try:
             await both(self._take_parts(call, index), self._give_averages(call, index))
@@ -241,10 +241,10 @@ class AllReduce:
                 if await call.receive(PartMessage) is not None:
                     raise ProtocolError("more parts than agreed")
         except BaseException as e:
-            self._handlers.discard(task)
+            self._handlers.pop(task, None)
             self.member_failed(index, reason_of(e))
             raise
-        self._handlers.discard(task)
+        self._handlers.pop(task, None)
         self._reducer.delivered_everything(index)
 
     def _check_sender(self, begin: BeginReduce, sender: PeerID) -> int:

@@ -25,6 +25,7 @@ from shoal.p2p.servicer import Handler, P2PContext
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
 from shoal.p2p.wire import Header
+from shoal.reactor import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 H = TypeVar("H", bound=Header)
@@ -83,7 +84,7 @@ class P2P:
         self._addresses = AddressBook()
         self._header_memory = HeaderMemory(DEFAULT_LIMITS)
         self._handlers: dict[str, Handler] = {}
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving: dict[asyncio.Task[None], None] = {}  # in order, so that simulations can be repeated
         self._pool = ConnectionPool(self._connect, idle_timeout)
 
     @classmethod
@@ -191,9 +192,7 @@ class P2P:
                 if not done:
                     break
         finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await cancel_and_wait(*(task for task in tasks if task in pending))
         for task, peer in tasks.items():
             error = None if task.cancelled() else task.exception()
             for address in (a for a, p in targets if p == peer):
@@ -260,13 +259,11 @@ class P2P:
                 done, _ = await asyncio.wait(
                     tasks, timeout=DIAL_STAGGER if waiting else None, return_when=asyncio.FIRST_COMPLETED
                 )
-                for task in done:
+                for task in [task for task in tasks if task in done]:  # in the order of dialling
                     address = tasks.pop(task)
                     error = task.exception()
                     if error is None:
                         self._addresses.prefer(peer, address)
-                        for late in done & set(tasks):
-                            _abort_late(late)
                         return task.result()
                     errors.append(error)
         finally:
@@ -337,8 +334,8 @@ class P2P:
 
     def _on_stream(self, stream: Stream) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(stream))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        self._serving[task] = None
+        task.add_done_callback(self._serving.pop)
         stream.on_closed(task.cancel)
 
     async def _serve(self, stream: Stream) -> None:

@@ -34,7 +34,7 @@ class ConnectionPool:
         self._idle_since: dict[Connection, float] = {}
         self._dialling: defaultdict[PeerID, int] = defaultdict(int)
         self._waiters: defaultdict[PeerID, deque[asyncio.Future[None]]] = defaultdict(deque)
-        self._in_use: set[Connection] = set()
+        self._in_use: dict[Connection, None] = {}  # in order, so that simulations can be repeated
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -63,13 +63,13 @@ class ConnectionPool:
             if connection is None and self._dialling[peer] < MAX_PARALLEL_DIALS:
                 connection = await self._dial_new(peer)
             if connection is not None:
-                self._in_use.add(connection)
+                self._in_use[connection] = None
                 return connection
             await self._wait_for_turn(peer)
 
     def release(self, connection: Connection, *, reusable: bool) -> None:
         """Give a connection back; one that is not reusable is cut, which cancels the handler on the other side."""
-        self._in_use.discard(connection)
+        self._in_use.pop(connection, None)
         peer = connection.remote
         idle = self._idle.setdefault(peer, [])
         if reusable and not connection.closed and not self._closed and len(idle) < MAX_IDLE_PER_PEER:
