@@ -21,9 +21,12 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Times, on a machine that is otherwise idle. benchmarks/README.md tells more, also how to compare with hivemind.
 bench: install
 	$(BIN)/python benchmarks/allreduce.py --library shoal --peers 2 --megabytes 200
 	$(BIN)/python benchmarks/allreduce.py --library gloo --peers 2 --megabytes 200
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/rpc.py
 
 format: install
 	$(BIN)/ruff check --fix .
