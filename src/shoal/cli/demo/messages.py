@@ -70,7 +70,7 @@ class Progress(Event):
 
     epoch: int
     samples: int
-    """Contributed by this peer since it started."""
+    """In averages that this peer took part in, and in the one that it is gathering for."""
     samples_per_second: float
     loss: float
     """Mean training loss since the last epoch, nats per byte."""
@@ -102,6 +102,7 @@ class Finished(Event):
 
     epoch: int
     samples: int
+    """In averages that this peer took part in."""
     loss: float
     """On the held-out text, measured on many more windows than during training."""
     parameters_sha256: str

@@ -50,7 +50,7 @@ class Trainer:
         self._optimizer: Optimizer | None = None
         self._last_round: object = None
         self._caught_up = False
-        self._samples = 0
+        self._contributed = self._pending = 0
         self._losses: list[float] = []
         self._next_report = 0.0
         self._next_measurement = time.monotonic() + number % 5 / 5 * MEASURE_EVERY_SECONDS  # in turn, not all at once
@@ -96,10 +96,17 @@ class Trainer:
         self.optimizer.step()
         seconds = time.monotonic() - started
         self._losses.append(float(loss.detach()))
-        self._samples += BATCH_SIZE
-        if self.epoch == epoch + 1:
-            self._tell(EpochDone(self.epoch, seconds, self._group_size()))
+        self._pending += BATCH_SIZE
+        if self.epoch > epoch:
+            self._note_epoch(seconds)
         self._report(time.monotonic())
+
+    def _note_epoch(self, seconds: float) -> None:
+        size = self._group_size()
+        self._tell(EpochDone(self.epoch, seconds, size))
+        if size > 1:  # else this peer was alone, or behind: it downloaded the state and dropped what it had
+            self._contributed += self._pending
+        self._pending = 0
 
     def _group_size(self) -> int:
         """How many peers the gradients of the last epoch come from; 1 when this peer went on alone."""
@@ -129,7 +136,7 @@ class Trainer:
         del self._losses[: -len(recent)]
         return Progress(
             epoch=self.epoch,
-            samples=self._samples,
+            samples=self._contributed + self._pending,
             samples_per_second=self.optimizer.tracker.performance_ema.samples_per_second,
             loss=sum(recent) / len(recent),
             bytes_sent=network.bytes_sent,
@@ -144,7 +151,7 @@ class Trainer:
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
             digest.update(parameter.detach().numpy().tobytes())
-        return Finished(self.epoch, self._samples, loss, digest.hexdigest())
+        return Finished(self.epoch, self._contributed, loss, digest.hexdigest())
 
     def write(self, prompt: str, length: int) -> str:
         """A text by the model."""
