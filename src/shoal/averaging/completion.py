@@ -69,6 +69,7 @@ class Completion:
         self._gone: set[int] = set()
         """Members that have left the round after it was committed."""
         self._changed = asyncio.Event()
+        self._deaths = asyncio.Event()
         self._execution: Recovery | None = None
         self._committed = False
         self._assignment: RoundMessage | None = None
@@ -218,6 +219,7 @@ class Completion:
         if self._execution is not None:
             self._execution.member_failed(member)
         self._changed.set()
+        self._deaths.set()
 
     def _expected(self) -> set[int]:
         return set(range(self.group.group_size)) - {self.own} - self._gone - self._dead
@@ -255,11 +257,12 @@ class Completion:
         """Tell everybody of deaths, so that nobody has to find out by waiting."""
         told: set[int] = set()
         while True:
+            self._deaths.clear()
             news = self._dead - told
             if news:
                 told |= news
                 await self._broadcast(RoundMessage(kind=RoundKind.FAILED, members=sorted(news)))
-            await first_completed(self._changed.wait(), timeout=STATUS_PERIOD)
+            await first_completed(self._deaths.wait(), timeout=STATUS_PERIOD)
 
     async def _ask_absent(self) -> None:
         """Find out about members that have not come: dead, finished before, or just late."""
