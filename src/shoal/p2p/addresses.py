@@ -13,44 +13,85 @@ MAX_ADDRESSES_PER_PEER = 8
 
 
 class AddressBook:
-    """Addresses by peer, without the ``/p2p`` part; the best first. Bounded: forgets peers unused for longest."""
+    """Addresses by peer, without the ``/p2p`` part; the best first.
+
+    Bounded: forgets peers unused for longest. What the peer itself has told, or where it has answered, comes first and
+    is not pushed out by what others tell about it.
+    """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[PeerID, list[Multiaddr]] = OrderedDict()
+        self._known: OrderedDict[PeerID, dict[Multiaddr, bool]] = OrderedDict()  # and whether it is more than hearsay
+
+    def __contains__(self, peer: PeerID) -> bool:
+        return peer in self._known
 
     def add(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
-        """Remember addresses of a peer; those that are known stay in front.
+        """Remember addresses of a peer, as told by somebody.
 
         Raises:
-            ValueError: an address belongs to somebody else or is not a multiaddr.
+            ValueError: an address belongs to somebody else or is not a multiaddr; nothing is remembered then.
         """
-        known = self._known.setdefault(peer, [])
+        self._add(peer, [_without_peer(peer, address) for address in addresses], certain=False)
+
+    def replace(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
+        """The peer itself has told where it can be dialled: that is now all that counts.
+
+        Addresses of a kind that is not known here are skipped: a newer peer may have more of them.
+        """
+        plain = []
+        for address in list(addresses)[:MAX_ADDRESSES_PER_PEER]:
+            try:
+                plain.append(_without_peer(peer, address))
+            except ValueError:
+                continue
+        self._known.pop(peer, None)
+        self._add(peer, plain, certain=True)
+
+    def _add(self, peer: PeerID, addresses: list[Multiaddr], *, certain: bool) -> None:
+        if not addresses:
+            return
+        known = self._known.setdefault(peer, {})
         self._known.move_to_end(peer)
         for address in addresses:
-            plain = Multiaddr(address)
-            if "p2p" in plain:
-                if plain["p2p"] != peer.to_base58():
-                    raise ValueError(f"{plain} is not an address of peer {peer}")
-                plain = plain.decapsulate(f"/p2p/{peer}")
-            if plain not in known and len(known) < MAX_ADDRESSES_PER_PEER:
-                known.append(plain)
-        if not known:
-            del self._known[peer]
+            if address not in known and self._has_room(known):
+                known[address] = certain
         while len(self._known) > MAX_PEERS:
             self._known.popitem(last=False)
 
-    def replace(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
-        """The peer itself has told where it can be dialled: that is now all that counts."""
-        self._known.pop(peer, None)
-        self.add(peer, addresses)
+    @staticmethod
+    def _has_room(known: dict[Multiaddr, bool]) -> bool:
+        """Make room, if need be, by forgetting the oldest hearsay."""
+        if len(known) < MAX_ADDRESSES_PER_PEER:
+            return True
+        oldest = next((address for address, certain in known.items() if not certain), None)
+        if oldest is None:
+            return False
+        del known[oldest]
+        return True
 
     def get(self, peer: PeerID) -> list[Multiaddr]:
         """Addresses of a peer, the best first; empty if unknown."""
-        return list(self._known.get(peer, ()))
+        if peer not in self._known:
+            return []
+        self._known.move_to_end(peer)
+        return list(self._known[peer])
+
+    def items(self) -> list[tuple[PeerID, list[Multiaddr]]]:
+        """Everything that is known."""
+        return [(peer, list(addresses)) for peer, addresses in self._known.items()]
 
     def prefer(self, peer: PeerID, address: Multiaddr) -> None:
-        """This address worked: try it first next time."""
-        known = self._known.get(peer, [])
+        """The peer has answered at this address: try it first next time."""
+        known = self._known.get(peer, {})
         if address in known:
-            known.remove(address)
-            known.insert(0, address)
+            del known[address]
+            self._known[peer] = {address: True, **known}
+
+
+def _without_peer(peer: PeerID, address: Multiaddr | str) -> Multiaddr:
+    plain = address if isinstance(address, Multiaddr) else Multiaddr(address)
+    if "p2p" in plain:
+        if plain["p2p"] != peer.to_base58():
+            raise ValueError(f"{plain} is not an address of peer {peer}")
+        plain = plain.decapsulate(f"/p2p/{peer}")
+    return plain

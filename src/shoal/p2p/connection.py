@@ -29,8 +29,8 @@ from shoal.p2p.wire import (
 H = TypeVar("H", bound=Header)
 
 DRAIN_TIMEOUT = 10.0
+"""Seconds that the side which is done waits for the other one to say its last word."""
 _DISCARD_BYTES = 2**16
-MAX_ADDRESSES_IN_HELLO = 8
 
 
 class Hello(Header):
@@ -51,6 +51,11 @@ class Open(Header):
     handler: str
 
 
+NO_HANDLER = "no handler"
+REFUSED = "refused"
+MAX_FAILURE_CHARACTERS = 2000
+
+
 class Failure(Header):
     """Why a call failed on the other side."""
 
@@ -58,9 +63,11 @@ class Failure(Header):
     type: str = ""
     text: str = ""
 
-
-NO_HANDLER = "no handler"
-REFUSED = "refused"
+    @classmethod
+    def of_error(cls, error: Exception) -> Failure:
+        """What the other side may know about an error: what it is and what it says, not where it happened."""
+        text = str(error)[:MAX_FAILURE_CHARACTERS].encode(errors="backslashreplace").decode()
+        return cls(type=type(error).__name__, text=text)
 
 
 class Connection:
@@ -208,23 +215,24 @@ class Call:
 
         Raises:
             StreamClosedError: the connection ended.
+            ValueError: more than fits into one message.
         """
         if self.sent_end:
             raise RuntimeError("this side of the call has ended already")
-        self.sent_end = end
         await self.connection.send(Kind.ITEM, header, *payload, end=end)
+        self.sent_end = end
 
     async def send_end(self) -> None:
         """Say that nothing more will come from this side. Idempotent."""
         if not self.sent_end:
-            self.sent_end = True
             await self.connection.send(Kind.ITEM, None, end=True)
+            self.sent_end = True
 
     async def send_failure(self, failure: Failure) -> None:
         """End this side by telling why the call failed."""
         if not self.sent_end:
-            self.sent_end = True
             await self.connection.send(Kind.ERROR, failure, end=True)
+            self.sent_end = True
 
     async def receive(self, header_type: type[H]) -> H | None:
         """The next message's header, or ``None`` when the other side has ended.
@@ -254,11 +262,12 @@ class Call:
         return decode_header(raw, header_type)
 
     def _as_exception(self, failure: Failure) -> Exception:
+        text = failure.text[:MAX_FAILURE_CHARACTERS]
         if failure.code == NO_HANDLER:
-            return P2PDaemonError(f"peer {self.remote} has no handler for this call: {failure.text}")
+            return P2PDaemonError(f"peer {self.remote} has no handler for this call: {text}")
         if failure.code == REFUSED:
-            return DialError(f"peer {self.remote} refuses this connection: {failure.text}")
-        return P2PHandlerError(f"peer {self.remote}: {failure.type}: {failure.text}")
+            return DialError(f"peer {self.remote} refuses this connection: {text}")
+        return P2PHandlerError(f"peer {self.remote}: {failure.type[:MAX_FAILURE_CHARACTERS]}: {text}")
 
     async def read_payload_into(self, buffer: memoryview) -> None:
         """Receive the payload straight into a buffer of exactly its size.

@@ -12,27 +12,30 @@ from typing import Any, TypeVar
 
 from shoal.clock import get_dht_time
 from shoal.clock import timeout as time_limit
-from shoal.errors import BootstrapError, DialError, P2PDaemonError, ProtocolError, ShoalError, StreamClosedError
+from shoal.errors import P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook
-from shoal.p2p.connection import Call, Connection, Failure, Hello
+from shoal.p2p.connection import Call, Connection, Hello
+from shoal.p2p.dialling import Dialler
 from shoal.p2p.identity import Identity
-from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
+from shoal.p2p.joining import Target, reach_first
+from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
+from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.peer_id import PeerID, PeerInfo, split_peer_address
+from shoal.p2p.peer_id import PeerID, PeerInfo
 from shoal.p2p.pool import ConnectionPool
-from shoal.p2p.servicer import Handler, P2PContext
+from shoal.p2p.presence import Presence, check_identity_is_free
+from shoal.p2p.servicer import Handler
+from shoal.p2p.serving import Server
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
 from shoal.p2p.wire import Header
-from shoal.reactor import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 H = TypeVar("H", bound=Header)
 
 AGENT = "shoal"
-DIAL_STAGGER = 0.25
-"""Seconds after which the next address of a peer is tried beside the one that has not answered yet."""
+INSTANCE_BYTES = 16
 _WITHOUT_EFFECT = {
     "auto_nat": True,
     "conn_manager": True,
@@ -52,27 +55,12 @@ _WITHOUT_EFFECT = {
 }
 
 
-def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[tuple[Multiaddr, PeerID]]:
-    """Check addresses that users give.
-
-    Raises:
-        TypeError: not a sequence of addresses.
-        ValueError: one of them is not a multiaddr that ends with a peer id.
-    """
-    if isinstance(initial_peers, (str, bytes, Multiaddr)) or not isinstance(initial_peers, Iterable):
-        raise TypeError(
-            f"initial_peers must be a list of addresses, got {initial_peers!r}: write [{str(initial_peers)!r}] for one"
-        )
-    for address in initial_peers:
-        if not isinstance(address, (str, Multiaddr)):
-            raise TypeError(f"initial_peers must contain str or Multiaddr, got {address!r}")
-    return [split_peer_address(Multiaddr(address)) for address in initial_peers]
-
-
 class P2P:
     """A peer. Made by :meth:`create`; lives in one event loop."""
 
-    def __init__(self, transport: Transport, rng: random.Random, metrics: Metrics, idle_timeout: float) -> None:
+    def __init__(
+        self, transport: Transport, rng: random.Random, metrics: Metrics, idle_timeout: float, limits: Limits
+    ) -> None:
         self.identity = transport.identity
         self.peer_id = transport.identity.peer_id
         self.transport = transport
@@ -80,12 +68,15 @@ class P2P:
         self.metrics = metrics
         self.client_mode = False
         self.is_alive = True
+        self.instance = rng.randbytes(INSTANCE_BYTES)
+        """Tells this process from another one with the same identity."""
         self._announced: list[Multiaddr] = []
         self._addresses = AddressBook()
-        self._header_memory = HeaderMemory(DEFAULT_LIMITS)
-        self._handlers: dict[str, Handler] = {}
-        self._serving: dict[asyncio.Task[None], None] = {}  # in order, so that simulations can be repeated
+        self._header_memory = HeaderMemory(limits)
+        self._dialler = Dialler(transport, self._addresses)
         self._pool = ConnectionPool(self._connect, idle_timeout)
+        self._server = Server(self.peer_id, metrics, limits, self._greet)
+        self._handlers = self._server.handlers
 
     @classmethod
     async def create(
@@ -116,6 +107,7 @@ class P2P:
         trusted_relays: Sequence[Multiaddr | str] | None = None,
         transport: Transport | None = None,
         rng: random.Random | None = None,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> P2P:
         """Start a peer.
 
@@ -125,18 +117,20 @@ class P2P:
                 side of a forwarded port.
             host_maddrs: where to listen; loopback only by default.
             identity_path: file that keeps this peer's key; made if missing. Without it every start is a new peer.
+            check_if_identity_free: with ``identity_path``, ask the initial peers whether somebody has it already.
             idle_timeout: seconds after which an unused connection is closed.
             startup_timeout: seconds for reaching the first initial peer.
             no_listen: only call others, never be called.
             transport: another way to reach peers than TLS over TCP; it brings the identity.
             rng: source of every random choice, for reproducible simulations.
+            limits: what this peer grants to others.
 
         The other parameters belong to transports that need a libp2p daemon: they are accepted so that existing calls
         work, and a warning says when one of them would ask for something that does not happen.
 
         Raises:
             BootstrapError: no initial peer could be reached; it says why for each address.
-            P2PDaemonError: cannot listen, or the identity file is unusable.
+            P2PDaemonError: cannot listen, the identity file is unusable, or its identity is taken.
             ValueError, TypeError: an address is malformed.
         """
         _warn_without_effect(locals())
@@ -146,14 +140,17 @@ class P2P:
         metrics = Metrics()
         if transport is None:
             identity = Identity.generate() if identity_path is None else Identity.load_or_create(identity_path)
-            transport = TcpTransport(identity, metrics)
-        p2p = cls(transport, rng or random.Random(), metrics, idle_timeout)
+            transport = TcpTransport(identity, metrics, limits)
+        p2p = cls(transport, rng or random.Random(), metrics, idle_timeout, limits)
         p2p.client_mode = no_listen
         try:
+            await Presence(p2p).add_p2p_handlers(p2p)
             if not no_listen:
                 await p2p._listen([Multiaddr(address) for address in host_maddrs or ()], announced)
             if targets:
-                await p2p._bootstrap(targets, startup_timeout)
+                await p2p._join(targets, startup_timeout)
+            if identity_path is not None and check_if_identity_free:
+                await check_identity_is_free(p2p, list(dict.fromkeys(peer for _, peer in targets)))
         except BaseException:
             await p2p.shutdown()
             raise
@@ -170,37 +167,19 @@ class P2P:
             raise P2PDaemonError(
                 f"no usable address to listen on in {[str(a) for a in hosts]}: give /ip4/0.0.0.0/tcp/0"
             )
-        listening = [found for address in usable for found in await self.transport.listen(address, self._on_stream)]
+        listening = [found for address in usable for found in await self.transport.listen(address, self._server.accept)]
         self._announced = announced or listening
 
-    async def _bootstrap(self, targets: list[tuple[Multiaddr, PeerID]], limit: float) -> None:
+    async def _join(self, targets: list[Target], limit: float) -> None:
         """Return as soon as one of the peers is connected; the others are reached when they are needed."""
-        for address, peer in targets:
-            if peer != self.peer_id:
-                self.add_addresses(peer, [address])
-        peers = list(dict.fromkeys(peer for _, peer in targets))
-        tasks = {asyncio.ensure_future(self._check_reachable(peer)): peer for peer in peers}
-        verdicts: dict[str, str] = {}
-        deadline = asyncio.get_running_loop().time() + limit
-        pending = set(tasks)
-        try:
-            while pending:
-                left = deadline - asyncio.get_running_loop().time()
-                done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if any(task.exception() is None for task in done):
-                    return
-                if not done:
-                    break
-        finally:
-            await cancel_and_wait(*(task for task in tasks if task in pending))
-        for task, peer in tasks.items():
-            error = None if task.cancelled() else task.exception()
-            for address in (a for a, p in targets if p == peer):
-                verdicts[f"{address}/p2p/{peer}"] = _verdict(error, address, limit)
-        raise BootstrapError(verdicts)
+        others = [(address, peer) for address, peer in targets if peer != self.peer_id]
+        for address, peer in others:
+            self.add_addresses(peer, [address])
+        if others:
+            await reach_first(others, self._reach, limit)
 
-    async def _check_reachable(self, peer: PeerID) -> None:
-        self._pool.release(await self._pool.acquire(peer), reusable=True)
+    async def _reach(self, peer: PeerID, address: Multiaddr) -> None:
+        self._pool.add(self._greet(await self._dialler.dial_address(peer, address)))
 
     # --- addresses ----------------------------------------------------------------------------------------------------
 
@@ -218,61 +197,45 @@ class P2P:
 
     async def list_peers(self) -> list[PeerInfo]:
         """Peers whose addresses are known."""
-        return [PeerInfo(peer, addresses) for peer, addresses in self._addresses._known.items()]
+        return [PeerInfo(peer, addresses) for peer, addresses in self._addresses.items()]
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _greet(self, stream: Stream) -> Connection:
+        return Connection(stream, self.metrics, self._hello, self._on_hello, self._header_memory)
 
     def _hello(self) -> Hello:
-        return Hello(addresses=[str(address) for address in self._announced], agent=AGENT, time=get_dht_time())
+        addresses = [str(address) for address in self._announced]
+        return Hello(addresses=addresses, agent=AGENT, time=get_dht_time(), instance=self.instance)
 
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
-        if not hello.addresses:
-            return
-        try:
-            self._addresses.replace(
-                connection.remote, [address for address in hello.addresses[:8] if len(address) < 512]
-            )
-        except ValueError as e:
-            raise ProtocolError(f"greeting with invalid addresses: {e}") from None
-
-    # --- calling ------------------------------------------------------------------------------------------------------
+        if hello.addresses and connection.remote != self.peer_id:
+            self._addresses.replace(connection.remote, hello.addresses)
 
     async def _connect(self, peer: PeerID) -> Connection:
         if not self.is_alive:
             raise P2PDaemonError("this peer is shut down")
         if peer == self.peer_id:
             raise P2PDaemonError("a peer cannot call itself over the network")
-        addresses = [address for address in self.get_addresses(peer) if self.transport.supports(address)]
-        if not addresses:
-            raise DialError(f"no address of peer {peer} is known: it may be in client mode, or it has left")
-        stream = await self._dial_first(peer, addresses)
-        return Connection(stream, self.metrics, self._hello, self._on_hello, self._header_memory)
+        return self._greet(await self._dialler.dial(peer))
 
-    async def _dial_first(self, peer: PeerID, addresses: list[Multiaddr]) -> Stream:
-        """Dial addresses one after another, each a little later than the one before; the first success wins."""
-        tasks: dict[asyncio.Task[Stream], Multiaddr] = {}
-        waiting = list(addresses)
-        errors: list[BaseException] = []
-        try:
-            while waiting or tasks:
-                if waiting:
-                    address = waiting.pop(0)
-                    tasks[asyncio.ensure_future(self.transport.dial(address, peer))] = address
-                done, _ = await asyncio.wait(
-                    tasks, timeout=DIAL_STAGGER if waiting else None, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in [task for task in tasks if task in done]:  # in the order of dialling
-                    address = tasks.pop(task)
-                    error = task.exception()
-                    if error is None:
-                        self._addresses.prefer(peer, address)
-                        return task.result()
-                    errors.append(error)
-        finally:
-            for task in tasks:
-                task.add_done_callback(_abort_late)
-                task.cancel()
-        if len(errors) == 1:
-            raise errors[0]
-        raise DialError(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
+    async def dial_without_greeting(self, peer: PeerID, address: Multiaddr | None = None) -> Connection:
+        """A connection on which this peer does not tell its addresses; the caller has to close it.
+
+        Raises:
+            DialError: the peer cannot be reached, or not at this address.
+        """
+        dial = self._dialler.dial(peer) if address is None else self._dialler.dial_address(peer, address)
+        stream = await dial
+        return Connection(
+            stream, self.metrics, lambda: Hello(instance=self.instance), self._on_hello, self._header_memory
+        )
+
+    def connections_from(self, peer: PeerID) -> list[Connection]:
+        """Connections that a peer has opened to this one."""
+        return self._server.connections_of(peer)
+
+    # --- calling ------------------------------------------------------------------------------------------------------
 
     async def call(
         self, peer: PeerID, handle: str, request: Header, response_type: type[H], timeout: float | None = None
@@ -322,104 +285,23 @@ class P2P:
         Raises:
             P2PDaemonError: one of the names is taken.
         """
-        for name in handlers:
-            if name in self._handlers:
-                raise P2PDaemonError(f"handler {name} is registered already: use another namespace or prefix")
-        self._handlers.update(handlers)
+        self._server.add_handlers(handlers)
 
     def remove_handlers(self, names: Iterable[str]) -> None:
         """Stop serving these handlers; calls in progress go on."""
-        for name in names:
-            self._handlers.pop(name, None)
+        self._server.remove_handlers(names)
 
-    def _on_stream(self, stream: Stream) -> None:
-        task = asyncio.get_running_loop().create_task(self._serve(stream))
-        self._serving[task] = None
-        task.add_done_callback(self._serving.pop)
-        stream.on_closed(task.cancel)
-
-    async def _serve(self, stream: Stream) -> None:
-        """Serve calls on one connection until it ends. Its end cancels this task, and with it a handler at work."""
-        connection = Connection(stream, self.metrics, self._hello, self._on_hello, self._header_memory)
-        try:
-            while await self._serve_call(connection, await connection.receive_open()):
-                pass
-        except ProtocolError as e:
-            self.metrics.connections_dropped["broke the protocol"] += 1
-            logger.debug("dropped the connection of %s: %s", connection.remote, e)
-        except (StreamClosedError, asyncio.CancelledError):
-            connection.abort()
-        finally:
-            connection.close()
-
-    async def _serve_call(self, connection: Connection, name: str) -> bool:
-        """Serve one call; returns whether the connection may carry another one."""
-        call = Call(connection)
-        handler = self._handlers.get(name)
-        if handler is None:
-            await call.send_failure(Failure(code="no handler", text=name[:200]))
-            await call.drain()
-            return call.clean
-        self.metrics.calls_served += 1
-        context = P2PContext(handle_name=name, local_id=self.peer_id, remote_id=connection.remote)
-        try:
-            await _run_handler(handler, call, context)
-        except ProtocolError as e:
-            await call.send_failure(Failure(type=type(e).__name__, text=str(e)))
-            raise  # what follows on this connection can no longer be understood
-        except Exception as e:
-            if connection.closed:
-                raise StreamClosedError("the caller has left") from e
-            _log_handler_error(name, connection.remote, e)
-            await call.send_failure(Failure(type=type(e).__name__, text=str(e)[:2000]))
-            await call.drain()
-        return call.clean
+    @property
+    def _serving(self) -> list[asyncio.Task[None]]:
+        return self._server.tasks()
 
     async def shutdown(self) -> None:
         """Leave the network: stop listening, cut connections, cancel handlers. Idempotent."""
         self.is_alive = False
         await self.transport.close()
         self._pool.close()
-        tasks = [task for task in self._serving if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _run_handler(handler: Handler, call: Call, context: P2PContext) -> None:
-    method = handler.method
-    if method.request_type is None:
-        await handler.function(call, context)
-        await call.send_end()
-        return
-    request = await call.receive(method.request_type)
-    if request is None:
-        raise ProtocolError("ended before the request")
-    if call.payload_size or not call.received_end:
-        raise ProtocolError(f"{context.handle_name} takes exactly one message without a payload")
-    response = await handler.function(request, context)
-    await call.send(response, end=True)
-
-
-def _log_handler_error(name: str, caller: PeerID, error: Exception) -> None:
-    """What shoal raises on purpose is the caller's news; anything else is a defect on this side."""
-    expected = isinstance(error, ShoalError)
-    logger.log(logging.DEBUG if expected else logging.WARNING, "%s, called by %s: %r", name, caller, error)
-    if not expected:
-        logger.debug("traceback of %s", name, exc_info=error)
-
-
-def _abort_late(task: asyncio.Task[Stream]) -> None:
-    """Another address was faster."""
-    if not task.cancelled() and task.exception() is None:
-        task.result().abort()
-
-
-def _verdict(error: BaseException | None, address: Multiaddr, limit: float) -> str:
-    if error is None:
-        return f"no answer within {limit:g} s"
-    text = str(error)
-    return text.removeprefix(f"{address}: ")
+        await self._dialler.close()
+        await self._server.close()
 
 
 def _checked_announcement(address: Multiaddr) -> Multiaddr:

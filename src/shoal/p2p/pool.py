@@ -1,26 +1,59 @@
 """Connections to other peers, each used by one call at a time and kept for the next one.
 
 A call that finds no idle connection dials a new one, so a bulk transfer never blocks a small call. A crowd of calls
-to one peer shares a few dials: whoever waits takes the first connection that becomes free.
+to one peer shares a few dials: whoever has waited longest takes the first connection that becomes free.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
-from shoal.errors import ReactorError
+from shoal.errors import P2PDaemonError, ShoalError
 from shoal.p2p.connection import Connection
+from shoal.p2p.limits import MAX_DIALLED_PER_PEER
 from shoal.p2p.peer_id import PeerID
 
 MAX_PARALLEL_DIALS = 2
 """Dials to one peer at a time."""
 MAX_IDLE_PER_PEER = 8
+MAX_IDLE = 256
+
+_Turn = Connection | None
+"""What a waiting call gets: a connection, or the right to dial one."""
+
+
+@dataclass
+class _Peer:
+    """What the pool has to do with one peer."""
+
+    peer_id: PeerID
+    idle: list[Connection] = field(default_factory=list)
+    in_use: dict[Connection, None] = field(default_factory=dict)
+    dialling: int = 0
+    waiting: deque[asyncio.Future[_Turn]] = field(default_factory=deque)
+
+    @property
+    def may_dial(self) -> bool:
+        connections = len(self.in_use) + len(self.idle) + self.dialling
+        return self.dialling < MAX_PARALLEL_DIALS and connections < MAX_DIALLED_PER_PEER
+
+    @property
+    def is_forgettable(self) -> bool:
+        return not (self.idle or self.in_use or self.dialling or self.waiting)
+
+    def next_in_line(self) -> asyncio.Future[_Turn] | None:
+        while self.waiting:
+            turn = self.waiting.popleft()
+            if not turn.done():
+                return turn
+        return None
 
 
 class ConnectionPool:
-    """Idle connections by peer.
+    """Connections by peer.
 
     Args:
         dial: makes a new connection to a peer.
@@ -30,11 +63,8 @@ class ConnectionPool:
     def __init__(self, dial: Callable[[PeerID], Awaitable[Connection]], idle_timeout: float) -> None:
         self._dial = dial
         self._idle_timeout = idle_timeout
-        self._idle: dict[PeerID, list[Connection]] = {}
-        self._idle_since: dict[Connection, float] = {}
-        self._dialling: defaultdict[PeerID, int] = defaultdict(int)
-        self._waiters: defaultdict[PeerID, deque[asyncio.Future[None]]] = defaultdict(deque)
-        self._in_use: dict[Connection, None] = {}  # in order, so that simulations can be repeated
+        self._peers: dict[PeerID, _Peer] = {}
+        self._idle_since: dict[Connection, float] = {}  # in this order
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -44,107 +74,96 @@ class ConnectionPool:
 
     @property
     def in_use_count(self) -> int:
-        return len(self._in_use)
+        return sum(len(peer.in_use) for peer in self._peers.values())
 
     @property
     def dialling_count(self) -> int:
-        return sum(self._dialling.values())
+        return sum(peer.dialling for peer in self._peers.values())
 
-    async def acquire(self, peer: PeerID) -> Connection:
+    @property
+    def waiting_count(self) -> int:
+        return sum(len(peer.waiting) for peer in self._peers.values())
+
+    # --- taking and giving back ---------------------------------------------------------------------------------------
+
+    async def acquire(self, peer_id: PeerID) -> Connection:
         """A connection for the caller alone, to be given back with :meth:`release`.
 
         Raises:
             DialError: the peer cannot be reached.
+            P2PDaemonError: this peer is shut down.
         """
         while True:
-            if self._closed:
-                raise ReactorError("this peer is shut down")
+            self._check_open()
+            peer = self._peers.setdefault(peer_id, _Peer(peer_id))
             connection = self._take_idle(peer)
-            if connection is None and self._dialling[peer] < MAX_PARALLEL_DIALS:
+            if connection is None and peer.may_dial:
+                peer.dialling += 1
                 connection = await self._dial_new(peer)
-            if connection is not None:
-                self._in_use[connection] = None
+            elif connection is None:
+                connection = await self._wait_for_turn(peer)
+            if not connection.closed:
                 return connection
-            await self._wait_for_turn(peer)
+            self.release(connection, reusable=False)  # it ended on its way from one call to the next
 
     def release(self, connection: Connection, *, reusable: bool) -> None:
         """Give a connection back; one that is not reusable is cut, which cancels the handler on the other side."""
-        self._in_use.pop(connection, None)
-        peer = connection.remote
-        idle = self._idle.setdefault(peer, [])
-        if reusable and not connection.closed and not self._closed and len(idle) < MAX_IDLE_PER_PEER:
-            idle.append(connection)
-            self._idle_since[connection] = asyncio.get_running_loop().time()
-            connection.stream.on_closed(lambda: self._forget(connection))
-            self._schedule_sweep()
-        else:
+        peer = self._peers[connection.remote]
+        if not reusable or connection.closed or self._closed:
             connection.abort()
-            if not idle:
-                del self._idle[peer]
-        self._wake_next(peer)
-
-    def _take_idle(self, peer: PeerID) -> Connection | None:
-        idle = self._idle.get(peer)
-        while idle:
-            connection = idle[-1]
-            self._forget(connection)
-            connection.stream.on_closed(None)
-            if not connection.closed:
-                return connection
-        return None
-
-    def _forget(self, connection: Connection) -> None:
-        if self._idle_since.pop(connection, None) is None:
+            del peer.in_use[connection]
+            self._let_next_dial(peer)
             return
-        idle = self._idle[connection.remote]
-        idle.remove(connection)
-        if not idle:
-            del self._idle[connection.remote]
+        turn = peer.next_in_line()
+        if turn is not None:
+            turn.set_result(connection)
+            return
+        del peer.in_use[connection]
+        self._keep(peer, connection)
 
-    async def _dial_new(self, peer: PeerID) -> Connection:
-        self._dialling[peer] += 1
-        try:
-            connection = await self._dial(peer)
-        except Exception as e:
-            self._fail_waiters(peer, e)
-            raise
-        finally:
-            self._dialling[peer] -= 1
-            if not self._dialling[peer]:
-                del self._dialling[peer]
-            self._wake_next(peer)
+    def add(self, connection: Connection) -> None:
+        """Take over a connection that was made elsewhere, as an idle one."""
+        self._keep(self._peers.setdefault(connection.remote, _Peer(connection.remote)), connection)
+
+    def _check_open(self) -> None:
         if self._closed:
+            raise P2PDaemonError("this peer is shut down")
+
+    # --- idle connections ---------------------------------------------------------------------------------------------
+
+    def _keep(self, peer: _Peer, connection: Connection) -> None:
+        if self._closed or len(peer.idle) >= MAX_IDLE_PER_PEER:
             connection.abort()
-            raise ReactorError("this peer is shut down")
+            self._forget_if_possible(peer)
+            return
+        if len(self._idle_since) >= MAX_IDLE:
+            self._end_idle(next(iter(self._idle_since)))
+        peer.idle.append(connection)
+        self._idle_since[connection] = asyncio.get_running_loop().time()
+        connection.stream.on_closed(lambda: self._end_idle(connection))
+        self._schedule_sweep()
+
+    def _take_idle(self, peer: _Peer) -> Connection | None:
+        if not peer.idle:
+            return None
+        connection = peer.idle.pop()
+        del self._idle_since[connection]
+        connection.stream.on_closed(None)
+        peer.in_use[connection] = None
         return connection
 
-    async def _wait_for_turn(self, peer: PeerID) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        waiters = self._waiters[peer]
-        waiters.append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():  # it was this caller's turn: pass it on
-                self._wake_next(peer)
-            raise
-        finally:
-            if waiter in waiters:
-                waiters.remove(waiter)
-            if not self._waiters.get(peer, True):
-                del self._waiters[peer]
+    def _end_idle(self, connection: Connection) -> None:
+        """Nothing is on its way on an idle connection, so there is nothing to wait for."""
+        if self._idle_since.pop(connection, None) is None:
+            return
+        peer = self._peers[connection.remote]
+        peer.idle.remove(connection)
+        connection.abort()
+        self._forget_if_possible(peer)
 
-    def _wake_next(self, peer: PeerID) -> None:
-        for waiter in self._waiters.get(peer, ()):
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-
-    def _fail_waiters(self, peer: PeerID, error: Exception) -> None:
-        """What made one dial fail would make the next one fail as late: do not queue up time-outs."""
-        for waiter in self._waiters.get(peer, ()):
-            if not waiter.done():
-                waiter.set_exception(error)
+    def _forget_if_possible(self, peer: _Peer) -> None:
+        if peer.is_forgettable:
+            self._peers.pop(peer.peer_id, None)
 
     def _schedule_sweep(self) -> None:
         if self._sweep is None:
@@ -154,10 +173,68 @@ class ConnectionPool:
         self._sweep = None
         too_old = asyncio.get_running_loop().time() - self._idle_timeout
         for connection in [c for c, since in self._idle_since.items() if since <= too_old]:
-            self._forget(connection)
-            connection.close()
+            self._end_idle(connection)
         if self._idle_since:
             self._schedule_sweep()
+
+    # --- new connections ----------------------------------------------------------------------------------------------
+
+    async def _dial_new(self, peer: _Peer) -> Connection:
+        """Dial; the caller has counted the dial."""
+        try:
+            connection = await self._dial(peer.peer_id)
+        except BaseException as e:
+            peer.dialling -= 1
+            if isinstance(e, ShoalError) and not peer.in_use:
+                self._fail_waiting(peer, e)
+            self._let_next_dial(peer)
+            raise
+        peer.dialling -= 1
+        peer.in_use[connection] = None
+        self._let_next_dial(peer)
+        if self._closed:
+            self.release(connection, reusable=False)
+            self._check_open()
+        return connection
+
+    async def _wait_for_turn(self, peer: _Peer) -> Connection:
+        turn: asyncio.Future[_Turn] = asyncio.get_running_loop().create_future()
+        peer.waiting.append(turn)
+        try:
+            connection = await turn
+        except asyncio.CancelledError:
+            self._pass_on(peer, turn)
+            raise
+        return await self._dial_new(peer) if connection is None else connection
+
+    def _pass_on(self, peer: _Peer, turn: asyncio.Future[_Turn]) -> None:
+        """A caller gave up while it waited; if it was its turn already, that is the next one's."""
+        if turn.cancelled():
+            if turn in peer.waiting:
+                peer.waiting.remove(turn)
+            self._forget_if_possible(peer)
+        elif turn.exception() is None:
+            connection = turn.result()
+            if connection is not None:
+                self.release(connection, reusable=True)
+            else:
+                peer.dialling -= 1
+                self._let_next_dial(peer)
+
+    def _let_next_dial(self, peer: _Peer) -> None:
+        if peer.may_dial and not self._closed:
+            turn = peer.next_in_line()
+            if turn is not None:
+                peer.dialling += 1
+                turn.set_result(None)
+        self._forget_if_possible(peer)
+
+    def _fail_waiting(self, peer: _Peer, error: ShoalError) -> None:
+        """What made one dial fail would make the next one fail as late: do not queue up time-outs."""
+        turn = peer.next_in_line()
+        while turn is not None:
+            turn.set_exception(type(error)(*error.args))  # each caller gets a traceback of its own
+            turn = peer.next_in_line()
 
     def close(self) -> None:
         """Cut every connection; calls in progress fail."""
@@ -165,9 +242,8 @@ class ConnectionPool:
         if self._sweep is not None:
             self._sweep.cancel()
         for connection in list(self._idle_since):
-            self._forget(connection)
-            connection.abort()
-        for connection in list(self._in_use):
-            connection.stream.abort()
-        for peer in list(self._waiters):
-            self._fail_waiters(peer, ReactorError("this peer is shut down"))
+            self._end_idle(connection)
+        for peer in list(self._peers.values()):
+            self._fail_waiting(peer, P2PDaemonError("this peer is shut down"))
+            for connection in list(peer.in_use):
+                connection.stream.abort()

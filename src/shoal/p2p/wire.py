@@ -87,11 +87,11 @@ def pack(kind: Kind, header: Header | None, payload_bytes: int = 0, *, end: bool
     """Prefix and header of a message; the payload is to follow. Without a header: nothing but an end.
 
     Raises:
-        ProtocolError: too large to send.
+        ValueError: too large to send.
     """
     encoded = b"" if header is None else _encoder.encode(header)
     if len(encoded) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise ProtocolError(
+        raise ValueError(
             f"a message of {len(encoded)} + {payload_bytes} bytes is over the limit of {MAX_HEADER_BYTES} for its "
             f"header or {MAX_PAYLOAD_BYTES} for its payload: send it in parts"
         )

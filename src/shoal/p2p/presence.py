@@ -1,0 +1,117 @@
+"""Which process is behind an identity: two that share one would take each other's messages and fail at random.
+
+A peer that starts with a kept identity asks the peers through which it joins where they have seen that identity, and
+then whether another process than itself answers there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shoal.clock import timeout as time_limit
+from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
+from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
+from shoal.p2p.connection import Connection
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.peer_id import PeerID
+from shoal.p2p.servicer import P2PContext, ServicerBase
+from shoal.p2p.wire import Header
+from shoal.reactor import cancel_and_wait
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+CHECK_SECONDS = 2.0
+"""How long a start may wait for addresses where nobody answers any more."""
+
+
+class PresenceQuery(Header):
+    instance: bytes
+    """Of the process that asks."""
+
+
+class PresenceReply(Header):
+    instance: bytes
+    """Of the process that answers."""
+    addresses: list[str] = msgspec.field(default_factory=list)
+    """Where the identity of the asking peer was last seen."""
+    is_connected: bool = False
+    """Another process with that identity is connected to the answering peer."""
+
+
+class Presence(ServicerBase):
+    """Tells a peer what is known about itself."""
+
+    def __init__(self, p2p: P2P) -> None:
+        self._p2p = p2p
+
+    async def rpc_who_am_i(self, request: PresenceQuery, context: P2PContext) -> PresenceReply:
+        own = self._p2p
+        others = [
+            connection.hello
+            for connection in own.connections_from(context.remote_id)
+            if connection.hello is not None and connection.hello.instance != request.instance
+        ]
+        return PresenceReply(
+            instance=own.instance,
+            addresses=[str(address) for address in own.get_addresses(context.remote_id)],
+            is_connected=bool(others),
+        )
+
+
+async def check_identity_is_free(p2p: P2P, witnesses: Sequence[PeerID]) -> None:
+    """Make sure that nobody else is online with this peer's identity, as far as the witnesses know.
+
+    Raises:
+        P2PDaemonError: somebody is.
+    """
+    checks = [asyncio.ensure_future(_find_double(p2p, witness)) for witness in witnesses if witness != p2p.peer_id]
+    try:
+        async with time_limit(CHECK_SECONDS):
+            for check in asyncio.as_completed(checks):
+                where = await check
+                if where is not None:
+                    raise P2PDaemonError(
+                        f"the identity {p2p.peer_id} is already taken by another peer, which is online {where}: stop "
+                        "it, or start this one with another identity_path"
+                    )
+    except (asyncio.TimeoutError, TimeoutError):
+        return  # what does not answer in time is not online
+    finally:
+        await cancel_and_wait(*checks)
+
+
+async def _find_double(p2p: P2P, witness: PeerID) -> str | None:
+    """Where another process is online with this identity, or ``None``."""
+    try:
+        reply = await _ask(p2p, await p2p.dial_without_greeting(witness))
+    except (ShoalError, ConnectionError):
+        return None
+    if reply.is_connected:
+        return f"and connected to peer {witness}"
+    found = await asyncio.gather(*(_is_double(p2p, text) for text in reply.addresses[:MAX_ADDRESSES_PER_PEER]))
+    return next((f"at {text}" for text, is_double in zip(reply.addresses, found, strict=False) if is_double), None)
+
+
+async def _is_double(p2p: P2P, text: str) -> bool:
+    try:
+        reply = await _ask(p2p, await p2p.dial_without_greeting(p2p.peer_id, Multiaddr(text)))
+    except (ShoalError, ConnectionError, ValueError):
+        return False
+    return reply.instance != p2p.instance
+
+
+async def _ask(p2p: P2P, connection: Connection) -> PresenceReply:
+    call = connection.open_call(Presence.handle_name("rpc_who_am_i", None))
+    try:
+        await call.send(PresenceQuery(instance=p2p.instance), end=True)
+        reply = await call.receive(PresenceReply)
+        if reply is None:
+            raise ProtocolError("no answer")
+        return reply
+    finally:
+        connection.abort()
