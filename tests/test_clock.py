@@ -6,7 +6,8 @@ import time
 import pytest
 
 from shoal.clock import get_dht_time, timeout
-from tests.dht.virtual_time import START_OF_TIME, in_virtual_time, run_in_virtual_time
+from shoal.testing import START_OF_TIME, run
+from tests.dht.virtual_time import in_virtual_time
 
 
 def test_outside_a_loop_it_is_the_time_of_the_machine():
@@ -28,7 +29,7 @@ async def test_a_loop_may_bring_its_own_time():
 
 def test_an_hour_of_virtual_time_passes_at_once():
     before = time.monotonic()
-    run_in_virtual_time(asyncio.sleep(3600))
+    run(asyncio.sleep(3600))
     assert time.monotonic() - before < 1
 
 

@@ -485,7 +485,7 @@ STORY = """
 import asyncio, hashlib
 from shoal.clock import get_dht_time
 from tests.dht.swarm import Swarm
-from tests.dht.virtual_time import run_in_virtual_time
+from shoal.testing import run
 
 async def main():
     swarm = Swarm(seed=123)
@@ -503,7 +503,7 @@ async def main():
     ]
     return hashlib.sha256(repr((story, get_dht_time())).encode()).hexdigest()
 
-print(run_in_virtual_time(main()))
+print(run(main()))
 """
 
 

@@ -20,7 +20,8 @@ from shoal.dht.storage import (
     ValueWithExpiration,
 )
 from shoal.serializer import MSGPackSerializer
-from tests.dht.virtual_time import VirtualTimeLoop, in_virtual_time
+from shoal.testing import VirtualTimeLoop
+from tests.dht.virtual_time import in_virtual_time
 
 KEY = DHTID.generate("key")
 
