@@ -72,6 +72,19 @@ def test_a_closed_connection_does_not_break_any_more():
     run(main())
 
 
+def test_connections_are_broken_on_purpose():
+    async def main():
+        network = Network(Link(delay=0.1))
+        a, b, c = (network.add_host() for _ in range(3))
+        ab, ba, ac = await connect(a, b), await connect(b, a), await connect(a, c)
+        network.break_connections(a, b)
+        assert all(stream.closed for stream in (*ab, *ba))
+        assert not any(stream.closed for stream in ac)
+        await connect(a, b)
+
+    run(main())
+
+
 def test_crash_ends_connections_and_tasks_and_refuses_new_ones():
     async def main():
         a, b = two_hosts(Link(delay=0.1))

@@ -9,8 +9,10 @@ so a peer that asks, or waits to be told the group, still answers those who ask 
 - while it follows, it tells who asks where its leader is.
 
 A leader starts as soon as the group is complete (it has the target size, or as many members as any of them
-expects), or at its promised time if it has enough members. Because records spread with a delay, a peer that sees
-others without seeing a smaller one also invites them, so that of two peers it is enough if one sees the other.
+expects), or at its promised time if it has enough members. It waits a little longer for followers whose connection
+broke shortly before; one that had no time to return is a member nevertheless, and hears of it when it does. Because
+records spread with a delay, a peer that sees others without seeing a smaller one also invites them, so that of two
+peers it is enough if one sees the other.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
 from typing import Any
 
 from shoal.averaging.allreduce import AveragingMode
@@ -28,6 +30,7 @@ from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.key_manager import GroupKeyManager
 from shoal.averaging.load_balancing import load_balance_peers
 from shoal.averaging.protocol import Code, GroupStart, Invitation, JoinReply, JoinRequest, Member, PeerRecord
+from shoal.averaging.search import Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.clock import get_dht_time, timeout
 from shoal.errors import AllreduceException, MatchmakingException, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
@@ -40,70 +43,8 @@ __all__ = ["Matchmaking", "MatchmakingException", "MatchmakingSettings"]
 GROUP_ID_BYTES = 20
 FIRST_LOOKUP_PAUSE = 0.1
 MAX_LOOKUP_PAUSE = 1.0
-MAX_ASKS = 3
-"""How often a candidate is asked again after the connection to it failed."""
 MAX_GROUP_SIZE = 4096
 _PEER_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, asyncio.TimeoutError, TimeoutError)
-
-
-@dataclass
-class MatchmakingSettings:
-    """How this averager looks for groups."""
-
-    target_group_size: int | None
-    min_group_size: int
-    min_matchmaking_time: float
-    """Seconds for which a group is kept open, unless it is complete before."""
-    request_timeout: float
-    """Seconds within which a leader must answer a request to join."""
-    mode: AveragingMode
-    bandwidth: float | None
-    min_vector_size: int
-    total_size: int
-    """Number of values in the averaged vector."""
-    agreed: dict[str, str]
-    """What must be equal in all members of a group, readable."""
-
-
-@dataclass
-class _Follower:
-    request: JoinRequest
-    outcome: asyncio.Future[JoinReply]
-
-
-@dataclass
-class _Search:
-    """The state of one search for a group."""
-
-    control: StepControl
-    key: str
-    expiration: float
-    """DHT time until which this peer promises to start, if it leads."""
-    group: asyncio.Future[GroupInfo]
-    followers: dict[PeerID, _Follower] = field(default_factory=dict)
-    leader: tuple[PeerID, float] | None = None
-    """Whom this peer follows at the moment, and when that peer will start."""
-    candidates: dict[PeerID, float] = field(default_factory=dict)
-    """Others that look for a group, and their promised time."""
-    spent: dict[PeerID, float] = field(default_factory=dict)
-    """Candidates that were asked in vain while they promised this time."""
-    asks: dict[PeerID, int] = field(default_factory=dict)
-    invited: dict[PeerID, float] = field(default_factory=dict)
-    refusals: dict[str, str] = field(default_factory=dict)
-    declared: asyncio.Event = field(default_factory=asyncio.Event)
-    redeclare: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def offer(self, peer: PeerID, expiration: float) -> None:
-        """A peer is known to look for a group."""
-        if self.candidates.get(peer) != expiration:
-            self.candidates[peer] = expiration
-            self.control.changed.set()
-
-    def complete(self, size: int) -> bool:
-        """Whether as many as anybody in this group expects are here."""
-        expected = [self.control.expected_group_size, *(f.request.expected_group_size for f in self.followers.values())]
-        known = [number for number in expected if number is not None]
-        return bool(known) and size >= max(known)
 
 
 class Matchmaking:
@@ -119,13 +60,10 @@ class Matchmaking:
         self.p2p, self.keys, self.settings = p2p, keys, settings
         self._get_stub = get_stub
         self._one_at_a_time = asyncio.Lock()
-        self._search: _Search | None = None
-        self._background: set[asyncio.Task[Any]] = set()
+        self._search: Search | None = None
+        self._started: StartedGroup | None = None
+        self._background: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
         self._warned: set[str] = set()
-
-    @property
-    def _leads(self) -> bool:
-        return self.settings.mode is not AveragingMode.CLIENT
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -143,10 +81,13 @@ class Matchmaking:
 
     async def _run_search(self, control: StepControl) -> GroupInfo:
         loop = asyncio.get_running_loop()
-        search = _Search(control, self.keys.current_key, self._promised_time(control), loop.create_future())
+        expiration = self._promised_time(control)
+        search = Search(
+            self.p2p.peer_id, self.settings, control, self.keys.current_key, expiration, loop.create_future()
+        )
         self._search, self._last_refusals = search, search.refusals
         tasks = [asyncio.ensure_future(work) for work in (self._discover(search), self._lead_or_follow(search))]
-        if self._leads:
+        if self.settings.leads:
             tasks.append(asyncio.ensure_future(self._declare(search)))
         try:
             waited: list[asyncio.Future[Any]] = [search.group, *tasks]
@@ -159,7 +100,7 @@ class Matchmaking:
             self._search = None
             await cancel_and_wait(*tasks)
             self._send_followers_away(search, None)
-            if self._leads and search.declared.is_set():
+            if self.settings.leads and search.declared.is_set():
                 me = self.p2p.peer_id
                 self._in_background(self.keys.declare_averager(search.key, me, search.expiration, False))
 
@@ -177,16 +118,16 @@ class Matchmaking:
         earliest = get_dht_time() + self.settings.min_matchmaking_time
         return min(max(control.scheduled_time, earliest), control.deadline)
 
-    async def _declare(self, search: _Search) -> None:
+    async def _declare(self, search: Search) -> None:
         while True:
             await self.keys.declare_averager(search.key, self.p2p.peer_id, search.expiration)
             search.declared.set()
             await search.redeclare.wait()
             search.redeclare.clear()
 
-    async def _discover(self, search: _Search) -> None:
+    async def _discover(self, search: Search) -> None:
         """Look who else is there, at first often."""
-        if self._leads:  # who looks only after declaring is seen, or sees: two peers cannot miss each other
+        if self.settings.leads:  # who looks only after declaring is seen, or sees: two peers cannot miss each other
             await first_completed(search.declared.wait(), timeout=MAX_LOOKUP_PAUSE)
         pause = FIRST_LOOKUP_PAUSE
         while True:
@@ -198,127 +139,112 @@ class Matchmaking:
             await asyncio.sleep(pause * (0.75 + 0.5 * self.p2p.rng.random()))
             pause = min(2 * pause, MAX_LOOKUP_PAUSE)
 
-    def _invite_others(self, search: _Search) -> None:
-        if not self._leads or self._best_candidate(search) is not None:
+    def _invite_others(self, search: Search) -> None:
+        if not self.settings.leads or search.best_candidate() is not None:
             return
         for peer, expiration in search.candidates.items():
             already = peer in search.followers or search.invited.get(peer) == search.expiration
-            if not already and self._is_smaller(self.p2p.peer_id, search.expiration, peer, expiration):
+            if not already and search.leads_before(peer, expiration):
                 search.invited[peer] = search.expiration
                 self._in_background(self._invite(search, peer))
 
-    async def _invite(self, search: _Search, peer: PeerID) -> None:
+    async def _invite(self, search: Search, peer: PeerID) -> None:
         invitation = Invitation(group_key=search.key, expiration=search.expiration)
         try:
             await self._get_stub(peer).rpc_invite(invitation, timeout=self.settings.request_timeout)
         except _PEER_FAILURES as e:
             logger.debug("could not invite %s: %s", peer, e)
 
-    @staticmethod
-    def _is_smaller(peer: PeerID, expiration: float, other: PeerID, other_expiration: float) -> bool:
-        return (expiration, peer.to_bytes()) < (other_expiration, other.to_bytes())
-
-    def _best_candidate(self, search: _Search) -> PeerID | None:
-        now, own = get_dht_time(), self.p2p.peer_id
-        usable = [
-            (expiration, peer.to_bytes(), peer)
-            for peer, expiration in search.candidates.items()
-            if expiration > now
-            and search.spent.get(peer) != expiration
-            and peer not in search.followers
-            and (not self._leads or self._is_smaller(peer, expiration, own, search.expiration))
-        ]
-        return min(usable)[2] if usable else None
-
-    async def _lead_or_follow(self, search: _Search) -> None:
+    async def _lead_or_follow(self, search: Search) -> None:
         while not search.group.done():
             search.control.changed.clear()
-            candidate = self._best_candidate(search)
+            candidate = search.best_candidate()
             if candidate is not None:
                 await self._ask_unless_complete(search, candidate)
-            elif self._leads and self._may_start(search):
+            elif self.settings.leads and self._may_start(search):
                 self._start_group(search)
             else:
                 await self._wait_for_news(search)
 
-    def _may_start(self, search: _Search) -> bool:
+    def _may_start(self, search: Search) -> bool:
         size = 1 + len(search.followers)
         if size < self.settings.min_group_size:
             return False
         full = self.settings.target_group_size is not None and size >= self.settings.target_group_size
-        return full or search.complete(size) or get_dht_time() >= search.expiration
+        return full or search.complete(size) or get_dht_time() >= search.start_time()
 
-    async def _wait_for_news(self, search: _Search) -> None:
-        until_promise = search.expiration - get_dht_time()
-        if self._leads and until_promise <= 0:  # nobody came: make a new promise
+    async def _wait_for_news(self, search: Search) -> None:
+        if self.settings.leads and get_dht_time() >= search.start_time():  # nobody came: make a new promise
             self._send_followers_away(search, None)
+            search.lost.clear()
             search.expiration = self._promised_time(search.control)
             search.redeclare.set()
-            until_promise = search.expiration - get_dht_time()
+        until = search.next_moment()
         try:
-            async with timeout(max(0.001, until_promise) if self._leads else None):
+            async with timeout(None if until is None else max(0.001, until - get_dht_time())):
                 await search.control.changed.wait()
         except (asyncio.TimeoutError, TimeoutError):
             return
 
     # --- following ----------------------------------------------------------------------------------------------------
 
-    async def _ask_unless_complete(self, search: _Search, leader: PeerID) -> None:
+    async def _ask_unless_complete(self, search: Search, leader: PeerID) -> None:
         """Ask to be led, but start as a leader if the group becomes complete here while there is no answer yet."""
         ask = asyncio.ensure_future(self._ask(search, leader))
         try:
             while not ask.done():
                 search.control.changed.clear()
-                until_promise = search.expiration - get_dht_time() if self._leads else MAX_LOOKUP_PAUSE
+                until_start = search.start_time() - get_dht_time() if self.settings.leads else MAX_LOOKUP_PAUSE
                 await first_completed(
-                    asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_promise)
+                    asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_start)
                 )
-                if self._leads and search.leader is None and not ask.done() and self._may_start(search):
+                if self.settings.leads and search.leader is None and not ask.done() and self._may_start(search):
                     return
             ask.result()
         finally:
             await cancel_and_wait(ask)
 
-    async def _ask(self, search: _Search, leader: PeerID) -> None:
-        """Ask to be led; returns when there is a group, or nothing to hope for from this peer."""
+    async def _ask(self, search: Search, leader: PeerID) -> None:
+        """Ask to be led; returns when there is a group, or nothing to hope for from this peer at the moment."""
         promised = search.candidates[leader]
         try:
-            async with self._get_stub(leader).rpc_join_group() as call:
-                reply = await self._request_to_join(search, call)
+            async with AsyncExitStack() as stack:
+                async with timeout(self.settings.request_timeout):
+                    call = await stack.enter_async_context(self._get_stub(leader).rpc_join_group())
+                    reply = await self._request_to_join(search, call)
                 if reply.code == Code.ACCEPTED:
-                    search.leader = (leader, reply.expiration)
+                    search.leader, search.accepted_by = (leader, reply.expiration), leader
                     self._send_followers_away(search, leader)
                     patience = max(0.0, reply.expiration - get_dht_time()) + self.settings.request_timeout
                     async with timeout(patience):
                         reply = await _receive(call)
+        except (P2PHandlerError, ProtocolError) as e:
+            logger.debug("asked %s to lead: %r", leader, e)
+            search.spent[leader] = promised
         except _PEER_FAILURES as e:
             logger.debug("asked %s to lead: %r", leader, e)
-            search.asks[leader] = search.asks.get(leader, 0) + 1
-            if search.asks[leader] >= MAX_ASKS or isinstance(e, (P2PHandlerError, ProtocolError)):
-                search.spent[leader] = promised
-            else:
-                await asyncio.sleep(0.05 * search.asks[leader])
+            search.leader = None
+            await search.rest_after_failure(leader, e)
         else:
             self._take_answer(search, leader, promised, reply)
         finally:
             search.leader = None
 
-    async def _request_to_join(self, search: _Search, call: Call) -> JoinReply:
+    async def _request_to_join(self, search: Search, call: Call) -> JoinReply:
         control = search.control
         request = JoinRequest(
             group_key=search.key,
             settings=self.settings.agreed,
-            expiration=search.expiration if self._leads else control.deadline,
+            expiration=search.expiration if self.settings.leads else control.deadline,
             mode=int(self.settings.mode),
             gathered=control.data_for_gather,
             bandwidth=self.settings.bandwidth,
             expected_group_size=control.expected_group_size,
         )
-        async with timeout(self.settings.request_timeout):
-            await call.send(request, end=True)
-            return await _receive(call)
+        await call.send(request, end=True)
+        return await _receive(call)
 
-    def _take_answer(self, search: _Search, leader: PeerID, promised: float, reply: JoinReply) -> None:
+    def _take_answer(self, search: Search, leader: PeerID, promised: float, reply: JoinReply) -> None:
         search.spent[leader] = promised
         if reply.code == Code.GROUP_STARTS and reply.group is not None:
             try:
@@ -330,6 +256,7 @@ class Matchmaking:
             better = PeerID(reply.better_leader.peer_id)
             if better != self.p2p.peer_id:
                 self.p2p.add_addresses(better, reply.better_leader.addresses[:8])
+                search.resting.pop(better, None)  # others have reached it
                 search.offer(better, reply.expiration)
         elif reply.code == Code.BAD_EXPIRATION_TIME:
             search.offer(leader, reply.expiration)
@@ -344,13 +271,17 @@ class Matchmaking:
 
     async def answer_join(self, call: Call, request: JoinRequest, remote: PeerID) -> None:
         """Answer a peer that asks to be led, and tell it the outcome later."""
-        search = self._search
+        search, started = self._search, self._started
+        if started is not None and started.followers.get(remote) == request.expiration:  # the news did not reach it
+            await call.send(JoinReply(code=Code.GROUP_STARTS, group=started.start), end=True)
+            return
         refusal = self._reason_to_refuse(search, request, remote)
         if refusal is not None or search is None:
             await call.send(refusal or JoinReply(code=Code.NOT_LOOKING_FOR_GROUP), end=True)
             return
-        follower = _Follower(request, asyncio.get_running_loop().create_future())
+        follower = Follower(request, asyncio.get_running_loop().create_future())
         search.followers[remote] = follower
+        search.lost.pop(remote, None)
         try:
             await call.send(JoinReply(code=Code.ACCEPTED, expiration=search.expiration))
             search.control.changed.set()
@@ -358,9 +289,11 @@ class Matchmaking:
         finally:  # also when the follower has left, which cancels this
             if search.followers.get(remote) is follower:
                 del search.followers[remote]
+                search.lost[remote] = (get_dht_time(), follower)
+                search.control.changed.set()
 
-    def _reason_to_refuse(self, search: _Search | None, request: JoinRequest, remote: PeerID) -> JoinReply | None:
-        if math.isnan(request.expiration) or not 0 <= request.mode <= 2 or not self._leads:
+    def _reason_to_refuse(self, search: Search | None, request: JoinRequest, remote: PeerID) -> JoinReply | None:
+        if math.isnan(request.expiration) or not 0 <= request.mode <= 2 or not self.settings.leads:
             return JoinReply(code=Code.PROTOCOL_VIOLATION)
         if search is None or search.group.done() or request.group_key != search.key:
             return JoinReply(code=Code.NOT_LOOKING_FOR_GROUP)
@@ -388,7 +321,7 @@ class Matchmaking:
         addresses = [str(address) for address in self.p2p.get_addresses(peer)]
         return PeerRecord(peer_id=peer.to_bytes(), addresses=addresses)
 
-    def _send_followers_away(self, search: _Search, leader: PeerID | None) -> None:
+    def _send_followers_away(self, search: Search, leader: PeerID | None) -> None:
         reply = JoinReply(code=Code.GROUP_DISBANDED)
         if leader is not None and search.leader is not None:
             reply.better_leader, reply.expiration = self._record(leader), search.leader[1]
@@ -397,9 +330,12 @@ class Matchmaking:
                 follower.outcome.set_result(reply)
         search.followers.clear()
 
-    def _start_group(self, search: _Search) -> None:
+    def _start_group(self, search: Search) -> None:
         """Publish the group: order, modes and shares, so that nobody has to work them out for itself."""
         own = self.settings
+        for peer, (lost_at, follower) in search.lost.items():
+            if lost_at + search.return_seconds > get_dht_time():
+                search.followers[peer] = follower
         entries = [(self.p2p.peer_id, int(own.mode), own.bandwidth, search.control.data_for_gather)]
         for peer, follower in search.followers.items():
             request = follower.request
@@ -414,6 +350,7 @@ class Matchmaking:
         for follower in search.followers.values():
             if not follower.outcome.done():
                 follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
+        self._started = StartedGroup(start, {peer: each.request.expiration for peer, each in search.followers.items()})
         search.followers.clear()
         search.group.set_result(self._adopt(start))
 
@@ -451,14 +388,14 @@ class Matchmaking:
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._background[task] = None
+        task.add_done_callback(self._background.pop)
 
     async def close(self) -> None:
         """Finish what runs in the background, such as withdrawing from the DHT."""
         if self._background:
-            _, late = await asyncio.wait(set(self._background), timeout=1.0)
-            await cancel_and_wait(*late)
+            await asyncio.wait(list(self._background), timeout=1.0)
+            await cancel_and_wait(*self._background)
 
 
 async def _receive(call: Call) -> JoinReply:

@@ -125,6 +125,12 @@ class Network(MemoryNetwork):
             if path.held and not path.is_cut:
                 self._loop.call_later(path.delay, path.release_held)
 
+    def break_connections(self, first: Host, second: Host) -> None:
+        """End every connection between two hosts, as seen from both sides; they may connect again at once."""
+        for stream in list(first.streams):
+            if stream.other.host is second:
+                _break(stream, stream.other)
+
     def heal(self) -> None:
         """End the partition."""
         self.partition()

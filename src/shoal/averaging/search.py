@@ -1,0 +1,157 @@
+"""One peer's search for one group: what it knows of the others, and what follows from that."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+
+from shoal.averaging.allreduce import AveragingMode
+from shoal.averaging.control import StepControl
+from shoal.averaging.group_info import GroupInfo
+from shoal.averaging.protocol import GroupStart, JoinReply, JoinRequest
+from shoal.clock import get_dht_time
+from shoal.p2p import PeerID
+
+MAX_RETURN_SECONDS = 1.5
+"""How long a leader waits for a follower whose connection broke: time to notice, connect and ask again."""
+QUICK_RETRIES = 2
+"""How often a candidate is asked again at once after the connection to it failed; then others get their turn first."""
+RETRY_PAUSE = 0.05
+MAX_RETRY_PAUSE = 2.0
+
+
+@dataclass
+class MatchmakingSettings:
+    """How this averager looks for groups."""
+
+    target_group_size: int | None
+    min_group_size: int
+    min_matchmaking_time: float
+    """Seconds for which a group is kept open, unless it is complete before."""
+    request_timeout: float
+    """Seconds within which a leader must answer a request to join."""
+    mode: AveragingMode
+    bandwidth: float | None
+    min_vector_size: int
+    total_size: int
+    """Number of values in the averaged vector."""
+    agreed: dict[str, str]
+    """What must be equal in all members of a group, readable."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether others can ask this peer to lead them."""
+        return self.mode is not AveragingMode.CLIENT
+
+
+@dataclass
+class Follower:
+    """A peer that wants to be led, and where its answer goes."""
+
+    request: JoinRequest
+    outcome: asyncio.Future[JoinReply]
+
+
+@dataclass(frozen=True)
+class StartedGroup:
+    """A group that this peer has started."""
+
+    start: GroupStart
+    followers: dict[PeerID, float]
+    """The promised time in each one's request tells that search from a later one of the same peer."""
+
+
+@dataclass
+class Search:
+    """The state of one search for a group."""
+
+    own: PeerID
+    settings: MatchmakingSettings
+    control: StepControl
+    key: str
+    expiration: float
+    """DHT time until which this peer promises to start, if it leads."""
+    group: asyncio.Future[GroupInfo]
+    followers: dict[PeerID, Follower] = field(default_factory=dict)
+    leader: tuple[PeerID, float] | None = None
+    """Whom this peer follows at the moment, and when that peer will start."""
+    accepted_by: PeerID | None = None
+    """Who has accepted this peer last; worth asking again if the connection broke, even past the promised time."""
+    candidates: dict[PeerID, float] = field(default_factory=dict)
+    """Others that look for a group, and their promised time."""
+    spent: dict[PeerID, float] = field(default_factory=dict)
+    """Candidates that were asked in vain while they promised this time."""
+    failures: dict[PeerID, int] = field(default_factory=dict)
+    """How often the connection to a candidate failed."""
+    resting: dict[PeerID, float] = field(default_factory=dict)
+    """Candidates that could not be reached, and until when others come first."""
+    invited: dict[PeerID, float] = field(default_factory=dict)
+    lost: dict[PeerID, tuple[float, Follower]] = field(default_factory=dict)
+    """Followers whose connection broke, and when."""
+    refusals: dict[str, str] = field(default_factory=dict)
+    declared: asyncio.Event = field(default_factory=asyncio.Event)
+    redeclare: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def offer(self, peer: PeerID, expiration: float) -> None:
+        """A peer is known to look for a group."""
+        if self.candidates.get(peer) != expiration:
+            self.candidates[peer] = expiration
+            self.control.changed.set()
+
+    def complete(self, size: int) -> bool:
+        """Whether as many as anybody in this group expects are here."""
+        expected = [self.control.expected_group_size, *(f.request.expected_group_size for f in self.followers.values())]
+        known = [number for number in expected if number is not None]
+        return bool(known) and size >= max(known)
+
+    # --- whom to ask --------------------------------------------------------------------------------------------------
+
+    def leads_before(self, peer: PeerID, expiration: float) -> bool:
+        """Whether this peer leads, rather than another one with that promised time, if both meet."""
+        return (self.expiration, self.own.to_bytes()) < (expiration, peer.to_bytes())
+
+    def best_candidate(self) -> PeerID | None:
+        """The peer that should lead this one, if it is to follow any."""
+        now = get_dht_time()
+        usable = [
+            (expiration, peer.to_bytes(), peer)
+            for peer, expiration in self.candidates.items()
+            if expiration + (self.settings.request_timeout if peer == self.accepted_by else 0) > now
+            and self.spent.get(peer) != expiration
+            and self.resting.get(peer, now) <= now
+            and peer not in self.followers
+            and not (self.settings.leads and self.leads_before(peer, expiration))
+        ]
+        return min(usable)[2] if usable else None
+
+    async def rest_after_failure(self, peer: PeerID, error: Exception) -> None:
+        """A candidate could not be reached: try again soon, or let others go first if that did not help."""
+        self.failures[peer] = failures = self.failures.get(peer, 0) + 1
+        pause = min(RETRY_PAUSE * 2 ** (failures - 1), MAX_RETRY_PAUSE)
+        if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+            self.resting[peer] = get_dht_time() + MAX_RETRY_PAUSE
+        elif failures <= QUICK_RETRIES:
+            await asyncio.sleep(pause)
+        else:
+            self.resting[peer] = get_dht_time() + pause
+
+    # --- when to start ------------------------------------------------------------------------------------------------
+
+    @property
+    def return_seconds(self) -> float:
+        """How long lost followers are waited for."""
+        return min(MAX_RETURN_SECONDS, self.settings.request_timeout / 2)
+
+    def start_time(self) -> float:
+        """When this peer starts with those who are there: as promised, or when the lost have had time to return."""
+        last_loss = max((lost_at for lost_at, _ in self.lost.values()), default=-math.inf)
+        return max(self.expiration, min(last_loss, self.expiration) + self.return_seconds)
+
+    def next_moment(self) -> float | None:
+        """When there is something to do even without news; ``None`` = never."""
+        now = get_dht_time()
+        moments = [until for until in self.resting.values() if until > now]
+        if self.settings.leads:
+            moments.append(self.start_time())
+        return min(moments) if moments else None

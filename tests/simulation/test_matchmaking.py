@@ -1,0 +1,134 @@
+"""Peers that begin in the same window meet in one group, over slow links and failing connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from shoal.testing import START_OF_TIME, Link, Network
+from tests.simulation.rounds import (
+    STAGGER,
+    WIDE_AREA,
+    WINDOW,
+    Interfere,
+    Member,
+    assert_same_bytes,
+    contributors,
+    contributors_of_all_values,
+    run_round,
+)
+
+ALLREDUCE_SECONDS = 3.0
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_all_meet_in_one_group_and_average_exactly(size):
+    for seed in range(7):
+        members = run_round(seed, size)
+        assert {member.group_size for member in members} == {size}, f"seed {seed}"
+        assert all(member.result.share_averaged == 1 for member in members)
+        assert all(not member.result.failed_peers for member in members)
+        assert_same_bytes(members)
+        assert set(contributors_of_all_values(members[0], size)) == {frozenset(range(size))}
+        assert max(member.ended for member in members) < WINDOW + STAGGER + ALLREDUCE_SECONDS
+
+
+def test_all_meet_in_one_group_although_connections_break():
+    link = Link(delay=WIDE_AREA.delay, jitter=0.01, dial_failure=0.02, break_rate=0.02)  # one in ten breaks
+    size = 12
+    for seed in range(7):
+        members = run_round(seed, size, link=link)
+        assert {member.group_size for member in members} == {size}, f"seed {seed}"
+        assert_same_bytes(members)
+        assert all(len(them) >= size - 2 for them in contributors_of_all_values(members[0], size))
+
+
+def leader_and_followers(members: list[Member]) -> tuple[Member, list[Member]]:
+    """While a group is open: who leads it, and who follows by now."""
+    for member in members:
+        search = member.node.matchmaking._search
+        if search is not None and search.leader is None and search.followers:
+            return member, [each for each in members if each.node.p2p.peer_id in search.followers]
+    raise AssertionError("nobody leads")
+
+
+def at(time: float, action: Callable[[Network, list[Member]], None]) -> Interfere:
+    """Do something to the network at a loop time."""
+
+    def interfere(network: Network, members: list[Member]) -> None:
+        asyncio.get_running_loop().call_at(time, action, network, members)
+
+    return interfere
+
+
+def start_time(members: list[Member]) -> float:
+    """When the leader starts the group, unless something keeps it, in loop time."""
+    leader, _ = leader_and_followers(members)
+    search = leader.node.matchmaking._search
+    assert search is not None
+    return search.expiration - START_OF_TIME
+
+
+@pytest.mark.parametrize("before_start", [1.0, 0.3, 0.01, -0.01, -0.1])
+def test_follower_whose_connection_breaks_around_the_start_is_a_member(before_start):
+    broken = []
+
+    def break_one(network: Network, leader: Member, follower: Member) -> None:
+        broken.append(follower)
+        network.break_connections(leader.host, follower.host)
+
+    def choose(network: Network, members: list[Member]) -> None:
+        leader, followers = leader_and_followers(members)
+        when = start_time(members) - before_start
+        asyncio.get_running_loop().call_at(when, break_one, network, leader, followers[0])
+
+    for seed in range(3):
+        members = run_round(seed, 5, link=Link(delay=0.15), interfere=at(3.0, choose))
+        assert {member.group_size for member in members} == {5}
+        assert_same_bytes(members)
+        assert max(member.ended for member in members) < WINDOW + STAGGER + ALLREDUCE_SECONDS
+    assert len(broken) == 3
+
+
+def test_follower_whose_connection_breaks_while_the_leader_waits_for_another_is_a_member():
+    def break_two(network: Network, members: list[Member]) -> None:
+        leader, followers = leader_and_followers(members)
+        begin = start_time(members)
+        for follower, when in zip(followers, (begin - 0.2, begin + 0.6), strict=False):
+            asyncio.get_running_loop().call_at(when, network.break_connections, leader.host, follower.host)
+
+    for seed in range(3):
+        members = run_round(seed, 6, link=Link(delay=0.15), interfere=at(3.0, break_two))
+        assert {member.group_size for member in members} == {6}
+        assert_same_bytes(members)
+
+
+def test_a_leader_that_could_not_be_reached_is_asked_again_when_others_follow_it():
+    def find_out(network: Network, members: list[Member]) -> None:
+        """The first peer that begins is going to lead; one other cannot connect to it at first."""
+        first = next(member for member in members if member.step is not None)
+        other = next(member for member in members if member.step is None)
+        reachable = Link(delay=0.02)
+        network.set_link(first.host, other.host, Link(delay=0.02, dial_failure=1.0))
+        asyncio.get_running_loop().call_later(2.0, network.set_link, first.host, other.host, reachable)
+
+    def when_one_has_begun(network: Network, members: list[Member]) -> None:
+        if any(member.step is not None for member in members):
+            find_out(network, members)
+        else:
+            asyncio.get_running_loop().call_later(0.001, when_one_has_begun, network, members)
+
+    for seed in range(4):
+        members = run_round(seed, 8, link=Link(delay=0.02), interfere=when_one_has_begun)
+        assert {member.group_size for member in members} == {8}, f"seed {seed}"
+
+
+def test_contributors_are_found():
+    assert contributors((1 + 4 + 8) / 3, 4) == {0, 2, 3}
+    assert contributors(2.0**15, 16) == {15}
+    assert contributors((2**16 - 1) / 16, 16) == set(range(16))
+    for wrong in (0.3, 3.1, 2.0**16):
+        with pytest.raises(AssertionError):
+            contributors(wrong, 16)
