@@ -69,7 +69,7 @@ def test_timers_that_are_due_run_beside_what_is_ready():
     async def main():
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         loop.call_later(0, event.set)
-        while not event.is_set():  # noqa: ASYNC110 (that this ends is what is tested)
+        while not event.is_set():
             await asyncio.sleep(0)
 
     run(main())
