@@ -434,6 +434,17 @@ async def test_shutdown_ends_what_is_in_progress():
             await attempt
 
 
+@in_virtual_time
+async def test_shutdown_before_a_search_has_begun_resolves_its_future():
+    swarm = Swarm(seed=21)
+    node, _ = await swarm.grow(2)
+    futures = await node.get_many(["missing"], return_futures=True)
+    await node.shutdown()
+    with pytest.raises(asyncio.CancelledError):
+        await futures["missing"]
+    assert len(node.pending_get_requests) == 0
+
+
 # --- making nodes -----------------------------------------------------------------------------------------------------
 
 

@@ -77,14 +77,19 @@ class Lookup:
         """Tell the network below where a peer can be reached."""
         try:
             contact = unpack_contact(told)
-            peer = PeerID(contact.peer_id)
-            if peer == self._protocol.p2p.peer_id:
-                return None
-            known = {str(address) for address in self._protocol.p2p.get_addresses(peer)}
-            self._protocol.p2p.add_addresses(peer, [text for text in contact.addresses if text not in known])
         except ValueError as e:
             logger.debug("ignored a node that somebody told of: %s", e)
             return None
+        peer, p2p = PeerID(contact.peer_id), self._protocol.p2p
+        if peer == p2p.peer_id:
+            return None
+        known = {str(address) for address in p2p.get_addresses(peer)}
+        for address in contact.addresses:
+            if address not in known:
+                try:
+                    p2p.add_addresses(peer, [address])
+                except ValueError as e:  # perhaps one of a kind that is not known here yet; others may do
+                    logger.debug("ignored an address that somebody told of: %s", e)
         return peer
 
     async def find_nearest(

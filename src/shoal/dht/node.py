@@ -316,7 +316,8 @@ class DHTNode:
         if any(not search.finished for search in searches.values()):
             search_all = self._reader.finish_searches(searches, num_workers, beam_size)
             if return_futures:
-                self.protocol.spawn(search_all)
+                task = self.protocol.spawn(search_all)
+                task.add_done_callback(lambda _: self._reader.abandon(searches))  # it may end before it has begun
             else:
                 await search_all
         if return_futures:

@@ -104,9 +104,13 @@ class Reader:
         try:
             await walk.run()
         finally:
-            for search in unfinished.values():
-                self.pending.leave(search)
-                search.future.cancel()
+            self.abandon(unfinished)
+
+    def abandon(self, searches: Mapping[DHTID, Search]) -> None:
+        """Cancel the searches that have not been finished."""
+        for search in searches.values():
+            self.pending.leave(search)
+            search.future.cancel()
 
     def _end(self, search: Search, nearest: Sequence[DHTID] = (), lookup: Lookup | None = None) -> None:
         """Hand over a result, and keep copies of it where it may be wanted next."""

@@ -1,0 +1,121 @@
+"""What a walk makes of hostile hearsay."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shoal.clock import get_dht_time
+from shoal.dht import DHTID, DHTNode
+from shoal.dht.messages import FindRequest, FindResponse, FindResult, Found, NodeContact, pack_contact
+from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
+from tests.dht.swarm import Swarm
+from tests.dht.virtual_time import in_virtual_time
+
+KEY = DHTID.generate("key")
+
+
+class Liar:
+    """A peer that tells everybody who asks of the same made-up nodes."""
+
+    def __init__(self, p2p: P2P, node_id: DHTID, told: dict[DHTID, msgspec.Raw]) -> None:
+        self.p2p, self.node_id = p2p, node_id
+        self.requests = 0
+
+        class DHTProtocol(ServicerBase):
+            async def rpc_find(_, request: FindRequest, context: P2PContext) -> FindResponse:
+                self.requests += 1
+                positions = list(range(len(told)))
+                return FindResponse(
+                    results=[FindResult(Found.NOTHING, b"", 0.0, positions) for _ in request.keys],
+                    node_ids=b"".join(told_id.to_bytes() for told_id in told),
+                    contacts=list(told.values()),
+                    node_id=node_id.to_bytes(),
+                )
+
+        self.servicer = DHTProtocol()
+
+    async def join(self, *victims: DHTNode) -> None:
+        await self.servicer.add_p2p_handlers(self.p2p)
+        for victim in victims:
+            victim.p2p.add_addresses(self.p2p.peer_id, await self.p2p.get_visible_maddrs())
+            victim.protocol.routing_table.add_or_update_node(self.node_id, self.p2p.peer_id)
+
+
+def near_key(number: int) -> DHTID:
+    return DHTID(KEY ^ (number + 1))
+
+
+async def swarm_with_liar(told_by: dict[DHTID, msgspec.Raw] | None = None, **contact) -> tuple[Swarm, Liar]:
+    swarm = Swarm(seed=1)
+    await swarm.grow(8)
+    p2p = await swarm.p2p()
+    if told_by is None:
+        own = NodeContact(p2p.peer_id.to_bytes(), [str(a) for a in p2p.get_addresses(p2p.peer_id)])
+        packed = pack_contact(msgspec.structs.replace(own, **contact))
+        told_by = {near_key(number): packed for number in range(20)}
+    liar = Liar(p2p, DHTID(KEY), told_by)
+    await liar.join(*swarm.nodes)
+    return swarm, liar
+
+
+@in_virtual_time
+async def test_one_peer_does_not_stand_for_many_nodes():
+    swarm, liar = await swarm_with_liar()
+    node = swarm.nodes[0]
+    [found] = (await node.find_nearest_nodes([KEY], k_nearest=20)).values()
+    assert [peer for peer in found.values() if peer == liar.p2p.peer_id] == [liar.p2p.peer_id], "only as itself"
+    assert len(found) == 9
+    assert await node.store("key", 1, get_dht_time() + 10)
+    assert (await swarm.nodes[5].get("key", latest=True)).value == 1
+
+
+@pytest.mark.parametrize(
+    "contact",
+    [
+        {"peer_id": b"nobody"},
+        {"addresses": []},
+        {"addresses": ["nonsense", "/ip4/1.2.3.4/tcp/99999", "/memory/12345"]},
+        {"addresses": ["/memory/1/p2p/12D3KooWNikr79Xdz69AuQ6KJHCC4opkyHBccKnbb8rEMcqmUnRE"]},
+    ],
+    ids=repr,
+)
+@in_virtual_time
+async def test_made_up_peers_are_dropped(contact):
+    swarm, _ = await swarm_with_liar(**contact)
+    node = swarm.nodes[0]
+    [found] = (await node.find_nearest_nodes([KEY], k_nearest=20)).values()
+    assert set(found) == {KEY, *(other.node_id for other in swarm.nodes)}
+    assert await node.store("key", 1, get_dht_time() + 10)
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x92\x01\x02", b"\x90", b"\x92\xc4\x00\x90"], ids=repr)
+@in_virtual_time
+async def test_contacts_that_are_none_are_dropped(raw):
+    swarm, _ = await swarm_with_liar({near_key(number): msgspec.Raw(raw or b"\xc0") for number in range(20)})
+    [found] = (await swarm.nodes[0].find_nearest_nodes([KEY], k_nearest=20)).values()
+    assert set(found) <= {KEY, *(other.node_id for other in swarm.nodes)}
+    assert await swarm.nodes[0].store("key", 1, get_dht_time() + 10)
+
+
+@in_virtual_time
+async def test_a_node_is_reached_by_the_good_one_of_its_addresses():
+    swarm = Swarm(seed=2)
+    target = await swarm.node()
+    asker = await swarm.node(initial_peers=[])
+    addresses = ["nonsense", *(str(a) for a in target.p2p.get_addresses(target.peer_id))]
+    contact = pack_contact(NodeContact(target.peer_id.to_bytes(), addresses))
+    await Liar(await swarm.p2p(), DHTID(KEY), {target.node_id: contact}).join(asker)
+    [found] = (await asker.find_nearest_nodes([target.node_id], k_nearest=1)).values()
+    assert found == {target.node_id: target.peer_id}
+
+
+@in_virtual_time
+async def test_a_peer_told_to_be_this_one_is_not_called():
+    swarm = Swarm(seed=3)
+    node = await swarm.node()
+    own = pack_contact(NodeContact(node.peer_id.to_bytes(), ["/memory/1"]))
+    await Liar(await swarm.p2p(), DHTID(KEY), {near_key(0): own}).join(node)
+    [found] = (await node.find_nearest_nodes([KEY], exclude_self=True)).values()
+    assert list(found) == [KEY]
+    assert isinstance(next(iter(found.values())), PeerID)
