@@ -10,7 +10,7 @@ from shoal.dht import DHTID, DHTNode
 from shoal.dht.handover import records_for_newcomer
 from shoal.dht.routing import RoutingTable
 from shoal.dht.storage import DHTLocalStorage
-from shoal.errors import BootstrapError, P2PDaemonError, ValidationError
+from shoal.errors import BootstrapError, DialError, P2PDaemonError, ValidationError
 from shoal.p2p import Identity, PeerID
 from tests.dht.swarm import Swarm, addresses, holders
 from tests.dht.virtual_time import in_virtual_time
@@ -117,6 +117,52 @@ async def test_an_unreachable_node_may_not_join():
     await node.shutdown()
     client = await DHTNode.create(p2p=p2p, initial_peers=await addresses(swarm.nodes[0]), client_mode=True)
     assert client.client_mode
+
+
+@in_virtual_time
+async def test_one_peer_alone_does_not_keep_a_node_out():
+    swarm = Swarm()
+    good, odd = await swarm.grow(2)
+    dial = odd.p2p.transport.dial
+
+    async def refuse(address, peer):
+        if peer in (good.peer_id,):
+            return await dial(address, peer)
+        raise DialError("it sees nobody")
+
+    odd.p2p.transport.dial = refuse
+    initial_peers = [*await addresses(odd), *await addresses(good)]
+    node = await swarm.node(initial_peers=initial_peers)
+    assert good.node_id in node.protocol.routing_table
+    with pytest.raises(ValidationError, match="cannot call this node back"):
+        await swarm.node(initial_peers=await addresses(odd))
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+@in_virtual_time
+async def test_a_broken_connection_keeps_nobody_out(failures):
+    swarm = Swarm()
+    good = await swarm.node()
+    p2p = await swarm.p2p()
+    left = {}
+
+    def break_some(transport):
+        dial = transport.dial
+
+        async def dial_sometimes(address, peer):
+            left[transport] = left.get(transport, failures) - 1
+            if left[transport] >= 0:
+                raise DialError("the connection was closed during the handshake")
+            return await dial(address, peer)
+
+        transport.dial = dial_sometimes
+
+    break_some(good.p2p.transport)
+    break_some(p2p.transport)
+    node = await DHTNode.create(p2p=p2p, initial_peers=await addresses(good))
+    assert left == {good.p2p.transport: -1, p2p.transport: -1}
+    assert good.node_id in node.protocol.routing_table
+    assert node.node_id in good.protocol.routing_table
 
 
 @in_virtual_time

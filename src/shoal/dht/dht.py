@@ -19,7 +19,7 @@ from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import CompositeValidator, RecordValidatorBase
 from shoal.errors import DHTError
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.p2p import parse_peer_addresses
+from shoal.p2p.joining import parse_peer_addresses
 from shoal.reactor import Portal
 
 T = TypeVar("T")

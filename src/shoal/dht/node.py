@@ -23,7 +23,7 @@ from shoal.dht.validation import RecordValidatorBase
 from shoal.dht.writing import Writer, make_record
 from shoal.errors import DHTError
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.p2p import parse_peer_addresses
+from shoal.p2p.joining import parse_peer_addresses
 
 __all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
 

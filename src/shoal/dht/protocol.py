@@ -47,6 +47,8 @@ NO_ANSWER = (ShoalError, ConnectionError, asyncio.TimeoutError, TimeoutError)
 REPLY_BYTES = 3 * 2**18
 """Values beyond this are left out of one answer."""
 
+PING_BACK_ATTEMPTS = 3
+SECONDS_BETWEEN_ATTEMPTS = 0.1
 PING_BACK_SHARE = 0.5
 """Part of the waiting time in which a caller that asks for it must be reachable, so that it still hears the verdict."""
 
@@ -329,11 +331,17 @@ class DHTProtocol(ServicerBase):
         return PingResponse(node_id=self._announced_id, dht_time=get_dht_time(), available=available)
 
     async def _can_call_back(self, node_id: bytes, peer: PeerID) -> bool:
-        try:
-            response = await self.ping(peer, validate=False, timeout=self.wait_timeout * PING_BACK_SHARE)
-        except NO_ANSWER:
-            return False
-        return response.node_id == node_id
+        """Whether the peer can be called; one broken connection is no proof that it cannot."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.wait_timeout * PING_BACK_SHARE
+        for _ in range(PING_BACK_ATTEMPTS):
+            try:
+                response = await self.ping(peer, validate=False, timeout=max(0.0, deadline - loop.time()))
+            except NO_ANSWER:
+                await asyncio.sleep(max(0.0, min(SECONDS_BETWEEN_ATTEMPTS, deadline - loop.time())))
+            else:
+                return response.node_id == node_id
+        return False
 
     async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
         """Keep records that another node thinks should be here."""
