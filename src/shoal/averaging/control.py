@@ -84,6 +84,9 @@ class StepControl(concurrent.futures.Future[Gathered]):
         self.deadline = deadline
         self.allow_retries = allow_retries
         self.data_for_gather = data_for_gather
+        self._keep_open = False
+        self.released_at: float | None = None
+        """DHT time at which ``keep_open`` ended, if it was set."""
         self.stage = AveragingStage.IDLE
         self.began_allreduce = False
         self.triggered = False
@@ -141,6 +144,21 @@ class StepControl(concurrent.futures.Future[Gathered]):
         if expected != self._expected_group_size:
             self._expected_group_size = expected
             self._notify()
+
+    @property
+    def keep_open(self) -> bool:
+        """While this is set the group waits until it is complete, also beyond the scheduled time.
+
+        For steps that are scheduled in advance: until the round is known to be due there is time for more members.
+        """
+        return self._keep_open
+
+    @keep_open.setter
+    def keep_open(self, keep_open: bool) -> None:
+        if self._keep_open and not keep_open:
+            self.released_at = get_dht_time()
+        self._keep_open = keep_open
+        self._notify()
 
     def get_timeout(self) -> float | None:
         """Seconds left until the deadline, or ``None`` if there is none."""

@@ -57,21 +57,25 @@ class GlobalStep:
     def schedule_rounds(self) -> None:
         """Begin to look for groups if the next global step is near."""
         now, due = get_dht_time(), self.tracker.estimated_next_update_time
-        if due - now > self.plan.matchmaking_time or not self._expected_members():
+        if due - now > self.plan.matchmaking_time or not self._expected_members() or not self.tracker.is_introduced:
             return
         if self.grad_averager is not None and not usable(self.scheduled_grads):
             logger.debug("looking for a group to average gradients in %.2f s", due - now)
             self.scheduled_grads = self.grad_averager.schedule_step(**self._when(due, now))
+            self.scheduled_grads.keep_open = True
         delay = self._until_state_averaging.seconds_per_sample
         delay += self.state_averager.delay_before_averaging.seconds_per_sample
         ready = self._until_state_averaging.num_updates > 0 and not self.state_averager.averaging_in_progress
         if self._will_average_state() and ready and not usable(self.scheduled_state):
             options = self._when(due + delay, now)
             self.scheduled_state = self.state_averager.schedule_step(gather=self._next_epoch, **options)
+            self.scheduled_state.keep_open = True
 
     def _when(self, due: float, now: float) -> dict[str, float]:
+        """A group starts when everybody is there; the scheduled time limits the wait for those who do not come."""
         patience = self.plan.averaging_timeout
-        return {"scheduled_time": min(max(due, now), now + 0.9 * patience), "timeout": patience}
+        latest = max(due, now) + self.plan.matchmaking_time
+        return {"scheduled_time": min(latest, now + 0.9 * patience), "timeout": patience}
 
     def _expected_members(self) -> set[PeerID]:
         """Other peers that will come to the first round of the next global step."""
@@ -136,6 +140,7 @@ class GlobalStep:
         if control is None or not self._in_time(control):
             let_go(control, self.plan.averaging_timeout)
             control = averager.schedule_step(timeout=self.plan.averaging_timeout)
+        control.keep_open = False
         # Accumulators are kept until the outcome is known, unless the next batches must go into them meanwhile.
         averager.step(control=control, reset_accumulators=self.plan.delay_grad_averaging, wait=False)
         if self.plan.delay_grad_averaging:  # everybody goes on to the next epoch meanwhile
@@ -205,6 +210,7 @@ class GlobalStep:
             if control is None:
                 options = {"gather": self._next_epoch, "timeout": plan.averaging_timeout}
                 control = self.state_averager.schedule_step(**options)
+            control.keep_open = False
             delayed = plan.delay_state_averaging and not plan.auxiliary
             RoundWatch(control, self.tracker, mates, self._next_epoch if delayed else self._next_epoch - 1)
         self._until_state_averaging.update(1, interval=max(1e-9, time.perf_counter() - started))

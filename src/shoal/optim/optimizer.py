@@ -51,7 +51,8 @@ class Optimizer(torch.optim.Optimizer):
             look for one.
         averaging_timeout: seconds after which a round of averaging is given up.
         allreduce_timeout: seconds for the all-reduce alone; default: ``averaging_timeout``.
-        next_chunk_timeout: seconds of silence after which a member is given up; default: ``matchmaking_time``.
+        next_chunk_timeout: seconds of silence after which a member is given up; must be longer than a batch takes.
+            Default: ``matchmaking_time``, but at least a quarter of ``averaging_timeout``.
         load_state_timeout: seconds for a download of the state.
         reuse_grad_buffers: accumulate in ``parameter.grad`` itself; never zero gradients then.
         offload_optimizer: keep single precision parameters and optimizer statistics on the CPU; default: with a
@@ -148,11 +149,13 @@ class Optimizer(torch.optim.Optimizer):
         self._closing = threading.Event()
         self._strict_check_due = True
         self._has_looked = False
+        # members of a group may be in the middle of a batch when the round begins
+        stall_timeout = max(self.matchmaking_time, self.averaging_timeout / 4)
         averager_options: dict[str, Any] = {
             "dht": dht,
             "min_matchmaking_time": self.matchmaking_time,
             "allreduce_timeout": self.averaging_timeout if allreduce_timeout is None else allreduce_timeout,
-            "next_chunk_timeout": self.matchmaking_time if next_chunk_timeout is None else next_chunk_timeout,
+            "next_chunk_timeout": stall_timeout if next_chunk_timeout is None else next_chunk_timeout,
             "shutdown_timeout": shutdown_timeout,
             "client_mode": self.client_mode,
             "auxiliary": auxiliary,
@@ -311,7 +314,7 @@ class Optimizer(torch.optim.Optimizer):
             if self.local_epoch != self.tracker.global_epoch:
                 return True
             # before others have told it directly, a newcomer knows only records, which may be seconds old
-            self._strict_check_due = not self.tracker.board.introduced
+            self._strict_check_due = not self.tracker.is_introduced
         return not self.is_synchronized_with_peers()
 
     def is_synchronized_with_peers(self) -> bool:

@@ -156,6 +156,11 @@ class ProgressTracker:
         return self.global_progress.eta_next_epoch
 
     @property
+    def is_introduced(self) -> bool:
+        """Whether everybody who can be called has been told that this peer takes part."""
+        return self.board.introduced
+
+    @property
     def expected_group_size(self) -> int:
         """How many peers, with this one, are believed to take part in the next round."""
         return 1 + len(self.board.expected_members(get_dht_time()))
