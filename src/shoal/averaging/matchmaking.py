@@ -171,7 +171,8 @@ class Matchmaking:
         if size < self.settings.min_group_size:
             return False
         full = self.settings.target_group_size is not None and size >= self.settings.target_group_size
-        return full or search.complete(size) or get_dht_time() >= search.start_time()
+        is_time = not search.control.keep_open and get_dht_time() >= search.start_time()
+        return full or search.complete(size) or is_time
 
     async def _wait_for_news(self, search: Search) -> None:
         if self.settings.leads and get_dht_time() >= search.start_time():  # nobody came: make a new promise
@@ -213,7 +214,7 @@ class Matchmaking:
                     call = await stack.enter_async_context(self._get_stub(leader).rpc_join_group())
                     reply = await self._request_to_join(search, call)
                 if reply.code == Code.ACCEPTED:
-                    search.leader, search.accepted_by = (leader, reply.expiration), leader
+                    search.note_acceptance(leader, reply.expiration)
                     self._send_followers_away(search, leader)
                     patience = max(0.0, reply.expiration - get_dht_time()) + self.settings.request_timeout
                     async with timeout(patience):
@@ -223,8 +224,7 @@ class Matchmaking:
             search.spent[leader] = promised
         except _PEER_FAILURES as e:
             logger.debug("asked %s to lead: %r", leader, e)
-            search.leader = None
-            await search.rest_after_failure(leader, e)
+            search.note_failure(leader, e)
         else:
             self._take_answer(search, leader, promised, reply)
         finally:

@@ -15,9 +15,8 @@ from shoal.p2p import PeerID
 
 MAX_RETURN_SECONDS = 1.5
 """How long a leader waits for a follower whose connection broke: time to notice, connect and ask again."""
-QUICK_RETRIES = 2
-"""How often a candidate is asked again at once after the connection to it failed; then others get their turn first."""
-RETRY_PAUSE = 0.05
+RETRY_PAUSE = 0.5
+"""Seconds for which a candidate that could not be reached is left alone; twice as long after each further failure."""
 MAX_RETRY_PAUSE = 2.0
 
 
@@ -125,16 +124,24 @@ class Search:
         ]
         return min(usable)[2] if usable else None
 
-    async def rest_after_failure(self, peer: PeerID, error: Exception) -> None:
-        """A candidate could not be reached: try again soon, or let others go first if that did not help."""
+    def note_failure(self, peer: PeerID, error: Exception) -> None:
+        """A candidate could not be reached, or its connection broke: others come first for a while.
+
+        If it lives, they follow it and send this peer back to it. One that has accepted this peer is asked again at
+        once, because it may be about to start.
+        """
+        if peer == self.accepted_by and peer not in self.failures:
+            self.failures[peer] = 0
+            return
         self.failures[peer] = failures = self.failures.get(peer, 0) + 1
-        pause = min(RETRY_PAUSE * 2 ** (failures - 1), MAX_RETRY_PAUSE)
-        if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
-            self.resting[peer] = get_dht_time() + MAX_RETRY_PAUSE
-        elif failures <= QUICK_RETRIES:
-            await asyncio.sleep(pause)
-        else:
-            self.resting[peer] = get_dht_time() + pause
+        is_silent = isinstance(error, (asyncio.TimeoutError, TimeoutError))
+        pause = MAX_RETRY_PAUSE if is_silent else min(RETRY_PAUSE * 2 ** (failures - 1), MAX_RETRY_PAUSE)
+        self.resting[peer] = get_dht_time() + pause
+
+    def note_acceptance(self, peer: PeerID, expiration: float) -> None:
+        """This peer follows another one, which starts then."""
+        self.leader, self.accepted_by = (peer, expiration), peer
+        self.failures.pop(peer, None)
 
     # --- when to start ------------------------------------------------------------------------------------------------
 
@@ -144,9 +151,14 @@ class Search:
         return min(MAX_RETURN_SECONDS, self.settings.request_timeout / 2)
 
     def start_time(self) -> float:
-        """When this peer starts with those who are there: as promised, or when the lost have had time to return."""
+        """When this peer starts with those who are there: as promised, or when the lost have had time to return.
+
+        A group that was kept open gives those who hear of its end a moment to come.
+        """
         last_loss = max((lost_at for lost_at, _ in self.lost.values()), default=-math.inf)
-        return max(self.expiration, min(last_loss, self.expiration) + self.return_seconds)
+        released_at = -math.inf if self.control.released_at is None else self.control.released_at
+        last_call = released_at + self.return_seconds
+        return max(self.expiration, last_call, min(last_loss, self.expiration) + self.return_seconds)
 
     def next_moment(self) -> float | None:
         """When there is something to do even without news; ``None`` = never."""
