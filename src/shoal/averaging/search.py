@@ -75,6 +75,8 @@ class Search:
     followers: dict[PeerID, Follower] = field(default_factory=dict)
     leader: tuple[PeerID, float] | None = None
     """Whom this peer follows at the moment, and when that peer will start."""
+    leader_lost_at: float = -math.inf
+    """When the connection to a leader broke; those who followed it, too, are going to look for another one."""
     accepted_by: PeerID | None = None
     """Who has accepted this peer last; worth asking again if the connection broke, even past the promised time."""
     candidates: dict[PeerID, float] = field(default_factory=dict)
@@ -130,6 +132,8 @@ class Search:
         If it lives, they follow it and send this peer back to it. One that has accepted this peer is asked again at
         once, because it may be about to start.
         """
+        if self.leader is not None:
+            self.leader_lost_at = get_dht_time()
         if peer == self.accepted_by and peer not in self.failures:
             self.failures[peer] = 0
             return
@@ -153,9 +157,10 @@ class Search:
     def start_time(self) -> float:
         """When this peer starts with those who are there: as promised, or when the lost have had time to return.
 
-        A group that was kept open gives those who hear of its end a moment to come.
+        If this peer's leader was lost, those are all who followed it. A group that was kept open gives those who hear
+        of its end a moment to come.
         """
-        last_loss = max((lost_at for lost_at, _ in self.lost.values()), default=-math.inf)
+        last_loss = max([self.leader_lost_at, *(lost_at for lost_at, _ in self.lost.values())])
         released_at = -math.inf if self.control.released_at is None else self.control.released_at
         last_call = released_at + self.return_seconds
         return max(self.expiration, last_call, min(last_loss, self.expiration) + self.return_seconds)
