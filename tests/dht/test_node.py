@@ -171,6 +171,34 @@ async def test_silent_nodes_delay_a_store_but_do_not_break_it():
 
 
 @in_virtual_time
+async def test_a_third_of_the_nodes_falls_silent():
+    swarm = Swarm(seed=22, delay=0.05)
+    nodes = await swarm.grow(45)
+    for number in range(40):
+        assert await nodes[number].store(f"key {number}", number, later(1000))
+    silent, alive = nodes[:15], nodes[15:]
+    for node in silent:
+        swarm.fall_silent(node)
+    loop = asyncio.get_running_loop()
+    durations = []
+    for number in range(40):
+        start = loop.time()
+        found = await alive[number % 30].get(f"key {number}")
+        durations.append(loop.time() - start)
+        survivors = [n for n in holders(swarm, DHTID.generate(f"key {number}")) if n in alive]
+        assert (found is not None and found.value == number) or not survivors
+    assert sorted(durations)[20] < 1
+    durations = []
+    for number in range(40):
+        start = loop.time()
+        assert await alive[number % 30].store(f"new {number}", number, later(1000))
+        durations.append(loop.time() - start)
+        assert len([n for n in holders(swarm, DHTID.generate(f"new {number}")) if n in alive]) == 5
+    assert sorted(durations)[20] < 2
+    assert max(durations) < 5
+
+
+@in_virtual_time
 async def test_many_keys_at_once():
     swarm = Swarm(seed=9)
     one, *_, other = await swarm.grow(15)

@@ -28,12 +28,13 @@ class World:
         self.requests: list[tuple[DHTID, list[DHTID]]] = []
         self.in_flight = 0
         self.most_in_flight = 0
+        self.answer_time = 0.1
 
     async def ask(self, node: DHTID, targets: list[DHTID]) -> dict[DHTID, Answer] | None:
         self.requests.append((node, targets))
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await asyncio.sleep(3 if node in self.dead else 0.1)
+        await asyncio.sleep(3 if node in self.dead else self.answer_time)
         self.in_flight -= 1
         if node in self.dead:
             return None
@@ -186,6 +187,37 @@ async def test_a_silent_node_does_not_hold_up_what_does_not_need_it():
     start = asyncio.get_running_loop().time()
     await walk(world, [TARGET], enough_responses=5)
     assert asyncio.get_running_loop().time() - start < 1.5
+
+
+@in_virtual_time
+async def test_silent_nodes_hold_no_places_and_are_replaced():
+    world = World()
+    loop = asyncio.get_running_loop()
+    for node in world.nearest(TARGET, 16)[::2]:
+        world.dead[node] = None
+    start = loop.time()
+    [patient] = (await walk(world, [TARGET])).values()
+    assert patient == world.nearest(TARGET, 20)
+    assert loop.time() - start > 6, "eight time-outs, four at a time"
+    start = loop.time()
+    [found] = (await walk(world, [TARGET], stall_after=0.5)).values()
+    assert found == patient
+    assert 3 < loop.time() - start < 5, "the time-outs overlap, but all of them are waited for"
+    start = loop.time()
+    [found] = (await walk(world, [TARGET], stall_after=0.5, enough_responses=5)).values()
+    assert found[:5] == patient[:5]
+    assert loop.time() - start < 3, "others will do"
+
+
+@in_virtual_time
+async def test_slow_nodes_count_when_they_answer_after_all():
+    world = World()
+    world.answer_time = 10.0
+    [found] = (await walk(world, [TARGET], stall_after=0.5)).values()
+    assert found == world.nearest(TARGET, 20)
+    assert 4 < world.most_in_flight <= 4 + 16, "the number of suspicious requests is limited"
+    [found] = (await walk(world, [TARGET], stall_after=0.5, enough_responses=5)).values()
+    assert found[:5] == world.nearest(TARGET, 5)
 
 
 @in_virtual_time

@@ -114,6 +114,7 @@ class Lookup:
             own_id=self._protocol.node_id,
             queries_per_call=MAX_KEYS_PER_FIND,
             enough_responses=enough,
+            stall_after=self._protocol.stall_after,
             spawn=self._protocol.spawn,
         )
         await walk.run()

@@ -47,6 +47,8 @@ NO_ANSWER = (ShoalError, ConnectionError, asyncio.TimeoutError, TimeoutError)
 REPLY_BYTES = 3 * 2**18
 """Values beyond this are left out of one answer."""
 
+STALL_SHARE = 0.25
+"""Part of the waiting time after which a walk goes on beside a node that has not answered yet."""
 PING_BACK_ATTEMPTS = 3
 SECONDS_BETWEEN_ATTEMPTS = 0.1
 PING_BACK_SHARE = 0.5
@@ -123,6 +125,11 @@ class DHTProtocol(ServicerBase):
         self._packed_nodes: dict[DHTID, _PackedNode] = {}  # of the routing table
         self._tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that the same seed gives the same run
         self._is_shut_down = False
+
+    @property
+    def stall_after(self) -> float:
+        """Seconds after which a node that was asked is suspected to be gone."""
+        return self.wait_timeout * STALL_SHARE
 
     @property
     def storage(self) -> DHTLocalStorage:

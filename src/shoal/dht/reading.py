@@ -97,6 +97,7 @@ class Reader:
             beam_size=beam_size or self._config.bucket_size,
             own_id=self._protocol.node_id,
             queries_per_call=min(self._config.chunk_size, MAX_KEYS_PER_FIND),
+            stall_after=self._protocol.stall_after,
             spawn=self._protocol.spawn,
         )
         for search in unfinished.values():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import functools
 import heapq
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
@@ -21,6 +22,12 @@ from shoal.errors import DHTError
 
 MAX_REQUESTS_PER_BEAM = 10
 """A query gives up after this many requests for each place in its beam."""
+
+
+STALLED_OVER_MEAN = 3.0
+"""A request is suspicious only after so many times the mean time until an answer."""
+MAX_STALLED_PER_WORKER = 4
+"""So many suspiciously long requests for each place in flight; any more keep their places."""
 
 
 class Answer(NamedTuple):
@@ -73,10 +80,16 @@ class Query:
         self._find_next()
 
     def mark_responded(self, node: int) -> None:
-        self.responded.add(node ^ self.target)
+        """This node is there, even if it had been given up or was asked for the sake of another query."""
+        distance = node ^ self.target
+        self.known.add(distance)
+        self.responded.add(distance)
+        index = bisect.bisect_left(self.nearest, distance)
+        if index == len(self.nearest) or self.nearest[index] != distance:
+            self.nearest.insert(index, distance)
 
-    def mark_failed(self, node: int) -> None:
-        """This node is none: the next nearest one gets its place."""
+    def give_up(self, node: int) -> None:
+        """Do not count on this node: the next nearest one gets its place."""
         distance = node ^ self.target
         index = bisect.bisect_left(self.nearest, distance)
         if index < len(self.nearest) and self.nearest[index] == distance:
@@ -98,6 +111,17 @@ class Query:
         return [DHTID(distance ^ self.target) for distance in self.nearest[: self.beam_size]]
 
 
+class _Request:
+    """One node that is being asked about some queries."""
+
+    __slots__ = ("has_slot", "node", "queries", "stall_timer", "started_at")
+
+    def __init__(self, node: DHTID, queries: list[Query], started_at: float) -> None:
+        self.node, self.queries, self.started_at = node, queries, started_at
+        self.has_slot = True
+        self.stall_timer: asyncio.TimerHandle | None = None
+
+
 class Traversal:
     """One walk for many targets.
 
@@ -106,11 +130,13 @@ class Traversal:
         start: the nodes known at the beginning, for each target.
         ask: asks one node.
         on_finished: gets the result of each query as soon as it ends; must not raise.
-        num_workers: most requests in flight.
+        num_workers: most requests in flight, not counting those that take suspiciously long.
         beam_size: how many of the nearest nodes are asked before a query gives up.
         queries_per_call: most targets in one request.
         own_id: this node is never asked.
         enough_responses: end a query when this many of the nearest nodes have responded; ``None`` = ask the whole beam.
+        stall_after: least seconds after which a request is suspicious: another one may start beside it, and the node
+            counts as gone until it answers after all. Whoever asks for the whole beam still waits for it.
         spawn: starts the requests; they may outlive the walk.
     """
 
@@ -126,6 +152,7 @@ class Traversal:
         own_id: int | None = None,
         queries_per_call: int | None = None,
         enough_responses: int | None = None,
+        stall_after: float | None = None,
         spawn: Spawn = asyncio.create_task,
     ) -> None:
         self._queries = {target: Query(target, beam_size, own_id) for target in targets}
@@ -136,8 +163,12 @@ class Traversal:
         self._num_workers = num_workers
         self._queries_per_call = min(queries_per_call or 2**31, max(1, math.isqrt(len(self._queries))))
         self._enough_responses = enough_responses
+        self._stall_after = stall_after
         self._spawn = spawn
-        self._requests_in_flight = 0
+        self._slots_taken = 0
+        self._stalled = 0
+        self._answers = 0
+        self._seconds_until_answers = 0.0
         self._done: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
@@ -173,9 +204,9 @@ class Traversal:
     def _advance(self) -> None:
         """End the queries that have nothing left to do, and fill the free places with requests."""
         for query in list(self._unfinished.values()):
-            if query.active == 0 and query.next_distance is None:
+            if self._has_ended(query):
                 self.finish(query.target)
-        while self._unfinished and self._requests_in_flight < self._num_workers:
+        while self._unfinished and self._slots_taken < self._num_workers:
             waiting = [query for query in self._unfinished.values() if query.next_distance is not None]
             if not waiting:
                 return
@@ -183,13 +214,35 @@ class Traversal:
             assert query.next_distance is not None
             self._send_request(DHTID(query.next_distance ^ query.target), query)
 
+    def _has_ended(self, query: Query) -> bool:
+        if self._enough_responses is not None and query.has_responses_of_nearest(self._enough_responses):
+            return True
+        return query.active == 0 and query.next_distance is None
+
     def _send_request(self, node: DHTID, first: Query) -> None:
         queries = [first, *self._choose_companions(node, first)]
         for query in queries:
             query.mark_asked(node)
             query.active += 1
-        self._requests_in_flight += 1
-        self._spawn(self._request(node, queries)).add_done_callback(self._on_request_done)
+        loop = asyncio.get_running_loop()
+        request = _Request(node, queries, loop.time())
+        self._slots_taken += 1
+        if self._stall_after is not None:
+            mean = self._seconds_until_answers / max(1, self._answers)  # where everybody is slow, nobody is suspicious
+            delay = max(self._stall_after, STALLED_OVER_MEAN * mean)
+            request.stall_timer = loop.call_later(delay, self._on_stalled, request)
+        task = self._spawn(self._carry_out(request))
+        task.add_done_callback(functools.partial(self._on_request_done, request))
+
+    def _on_stalled(self, request: _Request) -> None:
+        if self._stalled >= MAX_STALLED_PER_WORKER * self._num_workers:
+            return
+        request.has_slot = False
+        self._slots_taken -= 1
+        self._stalled += 1
+        for query in request.queries:
+            query.give_up(request.node)
+        self._advance()
 
     def _choose_companions(self, node: DHTID, first: Query) -> list[Query]:
         if self._queries_per_call == 1:
@@ -201,32 +254,37 @@ class Traversal:
         )
         return heapq.nsmallest(self._queries_per_call - 1, others, key=lambda query: node ^ query.target)
 
-    async def _request(self, node: DHTID, queries: list[Query]) -> None:
+    async def _carry_out(self, request: _Request) -> None:
         answers = None
         try:
-            answers = await self._ask(node, [query.target for query in queries])
+            answers = await self._ask(request.node, [query.target for query in request.queries])
         finally:
-            for query in queries:
+            for query in request.queries:
                 query.active -= 1
-        for query in queries:
-            if query.finished:
-                continue
+        if answers is not None:
+            self._answers += 1
+            self._seconds_until_answers += asyncio.get_running_loop().time() - request.started_at
+        for query in request.queries:
             answer = None if answers is None else answers.get(query.target)
             if answer is None:
-                query.mark_failed(node)
+                query.give_up(request.node)
                 continue
-            query.mark_responded(node)
+            query.mark_responded(request.node)
             query.add(answer.neighbors)
-            enough = self._enough_responses
-            if answer.is_enough or (enough is not None and query.has_responses_of_nearest(enough)):
+            if answer.is_enough:
                 self.finish(query.target)
 
-    def _on_request_done(self, request: asyncio.Task[None]) -> None:
-        self._requests_in_flight -= 1
-        error = None if request.cancelled() else request.exception()
+    def _on_request_done(self, request: _Request, task: asyncio.Task[None]) -> None:
+        if request.stall_timer is not None:
+            request.stall_timer.cancel()
+        if request.has_slot:
+            self._slots_taken -= 1
+        else:
+            self._stalled -= 1
+        error = None if task.cancelled() else task.exception()
         if self._done is None or self._done.done():
             return
-        if request.cancelled():
+        if task.cancelled():
             self._done.set_exception(DHTError("the search was ended: this node is being shut down"))
         elif error is not None:
             self._done.set_exception(error)
