@@ -159,16 +159,16 @@ class Matchmaking:
         while not search.group.done():
             search.control.changed.clear()
             candidate = search.best_candidate()
-            if candidate is not None:
-                await self._ask_unless_complete(search, candidate)
-            elif self.settings.leads and self._may_start(search):
+            if self._may_start(search):
                 self._start_group(search)
+            elif candidate is not None:
+                await self._ask_until_start(search, candidate)
             else:
                 await self._wait_for_news(search)
 
     def _may_start(self, search: Search) -> bool:
         size = 1 + len(search.followers)
-        if size < self.settings.min_group_size:
+        if not self.settings.leads or size < self.settings.min_group_size:
             return False
         full = self.settings.target_group_size is not None and size >= self.settings.target_group_size
         is_time = not search.control.keep_open and get_dht_time() >= search.start_time()
@@ -189,8 +189,8 @@ class Matchmaking:
 
     # --- following ----------------------------------------------------------------------------------------------------
 
-    async def _ask_unless_complete(self, search: Search, leader: PeerID) -> None:
-        """Ask to be led, but start as a leader if the group becomes complete here while there is no answer yet."""
+    async def _ask_until_start(self, search: Search, leader: PeerID) -> None:
+        """Ask to be led, but only until this peer may start as a leader, if there is no answer yet."""
         ask = asyncio.ensure_future(self._ask(search, leader))
         try:
             while not ask.done():
@@ -199,7 +199,7 @@ class Matchmaking:
                 await first_completed(
                     asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_start)
                 )
-                if self.settings.leads and search.leader is None and not ask.done() and self._may_start(search):
+                if search.leader is None and not ask.done() and self._may_start(search):
                     return
             ask.result()
         finally:

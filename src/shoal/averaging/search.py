@@ -13,8 +13,10 @@ from shoal.averaging.protocol import GroupStart, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
 from shoal.p2p import PeerID
 
-MAX_RETURN_SECONDS = 1.5
+MAX_RETURN_SECONDS = 2.0
 """How long a leader waits for a follower whose connection broke: time to notice, connect and ask again."""
+RETURN_SHARE = 2 / 3
+"""Nor longer than this part of ``request_timeout``, for which followers wait after the promised time."""
 RETRY_PAUSE = 0.5
 """Seconds for which a candidate that could not be reached is left alone; twice as long after each further failure."""
 MAX_RETRY_PAUSE = 2.0
@@ -118,13 +120,19 @@ class Search:
         usable = [
             (expiration, peer.to_bytes(), peer)
             for peer, expiration in self.candidates.items()
-            if expiration + (self.settings.request_timeout if peer == self.accepted_by else 0) > now
+            if expiration + self._patience_with(peer) > now
             and self.spent.get(peer) != expiration
             and self.resting.get(peer, now) <= now
             and peer not in self.followers
             and not (self.settings.leads and self.leads_before(peer, expiration))
         ]
         return min(usable)[2] if usable else None
+
+    def _patience_with(self, peer: PeerID) -> float:
+        """How many seconds past its promised time a peer may not have started yet."""
+        if peer == self.accepted_by:
+            return self.settings.request_timeout
+        return 0.0 if math.isinf(self.leader_lost_at) else self.return_seconds
 
     def note_failure(self, peer: PeerID, error: Exception) -> None:
         """A candidate could not be reached, or its connection broke: others come first for a while.
@@ -152,7 +160,7 @@ class Search:
     @property
     def return_seconds(self) -> float:
         """How long lost followers are waited for."""
-        return min(MAX_RETURN_SECONDS, self.settings.request_timeout / 2)
+        return min(MAX_RETURN_SECONDS, self.settings.request_timeout * RETURN_SHARE)
 
     def start_time(self) -> float:
         """When this peer starts with those who are there: as promised, or when the lost have had time to return.
