@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from shoal.averaging import AveragingStage, StepControl
 from shoal.clock import get_dht_time
 from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.round_watch import RoundWatch, let_go, usable
 from shoal.optim.state_averager import TrainingStateAverager
@@ -49,26 +47,27 @@ class GlobalStep:
     tracker: ProgressTracker
     scheduled_grads: StepControl | None = None
     scheduled_state: StepControl | None = None
-    _until_state_averaging: PerformanceEMA = field(default_factory=PerformanceEMA)
-    """Seconds from the start of a global step to the start of the state averager's part."""
 
     # --- in advance ---------------------------------------------------------------------------------------------------
 
     def schedule_rounds(self) -> None:
-        """Begin to look for groups if the next global step is near."""
+        """Begin to look for a group for the first round of the next global step if it is near.
+
+        Not for the second round: a peer that misses the first one would keep those waiting who have made it.
+        """
         now, due = get_dht_time(), self.tracker.estimated_next_update_time
         if due - now > self.plan.matchmaking_time or not self._expected_members() or not self.tracker.is_introduced:
             return
-        if self.grad_averager is not None and not usable(self.scheduled_grads):
-            logger.debug("looking for a group to average gradients in %.2f s", due - now)
-            self.scheduled_grads = self.grad_averager.schedule_step(**self._when(due, now))
-            self.scheduled_grads.keep_open = True
-        delay = self._until_state_averaging.seconds_per_sample
-        delay += self.state_averager.delay_before_averaging.seconds_per_sample
-        ready = self._until_state_averaging.num_updates > 0 and not self.state_averager.averaging_in_progress
-        if self._will_average_state() and ready and not usable(self.scheduled_state):
-            options = self._when(due + delay, now)
-            self.scheduled_state = self.state_averager.schedule_step(gather=self._next_epoch, **options)
+        if self.grad_averager is not None:
+            if not usable(self.scheduled_grads):
+                logger.debug("looking for a group to average gradients in %.2f s", due - now)
+                self.scheduled_grads = self.grad_averager.schedule_step(**self._when(due, now))
+                self.scheduled_grads.keep_open = True
+            return
+        wanted = self._will_average_state() and not usable(self.scheduled_state)
+        if wanted and not self.state_averager.averaging_in_progress:
+            logger.debug("looking for a group to average parameters in %.2f s", due - now)
+            self.scheduled_state = self.state_averager.schedule_step(gather=self._next_epoch, **self._when(due, now))
             self.scheduled_state.keep_open = True
 
     def _when(self, due: float, now: float) -> dict[str, float]:
@@ -103,7 +102,6 @@ class GlobalStep:
 
     def run(self) -> None:
         """Bring this peer to the next epoch. Never raises because of other peers."""
-        started = time.perf_counter()
         with self.tracker.pause_updates():
             self.tracker.declare_epoch_over()
             if self.plan.delay_optimizer_step:
@@ -122,7 +120,7 @@ class GlobalStep:
                     self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
                     has_gradients = has_gradients or mates is not None
             mates = self._expected_members() if mates is None else mates
-            self._update_state(mates, has_gradients, trigger, started)
+            self._update_state(mates, has_gradients, trigger)
             if self.grad_averager is not None and trigger is None:
                 self.grad_averager.reset_accumulated_grads_()
             self.tracker.update_epoch(self.state_averager.local_epoch, members=mates)
@@ -196,9 +194,7 @@ class GlobalStep:
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
-    def _update_state(
-        self, mates: set[PeerID], has_gradients: bool, trigger: Callable[[], object] | None, started: float
-    ) -> None:
+    def _update_state(self, mates: set[PeerID], has_gradients: bool, trigger: Callable[[], object] | None) -> None:
         """Step the optimizer and average parameters, as far as it is time for either."""
         plan = self.plan
         control, self.scheduled_state = self.scheduled_state, None
@@ -213,7 +209,6 @@ class GlobalStep:
             control.keep_open = False
             delayed = plan.delay_state_averaging and not plan.auxiliary
             RoundWatch(control, self.tracker, mates, self._next_epoch if delayed else self._next_epoch - 1)
-        self._until_state_averaging.update(1, interval=max(1e-9, time.perf_counter() - started))
         self.state_averager.step(
             increment_epoch=True,
             optimizer_step=self.grad_averager is not None and has_gradients and not plan.auxiliary,
