@@ -256,8 +256,7 @@ class Matchmaking:
             better = PeerID(reply.better_leader.peer_id)
             if better != self.p2p.peer_id:
                 self.p2p.add_addresses(better, reply.better_leader.addresses[:8])
-                search.resting.pop(better, None)  # others have reached it
-                search.offer(better, reply.expiration)
+                search.note_redirection(better, reply.expiration)
         elif reply.code == Code.BAD_EXPIRATION_TIME:
             search.offer(leader, reply.expiration)
         elif reply.code == Code.SETTINGS_DIFFER:

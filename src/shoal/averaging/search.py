@@ -78,7 +78,7 @@ class Search:
     leader: tuple[PeerID, float] | None = None
     """Whom this peer follows at the moment, and when that peer will start."""
     leader_lost_at: float = -math.inf
-    """When the connection to a leader broke; those who followed it, too, are going to look for another one."""
+    """When a leader was lost, or did not answer; others who would follow it are going to look for another one."""
     accepted_by: PeerID | None = None
     """Who has accepted this peer last; worth asking again if the connection broke, even past the promised time."""
     candidates: dict[PeerID, float] = field(default_factory=dict)
@@ -89,6 +89,8 @@ class Search:
     """How often the connection to a candidate failed."""
     resting: dict[PeerID, float] = field(default_factory=dict)
     """Candidates that could not be reached, and until when others come first."""
+    silent: dict[PeerID, None] = field(default_factory=dict)
+    """Candidates that did not answer in time."""
     invited: dict[PeerID, float] = field(default_factory=dict)
     lost: dict[PeerID, tuple[float, Follower]] = field(default_factory=dict)
     """Followers whose connection broke, and when."""
@@ -140,15 +142,23 @@ class Search:
         If it lives, they follow it and send this peer back to it. One that has accepted this peer is asked again at
         once, because it may be about to start.
         """
-        if self.leader is not None:
+        is_silent = isinstance(error, (asyncio.TimeoutError, TimeoutError))
+        if self.leader is not None or is_silent:
             self.leader_lost_at = get_dht_time()
         if peer == self.accepted_by and peer not in self.failures:
             self.failures[peer] = 0
             return
         self.failures[peer] = failures = self.failures.get(peer, 0) + 1
-        is_silent = isinstance(error, (asyncio.TimeoutError, TimeoutError))
-        pause = MAX_RETRY_PAUSE if is_silent else min(RETRY_PAUSE * 2 ** (failures - 1), MAX_RETRY_PAUSE)
+        pause = min(RETRY_PAUSE * 2 ** (failures - 1), MAX_RETRY_PAUSE)
+        if is_silent:
+            self.silent[peer], pause = None, MAX_RETRY_PAUSE
         self.resting[peer] = get_dht_time() + pause
+
+    def note_redirection(self, leader: PeerID, expiration: float) -> None:
+        """Another peer follows that one, so it can probably be reached after all."""
+        if leader not in self.silent:
+            self.resting.pop(leader, None)
+        self.offer(leader, expiration)
 
     def note_acceptance(self, peer: PeerID, expiration: float) -> None:
         """This peer follows another one, which starts then."""
@@ -165,8 +175,8 @@ class Search:
     def start_time(self) -> float:
         """When this peer starts with those who are there: as promised, or when the lost have had time to return.
 
-        If this peer's leader was lost, those are all who followed it. A group that was kept open gives those who hear
-        of its end a moment to come.
+        If this peer's leader was lost, those are all who followed it, or tried to. A group that was kept open gives
+        those who hear of its end a moment to come.
         """
         last_loss = max([self.leader_lost_at, *(lost_at for lost_at, _ in self.lost.values())])
         released_at = -math.inf if self.control.released_at is None else self.control.released_at
