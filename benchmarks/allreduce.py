@@ -27,17 +27,21 @@ def measure(libraries: list[str], args: argparse.Namespace) -> dict[str, dict[st
         for library in libraries:
             options = {} if library == "gloo" else args.options
             crews.append(stack.enter_context(Crew(library, args.peers, args.megabytes, options)))
-            results[library] = {"version": crews[-1].version, "seconds": []}
+            results[library] = {"version": crews[-1].version, "seconds": [], "cpu_seconds": []}
         for round_number in range(-args.warmup, args.rounds):
             for crew in crews:
                 crew.ask("fill")
                 crew.ask("form")
+                cpu_before = crew.cpu_seconds()
                 seconds = crew.time("reduce")
+                cpu_seconds = crew.cpu_seconds() - cpu_before
                 crew.ask("check")
                 if round_number >= 0:
                     results[crew.library]["seconds"].append(seconds)
+                    results[crew.library]["cpu_seconds"].append(cpu_seconds)
     for result in results.values():
         result["median"] = median(result["seconds"])
+        result["cpu_median"] = median(result["cpu_seconds"])
     return results
 
 
@@ -45,7 +49,9 @@ def report(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None
     print(f"all-reduce of {args.megabytes:g} MB (fp32) among {args.peers} peers, seconds per round")
     for library, result in results.items():
         rounds = " ".join(f"{seconds:6.3f}" for seconds in result["seconds"])
-        print(f"  {library:<9} {result['version']:<12} median {result['median']:6.3f}   rounds {rounds}")
+        print(
+            f"  {library:<9} {result['version']:<12} median {result['median']:6.3f}   cpu {result['cpu_median']:6.2f}   rounds {rounds}"
+        )
     if "shoal" in results:
         own = results["shoal"]["median"]
         for library in results.keys() - {"shoal"}:

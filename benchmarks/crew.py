@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 HERE = Path(__file__).parent
 ANSWER_LIMIT_SECONDS = 300
 
@@ -121,6 +123,12 @@ class Crew:
         if errors := [answer["error"] for answer in answers if "error" in answer]:
             raise RuntimeError(f"{self.library}: " + "; ".join(errors))
         return [answer["result"] for answer in answers]
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the peers and their child processes have used so far."""
+        peers = [psutil.Process(process.pid) for process in self.processes]
+        times = [each.cpu_times() for peer in peers for each in (peer, *peer.children(recursive=True))]
+        return sum(t.user + t.system for t in times)
 
     def time(self, command: str) -> float:
         """Seconds from the first peer's beginning to the last peer's end; all processes share the monotonic clock."""
