@@ -49,9 +49,8 @@ def report(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None
     print(f"all-reduce of {args.megabytes:g} MB (fp32) among {args.peers} peers, seconds per round")
     for library, result in results.items():
         rounds = " ".join(f"{seconds:6.3f}" for seconds in result["seconds"])
-        print(
-            f"  {library:<9} {result['version']:<12} median {result['median']:6.3f}   cpu {result['cpu_median']:6.2f}   rounds {rounds}"
-        )
+        medians = f"median {result['median']:6.3f}   cpu {result['cpu_median']:6.2f}"
+        print(f"  {library:<9} {result['version']:<12} {medians}   rounds {rounds}")
     if "shoal" in results:
         own = results["shoal"]["median"]
         for library in results.keys() - {"shoal"}:
