@@ -1,0 +1,119 @@
+"""Programs whose runs must be the same whenever the seed is: prints one hash of events for each.
+
+Run as ``python -m tests.testing.reproducible_runs SEED``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import torch
+
+from shoal.clock import get_dht_time
+from shoal.p2p import P2P, Call, Header, P2PContext, ServicerBase
+from shoal.testing import (
+    Link,
+    Network,
+    SharedTable,
+    Trace,
+    run,
+    start_averagers,
+    start_dht_nodes,
+    start_peers,
+    start_step,
+)
+
+LINK = Link(delay=(0.02, 0.1), jitter=0.02, dial_failure=0.02, break_rate=0.02)
+
+
+class Blob(Header):
+    size: int = 0
+
+
+class Echo(ServicerBase):
+    async def rpc_unary(self, request: Blob, context: P2PContext) -> Blob:
+        await asyncio.sleep(0.01)
+        return request
+
+    async def rpc_stream(self, call: Call, context: P2PContext) -> None:
+        while (blob := await call.receive(Blob)) is not None:
+            await call.send(blob, await call.read_payload(2**20))
+
+
+async def call_each_other(trace: Trace) -> None:
+    """Unary calls and bulk streams between peers on slow lines, some of which die, across a partition."""
+    network = Network(LINK, uplink=500_000.0, downlink=800_000.0, trace=trace)
+    peers = await start_peers(network, 6)
+    for peer in peers:
+        await Echo().add_p2p_handlers(peer)
+
+    async def use(caller: P2P, callee: P2P) -> None:
+        caller.add_addresses(callee.peer_id, await callee.get_visible_maddrs())
+        stub = Echo.get_stub(caller, callee.peer_id)
+        for number in range(3):
+            await stub.rpc_unary(Blob(size=number), timeout=5.0)
+            async with stub.rpc_stream() as call:
+                await call.send(Blob(size=1), caller.rng.randbytes(30_000), end=True)
+                await call.receive(Blob)
+                await call.read_payload(2**20)
+
+    loop = asyncio.get_running_loop()
+    loop.call_later(1.0, network.hosts[1].crash)
+    loop.call_later(1.5, network.hosts[2].power_off)
+    loop.call_later(2.0, network.partition, network.hosts[:3], network.hosts[3:])
+    loop.call_later(4.0, network.heal)
+    uses = [network.hosts[i].spawn(use(a, b)) for i, a in enumerate(peers) for b in peers if a is not b]
+    await asyncio.gather(*uses, return_exceptions=True)
+    await asyncio.gather(*(peer.shutdown() for peer in peers))
+
+
+async def share_a_table(trace: Trace) -> None:
+    """Stores and gets in a distributed table of which a part dies."""
+    network = Network(LINK, trace=trace)
+    nodes = await start_dht_nodes(network, 15)
+    hosts = [network.host_of(node.peer_id) for node in nodes]
+
+    async def store(number: int) -> None:
+        await nodes[number].store(f"key {number % 5}", number, get_dht_time() + 60, subkey=number)
+
+    async def get(number: int) -> None:
+        await nodes[number].get(f"key {number % 5}", latest=number % 2 == 0)
+
+    await asyncio.gather(*(host.run(store(number)) for number, host in enumerate(hosts)))
+    for host in network.rng.sample(hosts, 4):
+        host.power_off()
+    living = [(number, host) for number, host in enumerate(hosts) if host.is_up]
+    await asyncio.gather(*(host.run(get(number)) for number, host in living))
+    await asyncio.gather(*(host.run(nodes[number].shutdown()) for number, host in living))
+
+
+async def average(trace: Trace) -> None:
+    """A round of averagers of which two die."""
+    network = Network(LINK, trace=trace)
+    tensors = [torch.full((200,), float(number)) for number in range(8)]
+    settings = {"part_size_bytes": 64, "min_matchmaking_time": 3.0}
+    averagers = await start_averagers(network, [[tensor] for tensor in tensors], SharedTable(0.05), **settings)
+    steps = [start_step(network, averager, timeout=10) for averager in averagers]
+    loop = asyncio.get_running_loop()
+    loop.call_later(2.0, network.hosts[0].crash)
+    loop.call_later(3.3, network.hosts[1].crash)
+    await asyncio.wait([asyncio.wrap_future(step) for step in steps])
+    for number, tensor in enumerate(tensors):
+        trace.record(loop.time(), number, b"result", bytes(tensor.numpy().data))
+
+
+PROGRAMS = (call_each_other, share_a_table, average)
+
+
+def hashes(seed: int) -> dict[str, str]:
+    """The hash of each program's events."""
+    traces = {program: Trace() for program in PROGRAMS}
+    for program, trace in traces.items():
+        run(program(trace), seed=seed)
+    return {program.__name__: f"{trace.events} events {trace.digest()}" for program, trace in traces.items()}
+
+
+if __name__ == "__main__":
+    for name, digest in hashes(int(sys.argv[1])).items():
+        print(name, digest)
