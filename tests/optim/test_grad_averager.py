@@ -208,3 +208,15 @@ def test_a_factory_presets_options(make_dhts, closing):
     averager = closing(factory(make_parameters(), dht=dht, prefix="p", start=True))
     assert isinstance(averager, GradientAverager)
     assert averager.warn is False
+
+
+def test_a_round_may_be_scheduled_for_an_earlier_time_than_the_one_before(make_dhts, closing):
+    """What a peer says when it stops looking must not hide that it looks again."""
+    averagers = make_averagers(make_dhts, closing, 2, min_matchmaking_time=0.5, request_timeout=0.2)
+    for wait in (20.0, 10.0, 1.0):
+        when = get_dht_time() + wait
+        controls = [averager.schedule_step(when, timeout=40, expected_group_size=2) for averager in averagers]
+        in_parallel(*(lambda a=a, c=c: a.step(control=c) for a, c in zip(averagers, controls, strict=True)))
+        for averager in averagers:
+            averager.notify_used_averaged_gradients()
+        assert get_dht_time() < when, "as soon as the two are there"

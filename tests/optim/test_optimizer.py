@@ -243,6 +243,18 @@ def test_a_newcomer_without_a_donor_starts_from_its_own_state(make_trainers):
     assert trainer.opt.local_epoch == 1
 
 
+def test_the_record_of_a_dead_peer_does_not_hold_up_a_newcomer(make_trainers):
+    (first,) = make_trainers(1)
+    first.train_until(5)
+    wait_until(lambda: first.opt.tracker.board.published, "its record is there")
+    (newcomer,) = make_trainers(1)
+    first.opt.dht.portal.call(first.opt.dht.p2p.shutdown())  # as if killed: the record stays for a minute
+    started = time.monotonic()
+    newcomer.train_until(1)
+    assert time.monotonic() - started < 20
+    assert newcomer.opt.local_epoch == 1
+
+
 def expect_company(trainer: Trainer, companion: ProgressTracker) -> None:
     companion.report_local_progress(0, 1)
     trainer.step()

@@ -62,6 +62,12 @@ def test_peers_that_cannot_be_reached_will_not_deliver():
     assert summary(own, gone, stopped=[b"gone"]).eta_next_epoch == pytest.approx(NOW + 9)
 
 
+def test_the_epoch_of_peers_that_are_gone_does_not_count():
+    own, gone = record("me", epoch=2), record("gone", epoch=9)
+    assert summary(own, gone).epoch == 9
+    assert summary(own, gone, stopped=[b"gone"]).epoch == 2
+
+
 def test_without_speed_the_end_is_far():
     assert summary(record("me")).eta_next_epoch > NOW + 1e12
 

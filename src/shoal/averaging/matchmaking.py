@@ -62,6 +62,8 @@ class Matchmaking:
         self._one_at_a_time = asyncio.Lock()
         self._search: Search | None = None
         self._started: StartedGroup | None = None
+        self._withdrawn_until = -math.inf
+        """Expiration of the latest record which says that this peer does not look for a group."""
         self._background: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
         self._warned: set[str] = set()
 
@@ -102,6 +104,7 @@ class Matchmaking:
             self._send_followers_away(search, None)
             if self.settings.leads and search.declared.is_set():
                 me = self.p2p.peer_id
+                self._withdrawn_until = math.nextafter(search.expiration, math.inf)
                 self._in_background(self.keys.declare_averager(search.key, me, search.expiration, False))
 
     _last_refusals: dict[str, str]
@@ -116,7 +119,8 @@ class Matchmaking:
 
     def _promised_time(self, control: StepControl) -> float:
         earliest = get_dht_time() + self.settings.min_matchmaking_time
-        return min(max(control.scheduled_time, earliest), control.deadline)
+        promised = min(max(control.scheduled_time, earliest), control.deadline)
+        return max(promised, math.nextafter(self._withdrawn_until, math.inf))  # else the table keeps the withdrawal
 
     async def _declare(self, search: Search) -> None:
         while True:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 GradientAveragerT = TypeVar("GradientAveragerT", bound="GradientAverager")
 
+REPORT_SECONDS = 0.5
+"""A round that runs out of time says why, a moment later."""
+
 GradientAveragerFactory = Callable[..., "GradientAverager"]
 """Makes a gradient averager; called with keywords."""
 
@@ -203,7 +206,7 @@ class GradientAverager(DecentralizedAverager):
         if not wait:
             return control
         try:
-            return control.result(timeout)
+            return control.result(None if timeout is None else timeout + REPORT_SECONDS)
         except BaseException:
             control.cancel()
             raise

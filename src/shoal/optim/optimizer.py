@@ -334,6 +334,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state_averager.finish_jobs(self.averaging_timeout)
         with self.tracker.pause_updates():
             if not self._download(**{"timeout": self.load_state_timeout, **kwargs}):
+                self.tracker.look_after_others()  # whoever was ahead may be gone
                 return False
             epoch = self.tracker.global_epoch
             if epoch - 1 <= self.local_epoch < epoch:

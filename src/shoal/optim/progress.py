@@ -116,9 +116,8 @@ def summarize(
         published: others know of this peer.
         stopped: peers that cannot be reached: what they have accumulated will not come.
     """
-    known = list(others)
-    epoch = max([own.epoch, *(record.epoch for record in known if not record.client_mode)])
-    moving = [own, *(record for record in known if record.peer_id not in stopped)]
+    moving = [own, *(record for record in others if record.peer_id not in stopped)]
+    epoch = max([own.epoch, *(record.epoch for record in moving[1:] if not record.client_mode)])
     present = [record for record in moving if record.epoch == epoch]
     samples = sum(record.samples_accumulated for record in present)
     estimate = samples + sum(max(0.0, now - record.time) * record.samples_per_second for record in present)

@@ -25,8 +25,13 @@ from shoal.reactor import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT = 3.0
+CALL_TIMEOUT = 10.0
 """Seconds within which another peer must answer a direct call, else it does not count as present."""
+INTRODUCTION_TIMEOUT = 3.0
+"""Seconds for which a newcomer waits until everybody has heard of it."""
+DIAL_ATTEMPTS = 2
+DIAL_PAUSE = 0.2
+"""Seconds between two attempts: one refusal may be chance, a process that was killed refuses every time."""
 MAX_CALLED = 64
 """How many peers are called directly; in larger swarms the others learn from the DHT."""
 GOODBYE_TIMEOUT = 1.0
@@ -135,7 +140,7 @@ class ProgressExchange(ServicerBase):
         await self._fetch()
         calls = [self._call_soon(peer) for peer in self._peers_to_call()]
         if calls:
-            await asyncio.wait(calls, timeout=CALL_TIMEOUT)
+            await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
         self._board.introduced = True
 
     async def _publish(self) -> None:
@@ -198,9 +203,8 @@ class ProgressExchange(ServicerBase):
         while True:
             await self.call_due.wait()
             self.call_due.clear()
-            if self._board.published:
-                for peer in self._peers_to_call():
-                    self._call_soon(peer)
+            for peer in self._peers_to_call():
+                self._call_soon(peer)
 
     def _peers_to_call(self) -> list[PeerID]:
         records = self._board.companions_to_call(get_dht_time())
@@ -227,14 +231,22 @@ class ProgressExchange(ServicerBase):
     async def _call(self, peer: PeerID, leaving: bool = False) -> None:
         called_at = get_dht_time()
         stub = self.get_stub(self._p2p, peer, namespace=self.key)
-        try:
-            reply = await stub.rpc_exchange_progress(self._message(leaving), timeout=CALL_TIMEOUT)
-            self._hear(peer, reply)
-        except P2PHandlerError as e:
-            logger.debug("peer %s refused this peer's progress: %s", peer, e)
-        except (P2PDaemonError, asyncio.TimeoutError, TimeoutError, ValueError) as e:
-            logger.debug("peer %s does not answer: %s: %s", peer, type(e).__name__, e)
-            self._board.mark_unreachable(peer.to_bytes(), called_at)
+        for attempt in range(DIAL_ATTEMPTS):
+            try:
+                reply = await stub.rpc_exchange_progress(self._message(leaving), timeout=CALL_TIMEOUT)
+                self._hear(peer, reply)
+                return
+            except P2PHandlerError as e:
+                logger.debug("peer %s refused this peer's progress: %s", peer, e)
+                return
+            except P2PDaemonError as e:
+                logger.debug("peer %s cannot be called: %s", peer, e)
+                if attempt < DIAL_ATTEMPTS - 1:
+                    await _sleep(DIAL_PAUSE)
+            except (asyncio.TimeoutError, TimeoutError, ValueError) as e:
+                logger.debug("peer %s gives no proper answer: %s: %s", peer, type(e).__name__, e)
+                break
+        self._board.mark_unreachable(peer.to_bytes(), called_at)
 
     def _message(self, leaving: bool = False) -> ProgressMessage:
         own = self._board.own

@@ -226,6 +226,10 @@ class ProgressTracker:
         self.board.begin_update()
         self._wake(calls=True)
 
+    def look_after_others(self) -> None:
+        """Call those whose records are known, to learn who is still there. What they answer shows up soon."""
+        self._wake(calls=True)
+
     def update_epoch(self, new_epoch: int | None = None, members: Collection[PeerID] = ()) -> int:
         """This peer has made a global step.
 
