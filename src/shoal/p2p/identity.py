@@ -8,11 +8,8 @@ import random
 import stat
 from pathlib import Path
 
-from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.x509.oid import NameOID
 
 from shoal.errors import P2PDaemonError
 from shoal.p2p.peer_id import PeerID
@@ -100,6 +97,11 @@ class Identity:
 
         Nobody checks names, dates or issuers: what counts is the key, which the peer id contains.
         """
+        # loaded on demand: these two take longer than everything else that `import shoal` loads beside torch
+        from cryptography import x509
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.x509.oid import NameOID
+
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.peer_id.to_base58())])
         certificate = (
             x509.CertificateBuilder()
@@ -128,6 +130,8 @@ def verify_signature(public_key: bytes, signature: bytes, message: bytes) -> boo
 
 def peer_id_of_certificate(certificate_der: bytes) -> PeerID | None:
     """The peer id of a certificate's key, or ``None`` if the certificate is not one of an Ed25519 key."""
+    from cryptography import x509
+
     try:
         public_key = x509.load_der_x509_certificate(certificate_der).public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, Warning):
