@@ -80,7 +80,7 @@ class Completion:
         for candidate in self._coordinators():
             if candidate == self.own:
                 break
-            if await self._follow(candidate):
+            if candidate not in self.allreduce.failed and await self._follow(candidate):
                 await self._coordinate(wait_for_absent=False)  # members that could not reach the coordinator
                 return
         if self.allreduce.modes[self.own] is not AveragingMode.CLIENT:
@@ -95,9 +95,12 @@ class Completion:
 
     async def _follow(self, coordinator: int) -> bool:
         """Take part under a coordinator; returns whether the round was committed."""
-        reason = ""
+        reason, loop = "", asyncio.get_running_loop()
+        deadline = loop.time() + self._silence
         for attempt in range(_MAX_FOLLOW_ATTEMPTS):
             await asyncio.sleep(attempt * REDIAL_PAUSE)
+            if loop.time() >= deadline:
+                break
             try:
                 async with self.allreduce.get_stub(self.group.peer_ids[coordinator]).rpc_complete() as call:
                     await self._follow_call(call)
@@ -265,15 +268,21 @@ class Completion:
             await first_completed(self._deaths.wait(), timeout=STATUS_PERIOD)
 
     async def _ask_absent(self) -> None:
-        """Find out about members that have not come: dead, finished before, or just late."""
-        deadline = asyncio.get_running_loop().time() + self._silence
+        """Find out about members that have not come: dead, finished before, or just late.
+
+        One that works on the round may still be waiting for others that would coordinate before this one, and are dead.
+        """
+        begun, others_before = asyncio.get_running_loop().time(), self._coordinators().index(self.own)
         while True:
             await asyncio.sleep(STATUS_PERIOD)
             absent = sorted(self._expected() - self._links.keys())
-            too_late = asyncio.get_running_loop().time() > deadline
-            await asyncio.gather(*[self._ask_status(member, too_late) for member in absent])
+            waited = (asyncio.get_running_loop().time() - begun) / self._silence
+            late = {RoundStatus.UNKNOWN} if waited > 1 else set()
+            if waited > 1 + 2 * others_before:
+                late.add(RoundStatus.RUNNING)
+            await asyncio.gather(*[self._ask_status(member, late) for member in absent])
 
-    async def _ask_status(self, member: int, too_late: bool) -> None:
+    async def _ask_status(self, member: int, late: set[RoundStatus]) -> None:
         status = RoundStatus.UNKNOWN
         if self.allreduce.modes[member] is not AveragingMode.CLIENT:
             stub = self.allreduce.get_stub(self.group.peer_ids[member])
@@ -290,7 +299,7 @@ class Completion:
         if status is RoundStatus.FINISHED:
             self._gone.add(member)
             self._changed.set()
-        elif too_late:  # it runs the round, perhaps, but it has not found its way to this coordinator
+        elif status in late:  # it runs the round, perhaps, but it has not found its way to this coordinator
             self._declare_failed(member, "did not come to the coordinator in time")
 
     async def _broadcast(self, message: RoundMessage, *, end: bool = False) -> None:
