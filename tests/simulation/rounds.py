@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +30,7 @@ class Member:
     """One peer of the round.
 
     Attributes:
-        index: among all peers; its values are ``2 ** index`` before the round.
+        index: among all peers; see :func:`own_value`.
         values: what it has afterwards.
         step: its step.
         ended: loop time at which the step ended.
@@ -63,7 +65,7 @@ def run_round(seed: int, size: int, *, link: Link = WIDE_AREA, interfere: Interf
 
     async def main() -> list[Member]:
         network = Network(link)
-        tensors = [torch.full((size * VALUES_PER_MEMBER,), float(2**index)) for index in range(size)]
+        tensors = [torch.full((size * VALUES_PER_MEMBER,), own_value(index)) for index in range(size)]
         table = SharedTable(TABLE_DELAY)
         settings = {"min_matchmaking_time": WINDOW, "part_size_bytes": PART_BYTES}
         nodes = await start_averagers(network, [[tensor] for tensor in tensors], table, **settings)
@@ -88,27 +90,30 @@ async def _take_part(network: Network, member: Member) -> None:
     member.ended = asyncio.get_running_loop().time()
 
 
-def contributors(mean: float, size: int) -> frozenset[int]:
-    """Whose values a mean is made of, given that member ``i`` had ``2 ** i``.
+def own_value(index: int) -> float:
+    """What a member has before the round; no two groups of members have the same mean."""
+    return math.sqrt(2 + index) * 10
+
+
+def left_out(member: Member, size: int, possible: Iterable[int], at_most: int | None = None) -> set[frozenset[int]]:
+    """Who is missing in the means that a member has after the round: for each value, nobody or some of ``possible``.
 
     Raises:
-        AssertionError: it is not the mean of any of them.
+        AssertionError: a value is the mean of something else.
     """
-    return _contributors(mean, size)
+    suspects = frozenset(possible)
+    limit = len(suspects) if at_most is None else at_most
+    return {_left_out(mean, size, suspects, limit) for mean in member.values.tolist()}
 
 
 @functools.cache
-def _contributors(mean: float, size: int) -> frozenset[int]:
-    for count in range(1, size + 1):
-        total = round(mean * count)
-        if abs(mean * count - total) <= 1e-6 * total and total.bit_count() == count and total < 2**size:
-            return frozenset(index for index in range(size) if total >> index & 1)
-    raise AssertionError(f"{mean} is not the mean of different powers of two below 2 ** {size}")
-
-
-def contributors_of_all_values(member: Member, size: int) -> list[frozenset[int]]:
-    """For every value that a member has after the round."""
-    return [contributors(value, size) for value in member.values.tolist()]
+def _left_out(mean: float, size: int, possible: frozenset[int], at_most: int) -> frozenset[int]:
+    for count in range(at_most + 1):
+        for absent in itertools.combinations(sorted(possible), count):
+            present = [own_value(index) for index in range(size) if index not in absent]
+            if math.isclose(mean, sum(present) / len(present), rel_tol=3e-7):
+                return frozenset(absent)
+    raise AssertionError(f"{mean} is not the mean of {size} members without up to {at_most} of {sorted(possible)}")
 
 
 def assert_same_bytes(members: Sequence[Member]) -> None:
