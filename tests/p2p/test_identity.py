@@ -113,6 +113,29 @@ def test_signatures(message: bytes, flipped_bit: int) -> None:
     assert not verify_signature(IDENTITY.public_key, bytes(forged), message)
 
 
+@pytest.mark.parametrize("sign_bit", [0, 0x80])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "00" * 32,
+        "01" + "00" * 31,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ec" + "ff" * 30 + "7f",
+        "ed" + "ff" * 30 + "7f",
+        "ee" + "ff" * 30 + "7f",
+    ],
+    ids=lambda key: key[:6],
+)
+def test_keys_without_a_secret_prove_nothing(key: str, sign_bit: int) -> None:
+    """For points of small order, a signature made from nothing fits every few messages."""
+    public_key = bytearray.fromhex(key)
+    public_key[31] |= sign_bit
+    for number in range(100):
+        for first_half in (bytes(public_key), bytes(32), b"\x01" + bytes(31)):
+            assert not verify_signature(bytes(public_key), first_half + bytes(32), b"message %d" % number)
+
+
 @given(st.binary(max_size=40), st.binary(max_size=80))
 def test_hostile_signatures(public_key: bytes, signature: bytes) -> None:
     assert not verify_signature(public_key, signature, b"message")

@@ -62,12 +62,14 @@ class Failure(Header):
     code: str = "handler"
     type: str = ""
     text: str = ""
+    is_final: bool = False
+    """The sender closes the connection; it carries no further call."""
 
     @classmethod
-    def of_error(cls, error: Exception) -> Failure:
+    def of_error(cls, error: Exception, *, is_final: bool = False) -> Failure:
         """What the other side may know about an error: what it is and what it says, not where it happened."""
         text = str(error)[:MAX_FAILURE_CHARACTERS].encode(errors="backslashreplace").decode()
-        return cls(type=type(error).__name__, text=text)
+        return cls(type=type(error).__name__, text=text, is_final=is_final)
 
 
 class Connection:
@@ -199,11 +201,13 @@ class Call:
         """Bytes of payload that follow the header received last and are still unread."""
         self.sent_end = False
         self.received_end = False
+        self._is_final = False
 
     @property
     def clean(self) -> bool:
         """Both sides have said their last word, so the connection may carry another call."""
-        return self.sent_end and self.received_end and not self.payload_size and not self.connection.closed
+        ended = self.sent_end and self.received_end and not self.payload_size
+        return ended and not self._is_final and not self.connection.closed
 
     async def send(self, header: Header, *payload: Buffer, end: bool = False) -> None:
         """Send one message; waits while the other side is slow to take it.
@@ -254,7 +258,9 @@ class Call:
         self.received_end = prefix.is_end
         self.payload_size = prefix.payload_bytes
         if prefix.kind is Kind.ERROR:
-            raise self._as_exception(decode_header(raw, Failure))
+            failure = decode_header(raw, Failure)
+            self._is_final = failure.is_final
+            raise self._as_exception(failure)
         if prefix.kind is not Kind.ITEM:
             raise ProtocolError(f"expected the next message of a call, got {prefix.kind.name}")
         if prefix.is_end and not raw and not prefix.payload_bytes:

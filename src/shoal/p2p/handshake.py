@@ -130,9 +130,10 @@ def explain(error: BaseException) -> str:
 
 
 def _explain_tls(error: ssl.SSLError) -> str:
-    text = f"{error.reason} {error}"
+    reason = getattr(error, "reason", None) or str(error)
+    text = f"{reason} {error}"
     if "ALERT_ACCESS_DENIED" in text:
         return "refused: that peer takes no new connections from this host for now, there were too many at a time"
     if any(sign in text for sign in ("WRONG_VERSION_NUMBER", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE")):
-        return f"something else answers there: it does not speak TLS ({error.reason})"
-    return f"the TLS handshake failed, so it is probably no shoal peer ({error.reason or error})"
+        return f"something else answers there: it does not speak TLS ({reason})"
+    return f"the TLS handshake failed, so it is probably no shoal peer ({reason})"

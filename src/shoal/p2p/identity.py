@@ -16,6 +16,19 @@ from shoal.p2p.peer_id import PeerID
 
 _FILE_HEADER = b"\x08\x01\x12\x40"  # protobuf of libp2p's PrivateKey: type Ed25519, 64 bytes of data follow
 SIGNATURE_BYTES = 64
+_WEAK_KEYS = frozenset(
+    bytes.fromhex(key)
+    for key in (
+        "00" * 32,
+        "01" + "00" * 31,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ec" + "ff" * 30 + "7f",
+        "ed" + "ff" * 30 + "7f",
+        "ee" + "ff" * 30 + "7f",
+    )
+)
+"""Points of small order, sign bit off: "signatures" that fit such a key can be made by anybody, without any secret."""
 
 
 class Identity:
@@ -119,8 +132,15 @@ class Identity:
         return certificate.public_bytes(serialization.Encoding.PEM), key
 
 
+def is_weak_key(public_key: bytes) -> bool:
+    """Whether this raw Ed25519 key proves nothing, because it has no private half."""
+    return public_key[:31] + bytes([public_key[31] & 0x7F]) in _WEAK_KEYS if len(public_key) == 32 else False
+
+
 def verify_signature(public_key: bytes, signature: bytes, message: bytes) -> bool:
     """Whether ``signature`` over ``message`` was made with the private half of this raw Ed25519 key."""
+    if is_weak_key(public_key):
+        return False
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
     except (InvalidSignature, ValueError):
@@ -136,6 +156,6 @@ def peer_id_of_certificate(certificate_der: bytes) -> PeerID | None:
         public_key = x509.load_der_x509_certificate(certificate_der).public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, Warning):
         return None
-    if not isinstance(public_key, Ed25519PublicKey):
+    if not isinstance(public_key, Ed25519PublicKey) or is_weak_key(public_key.public_bytes_raw()):
         return None
     return PeerID.from_public_key(public_key.public_bytes_raw())

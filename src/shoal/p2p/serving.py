@@ -104,7 +104,8 @@ class Server:
         return task
 
     def _forget(self, connection: Connection) -> None:
-        connection.abort()  # does nothing but for a task that was cancelled before it began
+        if not connection.closed:  # the task was cancelled before it began
+            connection.abort()
         del self._tasks[connection]
         self._idle_since.pop(connection, None)
         others = self._by_peer[connection.remote]
@@ -139,7 +140,7 @@ class Server:
     async def _tell_refusal(self, connection: Connection, reason: str) -> None:
         call = Call(connection)
         try:
-            await call.send_failure(Failure(code=REFUSED, text=reason))
+            await call.send_failure(Failure(code=REFUSED, text=reason, is_final=True))
             await call.drain()
         except (ShoalError, asyncio.CancelledError):
             return  # it has left, or sends nonsense: nobody wants to know the reason
@@ -181,7 +182,7 @@ class Server:
         try:
             await _run_handler(handler, call, context)
         except ProtocolError as e:
-            await call.send_failure(Failure.of_error(e))
+            await call.send_failure(Failure.of_error(e, is_final=True))
             raise  # what follows on this connection can no longer be understood
         except Exception as e:
             if connection.closed:

@@ -162,7 +162,7 @@ class TcpTransport(Transport):
     async def _shake_hands(self, arrival: Arrival, on_stream: OnStream) -> None:
         assert self._tls is not None
         context, certificate = self._tls
-        stream, stage = arrival.stream, "TLS"
+        stream, stage = arrival.stream, "TLS handshake"
         try:
             async with timeout(HANDSHAKE_TIMEOUT):
                 arrival.in_hands_of_loop = True
