@@ -85,11 +85,6 @@ def test_defaults_depend_on_each_other():
         assert not local.use_ext_grad_buffer
 
 
-def test_the_class_behind_a_factory():
-    assert resolve(grad_averager=GradientAverager.get_factory(warn=False)).grad_averager_class is GradientAverager
-    assert resolve(grad_averager_factory=lambda **_: None).grad_averager_class is None
-
-
 @pytest.fixture
 def make_optimizer(make_dhts, closing):
     def make(**options) -> Optimizer:

@@ -137,6 +137,8 @@ def test_time_in_a_pause_does_not_slow_the_estimate(trackers):
     assert a.local_progress.samples_per_second == before
 
 
-def test_bad_target():
+def test_bad_arguments():
+    with pytest.raises(NotImplementedError, match="signed"):
+        ProgressTracker(None, "run", 1, private_key=object(), start=False)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="target_batch_size"):
         ProgressTracker(None, "run", 0, start=False)  # type: ignore[arg-type]

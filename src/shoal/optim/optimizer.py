@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -348,20 +349,20 @@ class Optimizer(torch.optim.Optimizer):
 
     def _download(self, **kwargs: Any) -> bool:
         """Try a few times, with pauses: donors may be between two epochs, or just leaving."""
-        pause = FIRST_LOAD_PAUSE
-        for attempt in range(LOAD_ATTEMPTS):
+        loaded, pause = False, FIRST_LOAD_PAUSE
+        attempts = LOAD_ATTEMPTS if self.tracker.knows_others else 1
+        for attempt in range(attempts):
+            if attempt > 0:
+                if self._closing.wait(pause):
+                    break
+                pause *= 2
             try:
-                loaded = self.state_averager.load_state_from_peers(**kwargs)
-                if loaded and self.local_epoch >= self.tracker.global_epoch:
-                    return True
-                if loaded and attempt == LOAD_ATTEMPTS - 1:
-                    return True
-            except (ShoalError, TimeoutError) as e:
+                loaded = self.state_averager.load_state_from_peers(**kwargs) or loaded
+            except (ShoalError, concurrent.futures.TimeoutError, TimeoutError) as e:
                 logger.warning("could not download the training state: %s", str(e) or type(e).__name__)
-            if self._closing.wait(pause):
+            if loaded and self.local_epoch >= self.tracker.global_epoch:
                 break
-            pause *= 2
-        return False
+        return loaded
 
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 

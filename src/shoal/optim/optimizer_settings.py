@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -96,14 +95,6 @@ class OptimizerSettings:
             auxiliary=auxiliary,
             client_mode=client_mode,
         )
-
-    @property
-    def grad_averager_class(self) -> type[GradientAverager] | None:
-        """The class behind the factory, if it can be told."""
-        factory: Any = self.grad_averager_factory
-        while isinstance(factory, functools.partial):
-            factory = factory.func
-        return factory if isinstance(factory, type) and issubclass(factory, GradientAverager) else None
 
 
 def _resolve_grad_averager(

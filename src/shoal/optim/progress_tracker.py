@@ -41,7 +41,7 @@ class ProgressTracker:
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed.
         metadata_expiration: seconds for which a record is valid.
         status_loglevel: level of the messages about epochs.
-        private_key: reserved for signed records.
+        private_key: reserved for signed records; not supported yet.
         daemon: without effect, kept for compatibility.
         start: begin at once; otherwise call :meth:`run_in_background`.
     """
@@ -65,6 +65,8 @@ class ProgressTracker:
         daemon: bool = True,
         start: bool,
     ) -> None:
+        if private_key is not None:
+            raise NotImplementedError("private_key: records of progress are not signed yet")
         if target_batch_size <= 0:
             raise ValueError(f"target_batch_size must be positive, got {target_batch_size}")
         self.dht, self.prefix, self.target_batch_size = dht, prefix, target_batch_size
@@ -154,6 +156,11 @@ class ProgressTracker:
         if self.ready_to_update_epoch:
             return get_dht_time()
         return self.global_progress.eta_next_epoch
+
+    @property
+    def knows_others(self) -> bool:
+        """Whether there is a record of any other peer that could be called."""
+        return bool(self.board.companions_to_call(get_dht_time()))
 
     @property
     def is_introduced(self) -> bool:
@@ -250,4 +257,5 @@ class ProgressTracker:
         self.board.finish_update(new_epoch, [peer.to_bytes() for peer in members], speed, get_dht_time())
         self.fetched_global_progress_this_epoch.clear()
         self._wake(calls=True)
+        logger.log(self.status_loglevel, "%s: this peer is at epoch %d", self.prefix, new_epoch)
         return new_epoch

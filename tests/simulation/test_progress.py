@@ -1,0 +1,144 @@
+"""Peers over wide-area links, some of them failing, know of each other's progress at the right moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shoal.clock import get_dht_time
+from shoal.optim.progress import LocalTrainingProgress, RefreshPolicy
+from shoal.optim.progress_board import ProgressBoard
+from shoal.optim.progress_exchange import ProgressExchange
+from shoal.p2p import P2P
+from shoal.testing import Host, Link, Network, run
+from shoal.testing.averagers import SharedTable
+
+WIDE_AREA = Link(delay=(0.05, 0.1), jitter=0.01, dial_failure=0.01)
+PEERS = 24
+
+
+class Peer:
+    """The tracker of one peer, without its facade."""
+
+    def __init__(self, host: Host, p2p: P2P, table: SharedTable) -> None:
+        self.host, self.id = host, p2p.peer_id.to_bytes()
+        self.now = host.dht_time
+        own = LocalTrainingProgress(self.id, 0, 0, 0.0, self.now(), p2p.client_mode)
+        self.board = ProgressBoard(own, 10**9, RefreshPolicy(), self.now())
+        self.exchange = ProgressExchange(table, p2p, "run", self.board, min_period=0.5, metadata_expiration=60.0)
+
+    def report(self, samples: int) -> None:
+        self.board.report(self.board.own.epoch, samples, 1.0, self.now())
+        self.exchange.report_due.set()
+
+    def declare_over(self) -> None:
+        self.board.begin_update()
+        self.exchange.call_due.set()
+
+    def next_epoch(self, members: set[bytes]) -> None:
+        self.board.finish_update(self.board.own.epoch + 1, members, 1.0, self.now())
+        self.exchange.call_due.set()
+
+    @property
+    def expected(self) -> int:
+        return 1 + len(self.board.expected_members(self.now()))
+
+
+async def start_swarm(network: Network, clients: int = 0) -> list[Peer]:
+    table = SharedTable(delay=0.2)
+    peers = []
+    for index in range(PEERS):
+        host = network.add_host()
+        create = P2P.create(transport=host.transport(), rng=host.rng, no_listen=index < clients)
+        peer = Peer(host, await host.run(create), table)
+        await host.run(peer.exchange.start())
+        peers.append(peer)
+    return peers
+
+
+async def seconds_until(condition) -> float:
+    started = get_dht_time()
+    while not condition():
+        await asyncio.sleep(0.01)
+        assert get_dht_time() < started + 60
+    return get_dht_time() - started
+
+
+pytestmark = pytest.mark.parametrize("seed", [1, 2, 3])
+
+
+def test_a_crowd_that_begins_at_once_gets_to_know_each_other(seed):
+    async def main() -> None:
+        peers = await start_swarm(Network(WIDE_AREA))
+        for peer in peers:
+            peer.report(1)
+        assert await seconds_until(lambda: all(p.board.introduced and p.expected == PEERS for p in peers)) < 5.0
+        for peer in peers:
+            await peer.exchange.stop()
+
+    run(main(), seed=seed)
+
+
+def test_the_end_of_an_epoch_is_known_within_a_round_trip(seed):
+    async def main() -> None:
+        peers = await start_swarm(Network(WIDE_AREA))
+        for peer in peers:
+            peer.report(1)
+        await seconds_until(lambda: all(p.board.introduced and p.expected == PEERS for p in peers))
+        peers[7].declare_over()
+        others = [peer for peer in peers if peer is not peers[7]]
+        assert await seconds_until(lambda: all(p.board.epoch_is_over(p.now()) for p in others)) < 1.0
+        everybody = {peer.id for peer in peers}
+        for peer in peers:
+            peer.declare_over()
+            peer.next_epoch(everybody - {peer.id})
+        assert all(peer.expected == PEERS for peer in peers), "also before the others' news have arrived"
+        assert await seconds_until(lambda: not any(p.board.epoch_is_over(p.now()) for p in peers)) < 1.0
+        for peer in peers:
+            await peer.exchange.stop()
+
+    run(main(), seed=seed)
+
+
+def test_peers_that_crash_or_leave_are_not_expected(seed):
+    async def main() -> None:
+        peers = await start_swarm(Network(WIDE_AREA))
+        for peer in peers:
+            peer.report(1)
+        await seconds_until(lambda: all(p.board.introduced and p.expected == PEERS for p in peers))
+        for peer in peers[:4]:
+            peer.host.crash()
+        for peer in peers[4:8]:
+            await peer.exchange.stop()
+        alive = peers[8:]
+        assert all(peer.expected == PEERS - 4 for peer in alive), "goodbyes have arrived"
+        for peer in alive:
+            peer.declare_over()
+        assert await seconds_until(lambda: all(p.expected == len(alive) for p in alive)) < 3.0
+        for peer in alive:
+            await peer.exchange.stop()
+
+    run(main(), seed=seed)
+
+
+def test_clients_learn_in_the_end_what_others_are_told(seed):
+    async def main() -> None:
+        peers = await start_swarm(Network(WIDE_AREA), clients=6)
+        for peer in peers:
+            peer.report(1)
+        await seconds_until(lambda: all(p.board.introduced and p.expected == PEERS for p in peers))
+        for peer in peers[6:]:
+            peer.next_epoch(set())
+        clients = peers[:6]
+
+        def know_the_epoch() -> bool:
+            return all(client.board.global_progress(client.now()).epoch == 1 for client in clients)
+
+        for peer in peers[6:]:
+            peer.report(1)
+        assert await seconds_until(know_the_epoch) < 15.0
+        for peer in peers:
+            await peer.exchange.stop()
+
+    run(main(), seed=seed)
