@@ -13,7 +13,7 @@ from shoal.averaging import AveragingStage, StepControl
 from shoal.clock import get_dht_time
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.round_watch import RoundWatch, let_go, usable
+from shoal.optim.round_watch import RoundWatch, let_go, log_failure, usable
 from shoal.optim.state_averager import TrainingStateAverager
 from shoal.optim.state_tensors import copy_all
 from shoal.p2p import PeerID
@@ -164,12 +164,8 @@ class GlobalStep:
             control.result(self.plan.averaging_timeout)
         except Exception as e:  # whatever it is, training goes on
             control.cancel()
-            logger.debug("why averaging failed", exc_info=True)
-            logger.warning(
-                "gradients of epoch %d were not averaged (%s). Proceeding with local gradients",
-                self.state_averager.local_epoch,
-                str(e) or type(e).__name__,
-            )
+            message = "gradients of epoch %d were not averaged (%s). Proceeding with local gradients"
+            log_failure(message, self.state_averager.local_epoch, e)
             return None
         except BaseException:
             control.cancel()

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 from collections.abc import Collection
 
 from shoal.averaging import AveragingStage, StepControl
+from shoal.errors import ShoalError
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
+
+logger = logging.getLogger(__name__)
 
 
 def usable(control: StepControl | None) -> bool:
     """Whether a step that was scheduled before can still be used."""
     return control is not None and not control.done() and not control.triggered
+
+
+def log_failure(message: str, epoch: int, error: Exception) -> None:
+    """Warn that a round failed: why, in words; with the traceback if it is none of the failures that must be expected.
+
+    Args:
+        message: with a place for the epoch and one for the reason.
+    """
+    reason, unexpected = str(error) or type(error).__name__, False
+    if isinstance(error, concurrent.futures.CancelledError):
+        reason = "the others have left or gone on"
+    elif isinstance(error, (concurrent.futures.TimeoutError, TimeoutError)):
+        reason = "it took too long"
+    elif not isinstance(error, ShoalError):
+        unexpected = True
+    logger.warning(message, epoch, reason, exc_info=error if unexpected else None)
 
 
 class RoundWatch:

@@ -22,6 +22,7 @@ from shoal.optim.optimizer_state import (
     load_optimizer_state,
 )
 from shoal.optim.performance_ema import PerformanceEMA
+from shoal.optim.round_watch import log_failure
 from shoal.optim.state_jobs import StateJob, StepRequest
 from shoal.optim.state_tensors import StateTensors
 from shoal.optim.state_transfer import TrainingState, apply_state, describe_state
@@ -327,8 +328,7 @@ class TrainingStateAverager(DecentralizedAverager):
             gathered = control.result(patience)
         except Exception as e:  # whatever it is, training goes on
             control.cancel()
-            logger.debug("why averaging failed", exc_info=True)
-            logger.warning("parameters were not averaged in epoch %d: %s", job.epoch, str(e) or type(e).__name__)
+            log_failure("parameters were not averaged in epoch %d: %s", job.epoch, e)
             return
         except BaseException:
             control.cancel()
