@@ -6,11 +6,14 @@ import asyncio
 from typing import Any
 
 from shoal.dht import DHTNode
+from shoal.errors import BootstrapError, ValidationError
 from shoal.p2p import P2P, Multiaddr
 from shoal.testing.network import Network
 
 INITIAL_PEERS = 3
 """How many nodes of the swarm a newcomer is told."""
+JOIN_ATTEMPTS = 5
+"""How often it tries, on links that fail now and then."""
 
 
 async def start_peers(network: Network, count: int, **options: Any) -> list[P2P]:
@@ -37,13 +40,15 @@ async def start_dht_nodes(
 
     Returns:
         The new nodes.
+
+    Raises:
+        BootstrapError, ValidationError: a node could not join, also when it tried again.
     """
     existing: list[DHTNode] = list(swarm or ())
     started: list[DHTNode] = []
     while len(started) < count:
         wave = min(at_once, count - len(started)) if existing else 1
-        initial_peers = [await _some_addresses(network, existing) for _ in range(wave)]
-        nodes = await asyncio.gather(*(_start_dht_node(network, addresses, options) for addresses in initial_peers))
+        nodes = await asyncio.gather(*(_start_dht_node(network, existing, options) for _ in range(wave)))
         started += nodes
         existing += nodes
     return started
@@ -55,7 +60,14 @@ async def _some_addresses(network: Network, nodes: list[DHTNode]) -> list[Multia
     return [address for node in chosen for address in await node.p2p.get_visible_maddrs()]
 
 
-async def _start_dht_node(network: Network, initial_peers: list[Multiaddr], options: dict[str, Any]) -> DHTNode:
-    host = network.add_host()
-    create = DHTNode.create(initial_peers=initial_peers, transport=host.transport(), rng=host.rng, **options)
-    return await host.run(create)
+async def _start_dht_node(network: Network, swarm: list[DHTNode], options: dict[str, Any]) -> DHTNode:
+    host, attempts_left = network.add_host(), JOIN_ATTEMPTS
+    while True:
+        addresses = await _some_addresses(network, swarm)
+        create = DHTNode.create(initial_peers=addresses, transport=host.transport(), rng=host.rng, **options)
+        attempts_left -= 1
+        try:
+            return await host.run(create)
+        except (BootstrapError, ValidationError):
+            if not attempts_left:
+                raise
