@@ -594,6 +594,19 @@ async def test_shutdown_of_the_caller_ends_calls(kind: str) -> None:
             await stub(caller, server).rpc_square(Number(value=1))
 
 
+async def test_nothing_follows_half_a_message(kind: str) -> None:
+    """A caller that stops in the middle of a payload cannot go on as if nothing had been."""
+    async with Peers(kind) as peers:
+        server, caller = await peers.two()
+        service = await serving(server)
+        async with stub(caller, server).rpc_hang_stream() as call:
+            with pytest.raises((asyncio.TimeoutError, TimeoutError)):
+                await asyncio.wait_for(call.send(Number(value=1), bytes(50_000_000)), 0.2)
+            with pytest.raises(StreamClosedError):
+                await call.send_end()
+        await asyncio.wait_for(service.cancelled.wait(), 5)
+
+
 async def test_a_bulk_transfer_does_not_hold_up_small_calls(kind: str) -> None:
     async with Peers(kind) as peers:
         server, caller = await peers.two()

@@ -61,8 +61,6 @@ class Arrival:
         """Close the connection, whatever stage it is in."""
         disown_socket(self.socket.fileno(), self)
         if self.in_hands_of_loop:
-            with contextlib.suppress(OSError):  # closed already
-                self.socket.shutdown(socket.SHUT_RDWR)  # a handshake that is about to begin must not go on
             self.stream.abort()
         else:
             self.socket.close()
@@ -227,7 +225,7 @@ class TcpTransport(Transport):
 
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
         host, port, family = self._host_and_port(address)
-        stream, connected = TcpStream(), None
+        stream = TcpStream()
         try:
             async with timeout(HANDSHAKE_TIMEOUT):
                 connected = await _connect(host, port, family)
@@ -240,9 +238,6 @@ class TcpTransport(Transport):
                 )
                 await prove_to_listener(stream, self.identity, address, expected_peer)
         except BaseException as e:
-            if connected is not None:
-                with contextlib.suppress(OSError):  # closed already
-                    connected.shutdown(socket.SHUT_RDWR)  # a handshake that is about to begin must not go on
             stream.abort()
             if not isinstance(e, (OSError, asyncio.TimeoutError, StreamClosedError)):
                 raise

@@ -7,7 +7,10 @@ views of the caller's memory, which TLS encrypts at once: when a write returns, 
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
 import ssl
+import struct
 from collections.abc import Callable
 from typing import cast
 
@@ -22,6 +25,9 @@ RECEIVE_BUFFER_BYTES = 4 * 2**10
 """For what arrives while nobody reads: enough for most messages, and little to copy in front of a large payload."""
 JOIN_BYTES = 2**16
 CLOSE_TIMEOUT = 2.0
+PAUSED_CHECK_SECONDS = 0.5
+"""While nobody reads, the loop does not watch the socket: it is looked at this often whether it is still connected."""
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class TcpStream(Stream, asyncio.BufferedProtocol):
@@ -43,6 +49,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._reason = "the other side closed the connection"
         self._close_callback: Callable[[], object] | None = None
         self._closing: asyncio.TimerHandle | None = None
+        self._paused_check: asyncio.TimerHandle | None = None
         self.remote_address: Multiaddr | None = None
 
     # --- asyncio.BufferedProtocol -------------------------------------------------------------------------------------
@@ -89,6 +96,20 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         if self._end - self._start == len(self._own) and not self._read_paused and self._transport is not None:
             self._read_paused = True
             self._transport.pause_reading()
+            if hasattr(select, "poll"):  # not on Windows
+                self._paused_check = self._loop.call_later(PAUSED_CHECK_SECONDS, self._check_while_paused)
+
+    def _check_while_paused(self) -> None:
+        """Notice that the other side has broken the connection off, although what it sent before is still unread."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        poller = select.poll()
+        poller.register(self._descriptor, 0)  # errors and hang-ups are always told
+        if poller.poll(0):
+            self._transport.abort()
+            self._end_now()
+        else:
+            self._paused_check = self._loop.call_later(PAUSED_CHECK_SECONDS, self._check_while_paused)
 
     def eof_received(self) -> bool:
         return False
@@ -97,7 +118,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         disown_socket(self._descriptor, self)
         if self._closing is not None:
             self._closing.cancel()
-        if exc is not None and not self._closed:
+        if exc is not None and not self._closed and not isinstance(exc, ConnectionResetError):
             self._reason = f"the connection broke: {type(exc).__name__}: {exc}"
         self._end_now()
 
@@ -142,6 +163,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         if self._read_paused and self._transport is not None and not self._closed:
             self._read_paused = False
             self._transport.resume_reading()
+            if self._paused_check is not None:
+                self._paused_check.cancel()
 
     async def write(self, *buffers: Buffer) -> None:
         if self.closed or self._transport is None:
@@ -178,6 +201,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         if self._closed:
             return
         self._closed = True
+        if self._paused_check is not None:
+            self._paused_check.cancel()
         for waiting in (self._reader, self._writer):
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
@@ -194,9 +219,16 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
     def abort(self) -> None:
         if not self._closed:
             self._reason = "this side closed the connection"
-        if self._transport is not None:
-            self._transport.abort()
+        if self._transport is not None and not self._closed:
+            self._reset_connection(self._transport)
         self._end_now()
+
+    def _reset_connection(self, transport: asyncio.Transport) -> None:
+        """End it in a way that overtakes what is still under way, which may be held up where nobody reads."""
+        if not transport.is_closing():
+            connection: socket.socket = transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        transport.abort()
 
     # --- facts for the handshake --------------------------------------------------------------------------------------
 
