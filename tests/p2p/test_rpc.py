@@ -647,6 +647,7 @@ async def test_malformed_servicers(kind: str) -> None:
 
 async def test_nothing_refers_to_ended_calls(kind: str) -> None:
     """Connections and calls go with their last reference: a long life must not fill the memory."""
+    before = _count_alive(Call, Connection)  # what earlier tests have left, such as in the exceptions they keep
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         await serving(server)
@@ -654,7 +655,7 @@ async def test_nothing_refers_to_ended_calls(kind: str) -> None:
             async with caller.open_call(server.peer_id, "Service.rpc_echo") as call:
                 await call.send(Number(value=1))
         del call
-        await until(lambda: _count_alive(Call, Connection) == 0)
+        await until(lambda: _count_alive(Call, Connection) <= before)
 
 
 def _count_alive(*types: type) -> int:
