@@ -1,0 +1,125 @@
+"""Starting a peer: initial peers, verdicts on addresses that do not work, addresses, and identities in use."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import BootstrapError, P2PDaemonError
+from shoal.p2p import P2P, Identity, Multiaddr, PeerInfo
+from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, AddressBook
+from tests.p2p.peers import Number, Peers, assert_clean, serving, stub, until
+
+STRANGER = Identity.generate().peer_id
+
+
+async def test_one_of_several_initial_peers_is_enough() -> None:
+    async with Peers("tcp") as peers:
+        first = await peers.start()
+        await serving(first)
+        [good] = await first.get_visible_maddrs()
+        joined = await peers.start(initial_peers=[f"/ip4/127.0.0.1/tcp/1/p2p/{STRANGER}", good])
+        assert (await stub(joined, first).rpc_square(Number(value=2))).value == 4
+        assert_clean(first, joined)
+
+
+async def test_each_address_has_its_verdict() -> None:
+    """Also two addresses of the same peer."""
+    async with Peers("tcp") as peers:
+        other = await peers.start()
+        [address] = other.get_addresses(other.peer_id)
+        dead, wrong = f"/ip4/127.0.0.1/tcp/1/p2p/{STRANGER}", f"{address}/p2p/{STRANGER}"
+        unresolved = f"/dns4/no-such-host.invalid/tcp/1/p2p/{STRANGER}"
+        with pytest.raises(BootstrapError, match="failed to connect to bootstrap peers") as error:
+            await P2P.create(initial_peers=[dead, wrong, unresolved])
+        verdicts = error.value.verdicts
+        assert set(verdicts) == {dead, wrong, unresolved}
+        assert verdicts[dead].startswith("connection refused")
+        assert verdicts[wrong].startswith(f"wrong identity: peer {other.peer_id} answers there")
+        assert "cannot be resolved" in verdicts[unresolved]
+
+
+async def test_time_limit_of_a_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, and nobody ever answers
+        address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{STRANGER}"
+        with pytest.raises(BootstrapError) as error:
+            await P2P.create(initial_peers=[address], startup_timeout=0.2)
+    assert error.value.verdicts == {address: "no answer within 0.2 s"}
+
+
+@pytest.mark.parametrize("kind", ["tcp", "memory"])
+async def test_visible_addresses(kind: str) -> None:
+    async with Peers(kind) as peers:
+        first, second = await peers.two()
+        [visible] = await first.get_visible_maddrs()
+        assert visible["p2p"] == str(first.peer_id)
+        assert second.get_addresses(first.peer_id) == first.get_addresses(first.peer_id)
+        assert await second.list_peers() == [PeerInfo(first.peer_id, first.get_addresses(first.peer_id))]
+
+
+async def test_announced_addresses() -> None:
+    p2p = await P2P.create(announce_maddrs=["/ip4/203.0.113.7/tcp/31337"])
+    assert [str(each) for each in await p2p.get_visible_maddrs()] == [f"/ip4/203.0.113.7/tcp/31337/p2p/{p2p.peer_id}"]
+    await p2p.shutdown()
+    with pytest.raises(ValueError, match="others need a real port"):
+        await P2P.create(announce_maddrs=["/ip4/203.0.113.7/tcp/0"])
+
+
+async def test_identity_in_use_where_it_listens(tmp_path: Path) -> None:
+    async with Peers("tcp") as peers:
+        witness = await peers.start()
+        path, addresses = tmp_path / "id", await witness.get_visible_maddrs()
+        first = await peers.start(initial_peers=addresses, identity_path=path)
+        await serving(witness)
+        await stub(first, witness).rpc_square(Number(value=1))  # its greeting tells where it listens
+        with pytest.raises(P2PDaemonError, match=r"already taken by another peer, which is online .*(at|connected)"):
+            await P2P.create(initial_peers=addresses, identity_path=path)
+        second = await peers.start(initial_peers=addresses, identity_path=path, check_if_identity_free=False)
+        assert second.peer_id == first.peer_id
+
+
+async def test_identity_in_use_by_a_client(tmp_path: Path) -> None:
+    async with Peers("tcp") as peers:
+        witness = await peers.start()
+        await serving(witness)
+        path, addresses = tmp_path / "id", await witness.get_visible_maddrs()
+        client = await peers.start(initial_peers=addresses, identity_path=path, no_listen=True)
+        await stub(client, witness).rpc_square(Number(value=1))
+        with pytest.raises(P2PDaemonError, match="and connected to peer"):
+            await P2P.create(initial_peers=addresses, identity_path=path)
+
+
+async def test_identity_that_is_free_again(tmp_path: Path) -> None:
+    """After a restart the witness still knows the old address, where nobody answers any more."""
+    async with Peers("tcp") as peers:
+        witness = await peers.start()
+        await serving(witness)
+        path, addresses = tmp_path / "id", await witness.get_visible_maddrs()
+        for _ in range(3):
+            p2p = await P2P.create(initial_peers=addresses, identity_path=path)
+            await stub_of(p2p, witness)
+            assert witness.get_addresses(p2p.peer_id) == p2p.get_addresses(p2p.peer_id)
+            await p2p.shutdown()
+            await until(lambda: witness._server.connection_count == 0)
+
+
+async def stub_of(caller: P2P, server: P2P) -> None:
+    assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
+
+
+def test_hearsay_does_not_push_out_what_is_certain() -> None:
+    book = AddressBook()
+    good = Multiaddr("/ip4/192.0.2.1/tcp/1")
+    book.replace(STRANGER, [good])
+    for port in range(1, 100):
+        book.add(STRANGER, [f"/ip4/198.51.100.1/tcp/{port}"])
+    known = book.get(STRANGER)
+    assert known[0] == good
+    assert len(known) == MAX_ADDRESSES_PER_PEER
+    assert str(known[-1]).endswith("/99"), "newer hearsay takes the place of older"
+    book.prefer(STRANGER, known[-1])
+    assert book.get(STRANGER)[:2] == [known[-1], good]
+    book.replace(STRANGER, ["/ip4/192.0.2.2/tcp/2", "/a-newer-kind/1"])
+    assert [str(each) for each in book.get(STRANGER)] == ["/ip4/192.0.2.2/tcp/2"]

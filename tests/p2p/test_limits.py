@@ -1,0 +1,479 @@
+"""What strangers and greedy peers may take, what happens to who takes more, and that honest peers do not suffer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import DialError, P2PDaemonError, ShoalError, StreamClosedError
+from shoal.p2p import P2P, Identity
+from shoal.p2p.admission import HostRates, WaitingRoom, host_of
+from shoal.p2p.connection import Call, Open
+from shoal.p2p.limits import HeaderMemory, Limits
+from shoal.p2p.tcp import TcpTransport
+from shoal.p2p.wire import READ_STEP_BYTES, Kind, pack
+from tests.p2p.peers import KINDS, Empty, Number, Peers, Service, assert_clean, end_of, serving, stub, until
+from tests.p2p.test_tcp import Listening
+
+both_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+# --- the waiting room -------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Stranger:
+    host: str
+
+
+def test_the_oldest_of_the_largest_crowd_has_to_leave() -> None:
+    room: WaitingRoom[Stranger] = WaitingRoom(4)
+    honest, *crowd = Stranger("a"), Stranger("b"), Stranger("b"), Stranger("b")
+    for stranger in (honest, *crowd):
+        room.enter(stranger)
+    assert room.one_too_many() is None
+    late = Stranger("c")
+    room.enter(late)
+    assert room.one_too_many() is crowd[0]
+    room.leave(crowd[0])
+    room.leave(crowd[0])
+    assert room.one_too_many() is None
+    assert len(room) == 4
+    assert honest in room
+    assert crowd[0] not in room
+    assert sorted(map(id, room.guests())) == sorted(map(id, (honest, *crowd[1:], late)))
+
+
+def test_an_empty_room() -> None:
+    room: WaitingRoom[Stranger] = WaitingRoom(0)
+    assert room.least_welcome() is None
+    assert room.one_too_many() is None
+    assert len(room) == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans())), st.integers(0, 5))
+def test_a_room_never_holds_more_than_it_may(steps: list[tuple[str, bool]], capacity: int) -> None:
+    room: WaitingRoom[Stranger] = WaitingRoom(capacity)
+    inside: list[Stranger] = []
+    for host, leaves in steps:
+        if leaves and inside:
+            room.leave(inside.pop())
+        else:
+            inside.append(Stranger(host))
+            room.enter(inside[-1])
+            victim = room.one_too_many()
+            if victim is not None:
+                most = max(sum(each.host == h for each in inside) for h in "abc")
+                assert sum(each.host == victim.host for each in inside) == most
+                assert next(each for each in inside if each.host == victim.host) is victim
+                room.leave(victim)
+                inside.remove(victim)
+        assert len(room) == len(inside) <= capacity
+        assert set(room.guests()) == set(inside)
+
+
+def test_rates_are_those_of_a_host() -> None:
+    rates = HostRates(per_second=10, burst=3)
+    for _ in range(3):
+        assert not rates.is_exhausted("a", now=100.0)
+        rates.spend("a", now=100.0)
+    assert rates.is_exhausted("a", now=100.0)
+    assert not rates.is_exhausted("b", now=100.0)
+    assert rates.is_exhausted("a", now=100.09)
+    assert not rates.is_exhausted("a", now=100.11)
+    for _ in range(3):
+        rates.spend("a", now=1000.0)
+    assert rates.is_exhausted("a", now=1000.0), "rest is saved up to the burst and no further"
+
+
+def test_rates_do_not_remember_everybody() -> None:
+    rates = HostRates(per_second=10, burst=3)
+    for number in range(10_000):
+        rates.spend(str(number), now=0.0)
+    assert len(rates._left) <= 4096
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_what_counts_as_one_host(address: str, host: str) -> None:
+    assert host_of(address) == host
+
+
+# --- strangers at the door --------------------------------------------------------------------------------------------
+
+
+async def test_too_many_silent_strangers() -> None:
+    async with Listening(Limits(handshakes_in_flight=3)) as listening:
+        strangers = [await asyncio.open_connection("127.0.0.1", listening.port) for _ in range(5)]
+        await until(lambda: listening.dropped["too many handshakes at once"] == 2)
+        for reader, _ in strangers[:2]:
+            assert await reader.read() == b"", "the oldest leave"
+        dialled = await TcpTransport(Identity.generate()).dial(listening.address, listening.peer_id)
+        assert not dialled.closed
+        for _, writer in strangers:
+            writer.transport.abort()
+
+
+async def test_too_many_handshakes_at_once() -> None:
+    async with Listening(Limits(handshakes_in_flight=3)) as listening:
+        strangers = []
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", listening.port)
+            writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a ClientHello
+            strangers.append((reader, writer))
+        await until(lambda: listening.dropped["too many handshakes at once"] == 2)
+        with contextlib.suppress(ConnectionError):
+            assert await strangers[0][0].read() == b""
+        dialled = await TcpTransport(Identity.generate()).dial(listening.address, listening.peer_id)
+        assert not dialled.closed
+        for _, writer in strangers:
+            writer.transport.abort()
+
+
+async def test_too_many_handshakes_of_one_host() -> None:
+    """The dialler is told."""
+    async with Listening(Limits(handshakes_per_second=0.001, handshake_burst=3)) as listening:
+        dialler = TcpTransport(Identity.generate())
+        for _ in range(3):
+            await dialler.dial(listening.address, listening.peer_id)
+        with pytest.raises(DialError, match="takes no new connections from this host for now"):
+            await dialler.dial(listening.address, listening.peer_id)
+        assert await listening.drop_reason() == "too many handshakes of one host"
+
+
+async def test_no_sockets_left() -> None:
+    """The process has run out of them: strangers go first, and the listener goes on when there are some again."""
+    async with Listening() as listening:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listening.port)
+        await until(lambda: len(listening.transport._silent) == 1)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        spare = socket.socket()
+        free = spare.fileno()
+        client = socket.socket()
+        client.setblocking(False)
+        spare.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(free, before[0]), before[1]))
+        try:
+            client.connect_ex(("127.0.0.1", listening.port))
+            await until(lambda: listening.dropped["no sockets left"] == 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.transport.abort()
+        await until(lambda: len(listening.transport._silent) == 1)
+        client.close()
+
+
+async def test_ten_thousand_strangers_do_not_keep_honest_peers_out() -> None:
+    """Some say nothing at all, some begin a handshake and stop; all come from the host of the honest peers."""
+    crowd = min(10_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1_500)
+    strangers: list[socket.socket] = []
+    seconds: list[float] = []
+    loop = asyncio.get_running_loop()
+    async with Peers("tcp") as peers:
+        server = await peers.start()
+        await serving(server)
+        target = ("127.0.0.1", int(server.get_addresses(server.peer_id)[0]["tcp"] or 0))
+
+        async def attack() -> None:
+            for number in range(crowd):
+                stranger = socket.socket()
+                strangers.append(stranger)
+                stranger.setblocking(False)
+                with contextlib.suppress(OSError):
+                    await loop.sock_connect(stranger, target)
+                    if number % 50 == 0:
+                        await loop.sock_sendall(stranger, b"\x16\x03\x01\x02\x00\x01")
+
+        try:
+            attacking = asyncio.ensure_future(attack())
+            while not attacking.done():
+                honest = await P2P.create(no_listen=True)
+                honest.add_addresses(server.peer_id, server.get_addresses(server.peer_id))
+                began = loop.time()
+                assert (await stub(honest, server).rpc_square(Number(value=3), timeout=30)).value == 9
+                seconds.append(loop.time() - began)
+                await honest.shutdown()
+                await asyncio.wait([attacking], timeout=0.02)
+            await attacking
+        finally:
+            for stranger in strangers:
+                stranger.close()
+        print(f"{crowd} strangers; honest peers: {len(seconds)}, worst {max(seconds):.3f} s")
+        assert len(seconds) >= 10
+        assert sorted(seconds)[int(len(seconds) * 0.99)] < 3.0
+        dropped = server.metrics.connections_dropped
+        assert dropped["too many handshakes at once"] > crowd // 2
+        assert server._server.connection_count <= 1
+        transport = server.transport
+        assert isinstance(transport, TcpTransport)
+        await until(lambda: len(transport._silent) == len(transport._shaking_hands) == 0)
+
+
+# --- greedy peers -----------------------------------------------------------------------------------------------------
+
+
+async def hang(caller: P2P, server: P2P, service: Service, count: int) -> list[asyncio.Task[object]]:
+    """Calls that keep their connections."""
+    running = service.running
+    tasks: list[asyncio.Task[object]] = []
+    for number in range(1, count + 1):
+        tasks.append(asyncio.ensure_future(stub(caller, server).rpc_hang(Empty())))
+        await until(lambda: service.running == running + number)  # noqa: B023
+    return tasks
+
+
+async def cancel(tasks: list[asyncio.Task[object]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@both_kinds
+async def test_too_many_connections_of_one_peer(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, greedy = await peers.two(limits=Limits(connections_per_peer=3))
+        service = await serving(server)
+        other = await peers.start()
+        hanging = await hang(greedy, server, service, 3)
+        reason = "too many connections of one peer: the limit is 3"
+        with pytest.raises(DialError, match=f"refuses this connection: {reason}"):
+            await stub(greedy, server).rpc_square(Number(value=1), timeout=5)
+        with pytest.raises(DialError, match=reason):
+            await _send_much(greedy, server)
+        assert server.metrics.connections_dropped["too many connections of one peer"] == 2
+        assert (await stub(other, server).rpc_square(Number(value=2))).value == 4
+        assert not any(task.done() for task in hanging)
+        await cancel(hanging)
+        await until(lambda: len(server.connections_from(greedy.peer_id)) == 0)
+        assert (await stub(greedy, server).rpc_square(Number(value=2))).value == 4
+        assert_clean(greedy, server)
+
+
+async def _send_much(caller: P2P, server: P2P) -> None:
+    async with stub(caller, server).rpc_take() as call:
+        await call.send(Number(value=10**7), bytes(10**7))
+        await call.receive(Number)
+
+
+@both_kinds
+async def test_too_many_connections_in_total(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, first = await peers.two(limits=Limits(connections=2))
+        service = await serving(server)
+        second, third = await peers.start(), await peers.start()
+        assert (await stub(first, server).rpc_square(Number(value=2))).value == 4
+        assert (await stub(second, server).rpc_square(Number(value=2))).value == 4
+        hanging = await hang(second, server, service, 1)
+        hanging += await hang(third, server, service, 1)
+        assert server.metrics.connections_dropped == {"idle while others wanted to connect": 1}
+        await until(lambda: first._pool.idle_count == 0)
+        with pytest.raises(DialError, match="too many connections: the limit is 2, and all are in use"):
+            await stub(first, server).rpc_square(Number(value=2), timeout=5)
+        await cancel(hanging)
+        await until(lambda: server._server.connection_count < 2)
+        assert (await stub(first, server).rpc_square(Number(value=2))).value == 4
+
+
+@both_kinds
+async def test_more_refusals_than_can_be_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.p2p.serving.MAX_REFUSALS", 1)
+    async with Peers(kind) as peers:
+        server, greedy = await peers.two(limits=Limits(connections_per_peer=1))
+        service = await serving(server)
+        hanging = await hang(greedy, server, service, 1)
+        told = await greedy._connect(server.peer_id)
+        await until(lambda: len(server._server._refusals) == 1)
+        not_told = await greedy._connect(server.peer_id)
+        with pytest.raises(StreamClosedError):
+            await not_told.receive()
+        with pytest.raises(DialError, match="too many connections"):
+            await Call(told).receive(Number)
+        told.abort()
+        await until(lambda: not server._server._refusals)
+        await cancel(hanging)
+
+
+async def test_own_connections_to_one_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An honest peer stays within what others grant, and its calls wait for their turn."""
+    monkeypatch.setattr("shoal.p2p.pool.MAX_DIALLED_PER_PEER", 3)
+    async with Peers("tcp") as peers:
+        server, caller = await peers.two(limits=Limits(connections_per_peer=3))
+        service = await serving(server)
+        hanging = await hang(caller, server, service, 3)
+        waiting = asyncio.ensure_future(stub(caller, server).rpc_square(Number(value=2)))
+        await asyncio.wait([waiting], timeout=0.1)
+        assert not waiting.done()
+        assert caller._pool.waiting_count == 1
+        await cancel(hanging[:1])
+        assert await waiting == Number(value=4)
+        await cancel(hanging)
+
+
+def test_default_limits_fit_together() -> None:
+    from shoal.p2p.limits import MAX_DIALLED_PER_PEER
+
+    limits = Limits()
+    assert MAX_DIALLED_PER_PEER < limits.connections_per_peer < limits.connections
+    assert limits.header_bytes_per_peer < limits.header_bytes
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_for_headers() -> None:
+    memory = HeaderMemory(Limits(header_bytes_per_peer=100, header_bytes=150))
+    first, second = Identity.generate().peer_id, Identity.generate().peer_id
+    assert memory.take(first, 100)
+    assert not memory.take(first, 1)
+    assert not memory.take(second, 51)
+    assert memory.take(second, 50)
+    memory.give_back(first, 100)
+    memory.give_back(second, 50)
+    assert memory.total == 0
+    assert not memory._by_peer
+    assert memory.take(first, 100)
+
+
+@both_kinds
+async def test_large_headers_that_never_arrive(kind: str) -> None:
+    """Each takes the memory that it announces; when there are too many of them, the next one is dropped."""
+    size = 4 * READ_STEP_BYTES
+    begun = pack(Kind.OPEN, Open(handler="x" * size))[: size // 2]
+    async with Peers(kind) as peers:
+        server, greedy = await peers.two(limits=Limits(header_bytes_per_peer=3 * size))
+        other = await peers.start()
+        await serving(server)
+        connections = []
+        for number in range(1, 3):
+            connections.append(await greedy._connect(server.peer_id))
+            await connections[-1].stream.write(begun)
+            await until(lambda: server._header_memory.total > size * number)  # noqa: B023
+        connections.append(await greedy._connect(server.peer_id))
+        await connections[-1].stream.write(begun)
+        await until(lambda: server.metrics.connections_dropped["broke the protocol"] == 1)
+        assert (await stub(other, server).rpc_square(Number(value=2))).value == 4
+        for connection in connections:
+            connection.abort()
+        await until(lambda: server._header_memory.total == 0)
+
+
+@both_kinds
+async def test_memory_grows_with_what_arrives(kind: str) -> None:
+    """Announcing a megabyte takes no megabyte."""
+    async with Peers(kind) as peers:
+        server, greedy = await peers.two()
+        await serving(server)
+        connection = await greedy._connect(server.peer_id)
+        await connection.stream.write(pack(Kind.OPEN, Open(handler="x" * 10**6))[:100_000])
+        await until(lambda: server._header_memory.total > 0)
+        [task] = server._server.tasks()
+        await asyncio.sleep(0.01)
+        assert _bytearrays_in(task) < 300_000
+        connection.abort()
+
+
+def _bytearrays_in(task: asyncio.Task[None]) -> int:
+    """Bytes held by the coroutines of a task."""
+    total, coroutine = 0, task.get_coro()
+    while coroutine is not None and hasattr(coroutine, "cr_frame"):
+        if coroutine.cr_frame is not None:
+            total += sum(len(each) for each in coroutine.cr_frame.f_locals.values() if isinstance(each, bytearray))
+        coroutine = coroutine.cr_await
+    return total
+
+
+# --- patience ---------------------------------------------------------------------------------------------------------
+
+
+@both_kinds
+async def test_slow_header(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, slow = await peers.two(limits=Limits(seconds_for_header=0.2))
+        await serving(server)
+        connection = await slow._connect(server.peer_id)
+        ended = asyncio.Event()
+        connection.stream.on_closed(ended.set)
+        message = pack(Kind.OPEN, Open(handler="Service.rpc_square"))
+        for byte in message[:-1]:
+            if ended.is_set():
+                break
+            with contextlib.suppress(ShoalError):
+                await connection.stream.write(bytes([byte]))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(ended.wait(), 0.03)
+        await asyncio.wait_for(ended.wait(), 5)
+        assert server.metrics.connections_dropped == {"too slow with a header": 1}
+
+
+@both_kinds
+async def test_caller_that_does_not_read(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, slow = await peers.two(limits=Limits(seconds_for_write=0.3))
+        await serving(server)
+        async with stub(slow, server).rpc_echo() as call:
+            for value in range(40):
+                if call.connection.closed:
+                    break
+                with contextlib.suppress(ShoalError, asyncio.TimeoutError):
+                    await asyncio.wait_for(call.send(Number(value=value), bytes(2**20)), 5)
+            await until(lambda: server.metrics.connections_dropped["does not read"] == 1)
+            await until(lambda: server._server.connection_count == 0)
+
+
+@both_kinds
+async def test_idle_connections_of_others(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, caller = await peers.two(limits=Limits(seconds_idle=0.2))
+        service = await serving(server)
+        hanging = await hang(caller, server, service, 1)
+        assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
+        await until(lambda: server.metrics.connections_dropped == {"idle for too long": 1})
+        await until(lambda: caller._pool.idle_count == 0)
+        assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
+        assert not hanging[0].done(), "a call in progress is not idle"
+        await cancel(hanging)
+
+
+@both_kinds
+async def test_own_idle_connections(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server = await peers.start()
+        await serving(server)
+        caller = await peers.start(idle_timeout=0.1)
+        assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
+        assert caller._pool.idle_count == 1
+        await until(lambda: caller._pool.idle_count == 0)
+        await until(lambda: server._server.connection_count == 0)
+        assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
+        assert server.metrics.connections_dropped == {}
+
+
+@both_kinds
+async def test_connection_that_is_accepted_while_shutting_down(kind: str) -> None:
+    """Its task may be cancelled before it has begun."""
+    async with Peers(kind) as peers:
+        server, caller = await peers.two()
+        await serving(server)
+        connection = await caller._connect(server.peer_id)
+        await server.shutdown()
+        error = await end_of(connection.receive())
+        assert isinstance(error, StreamClosedError)
+        with pytest.raises(P2PDaemonError):
+            await stub(caller, server).rpc_square(Number(value=1))
