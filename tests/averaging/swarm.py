@@ -13,54 +13,17 @@ from shoal.averaging.control import StepControl
 from shoal.averaging.node import AveragerConfig, AveragerNode
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
-from shoal.compression import CompressionBase, CompressionInfo, NoCompression
-from shoal.dht.storage import ValueWithExpiration
+from shoal.compression import CompressionInfo
 from shoal.p2p import P2P, Identity
 from shoal.p2p.memory import MemoryNetwork
 from shoal.serializer import MSGPackSerializer
-
-
-class Table:
-    """What the distributed table does, without distributing."""
-
-    def __init__(self) -> None:
-        self.records: dict[Any, dict[Any, ValueWithExpiration[Any]]] = {}
-
-    async def get(self, key: Any, latest: bool = False) -> ValueWithExpiration[Any] | None:
-        now = get_dht_time()
-        alive = {k: v for k, v in self.records.get(key, {}).items() if v.expiration_time > now}
-        return ValueWithExpiration(alive, max(v.expiration_time for v in alive.values())) if alive else None
-
-    async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
-        known = self.records.setdefault(key, {}).get(subkey)
-        if known is not None and known.expiration_time >= expiration_time:
-            return False
-        self.records[key][subkey] = ValueWithExpiration(value, expiration_time)
-        return True
+from shoal.testing.averagers import SharedTable, make_averager_config
 
 
 def make_config(**changes: Any) -> AveragerConfig:
-    defaults: dict[str, Any] = {
-        "prefix": "test",
-        "target_group_size": None,
-        "min_group_size": 2,
-        "initial_group_bits": "",
-        "min_matchmaking_time": 2.0,
-        "request_timeout": 1.0,
-        "allreduce_timeout": None,
-        "sender_timeout": 15.0,
-        "reducer_timeout": 30.0,
-        "chunk_timeout": 5.0,
-        "averaging_alpha": 1.0,
-        "part_size_bytes": 2**12,
-        "compression": NoCompression(),
-        "state_compression": NoCompression(),
-        "bandwidth": None,
-        "min_vector_size": 0,
-        "mode": AveragingMode.NODE,
-        "declare_state_period": 30.0,
-    }
-    return AveragerConfig(**{**defaults, **changes})
+    """Settings for tests in real time: little patience while looking for a group, much while averaging."""
+    patience = {"min_matchmaking_time": 2.0, "request_timeout": 1.0, "sender_timeout": 15.0, "reducer_timeout": 30.0}
+    return make_averager_config(**{**patience, **changes})
 
 
 class Swarm:
@@ -69,7 +32,7 @@ class Swarm:
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.network = MemoryNetwork()
-        self.table = Table()
+        self.table = SharedTable()
         self.nodes: list[AveragerNode] = []
 
     async def add(self, tensors: Sequence[torch.Tensor], **changes: Any) -> AveragerNode:
@@ -106,4 +69,4 @@ def make_control(node: AveragerNode, *, gather: Any = None, timeout: float = 20.
     return control
 
 
-__all__ = ["CompressionBase", "Swarm", "Table", "make_config", "make_control"]
+__all__ = ["Swarm", "make_config", "make_control"]

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -178,9 +178,6 @@ class StepControl(concurrent.futures.Future[Gathered]):
             self.changed.clear()
             if not self.triggered:
                 await self.changed.wait()
-
-    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[Gathered]], object]) -> None:
-        super().add_done_callback(fn)
 
     def __await__(self) -> Generator[Any, None, Gathered]:
         return asyncio.wrap_future(self).__await__()

@@ -66,6 +66,7 @@ class Matchmaking:
         """Expiration of the latest record which says that this peer does not look for a group."""
         self._background: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
         self._warned: set[str] = set()
+        self._last_refusals: dict[str, str] = {}
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -106,8 +107,6 @@ class Matchmaking:
                 me = self.p2p.peer_id
                 self._withdrawn_until = math.nextafter(search.expiration, math.inf)
                 self._in_background(self.keys.declare_averager(search.key, me, search.expiration, False))
-
-    _last_refusals: dict[str, str]
 
     def _explain_failure(self) -> str:
         refusals = "".join(f"\n  {peer}: {reason}" for peer, reason in self._last_refusals.items())

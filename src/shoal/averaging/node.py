@@ -322,8 +322,7 @@ class AveragerNode(ServicerBase):
         return StatusReply(status=int(status))
 
     async def rpc_download_state(self, call: Call, context: P2PContext) -> None:
-        if await call.receive(DownloadRequest) is None:
-            pass  # a request without fields looks like a bare end
+        await call.receive(DownloadRequest)
         await self.state_sharing.serve(call)
 
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shoal.averaging.allreduce import PEER_FAILURES
 from shoal.averaging.protocol import DownloadRequest, StateChunk, StateHeader
 from shoal.clock import get_dht_time, timeout
 from shoal.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
 from shoal.compression.base import SerializedTensor
-from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.errors import ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.reactor import run_in_worker
 from shoal.serializer import MSGPackSerializer
@@ -25,15 +26,6 @@ CHUNK_BYTES = 2**20
 MAX_TENSORS = 2**20
 DECLARATION_LIFETIME = 1.5
 """Declarations live for this many periods, so that a slow renewal leaves no gap."""
-_DONOR_FAILURES = (
-    P2PDaemonError,
-    P2PHandlerError,
-    ProtocolError,
-    asyncio.TimeoutError,
-    TimeoutError,
-    ValueError,
-    RuntimeError,
-)
 
 
 class State(NamedTuple):
@@ -146,7 +138,7 @@ class StateSharing:
         for donor in await self._find_donors():
             try:
                 state = await self._download_from(donor)
-            except _DONOR_FAILURES as e:
+            except PEER_FAILURES as e:
                 logger.warning("could not download the state of %s: %s", donor, str(e) or type(e).__name__)
                 continue
             if state is not None:
