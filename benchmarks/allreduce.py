@@ -15,7 +15,7 @@ import json
 from statistics import median
 from typing import Any
 
-from crew import Crew
+from crew import AveragerCrew
 
 LIBRARIES = ("gloo", "shoal", "hivemind")
 
@@ -26,7 +26,7 @@ def measure(libraries: list[str], args: argparse.Namespace) -> dict[str, dict[st
         crews = []
         for library in libraries:
             options = {} if library == "gloo" else args.options
-            crews.append(stack.enter_context(Crew(library, args.peers, args.megabytes, options)))
+            crews.append(stack.enter_context(AveragerCrew(library, args.peers, args.megabytes, options)))
             results[library] = {"version": crews[-1].version, "seconds": [], "cpu_seconds": []}
         for round_number in range(-args.warmup, args.rounds):
             for crew in crews:

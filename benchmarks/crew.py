@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,14 +40,18 @@ def interpreter(library: str) -> str:
 
 
 class Crew:
-    """The peers of one library; use as a context manager, which ends every process at its exit."""
+    """The peers of one library; use as a context manager, which ends every process at its exit.
 
-    def __init__(self, library: str, peers: int, megabytes: float, options: dict[str, Any] | None = None) -> None:
+    Args:
+        script: what each peer runs, with ``--library``, ``--peers`` and its own ``--index``.
+        library: decides which Python runs it.
+        arguments: further options of the script.
+    """
+
+    def __init__(self, script: str, library: str, peers: int, **arguments: Any) -> None:
         self.library = library
-        self._scratch = tempfile.TemporaryDirectory(prefix="shoal-benchmark-")
-        threads = max(1, (os.cpu_count() or 1) // peers)  # the same for every library
-        arguments = {"library": library, "peers": peers, "megabytes": megabytes, "threads": threads}
-        command = [interpreter(library), "-W", "ignore", str(HERE / "peer.py"), "--options", json.dumps(options or {})]
+        command = [interpreter(library), "-W", "ignore", str(HERE / script)]
+        arguments |= {"library": library, "peers": peers}
         command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
         environment = dict(os.environ)
         if sys.platform == "linux":
@@ -65,14 +68,12 @@ class Crew:
             for index in range(peers)
         ]
 
+    def _get_ready(self) -> None:
+        self.version: str = self._answers(self.processes)[0]
+
     def __enter__(self) -> Crew:
         try:
-            self.version = self._answers(self.processes)[0]
-            if self.library == "gloo":
-                address = f"file://{self._scratch.name}/rendezvous"
-            else:
-                address = self.ask("open", to=self.processes[:1])[0]
-            self.ask("join", address)
+            self._get_ready()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -94,7 +95,6 @@ class Crew:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
                 process.stdout.close()
-            self._scratch.cleanup()
 
     def ask(self, command: str, *arguments: Any, to: Sequence[subprocess.Popen[str]] | None = None) -> list[Any]:
         """Give a command to all peers (or to some) at once and return their answers.
@@ -103,12 +103,15 @@ class Crew:
             RuntimeError: a peer failed or did not answer in time; the text says which and why.
         """
         peers = self.processes if to is None else to
-        line = json.dumps([command, *arguments]) + "\n"
         for process in peers:
-            assert process.stdin
-            process.stdin.write(line)
-            process.stdin.flush()
+            _tell(process, command, *arguments)
         return self._answers(peers)
+
+    def ask_each(self, command: Callable[[int], Sequence[Any]]) -> list[Any]:
+        """Give each peer a command that depends on its index, all at once, and return their answers."""
+        for index, process in enumerate(self.processes):
+            _tell(process, *command(index))
+        return self._answers(self.processes)
 
     def _answers(self, peers: Sequence[subprocess.Popen[str]]) -> list[Any]:
         alarm = threading.Timer(ANSWER_LIMIT_SECONDS, lambda: [process.kill() for process in self.processes])
@@ -126,11 +129,42 @@ class Crew:
 
     def cpu_seconds(self) -> float:
         """Processor time that the peers and their child processes have used so far."""
-        peers = [psutil.Process(process.pid) for process in self.processes]
-        times = [each.cpu_times() for peer in peers for each in (peer, *peer.children(recursive=True))]
+        times = [process.cpu_times() for process in self._all_processes()]
         return sum(t.user + t.system for t in times)
 
-    def time(self, command: str) -> float:
+    def private_bytes(self) -> int:
+        """Memory that the peers and their child processes have for themselves."""
+        return sum(process.memory_full_info().uss for process in self._all_processes())
+
+    def process_count(self) -> int:
+        """The peers and their child processes."""
+        return len(self._all_processes())
+
+    def _all_processes(self) -> list[psutil.Process]:
+        peers = [psutil.Process(process.pid) for process in self.processes]
+        return [each for peer in peers for each in (peer, *peer.children(recursive=True))]
+
+    def time(self, command: str, *arguments: Any, to: Sequence[subprocess.Popen[str]] | None = None) -> float:
         """Seconds from the first peer's beginning to the last peer's end; all processes share the monotonic clock."""
-        spans = self.ask(command)
+        spans = self.ask(command, *arguments, to=to)
         return max(span["ended"] for span in spans) - min(span["began"] for span in spans)
+
+
+def _tell(process: subprocess.Popen[str], *words: Any) -> None:
+    assert process.stdin
+    process.stdin.write(json.dumps(words) + "\n")
+    process.stdin.flush()
+
+
+class AveragerCrew(Crew):
+    """Peers that average a vector with each other; they know each other when the block begins."""
+
+    def __init__(self, library: str, peers: int, megabytes: float, options: dict[str, Any] | None = None) -> None:
+        threads = max(1, (os.cpu_count() or 1) // peers)  # the same for every library
+        packed = json.dumps(options or {})
+        super().__init__("peer.py", library, peers, megabytes=megabytes, threads=threads, options=packed)
+
+    def _get_ready(self) -> None:
+        super()._get_ready()
+        [address] = self.ask("open", to=self.processes[:1])
+        self.ask("join", address)

@@ -1,4 +1,4 @@
-"""One peer of a benchmark: a process that obeys the commands it reads, one JSON line each, and answers likewise.
+"""One peer of the all-reduce benchmark: a process that obeys the commands it reads, see :mod:`commands`.
 
 It runs in two environments, shoal's own and the one of the library that shoal is compared with, so it imports nothing
 but the standard library, torch and the library under test. shoal and hivemind share their public interface, so they
@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from commands import obey
 
 FORMATION_LIMIT_SECONDS = 120
 POLL_SECONDS = 0.002
@@ -44,6 +43,8 @@ def realistic_shapes(megabytes: float) -> list[tuple[int, ...]]:
 
 class Peer(ABC):
     """What the coordinator may ask for. Every value is checked after every round: a fast wrong answer is no answer."""
+
+    version: str
 
     def __init__(self, index: int, peers: int, megabytes: float) -> None:
         self.index, self.peers = index, peers
@@ -86,8 +87,11 @@ class Peer(ABC):
 class GlooPeer(Peer):
     """torch.distributed's all-reduce over TCP, without encryption, of one flat vector: gloo's best case."""
 
+    version = torch.__version__
+
     def open(self) -> str:
-        return ""
+        self.meeting_place = tempfile.TemporaryDirectory(prefix="shoal-benchmark-")
+        return f"file://{self.meeting_place.name}/rendezvous"
 
     def join(self, address: str) -> None:
         import torch.distributed
@@ -123,6 +127,7 @@ class AveragerPeer(Peer):
     def __init__(self, library: str, index: int, peers: int, megabytes: float, options: dict[str, Any]) -> None:
         super().__init__(index, peers, megabytes)
         self.library = importlib.import_module(library)
+        self.version = self.library.__version__
         self.stage = importlib.import_module(f"{library}.averaging.control").AveragingStage
         self.options = options
 
@@ -176,18 +181,6 @@ class AveragerPeer(Peer):
         self.dht.shutdown()
 
 
-def obey(peer: Peer, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Read commands until told to close, or until the coordinator is gone."""
-    for line in sys.stdin:
-        command, *arguments = json.loads(line)
-        try:
-            answer({"result": getattr(peer, command)(*arguments)})
-        except Exception as e:
-            answer({"error": f"peer {peer.index}, {command}: {type(e).__name__}: {e}"})
-        if command == "close":
-            return
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--library", required=True)
@@ -199,18 +192,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not mix with the answers
+    def make_peer() -> Peer:
+        if args.library == "gloo":
+            return GlooPeer(args.index, args.peers, args.megabytes)
+        return AveragerPeer(args.library, args.index, args.peers, args.megabytes, args.options)
 
-    def answer(message: dict[str, Any]) -> None:
-        print(json.dumps(message), file=answers, flush=True)
-
-    if args.library == "gloo":
-        peer: Peer = GlooPeer(args.index, args.peers, args.megabytes)
-    else:
-        peer = AveragerPeer(args.library, args.index, args.peers, args.megabytes, args.options)
-    answer({"result": getattr(sys.modules.get(args.library, torch), "__version__", None)})
-    obey(peer, answer)
+    obey(make_peer)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import subprocess
 from statistics import median
 
-from crew import Crew, interpreter
+from crew import AveragerCrew, interpreter
 
 BUDGETS = {"import": 0.20, "dht": 0.08, "group": 0.25}
 TITLES = {
@@ -50,7 +50,7 @@ def measure_fresh_interpreters(library: str, runs: int) -> dict[str, list[float]
 def measure_group(library: str, peers: int, runs: int) -> list[float]:
     """Seconds from the moment when all peers call ``step`` until the last of them knows its group."""
     seconds = []
-    with Crew(library, peers, megabytes=0.01) as crew:
+    with AveragerCrew(library, peers, megabytes=0.01) as crew:
         for run in range(-1, runs):
             crew.ask("fill")
             formation = crew.time("form")
