@@ -75,7 +75,7 @@ class Crew:
         try:
             self._get_ready()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__(*sys.exc_info())
             raise
         return self
 
@@ -83,7 +83,7 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if error is None and kind is None and all(process.poll() is None for process in self.processes):
+            if error is None and all(process.poll() is None for process in self.processes):
                 self.ask("close")
         finally:
             for process in self.processes:

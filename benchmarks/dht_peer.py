@@ -42,7 +42,6 @@ class DhtPeer:
         self.library = importlib.import_module(library)
         self.dht_class = self.library.DHT
         self.version: str = self.library.__version__
-        self.get_dht_time = self.library.get_dht_time
         self.callers = ThreadPoolExecutor(callers)
 
     def begin(self) -> Span:
@@ -63,7 +62,7 @@ class DhtPeer:
 
     def store(self, series: str, count: int, in_parallel: bool) -> Span:
         """Store keys of this peer."""
-        expiration_time = self.get_dht_time() + SECONDS_TO_LIVE
+        expiration_time = time.time() + SECONDS_TO_LIVE  # DHT time is that of the machine's clock
 
         def store_one(number: int) -> bool:
             key = key_of(self.index, series, number)
