@@ -10,7 +10,7 @@ import torch
 
 from shoal.averaging.allreduce import AveragingMode
 from shoal.averaging.control import StepControl
-from shoal.averaging.node import AveragerConfig, AveragerNode
+from shoal.averaging.node import Average, AveragerConfig, AveragerNode, average_once
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionInfo
@@ -35,7 +35,9 @@ class Swarm:
         self.table = SharedTable()
         self.nodes: list[AveragerNode] = []
 
-    async def add(self, tensors: Sequence[torch.Tensor], **changes: Any) -> AveragerNode:
+    async def add(
+        self, tensors: Sequence[torch.Tensor], average: Average = average_once, **changes: Any
+    ) -> AveragerNode:
         config = make_config(**changes)
         transport = self.network.transport(Identity.generate(self.rng))
         no_listen = config.mode is AveragingMode.CLIENT
@@ -47,7 +49,7 @@ class Swarm:
             with lock.hold():
                 return {"group_key": "bits"}, [tensor.clone() for tensor in tensors]
 
-        node = AveragerNode(p2p, self.table, tensors, infos, config, lock, get_state)
+        node = AveragerNode(p2p, self.table, tensors, infos, config, lock, get_state, average)
         await node.start()
         self.nodes.append(node)
         return node

@@ -7,21 +7,22 @@ import concurrent.futures
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
 from shoal.averaging.allreduce import AveragingMode
 from shoal.averaging.control import Gathered, RoundResult, StepControl
-from shoal.averaging.node import DEFAULT_STALL_TIMEOUT, AveragerConfig, AveragerNode, schema_of
+from shoal.averaging.node import DEFAULT_STALL_TIMEOUT, AveragerConfig, AveragerNode, average_once, schema_of
 from shoal.averaging.partition import DEFAULT_PART_SIZE_BYTES
+from shoal.averaging.session import GroupSession
 from shoal.averaging.state_sharing import State
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression
-from shoal.errors import ReactorError
+from shoal.errors import AllreduceException, ReactorError
 from shoal.p2p import PeerID
 from shoal.reactor import Portal
 from shoal.serializer import MSGPackSerializer
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Infos = Sequence[CompressionInfo]
 
 
 class DecentralizedAverager:
@@ -68,6 +70,9 @@ class DecentralizedAverager:
         client_mode: only connect to others, never be connected to. Default: as the DHT.
         shutdown_timeout: seconds for leaving politely.
         averaging_expiration: old name of ``min_matchmaking_time``.
+        tags: for averagers that do not average everything at once: names, and the indices of the tensors that a step
+            with this name averages. Steps with different tags may be under way at the same time, so no tensor may have
+            two of them. Equal in all peers.
 
     Raises:
         AssertionError: an argument that the description above excludes.
@@ -75,6 +80,8 @@ class DecentralizedAverager:
     """
 
     serializer = MSGPackSerializer
+    phases: ClassVar[str] = "one all-reduce"
+    """What :meth:`average_in_group` does, in words; peers in which it differs do not form groups."""
 
     def __init__(
         self,
@@ -106,6 +113,7 @@ class DecentralizedAverager:
         daemon: bool = True,
         shutdown_timeout: float = 5,
         averaging_expiration: float | None = None,
+        tags: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         assert "." not in prefix, f"prefix must not contain dots, got {prefix!r}: use '_' instead"
         assert all(c in "01" for c in initial_group_bits), f"initial_group_bits are 0 and 1, got {initial_group_bits!r}"
@@ -162,6 +170,8 @@ class DecentralizedAverager:
             min_vector_size=min_vector_size,
             mode=mode,
             declare_state_period=declare_state_period,
+            phases=self.phases,
+            tags=_check_tags(tags or {}, len(tensors)),
         )
         self.matchmaking_kwargs = {
             "min_matchmaking_time": min_matchmaking_time,
@@ -205,8 +215,23 @@ class DecentralizedAverager:
                 raise ReactorError("this averager does not exist any more")
             return getter()
 
+        average_in_group = weakref.WeakMethod(self.average_in_group)
+
+        async def average(session: GroupSession, tensors: Sequence[torch.Tensor], infos: Infos) -> None:
+            method = average_in_group()
+            if method is None:
+                raise AllreduceException("this averager does not exist any more")
+            await method(session, tensors, infos)
+
         node = AveragerNode(
-            self.dht.p2p, self.dht.node, self._tensors, self.tensor_infos, self._config, self._lock, current_state
+            self.dht.p2p,
+            self.dht.node,
+            self._tensors,
+            self.tensor_infos,
+            self._config,
+            self._lock,
+            current_state,
+            average,
         )
         node.state_sharing.set(allowed=self._allow_state_sharing, priority=self._state_sharing_priority)
         await node.start()
@@ -259,6 +284,7 @@ class DecentralizedAverager:
         wait: bool = True,
         *,
         expected_group_size: int | None = None,
+        tag: str = "",
     ) -> Gathered | StepControl:
         """Average with other peers once.
 
@@ -271,6 +297,7 @@ class DecentralizedAverager:
             require_trigger: wait for ``allow_allreduce()`` of the returned control before the tensors are read.
             wait: return the result; otherwise a :class:`StepControl` at once.
             expected_group_size: start before the scheduled time when the group has so many members.
+            tag: average only the tensors that were given this name in ``tags``; needed if there are any.
 
         Returns:
             What every member of the group gave as ``gather``, by peer; or the control.
@@ -278,6 +305,7 @@ class DecentralizedAverager:
         Raises:
             AllreduceException: no group was found in time, or the round failed.
             AssertionError: bad arguments.
+            ValueError: an unknown tag.
         """
         assert not (wait and require_trigger), "a step that waits for a trigger cannot be waited for: use wait=False"
         now = get_dht_time()
@@ -293,6 +321,7 @@ class DecentralizedAverager:
             (0.0 if self.mode is AveragingMode.AUX else 1.0) if weight is None else weight,
             self.serializer.dumps(gather),
             expected_group_size=expected_group_size,
+            tag=self._check_tag(tag),
         )
         if not require_trigger:
             control.allow_allreduce()
@@ -305,6 +334,25 @@ class DecentralizedAverager:
         except BaseException:
             control.cancel()
             raise
+
+    async def average_in_group(self, session: GroupSession, tensors: Sequence[torch.Tensor], infos: Infos) -> None:
+        """What a step does when there is a group; runs in the event loop, while the tensors are locked.
+
+        Override it for averaging in several phases, and say so in :attr:`phases`. If it raises, the step has failed and
+        the tensors must be as they were.
+
+        Args:
+            session: the group; its ``all_reduce`` may be awaited several times, in all members equally often.
+            tensors: those that the step averages.
+            infos: one for each tensor.
+        """
+        await average_once(session, tensors, infos)
+
+    def _check_tag(self, tag: str) -> str:
+        known = tuple(self._config.tags) or ("",)
+        if tag not in known:
+            raise ValueError(f"tag must be one of {known}, which this averager was made with; got {tag!r}")
+        return tag
 
     async def _ready_node(self) -> AveragerNode:
         if self._started is None:
@@ -323,20 +371,20 @@ class DecentralizedAverager:
         with self._lock.hold():
             yield self._tensors
 
-    def get_group_bits(self, wait: bool = True) -> Any:
-        """The bucket in which this averager looks for groups."""
-        return self._ask(self._get_bits(), wait)
+    def get_group_bits(self, wait: bool = True, *, tag: str = "") -> Any:
+        """The bucket in which this averager looks for groups; with tags, for steps of one of them."""
+        return self._ask(self._get_bits(self._check_tag(tag)), wait)
 
-    async def _get_bits(self) -> str:
-        return (await self._ready_node()).keys.group_bits
+    async def _get_bits(self, tag: str) -> str:
+        return (await self._ready_node()).lanes[tag].keys.group_bits
 
-    def set_group_bits(self, group_bits: str, wait: bool = True) -> Any:
-        """Choose the bucket for the next search."""
+    def set_group_bits(self, group_bits: str, wait: bool = True, *, tag: str = "") -> Any:
+        """Choose the bucket for the next search; with tags, for steps of one of them."""
         assert all(c in "01" for c in group_bits), f"group bits are 0 and 1 only, got {group_bits!r}"
-        return self._ask(self._set_bits(group_bits), wait)
+        return self._ask(self._set_bits(self._check_tag(tag), group_bits), wait)
 
-    async def _set_bits(self, group_bits: str) -> None:
-        (await self._ready_node()).keys.group_bits = group_bits
+    async def _set_bits(self, tag: str, group_bits: str) -> None:
+        (await self._ready_node()).lanes[tag].keys.group_bits = group_bits
 
     def _ask(self, coro: Any, wait: bool) -> Any:
         return self._portal.call(coro) if wait else self._portal.submit(coro)
@@ -381,7 +429,7 @@ class DecentralizedAverager:
             Metadata of plain values and a list of tensors; optionally also a list of their ``CompressionInfo``.
         """
         with self.get_tensors() as tensors:
-            return {"group_key": self.node.keys.group_bits}, [tensor.detach().clone() for tensor in tensors]
+            return {"group_key": self.node.group_bits}, [tensor.detach().clone() for tensor in tensors]
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
         """Download the state of the best donor; this averager itself does not change.
@@ -401,6 +449,25 @@ class DecentralizedAverager:
 
     async def _download_state(self) -> State | None:
         return await (await self._ready_node()).state_sharing.download()
+
+
+def _check_tags(tags: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
+    """Tags as given, after checking them.
+
+    Raises:
+        ValueError: a name or an index is not valid, or a tensor has two tags.
+    """
+    owner: dict[int, str] = {}
+    for tag, indices in tags.items():
+        if not tag or "." in tag or ":" in tag:
+            raise ValueError(f"a tag is a name without dots and colons, got {tag!r}")
+        for index in indices:
+            if not 0 <= index < count:
+                raise ValueError(f"tag {tag!r} names tensor {index}, but there are {count} averaged tensors")
+            if index in owner:
+                raise ValueError(f"tensor {index} has two tags, {owner[index]!r} and {tag!r}: give it one")
+            owner[index] = tag
+    return {tag: tuple(indices) for tag, indices in tags.items()}
 
 
 def _resolve_timeouts(chunk: float | None, sender: float | None, reducer: float | None) -> tuple[float, float]:

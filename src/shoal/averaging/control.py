@@ -65,6 +65,7 @@ class StepControl(concurrent.futures.Future[Gathered]):
         allow_retries: look for another group when a round fails before the deadline.
         weight: of this peer's tensors in the average.
         data_for_gather: given to the other members, already serialized.
+        tag: which of the averager's tensors are averaged.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class StepControl(concurrent.futures.Future[Gathered]):
         data_for_gather: bytes = b"",
         *,
         expected_group_size: int | None = None,
+        tag: str = "",
     ) -> None:
         super().__init__()
         self._scheduled_time = scheduled_time
@@ -84,6 +86,7 @@ class StepControl(concurrent.futures.Future[Gathered]):
         self.deadline = deadline
         self.allow_retries = allow_retries
         self.data_for_gather = data_for_gather
+        self.tag = tag
         self._keep_open = False
         self.released_at: float | None = None
         """DHT time at which ``keep_open`` ended, if it was set."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from shoal.p2p import PeerID
 
+GROUP_ID_BYTES = 20
+
 
 @dataclass(frozen=True)
 class GroupInfo:

@@ -35,6 +35,23 @@ def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min
     return _to_integers(shares, vector_size)
 
 
+def rescale_shares(shares: Sequence[int], vector_size: int) -> tuple[int, ...]:
+    """The same split for a vector of another size, in exact arithmetic: all members get the same.
+
+    Args:
+        shares: number of values for each peer, as agreed for the whole vector.
+        vector_size: number of values to split now.
+    """
+    total = sum(shares)
+    if total == vector_size:
+        return tuple(shares)
+    if total == 0:
+        raise ValueError(f"cannot split {vector_size} values in the proportion {tuple(shares)}")
+    result, remainders = zip(*[divmod(share * vector_size, total) for share in shares], strict=True)
+    most = sorted(range(len(shares)), key=lambda i: (-remainders[i], i))[: vector_size - sum(result)]
+    return tuple(share + (i in most) for i, share in enumerate(result))
+
+
 def _fill(speeds: Sequence[float]) -> list[float]:
     """Shares that give every peer with a share the same time."""
     count = len(speeds)

@@ -26,7 +26,7 @@ from typing import Any
 
 from shoal.averaging.allreduce import AveragingMode
 from shoal.averaging.control import StepControl
-from shoal.averaging.group_info import GroupInfo
+from shoal.averaging.group_info import GROUP_ID_BYTES, GroupInfo
 from shoal.averaging.key_manager import GroupKeyManager
 from shoal.averaging.load_balancing import load_balance_peers
 from shoal.averaging.protocol import Code, GroupStart, Invitation, JoinReply, JoinRequest, Member, PeerRecord
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Matchmaking", "MatchmakingException", "MatchmakingSettings"]
 
-GROUP_ID_BYTES = 20
 FIRST_LOOKUP_PAUSE = 0.1
 MAX_LOOKUP_PAUSE = 1.0
 MAX_GROUP_SIZE = 4096

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce import AllReduce, AllReduceSettings, AveragingMode
+from shoal.averaging.allreduce import AllReduceSettings, AveragingMode
 from shoal.averaging.control import AveragingStage, Gathered, RoundResult, StepControl
 from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.key_manager import GroupKeyManager
@@ -21,15 +19,17 @@ from shoal.averaging.matchmaking import Matchmaking, MatchmakingSettings
 from shoal.averaging.protocol import (
     Acknowledged,
     BeginReduce,
+    Code,
     DownloadRequest,
     Invitation,
+    JoinReply,
     JoinRequest,
     RoundMessage,
-    RoundStatus,
     StatusReply,
     StatusRequest,
 )
-from shoal.averaging.round import Round
+from shoal.averaging.round import Round, Rounds
+from shoal.averaging.session import GroupSession
 from shoal.averaging.state_sharing import GetState, StateSharing
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time, timeout
@@ -37,14 +37,13 @@ from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import dtype_name
 from shoal.errors import AllreduceException, AveragingError, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, StubBase
-from shoal.reactor import cancel_and_wait, run_in_worker
+from shoal.reactor import cancel_and_wait
 from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_STALL_TIMEOUT = 30.0
 """Seconds of silence after which a member is given up where the user has set no limit."""
-MAX_UNKNOWN_ROUNDS = 256
 _RETRIABLE = (AveragingError, P2PDaemonError, P2PHandlerError, ProtocolError, asyncio.TimeoutError, TimeoutError)
 _MAX_RETRY_PAUSE = 1.0
 
@@ -73,6 +72,61 @@ class AveragerConfig:
     min_vector_size: int
     mode: AveragingMode
     declare_state_period: float
+    phases: str = "one"
+    """What is done in a group, in words; the same in all members."""
+    tags: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Indices of the tensors that are averaged under each tag; empty = all of them, without a tag."""
+
+    def lane_prefix(self, tag: str) -> str:
+        """Name space of the keys under which averagers look for groups."""
+        return f"{self.prefix}:{tag}" if tag else self.prefix
+
+
+Average = Callable[[GroupSession, Sequence[torch.Tensor], Sequence[CompressionInfo]], Awaitable[None]]
+
+
+async def average_once(
+    session: GroupSession, tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]
+) -> None:
+    """The usual step: one all-reduce of the averaged tensors."""
+    await session.all_reduce(tensors, infos)
+
+
+class Lane:
+    """What is averaged under one tag, and the search for groups for it. Lanes do not wait for each other."""
+
+    def __init__(
+        self,
+        tag: str,
+        indices: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+        infos: Sequence[CompressionInfo],
+        config: AveragerConfig,
+        p2p: P2P,
+        dht_node: Any,
+        get_stub: Callable[[PeerID], StubBase],
+    ) -> None:
+        self.indices = indices
+        self.tensors, self.infos = [tensors[i] for i in indices], [infos[i] for i in indices]
+        prefix = config.lane_prefix(tag)
+        self.keys = GroupKeyManager(dht_node, p2p, prefix, config.initial_group_bits, config.target_group_size)
+        settings = MatchmakingSettings(
+            target_group_size=config.target_group_size,
+            min_group_size=config.min_group_size,
+            min_matchmaking_time=config.min_matchmaking_time,
+            request_timeout=config.request_timeout,
+            mode=config.mode,
+            bandwidth=config.bandwidth,
+            min_vector_size=config.min_vector_size,
+            total_size=sum(info.descriptor.numel() for info in self.infos),
+            agreed={
+                "shapes and types of tensors": schema_of(self.infos),
+                "compression": config.compression.fingerprint,
+                "part_size_bytes": str(config.part_size_bytes),
+                "phases": config.phases,
+            },
+        )
+        self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub)
 
 
 def schema_of(infos: Sequence[CompressionInfo]) -> str:
@@ -89,6 +143,7 @@ class AveragerNode(ServicerBase):
         tensors: what is averaged; changed in place.
         lock: held while the tensors are averaged.
         get_state: what newcomers download.
+        average: what a step does in its group.
     """
 
     def __init__(
@@ -100,14 +155,18 @@ class AveragerNode(ServicerBase):
         config: AveragerConfig,
         lock: TensorLock,
         get_state: GetState,
+        average: Average = average_once,
     ) -> None:
         self.p2p, self.tensors, self.infos, self.config, self.lock = p2p, list(tensors), list(infos), config, lock
-        self.total_size = sum(info.descriptor.numel() for info in infos)
+        self._average = average
         self.last_round: RoundResult | None = None
         self.last_updated = 0.0
         """DHT time of the last round that changed the tensors."""
-        self.keys = GroupKeyManager(dht_node, p2p, config.prefix, config.initial_group_bits, config.target_group_size)
-        self.matchmaking = Matchmaking(p2p, self.keys, self._matchmaking_settings(), self._stub)
+        self.lanes = {
+            tag: Lane(tag, indices, tensors, infos, config, p2p, dht_node, self._stub)
+            for tag, indices in (config.tags or {"": range(len(infos))}).items()
+        }
+        self._lane_of_prefix = {config.lane_prefix(tag): lane for tag, lane in self.lanes.items()}
         vector_bytes = sum(info.descriptor.numel() * info.descriptor.dtype.itemsize for info in infos)
         self.state_sharing = StateSharing(
             p2p,
@@ -120,27 +179,13 @@ class AveragerNode(ServicerBase):
             max_bytes=16 * vector_bytes + 2**30,
             get_stub=self._stub,
         )
-        self._rounds: dict[bytes, asyncio.Future[Round]] = {}
-        self._finished_rounds: OrderedDict[bytes, None] = OrderedDict()
+        self._rounds = Rounds()
         self._tasks: list[asyncio.Task[Any]] = []
 
-    def _matchmaking_settings(self) -> MatchmakingSettings:
-        config = self.config
-        return MatchmakingSettings(
-            target_group_size=config.target_group_size,
-            min_group_size=config.min_group_size,
-            min_matchmaking_time=config.min_matchmaking_time,
-            request_timeout=config.request_timeout,
-            mode=config.mode,
-            bandwidth=config.bandwidth,
-            min_vector_size=config.min_vector_size,
-            total_size=self.total_size,
-            agreed={
-                "shapes and types of tensors": schema_of(self.infos),
-                "compression": config.compression.fingerprint,
-                "part_size_bytes": str(config.part_size_bytes),
-            },
-        )
+    @property
+    def group_bits(self) -> str:
+        """The bucket of the only lane, or of the first one."""
+        return next(iter(self.lanes.values())).keys.group_bits
 
     def _stub(self, peer: PeerID) -> StubBase:
         return self.get_stub(self.p2p, peer, namespace=self.config.prefix)
@@ -158,15 +203,12 @@ class AveragerNode(ServicerBase):
     async def close(self) -> None:
         """Stop: withdraw what others know of this averager and serve nobody any more."""
         await cancel_and_wait(*self._tasks)
-        await self.matchmaking.close()
+        await asyncio.gather(*[lane.matchmaking.close() for lane in self.lanes.values()])
         if self.config.mode is not AveragingMode.CLIENT:
             await self.remove_p2p_handlers(self.p2p, namespace=self.config.prefix)
             if self.p2p.is_alive:
                 await self.state_sharing.withdraw()
-        for waiting in self._rounds.values():
-            if not waiting.done():
-                waiting.set_exception(AllreduceException("this averager was shut down"))
-                waiting.exception()  # nobody may be waiting
+        self._rounds.close()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -203,26 +245,24 @@ class AveragerNode(ServicerBase):
                 pause = min(2 * pause, _MAX_RETRY_PAUSE)
 
     async def _attempt(self, control: StepControl) -> Gathered:
-        control.stage = AveragingStage.LOOKING_FOR_GROUP
-        group = await self.matchmaking.look_for_group(control)
-        waiting = self._round_of(group.group_id)
+        control.stage, lane = AveragingStage.LOOKING_FOR_GROUP, self.lanes[control.tag]
+        group = await lane.matchmaking.look_for_group(control)
         try:
             control.stage = AveragingStage.AWAITING_TRIGGER
             await control.wait_for_trigger()
             control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
-            async with self.lock.hold_async(), timeout(self.config.allreduce_timeout):
-                control.round = self.last_round = await self._run_allreduce(group, control.weight, waiting)
+            session = self._session(group, control.weight)
+            async with self.lock.hold_async(lane.indices), timeout(self.config.allreduce_timeout):
+                await self._average(session, lane.tensors, lane.infos)
         except (asyncio.TimeoutError, TimeoutError):
             raise AllreduceException(f"the all-reduce took longer than {self.config.allreduce_timeout} s") from None
         finally:
-            self._forget_round(group.group_id)
+            self._rounds.leave_group(group.group_id)
+        control.round = self.last_round = session.result
         self._count(control.round)
         return self._gathered(group)
 
-    async def _run_allreduce(self, group: GroupInfo, weight: float, waiting: asyncio.Future[Round]) -> RoundResult:
-        own_index = group.peer_ids.index(self.p2p.peer_id)
-        direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in self.tensors)
-        working = self.tensors if direct else await run_in_worker(_copies_on_cpu, self.tensors)
+    def _session(self, group: GroupInfo, weight: float) -> GroupSession:
         config = self.config
         settings = AllReduceSettings(
             config.compression,
@@ -231,12 +271,7 @@ class AveragerNode(ServicerBase):
             config.sender_timeout,
             config.reducer_timeout,
         )
-        current = Round(AllReduce(group, own_index, working, self.infos, settings, weight, self._stub))
-        waiting.set_result(current)
-        result = await current.run()
-        if not direct and config.mode is not AveragingMode.AUX:
-            await run_in_worker(_copy_back, working, self.tensors)
-        return result
+        return GroupSession(group, self.p2p.peer_id, weight, settings, self._rounds, self._stub)
 
     def _count(self, result: RoundResult) -> None:
         self.last_updated = get_dht_time()
@@ -261,43 +296,26 @@ class AveragerNode(ServicerBase):
                 gathered[peer] = None
         return gathered
 
-    # --- rounds by group id -------------------------------------------------------------------------------------------
-
-    def _round_of(self, group_id: bytes) -> asyncio.Future[Round]:
-        if group_id not in self._rounds:
-            self._rounds[group_id] = asyncio.get_running_loop().create_future()
-        return self._rounds[group_id]
-
-    def _forget_round(self, group_id: bytes) -> None:
-        waiting = self._rounds.pop(group_id, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(AllreduceException("this member has cancelled the round"))
-            waiting.exception()  # nobody may be waiting
-        self._finished_rounds[group_id] = None
-        while len(self._finished_rounds) > MAX_UNKNOWN_ROUNDS:
-            self._finished_rounds.popitem(last=False)
-
-    async def _find_round(self, group_id: bytes) -> Round:
-        """The round that a sender means; it may be earlier than the leader's message to this member."""
-        if group_id in self._finished_rounds:
-            raise AllreduceException("this member has finished the round already, or has left it")
-        if len(self._rounds) >= MAX_UNKNOWN_ROUNDS:
-            raise AllreduceException("this member has too many rounds in flight")
-        patience = self.config.sender_timeout + self.config.request_timeout
-        async with timeout(None if math.isinf(patience) else patience):
-            return await asyncio.shield(self._round_of(group_id))
-
     # --- what others call ---------------------------------------------------------------------------------------------
 
     async def rpc_join_group(self, call: Call, context: P2PContext) -> None:
         request = await call.receive(JoinRequest)
         if request is None:
             raise ProtocolError("ended before asking anything")
-        await self.matchmaking.answer_join(call, request, context.remote_id)
+        lane = self._lane_of(request.group_key)
+        if lane is None:
+            await call.send(JoinReply(code=Code.NOT_LOOKING_FOR_GROUP), end=True)
+        else:
+            await lane.matchmaking.answer_join(call, request, context.remote_id)
 
     async def rpc_invite(self, request: Invitation, context: P2PContext) -> Acknowledged:
-        self.matchmaking.answer_invitation(request, context.remote_id)
+        lane = self._lane_of(request.group_key)
+        if lane is not None:
+            lane.matchmaking.answer_invitation(request, context.remote_id)
         return Acknowledged()
+
+    def _lane_of(self, group_key: str) -> Lane | None:
+        return self._lane_of_prefix.get(group_key.partition(".")[0])
 
     async def rpc_reduce(self, call: Call, context: P2PContext) -> None:
         begin = await call.receive(BeginReduce)
@@ -305,6 +323,9 @@ class AveragerNode(ServicerBase):
             raise ProtocolError("ended before the first part")
         current = await self._find_round(begin.group_id)
         await current.serve_sender(call, begin, context.remote_id)
+
+    async def _find_round(self, round_id: bytes) -> Round:
+        return await self._rounds.find(round_id, self.config.sender_timeout + self.config.request_timeout)
 
     async def rpc_complete(self, call: Call, context: P2PContext) -> None:
         hello = await call.receive(RoundMessage)
@@ -314,23 +335,8 @@ class AveragerNode(ServicerBase):
         await current.serve_member(call, hello, context.remote_id)
 
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
-        current = self._rounds.get(request.group_id)
-        if request.group_id in self._finished_rounds:
-            status = RoundStatus.FINISHED
-        else:
-            status = RoundStatus.RUNNING if current is not None and current.done() else RoundStatus.UNKNOWN
-        return StatusReply(status=int(status))
+        return StatusReply(status=int(self._rounds.status(request.group_id)))
 
     async def rpc_download_state(self, call: Call, context: P2PContext) -> None:
         await call.receive(DownloadRequest)
         await self.state_sharing.serve(call)
-
-
-def _copies_on_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in tensors]
-
-
-def _copy_back(working: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for source, target in zip(working, tensors, strict=True):
-            target.copy_(source)

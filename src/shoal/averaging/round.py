@@ -1,17 +1,25 @@
-"""One round in one group, from the agreed group to the result."""
+"""One round in one group, from the agreed group to the result; and all rounds of an averager, by id."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from shoal.averaging.allreduce import AllReduce
 from shoal.averaging.completion import Completion
 from shoal.averaging.control import RoundResult
-from shoal.averaging.protocol import BeginReduce, RoundKind, RoundMessage
-from shoal.errors import ProtocolError
+from shoal.averaging.group_info import GROUP_ID_BYTES
+from shoal.averaging.protocol import BeginReduce, RoundKind, RoundMessage, RoundStatus
+from shoal.clock import timeout
+from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID
 from shoal.reactor import cancel_and_wait
+
+MAX_WAITING_CALLS = 1024
+MAX_REMEMBERED_ROUNDS = 256
 
 
 class Round:
@@ -20,13 +28,18 @@ class Round:
     def __init__(self, allreduce: AllReduce) -> None:
         self._allreduce, self._completion = allreduce, Completion(allreduce)
 
-    async def run(self) -> RoundResult:
+    async def run(self, failed_before: Sequence[int] = ()) -> RoundResult:
         """Average; afterwards the tensors hold the result.
+
+        Args:
+            failed_before: members that are not waited for, because they failed in an earlier phase.
 
         Raises:
             AllreduceException: nothing at all was averaged; the tensors are as they were.
         """
         started = asyncio.get_running_loop().time()
+        for member in failed_before:
+            self._allreduce.member_failed(member, "failed in an earlier phase")
         tasks = [asyncio.ensure_future(self._allreduce.run()), asyncio.ensure_future(self._completion.run())]
         try:
             await asyncio.gather(*tasks)
@@ -48,3 +61,91 @@ class Round:
         if hello.kind != RoundKind.HELLO or member not in peers or not 0 <= hello.weight < math.inf:
             raise ProtocolError("not the greeting of a member of this round")
         await self._completion.serve(call, hello, peers.index(member))
+
+
+class Rounds:
+    """The rounds in which this averager takes part, by id. Calls of other members may come before the round begins.
+
+    The id of a round is the id of its group and the number of its phase.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[bytes, Round] = {}
+        self._waiting: dict[bytes, set[asyncio.Future[Round]]] = {}
+        """Calls that are earlier than the round, by its id."""
+        self._finished: OrderedDict[bytes, None] = OrderedDict()
+        """Ids of rounds, and of groups that this averager has left."""
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    @contextmanager
+    def running(self, round_id: bytes, current: Round) -> Iterator[None]:
+        """Let others find a round while it runs."""
+        self._running[round_id] = current
+        for call in self._waiting.get(round_id, ()):
+            if not call.done():
+                call.set_result(current)
+        try:
+            yield
+        finally:
+            del self._running[round_id]
+            self._remember(round_id)
+
+    def leave_group(self, group_id: bytes) -> None:
+        """No further round will begin in this group."""
+        for round_id, calls in self._waiting.items():
+            if round_id.startswith(group_id):
+                self._refuse(calls, "this member has left the group")
+        self._remember(group_id)
+
+    def close(self) -> None:
+        """No further round will begin at all."""
+        for calls in self._waiting.values():
+            self._refuse(calls, "this averager was shut down")
+
+    def _refuse(self, calls: set[asyncio.Future[Round]], reason: str) -> None:
+        for call in calls:
+            if not call.done():
+                call.set_exception(AllreduceException(reason))
+
+    def _remember(self, finished_id: bytes) -> None:
+        self._finished[finished_id] = None
+        while len(self._finished) > MAX_REMEMBERED_ROUNDS:
+            self._finished.popitem(last=False)
+
+    def _is_finished(self, round_id: bytes) -> bool:
+        return round_id in self._finished or round_id[:GROUP_ID_BYTES] in self._finished
+
+    async def find(self, round_id: bytes, patience: float) -> Round:
+        """The round that another member means.
+
+        Args:
+            patience: seconds to wait for its beginning here.
+
+        Raises:
+            AllreduceException: it is over, or there are too many calls for rounds that do not exist.
+            TimeoutError: it did not begin.
+        """
+        if round_id in self._running:
+            return self._running[round_id]
+        if self._is_finished(round_id):
+            raise AllreduceException("this member has finished the round already, or has left it")
+        if sum(map(len, self._waiting.values())) >= MAX_WAITING_CALLS:
+            raise AllreduceException("too many calls wait for rounds that this member does not know")
+        call: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
+        calls = self._waiting.setdefault(round_id, set())
+        calls.add(call)
+        try:
+            async with timeout(None if math.isinf(patience) else patience):
+                return await call
+        finally:
+            calls.remove(call)
+            if not calls:
+                self._waiting.pop(round_id, None)
+
+    def status(self, round_id: bytes) -> RoundStatus:
+        """How far a round is here."""
+        if round_id in self._running:
+            return RoundStatus.RUNNING
+        return RoundStatus.FINISHED if self._is_finished(round_id) else RoundStatus.UNKNOWN

@@ -395,7 +395,7 @@ class TrainingStateAverager(DecentralizedAverager):
         """What newcomers download: parameters, extra tensors, optimizer, scheduler and epoch, all of one moment."""
         access = self.get_tensors() if self.reuse_tensors else contextlib.nullcontext()
         with access, self._state_lock:
-            return describe_state(self._setup, self.extra_tensors, self._stepped_epoch, self.node.keys.group_bits)
+            return describe_state(self._setup, self.extra_tensors, self._stepped_epoch, self.node.group_bits)
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
         """Download the state of another peer and put it into the model, the optimizer and the scheduler.

@@ -1,0 +1,113 @@
+"""A group at work: one or more all-reduces, one after another, among the same members."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shoal.averaging.allreduce import AllReduce, AllReduceSettings, AveragingMode
+from shoal.averaging.control import RoundResult
+from shoal.averaging.group_info import GroupInfo
+from shoal.averaging.load_balancing import rescale_shares
+from shoal.averaging.round import Round, Rounds
+from shoal.compression import CompressionInfo
+from shoal.p2p import PeerID, StubBase
+from shoal.reactor import run_in_worker
+
+MAX_PHASES = 256
+
+
+class GroupSession:
+    """What a step does in the group that was found for it.
+
+    Most averagers do one all-reduce of their tensors. Others do several, such as PowerSGD, where what is averaged
+    second depends on the first average: all members call :meth:`all_reduce` equally often, with tensors of the same
+    shapes. A member that failed in one phase is not waited for in the next ones.
+
+    Args:
+        own: this peer.
+        weight: of this member's values.
+        rounds: where other members find the phases.
+        get_stub: makes a stub of the averager protocol for a member.
+    """
+
+    def __init__(
+        self,
+        group: GroupInfo,
+        own: PeerID,
+        weight: float,
+        settings: AllReduceSettings,
+        rounds: Rounds,
+        get_stub: Callable[[PeerID], StubBase],
+    ) -> None:
+        self.group, self.weight = group, weight
+        self.own_index = group.peer_ids.index(own)
+        self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
+        self._phases: list[RoundResult] = []
+
+    @property
+    def mode(self) -> AveragingMode:
+        """What this member does in the group."""
+        return AveragingMode(self.group.modes[self.own_index])
+
+    @property
+    def result(self) -> RoundResult:
+        """What came of all phases together: a member that failed in one failed; the smallest share counts."""
+        assert self._phases, "no all-reduce has been run in this group"
+        failed = {peer for phase in self._phases for peer in phase.failed_peers}
+        return RoundResult(
+            group_id=self.group.group_id,
+            peers=self.group.peer_ids,
+            failed_peers=tuple(peer for peer in self.group.peer_ids if peer in failed),
+            share_averaged=min(phase.share_averaged for phase in self._phases),
+            duration=sum(phase.duration for phase in self._phases),
+        )
+
+    async def all_reduce(
+        self,
+        tensors: Sequence[torch.Tensor],
+        infos: Sequence[CompressionInfo] | None = None,
+        alpha: float | None = None,
+    ) -> RoundResult:
+        """Replace tensors by their weighted mean over the members.
+
+        Args:
+            tensors: of the same shapes and types in all members; changed in place, unless this member is an auxiliary.
+            infos: one for each tensor, for the codec.
+            alpha: move values by this fraction of the way to the mean; default: as the averager is set.
+
+        Raises:
+            AllreduceException: nothing was averaged, the tensors are as they were.
+        """
+        phase = len(self._phases)
+        assert phase < MAX_PHASES, f"a step has at most {MAX_PHASES} phases"
+        infos = infos or [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
+        settings = self._settings if alpha is None else dataclasses.replace(self._settings, alpha=alpha)
+        round_id = self.group.group_id + bytes([phase])
+        shares = rescale_shares(self.group.shares, sum(tensor.numel() for tensor in tensors))
+        group = dataclasses.replace(self.group, group_id=round_id, shares=shares)
+        direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
+        current = Round(AllReduce(group, self.own_index, working, infos, settings, self.weight, self._get_stub))
+        with self._rounds.running(round_id, current):
+            result = await current.run(self._failed_members())
+        self._phases.append(result)
+        if not direct and self.mode is not AveragingMode.AUX:
+            await run_in_worker(_copy_back, working, tensors)
+        return result
+
+    def _failed_members(self) -> list[int]:
+        failed = {peer for phase in self._phases for peer in phase.failed_peers}
+        return [index for index, peer in enumerate(self.group.peer_ids) if peer in failed]
+
+
+def _copies_on_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+def _copy_back(working: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for source, target in zip(working, tensors, strict=True):
+            target.copy_(source)

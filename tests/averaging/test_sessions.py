@@ -1,0 +1,203 @@
+"""Steps of several phases, steps under several tags, and the rounds that others look for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from shoal.averaging.load_balancing import rescale_shares
+from shoal.averaging.protocol import RoundStatus
+from shoal.averaging.round import MAX_REMEMBERED_ROUNDS, MAX_WAITING_CALLS, Rounds
+from shoal.averaging.tensor_lock import TensorLock
+from shoal.errors import AllreduceException
+from tests.averaging.swarm import Swarm, make_control
+
+GROUP = b"g" * 20
+
+
+class Squares:
+    """Averages the values, then the squares of the differences from that average: the second needs the first."""
+
+    def __init__(self):
+        self.variance = torch.zeros(())
+
+    async def __call__(self, session, tensors, infos):
+        mean = tensors[0].clone()
+        await session.all_reduce([mean])
+        squares = (tensors[0] - mean).square().sum().reshape(1)
+        await session.all_reduce([squares])
+        self.variance = squares[0]
+        tensors[0].copy_(mean)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 5)])
+async def test_second_phase_sees_the_average_of_the_first(weights):
+    swarm, steps = Swarm(), [Squares() for _ in weights]
+    tensors = [torch.randn(5000, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    before = torch.stack(tensors)
+    for tensor, step in zip(tensors, steps, strict=True):
+        await swarm.add([tensor], average=step, phases="mean, variance")
+    controls = [
+        make_control(node, weight=weight, expected_group_size=3)
+        for node, weight in zip(swarm.nodes, weights, strict=True)
+    ]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+    share = torch.tensor(weights)[:, None] / sum(weights)
+    mean = (before * share).sum(0)
+    variance = ((before - mean).square().sum(1, keepdim=True) * share).sum()
+    for tensor, step, control in zip(tensors, steps, controls, strict=True):
+        torch.testing.assert_close(tensor, mean)
+        torch.testing.assert_close(step.variance, variance)
+        assert torch.equal(tensor, tensors[0])
+        assert control.round.share_averaged == 1
+        assert control.round.failed_peers == ()
+    assert all(len(node._rounds) == 0 for node in swarm.nodes)
+    await swarm.close()
+
+
+async def test_a_member_that_fails_between_phases_is_left_out_of_the_next():
+    swarm = Swarm()
+
+    async def leave_after_the_first(session, tensors, infos):
+        await session.all_reduce([tensors[0]])
+        raise RuntimeError("out of memory")
+
+    async def twice(session, tensors, infos):
+        await session.all_reduce([tensors[0]])
+        await session.all_reduce([tensors[1]])
+
+    tensors = [[torch.full((100,), float(i)), torch.full((30,), float(i))] for i in range(3)]
+    for i, each in enumerate(tensors):
+        await swarm.add(each, average=leave_after_the_first if i == 2 else twice, phases="two", sender_timeout=1.0)
+    controls = [make_control(node, expected_group_size=3, allow_retries=False) for node in swarm.nodes]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        controls[2].result()
+    for i in (0, 1):
+        assert tensors[i][0].tolist() == [1.0] * 100
+        assert tensors[i][1].tolist() == [0.5] * 30
+        assert controls[i].round.failed_peers == (swarm.nodes[2].p2p.peer_id,)
+    await swarm.close()
+
+
+async def test_peers_with_other_phases_do_not_meet():
+    swarm = Swarm()
+    await swarm.add([torch.zeros(1)])
+    await swarm.add([torch.ones(1)], phases="two")
+    controls = [make_control(node, timeout=1.0) for node in swarm.nodes]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+    for control in controls:
+        assert isinstance(control.exception(), AllreduceException)
+    assert any("phases is 'two' " in str(c.exception()) or "'two' here" in str(c.exception()) for c in controls)
+    await swarm.close()
+
+
+async def test_rounds_with_different_tags_run_at_the_same_time():
+    """Each all-reduce begins only when the other one has begun, too: one after the other would never end."""
+    swarm, begun = Swarm(), [asyncio.Event(), asyncio.Event()]
+    tags = {"embedding": (0,), "rest": (1, 2)}
+
+    async def average(session, tensors, infos):
+        begun[len(tensors) - 1].set()
+        await begun[0].wait()
+        await begun[1].wait()
+        await session.all_reduce(tensors, infos)
+
+    tensors = [[torch.full((50,), float(i + 10 * j)) for j in range(3)] for i in range(2)]
+    for each in tensors:
+        await swarm.add(each, tags=tags, average=average)
+    controls = [(node, make_control(node, expected_group_size=2, tag=tag)) for node in swarm.nodes for tag in tags]
+    await asyncio.gather(*[node.run_step(control) for node, control in controls])
+    for each in tensors:
+        assert [tensor.tolist() for tensor in each] == [[0.5 + 10 * j] * 50 for j in range(3)]
+    assert len({control.round.group_id for _, control in controls}) == 2
+    await swarm.close()
+
+
+@pytest.mark.parametrize(
+    ("shares", "total", "expected"),
+    [
+        ((50, 50), 10, (5, 5)),
+        ((1, 0, 2), 7, (2, 0, 5)),
+        ((3, 3, 3), 7, (3, 2, 2)),
+        ((7, 0), 0, (0, 0)),
+        ((0, 0), 0, (0, 0)),
+        ((2**40, 2**40 + 1), 2**41 + 1, (2**40, 2**40 + 1)),
+    ],
+)
+def test_a_split_for_another_size_keeps_the_proportion(shares, total, expected):
+    assert rescale_shares(shares, total) == expected
+    assert sum(rescale_shares(shares, total)) == total
+
+
+def test_an_empty_split_does_not_fit_values():
+    with pytest.raises(ValueError, match="cannot split 3 values"):
+        rescale_shares((0, 0), 3)
+
+
+async def test_a_call_may_come_before_its_round():
+    rounds, current = Rounds(), object()
+    early = asyncio.ensure_future(rounds.find(GROUP + b"\x01", patience=60))
+    await asyncio.sleep(0)
+    assert rounds.status(GROUP + b"\x01") is RoundStatus.UNKNOWN
+    with rounds.running(GROUP + b"\x01", current):
+        assert rounds.status(GROUP + b"\x01") is RoundStatus.RUNNING
+        assert await early is current
+        assert await rounds.find(GROUP + b"\x01", patience=60) is current
+    assert rounds.status(GROUP + b"\x01") is RoundStatus.FINISHED
+    with pytest.raises(AllreduceException, match="finished"):
+        await rounds.find(GROUP + b"\x01", patience=60)
+    assert rounds.status(GROUP + b"\x02") is RoundStatus.UNKNOWN  # a later phase may still come
+    later = asyncio.ensure_future(rounds.find(GROUP + b"\x02", patience=60))
+    await asyncio.sleep(0)
+    rounds.leave_group(GROUP)
+    with pytest.raises(AllreduceException, match="left the group"):
+        await later
+    assert rounds.status(GROUP + b"\x02") is RoundStatus.FINISHED
+    assert len(rounds) == 0
+
+
+async def test_calls_for_rounds_that_never_come_leave_nothing():
+    rounds = Rounds()
+    calls = [asyncio.ensure_future(rounds.find(i.to_bytes(21, "big"), patience=0.05)) for i in range(MAX_WAITING_CALLS)]
+    await asyncio.sleep(0)
+    with pytest.raises(AllreduceException, match="too many calls"):
+        await rounds.find(GROUP, patience=0.05)
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(result) for result in results} <= {TimeoutError, asyncio.TimeoutError}
+    assert len(rounds) == 0
+    for i in range(2 * MAX_REMEMBERED_ROUNDS):
+        rounds.leave_group(i.to_bytes(20, "big"))
+    assert len(rounds._finished) == MAX_REMEMBERED_ROUNDS
+
+
+async def test_holders_of_different_tensors_do_not_exclude_each_other():
+    lock, order = TensorLock(), []
+
+    async def hold(name, tensors, until=None):
+        async with lock.hold_async(tensors):
+            order.append(name)
+            if until is not None:
+                await until.wait()
+
+    leave = asyncio.Event()
+    first = asyncio.ensure_future(hold("0 and 1", (0, 1), leave))
+    second = asyncio.ensure_future(hold("2", (2,), leave))
+    await asyncio.sleep(0.01)
+    assert order == ["0 and 1", "2"]
+    everything = asyncio.ensure_future(hold("all", None))
+    await asyncio.sleep(0)
+    behind = asyncio.ensure_future(hold("3", (3,)))  # free, but it must not overtake who waits for all
+    await asyncio.sleep(0.01)
+    assert order == ["0 and 1", "2"]
+    everything.cancel()
+    await asyncio.gather(everything, return_exceptions=True)
+    await behind
+    leave.set()
+    await asyncio.gather(first, second)
+    with lock.hold():
+        pass
+    assert order == ["0 and 1", "2", "3"]
+    assert lock._tickets == []
