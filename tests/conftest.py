@@ -60,13 +60,19 @@ def _new_event_loop(kind: str) -> asyncio.AbstractEventLoop:
 
 
 async def _run_alone(test) -> None:
-    """Await the test; tasks that outlive it are a leak of the test or of the code under test."""
+    """Await the test; tasks that outlive it are a leak of the test or of the code under test.
+
+    What the loop reports to its exception handler is an error that reached nobody.
+    """
+    reported: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: reported.append(str(report)))
     try:
         await test
         deadline = time.monotonic() + LEAK_GRACE_SECONDS
         while (left := asyncio.all_tasks() - {asyncio.current_task()}) and time.monotonic() < deadline:
             await asyncio.wait(left, timeout=0.05)
         assert not left, f"the test left running tasks behind: {left}"
+        assert not reported, f"errors that reached nobody: {reported}"
     finally:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
