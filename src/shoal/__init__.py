@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "shoal.async_iterators": (
+        "amap_in_executor",
+        "as_aiter",
+    ),
     "shoal.averaging": ("DecentralizedAverager",),
     "shoal.clock": (
         "MAX_DHT_TIME_DISCREPANCY_SECONDS",
@@ -31,10 +35,23 @@ _HOMES = {
         "deserialize_torch_tensor",
         "serialize_torch_tensor",
     ),
+    "shoal.compression.batch_descriptor": ("BatchTensorDescriptor",),
     "shoal.dht": ("DHT",),
     "shoal.dht.storage": (
         "TimedStorage",
         "ValueWithExpiration",
+    ),
+    "shoal.entering": ("enter_asynchronously",),
+    "shoal.futures": ("MPFuture",),
+    "shoal.logs": (
+        "get_logger",
+        "use_hivemind_log_handler",
+    ),
+    "shoal.nested": (
+        "nested_compare",
+        "nested_flatten",
+        "nested_map",
+        "nested_pack",
     ),
     "shoal.optim": ("Optimizer",),
     "shoal.optim.performance_ema": ("PerformanceEMA",),
@@ -45,6 +62,7 @@ _HOMES = {
         "PeerID",
         "PeerInfo",
     ),
+    "shoal.reactor": ("switch_to_uvloop",),
     "shoal.serializer": (
         "MSGPackSerializer",
         "SerializerBase",
@@ -56,6 +74,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _ROOMS = ("averaging", "compression", "dht", "optim", "p2p", "utils")
 
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
+    from shoal.async_iterators import amap_in_executor, as_aiter
     from shoal.averaging import DecentralizedAverager
     from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
     from shoal.compression import (
@@ -72,23 +91,31 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
         deserialize_torch_tensor,
         serialize_torch_tensor,
     )
+    from shoal.compression.batch_descriptor import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
+    from shoal.entering import enter_asynchronously
+    from shoal.futures import MPFuture
+    from shoal.logs import get_logger, use_hivemind_log_handler
+    from shoal.nested import nested_compare, nested_flatten, nested_map, nested_pack
     from shoal.optim import Optimizer
     from shoal.optim.performance_ema import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
+    from shoal.reactor import switch_to_uvloop
     from shoal.serializer import MSGPackSerializer, SerializerBase
 
 __all__ = [
     "DHT",
     "MAX_DHT_TIME_DISCREPANCY_SECONDS",
     "P2P",
+    "BatchTensorDescriptor",
     "CompressionBase",
     "CompressionInfo",
     "CompressionType",
     "DHTExpiration",
     "DecentralizedAverager",
     "Float16Compression",
+    "MPFuture",
     "MSGPackSerializer",
     "NoCompression",
     "Optimizer",
@@ -105,9 +132,19 @@ __all__ = [
     "TensorRole",
     "TimedStorage",
     "ValueWithExpiration",
+    "amap_in_executor",
+    "as_aiter",
     "deserialize_torch_tensor",
+    "enter_asynchronously",
     "get_dht_time",
+    "get_logger",
+    "nested_compare",
+    "nested_flatten",
+    "nested_map",
+    "nested_pack",
     "serialize_torch_tensor",
+    "switch_to_uvloop",
+    "use_hivemind_log_handler",
 ]
 
 

@@ -14,6 +14,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -24,6 +25,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
 
 from shoal.errors import ReactorError
+from shoal.futures import AwaitableFuture
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -41,6 +43,13 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:  # Windows, PyPy
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
+
+
+def switch_to_uvloop() -> asyncio.AbstractEventLoop:
+    """A new event loop, of uvloop where it exists, that is the current one of this thread from now on."""
+    loop = _new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
 
 
 async def _end_remaining_tasks() -> None:
@@ -118,6 +127,36 @@ async def _no_goodbye() -> None:
     return None
 
 
+def _run_in(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> AwaitableFuture[T]:
+    """Run a coroutine in the loop of another thread; like ``run_coroutine_threadsafe``, but it can be awaited."""
+    future: AwaitableFuture[T] = AwaitableFuture()
+
+    def start() -> None:
+        task = loop.create_task(coro)
+        task.add_done_callback(functools.partial(_resolve, future))
+        future.add_done_callback(functools.partial(_cancel, loop, task))  # no cycle: it would keep results alive
+
+    loop.call_soon_threadsafe(start)
+    return future
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
+    if future.cancelled() and not loop.is_closed():
+        loop.call_soon_threadsafe(task.cancel)
+
+
+def _resolve(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+    if task.cancelled():
+        future.cancel()
+    error = None if task.cancelled() else task.exception()
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is None:
+        future.set_result(task.result())
+    else:
+        future.set_exception(error)
+
+
 class Portal:
     """One object's door into the reactor.
 
@@ -154,8 +193,8 @@ class Portal:
         if not self.reactor.thread.is_alive():
             raise ReactorError(f"this {self.owner} is closed: the background loop has ended")
 
-    def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine in the loop; cancelling the returned future cancels it.
+    def submit(self, coro: Coroutine[Any, Any, T]) -> AwaitableFuture[T]:
+        """Run a coroutine in the loop; cancelling the returned future cancels it. Any other loop may await it.
 
         Raises:
             ReactorError: the owner was shut down, or belongs to the parent of this forked process.
@@ -165,7 +204,7 @@ class Portal:
             with self._lock:
                 if self._closing is not None:
                     raise ReactorError(f"this {self.owner} is shut down: create a new one")
-                future = asyncio.run_coroutine_threadsafe(coro, self.reactor.loop)
+                future = _run_in(self.reactor.loop, coro)
                 self._pending.add(future)
                 if self.closed:
                     future.cancel()
@@ -232,11 +271,25 @@ async def run_in_worker(function: Callable[..., T], *args: Any) -> T:
     return await future
 
 
-async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait until all of them have really ended; their errors are theirs."""
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> bool:
+    """Cancel tasks and wait until all of them have really ended; their errors are theirs.
+
+    Returns:
+        Whether all of them ended by being cancelled.
+    """
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    return all(task.cancelled() for task in tasks)
+
+
+async def await_cancelled(awaitable: Awaitable[Any]) -> bool:
+    """Wait until a task or future has ended, and tell whether it was cancelled; its errors are its own."""
+    task = asyncio.ensure_future(awaitable)
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()  # it has been seen
+    return task.cancelled()
 
 
 async def first_completed(*awaitables: Awaitable[Any], timeout: float | None = None) -> None:

@@ -487,7 +487,7 @@ async def test_settings_of_a_peer_that_exists_already_are_refused():
     p2p = await Swarm().p2p()
     with pytest.raises(ValueError, match=r"host_maddrs.* no effect together with p2p"):
         await DHTNode.create(p2p=p2p, host_maddrs=[])
-    with pytest.raises(ValueError, match="authorizer must be None"):
+    with pytest.raises(TypeError, match="authorizer must derive from AuthorizerBase"):
         await DHTNode.create(p2p=p2p, authorizer=object())  # type: ignore[arg-type]
     for setting in ("bucket_size", "num_replicas", "num_workers", "chunk_size", "depth_modulo"):
         with pytest.raises(ValueError, match=f"{setting} must be at least 1"):

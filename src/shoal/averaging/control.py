@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import math
-from collections.abc import Generator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from shoal.clock import get_dht_time
+from shoal.futures import AwaitableFuture
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ def check_weight(weight: float) -> float:
     return float(weight)
 
 
-class StepControl(concurrent.futures.Future[Gathered]):
+class StepControl(AwaitableFuture[Gathered]):
     """Handle of an averaging step: wait for it, trigger it, change it, cancel it. Safe to use from any thread.
 
     Args:
@@ -181,9 +180,6 @@ class StepControl(concurrent.futures.Future[Gathered]):
             self.changed.clear()
             if not self.triggered:
                 await self.changed.wait()
-
-    def __await__(self) -> Generator[Any, None, Gathered]:
-        return asyncio.wrap_future(self).__await__()
 
     def __del__(self) -> None:
         # getattr: the constructor may have refused its arguments

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
-DEFAULT_NUM_WORKERS = int(os.environ.get("SHOAL_DHT_NUM_WORKERS") or os.environ.get("HIVEMIND_DHT_NUM_WORKERS") or 4)
+from shoal.environment import setting
+
+DEFAULT_NUM_WORKERS = int(setting("DHT_NUM_WORKERS", "4"))
 """Requests in flight of one search, unless said otherwise; the environment may set it."""
 
 

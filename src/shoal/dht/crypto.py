@@ -195,7 +195,7 @@ class SignatureValidator(RecordValidatorBase):
         SignatureValidator.__init__(self, state["_private_key"])
 
 
-RSAPrivateKey = PrivateKey
-RSAPublicKey = PublicKey
-RSASignatureValidator = SignatureValidator
-"""The names under which users of this field know these classes; the keys are Ed25519."""
+Ed25519PrivateKey = RSAPrivateKey = PrivateKey
+Ed25519PublicKey = RSAPublicKey = PublicKey
+Ed25519SignatureValidator = RSASignatureValidator = SignatureValidator
+"""Other names of these classes. Users of this field know those with RSA; the keys are Ed25519 all the same."""

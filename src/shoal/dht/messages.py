@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shoal.p2p.wire import Header
+from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
 
 MAX_VALUE_BYTES = 2**19
 """Largest value of one record; the table is for small facts, tensors travel elsewhere."""
@@ -28,20 +28,20 @@ NodeIDBytes = IDBytes | None
 """``None`` stands for a node in client mode, which must not enter anybody's routing table."""
 
 
-class PingRequest(Header):
+class PingRequest(AuthorizedRequest):
     node_id: NodeIDBytes = None
     validate: bool = False
     """Please call me back and tell whether that worked."""
 
 
-class PingResponse(Header):
+class PingResponse(AuthorizedResponse):
     node_id: NodeIDBytes = None
     dht_time: float = 0.0
     available: bool = False
     """The sender of the request can be called and has the id that it claims."""
 
 
-class StoreRequest(Header):
+class StoreRequest(AuthorizedRequest):
     """Parallel lists, one item for each record."""
 
     keys: Annotated[list[IDBytes], Meta(max_length=MAX_RECORDS_PER_STORE)]
@@ -55,12 +55,12 @@ class StoreRequest(Header):
     node_id: NodeIDBytes = None
 
 
-class StoreResponse(Header):
+class StoreResponse(AuthorizedResponse):
     accepted: Annotated[list[bool], Meta(max_length=MAX_RECORDS_PER_STORE)]
     node_id: NodeIDBytes = None
 
 
-class FindRequest(Header):
+class FindRequest(AuthorizedRequest):
     keys: Annotated[list[IDBytes], Meta(max_length=MAX_KEYS_PER_FIND)]
     node_id: NodeIDBytes = None
 
@@ -89,7 +89,7 @@ class FindResult(msgspec.Struct, frozen=True, array_like=True):
     """Positions in the answer's list of nodes, nearest to the key first."""
 
 
-class FindResponse(Header):
+class FindResponse(AuthorizedResponse):
     results: Annotated[list[FindResult], Meta(max_length=MAX_KEYS_PER_FIND)]
     """One for each key of the request."""
     node_ids: Annotated[bytes, Meta(max_length=20 * MAX_KEYS_PER_FIND * MAX_NEIGHBORS)]

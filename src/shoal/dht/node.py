@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shoal.clock import DHTExpiration, get_dht_time
+from shoal.dht.authorization import AuthorizerBase
 from shoal.dht.blacklist import Blacklist
 from shoal.dht.bootstrap import ping_initial_peers
 from shoal.dht.caching import CacheRefreshQueue
@@ -83,7 +84,7 @@ class DHTNode:
         backoff_rate: float = 2.0,
         client_mode: bool = False,
         record_validator: RecordValidatorBase | None = None,
-        authorizer: None = None,
+        authorizer: AuthorizerBase | None = None,
         ensure_bootstrap_success: bool = True,
         strict: bool = True,
         **kwargs: Any,
@@ -96,7 +97,7 @@ class DHTNode:
             initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``.
             client_mode: use the table without being part of it: others never call this node.
             record_validator: decides what may be stored and believed.
-            authorizer: must be ``None``; who may join is checked when peers connect.
+            authorizer: decides whom this node talks to; the same kind at every node of the swarm.
             kwargs: for :meth:`P2P.create`.
 
         The other parameters are explained in :class:`shoal.dht.config.NodeConfig`.
@@ -106,8 +107,8 @@ class DHTNode:
             ValidationError: this node cannot be reached, or its clock is off.
             ValueError, TypeError: an argument makes no sense.
         """
-        if authorizer is not None:
-            raise ValueError("authorizer must be None: calls between nodes are authenticated by their connections")
+        if not isinstance(authorizer, AuthorizerBase | None):
+            raise TypeError(f"authorizer must derive from AuthorizerBase, got {authorizer!r}")
         if p2p is not None and kwargs:
             raise ValueError(f"{', '.join(kwargs)}: settings of P2P.create have no effect together with p2p")
         targets = parse_peer_addresses(initial_peers or ())
@@ -149,6 +150,7 @@ class DHTNode:
                 cache_size=cache_size,
                 client_mode=client_mode or p2p.client_mode,
                 record_validator=record_validator,
+                authorizer=authorizer,
             )
             node = cls(protocol=protocol, config=config, owns_p2p=owns_p2p, _from_create=True)
         except BaseException:

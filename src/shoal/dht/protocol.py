@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
+from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper
 from shoal.dht.handover import records_for_newcomer
 from shoal.dht.messages import (
     MAX_ADDRESSES,
@@ -33,7 +34,7 @@ from shoal.dht.records import LocalRecords, NewRecord, check_expiration, pack_va
 from shoal.dht.routing import DHTID, RoutingTable
 from shoal.dht.storage import DHTLocalStorage, StoredValue
 from shoal.dht.validation import WHOLE_DICTIONARY, RecordValidatorBase
-from shoal.errors import ProtocolError, ShoalError, ValidationError
+from shoal.errors import DHTError, ProtocolError, ShoalError, ValidationError
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 
 __all__ = ["NO_ANSWER", "DHTProtocol", "FindAnswer", "FoundRecord", "ValidationError"]
@@ -97,6 +98,7 @@ class DHTProtocol(ServicerBase):
         client_mode: only call, never answer.
         record_validator: decides what may be stored and believed.
     """
+        authorizer: decides whom this node talks to; everybody by default.
 
     def __init__(
         self,
@@ -112,8 +114,10 @@ class DHTProtocol(ServicerBase):
         client_mode: bool = False,
         record_validator: RecordValidatorBase | None = None,
     ) -> None:
+        authorizer: AuthorizerBase | None = None,
         self.p2p, self.node_id = p2p, node_id
         self._announced_id = None if client_mode else node_id.to_bytes()  # what others are told about this node
+        self._authorizer = authorizer
         self.routing_table = RoutingTable(node_id, bucket_size, depth_modulo)
         self.records = LocalRecords(cache_size, record_validator)
         self.bucket_size, self.num_replicas = bucket_size, num_replicas
@@ -149,7 +153,9 @@ class DHTProtocol(ServicerBase):
     async def start(self) -> None:
         """Begin to answer other nodes, unless in client mode."""
         if not self.client_mode:
-            await self.add_p2p_handlers(self.p2p)
+            authorizer = self._authorizer
+            wrapper = None if authorizer is None else AuthRPCWrapper(self, AuthRole.SERVICER, authorizer)
+            await self.add_p2p_handlers(self.p2p, wrapper)
 
     async def shutdown(self) -> None:
         """Stop answering, and cancel what goes on in the background."""
@@ -224,12 +230,24 @@ class DHTProtocol(ServicerBase):
         try:
             async with self._rpc_limit:
                 return await self.p2p.call(peer, self.handle_name(method, None), request, response_type, timeout)
+                if self._authorizer is not None:
+                    response: ResponseT = await self._call_member(self._authorizer, peer, method, request, timeout)
+                    return response
         except NO_ANSWER as e:
             self.note_failure(peer)
             logger.debug("%s at peer %s failed: %s: %s", method, peer, type(e).__name__, e)
             raise
 
     async def ping(self, peer: PeerID, *, validate: bool, timeout: float | None = None) -> PingResponse:
+    async def _call_member(
+        self, authorizer: AuthorizerBase, peer: PeerID, method: str, request: Header, timeout: float
+    ) -> Any:
+        stub = AuthRPCWrapper(self.get_stub(self.p2p, peer), AuthRole.CLIENT, authorizer)
+        response = await getattr(stub, method)(request, timeout)
+        if response is None:
+            raise DHTError(f"peer {peer} gave an answer without valid authorization")
+        return response
+
         """Ask a node who it is, and with ``validate`` whether it can call back and our clocks agree.
 
         Raises:

@@ -100,19 +100,24 @@ class StubBase:
     def __init__(self, p2p: P2P, peer: PeerID, servicer: type[ServicerBase], namespace: str | None) -> None:
         self._p2p = p2p
         self._peer = peer
-        self._servicer = servicer
+        self.servicer = servicer
+        """Whose methods are called."""
         self._namespace = namespace
 
     def __getattr__(self, name: str) -> Any:
-        for method in methods_of(self._servicer):
+        for method in methods_of(self.servicer):
             if method.name == name:
                 caller = self._make_caller(method)
                 setattr(self, name, caller)
                 return caller
-        raise AttributeError(f"{self._servicer.__name__} has no remote method {name}")
+        raise AttributeError(f"{self.servicer.__name__} has no remote method {name}")
+
+    def context_of(self, method: str) -> P2PContext:
+        """What is called by whom, seen from the caller."""
+        return P2PContext(self.servicer.handle_name(method, self._namespace), self._p2p.peer_id, self._peer)
 
     def _make_caller(self, method: Method) -> Callable[..., Any]:
-        handle = self._servicer.handle_name(method.name, self._namespace)
+        handle = self.servicer.handle_name(method.name, self._namespace)
 
         def unary(request: Header, timeout: float | None = None) -> Awaitable[Header]:
             assert method.response_type is not None
@@ -133,13 +138,17 @@ class ServicerBase:
         name = f"{cls.__name__}.{method}"
         return name if namespace is None else f"{namespace}::{name}"
 
-    async def add_p2p_handlers(self, p2p: P2P, wrapper: Any = None, *, namespace: str | None = None) -> None:
+    async def add_p2p_handlers(
+        self, p2p: P2P, wrapper: Any = None, *, namespace: str | None = None, balanced: bool = False
+    ) -> None:
         """Let other peers call this object.
 
         Args:
             p2p: the peer that serves.
-            wrapper: object whose methods stand in for those of this one, such as an access check.
+            wrapper: object whose methods stand in for those of this one, such as an access check; a method that returns
+                ``None`` refuses to answer.
             namespace: told apart from other objects of the same class by this.
+            balanced: accepted for compatibility: one object serves all calls of a name.
 
         Raises:
             P2PDaemonError: such an object is served already.

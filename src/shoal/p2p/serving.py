@@ -238,6 +238,8 @@ async def _run_handler(handler: Handler, call: Call, context: P2PContext) -> Non
     if request is None or call.payload_size or not call.received_end:
         raise ProtocolError(f"{context.handle_name} takes exactly one message without a payload")
     response = await handler.function(request, context)
+    if response is None:
+        raise P2PDaemonError(f"{context.handle_name} does not answer this peer")
     await call.send(response, end=True)
 
 

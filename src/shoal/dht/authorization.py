@@ -1,0 +1,322 @@
+"""Tables for members only: every call between nodes carries proof that its sender may take part.
+
+A member has an access token, which some authority gives out, and signs with the key that the token names. A request
+also says when it was made and has a number that is used once, so that a captured one is worth nothing: not a minute
+later, not a second time, not from another peer, and not at another peer. The answer is signed with the same number.
+
+Each swarm decides what a token is worth and where it comes from, by a subclass of :class:`TokenAuthorizerBase`::
+
+    class Members(TokenAuthorizerBase):
+        async def get_token(self) -> AccessToken: ...            # log in
+        def is_token_valid(self, token) -> bool: ...             # signed by our authority, and not expired?
+        def does_token_need_refreshing(self, token) -> bool: ...
+
+    dht = DHT(..., authorizer=Members())
+
+Records in the table are a matter of their own: see :mod:`shoal.dht.crypto`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from shoal.clock import get_dht_time
+from shoal.dht.storage import TimedStorage
+from shoal.p2p import Header, P2PContext, PeerID, ServicerBase, StubBase
+from shoal.p2p.servicer import methods_of
+from shoal.p2p.wire import decode_header
+
+if TYPE_CHECKING:
+    from shoal.dht.crypto import PrivateKey, PublicKey
+
+logger = logging.getLogger(__name__)
+MessageT = TypeVar("MessageT", bound="AuthorizedRequest | AuthorizedResponse")
+
+MAX_REQUEST_AGE = 60.0
+"""Seconds by which the time in a request may differ from the receiver's."""
+NONCE_BYTES = 16
+MAX_NONCES = 2**18
+"""Requests of the last minutes that are remembered, so that each is answered once."""
+_REQUEST_PURPOSE, _RESPONSE_PURPOSE = "shoal authorized request 1", "shoal authorized response 1"
+
+_Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Short = Annotated[bytes, Meta(max_length=1024)]
+
+
+class AccessToken(msgspec.Struct):
+    """What an authority gives to a member."""
+
+    username: Annotated[str, Meta(max_length=256)] = ""
+    public_key: _Short = b""
+    """The member's key in OpenSSH form."""
+    expiration_time: float = 0.0
+    """DHT time."""
+    signature: Annotated[bytes, Meta(max_length=4096)] = b""
+    """Of the authority, over :meth:`signed_bytes`; or another proof that the swarm's authorizers understand."""
+
+    def signed_bytes(self) -> bytes:
+        """Everything but the signature, in one form for all."""
+        fields = ["shoal access token 1", self.username, self.public_key, float(self.expiration_time)]
+        return msgspec.msgpack.encode(fields)
+
+
+class RequestAuth(msgspec.Struct):
+    """Proof that the sender of a request is a member."""
+
+    token: AccessToken
+    time: float
+    """The sender's DHT time."""
+    nonce: _Nonce
+    """Random, in no other request."""
+    signature: _Short = b""
+
+
+class ResponseAuth(msgspec.Struct):
+    """Proof that the sender of an answer is a member."""
+
+    token: AccessToken
+    nonce: _Nonce
+    """Of the request."""
+    signature: _Short = b""
+
+
+class AuthorizedRequest(Header, kw_only=True, omit_defaults=True):
+    """Base class of requests that an authorizer can sign."""
+
+    auth: RequestAuth | None = None
+
+
+class AuthorizedResponse(Header, kw_only=True, omit_defaults=True):
+    """Base class of answers that an authorizer can sign."""
+
+    auth: ResponseAuth | None = None
+
+
+class AuthorizerBase(ABC):
+    """Signs and checks what travels between members.
+
+    ``call`` says which method is called by whom at whom; both sides know it without being told.
+    """
+
+    @abstractmethod
+    async def sign_request(self, request: AuthorizedRequest, call: str) -> None:
+        """Fill in ``request.auth``."""
+
+    @abstractmethod
+    async def validate_request(self, request: AuthorizedRequest, call: str) -> bool:
+        """Whether the request comes from a member and is new."""
+
+    @abstractmethod
+    async def sign_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> None:
+        """Fill in ``response.auth``."""
+
+    @abstractmethod
+    async def validate_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> bool:
+        """Whether the answer comes from a member and belongs to the request."""
+
+
+class TokenAuthorizerBase(AuthorizerBase):
+    """Membership by access tokens.
+
+    Args:
+        local_private_key: signs what this process sends; by default the key of the process.
+    """
+
+    def __init__(self, local_private_key: PrivateKey | None = None) -> None:
+        from shoal.dht.crypto import PrivateKey  # loading it takes time, and most tables are open to all
+
+        self._local_private_key = PrivateKey.process_wide() if local_private_key is None else local_private_key
+        self._local_public_key = self._local_private_key.get_public_key()
+        self._local_token: AccessToken | None = None
+        self._refreshing = asyncio.Lock()
+        self._seen: TimedStorage[tuple[bytes, bytes], None] = TimedStorage(MAX_NONCES)
+
+    @abstractmethod
+    async def get_token(self) -> AccessToken:
+        """A new token for :attr:`local_public_key`, from the authority. One call at a time."""
+
+    @abstractmethod
+    def is_token_valid(self, access_token: AccessToken) -> bool:
+        """Whether a token, of anybody, was given out by the authority and has not expired."""
+
+    @abstractmethod
+    def does_token_need_refreshing(self, access_token: AccessToken) -> bool:
+        """Whether the own token should be replaced, because it expires soon."""
+
+    @property
+    def local_public_key(self) -> PublicKey:
+        """The key that the own token must name."""
+        return self._local_public_key
+
+    async def refresh_token_if_needed(self) -> AccessToken:
+        """The own token, a new one if it is time for it.
+
+        Raises:
+            RuntimeError: there is no token, because ``get_token`` failed or gave one that is not valid.
+        """
+        async with self._refreshing:
+            token = self._local_token
+            if token is None or self.does_token_need_refreshing(token):
+                try:
+                    self._local_token = self._checked(await self.get_token())
+                except Exception as e:  # the user's code, which may ask a server
+                    if token is None or not self._accepts(token):
+                        raise RuntimeError(f"no access token to take part with: {type(e).__name__}: {e}") from e
+                    logger.warning("the access token could not be refreshed: %s: %s", type(e).__name__, e)
+            assert self._local_token is not None
+            return self._local_token
+
+    def _checked(self, token: AccessToken) -> AccessToken:
+        if token.public_key != self._local_public_key.to_bytes():
+            raise ValueError("get_token() gave a token for another key than local_public_key")
+        if not self._accepts(token):
+            raise ValueError("get_token() gave a token that is_token_valid() refuses")
+        return token
+
+    async def sign_request(self, request: AuthorizedRequest, call: str) -> None:
+        token = await self.refresh_token_if_needed()
+        request.auth = RequestAuth(token, get_dht_time(), secrets.token_bytes(NONCE_BYTES))
+        request.auth.signature = self._local_private_key.sign(_signed_bytes(_REQUEST_PURPOSE, call, request))
+
+    async def validate_request(self, request: AuthorizedRequest, call: str) -> bool:
+        auth = request.auth
+        if auth is None:
+            return _refuse(call, "it is not signed")
+        if not abs(get_dht_time() - auth.time) <= MAX_REQUEST_AGE:
+            return _refuse(call, "it was made at another time")
+        if not self._is_signed(auth, _signed_bytes(_REQUEST_PURPOSE, call, request)):
+            return _refuse(call, "no valid token, or no valid signature")
+        if not self._seen.store((auth.token.public_key, auth.nonce), None, get_dht_time() + 3 * MAX_REQUEST_AGE):
+            return _refuse(call, "it was answered before")
+        return True
+
+    async def sign_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> None:
+        assert request.auth is not None, "only answers to signed requests are signed"
+        response.auth = ResponseAuth(await self.refresh_token_if_needed(), request.auth.nonce)
+        response.auth.signature = self._local_private_key.sign(_signed_bytes(_RESPONSE_PURPOSE, call, response))
+
+    async def validate_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> bool:
+        auth = response.auth
+        if auth is None or request.auth is None:
+            return _refuse(call, "its answer is not signed")
+        if auth.nonce != request.auth.nonce:
+            return _refuse(call, "its answer belongs to another request")
+        if not self._is_signed(auth, _signed_bytes(_RESPONSE_PURPOSE, call, response)):
+            return _refuse(call, "its answer has no valid token, or no valid signature")
+        return True
+
+    def _is_signed(self, auth: RequestAuth | ResponseAuth, signed: bytes) -> bool:
+        from shoal.dht.crypto import PublicKey
+
+        if not self._accepts(auth.token):
+            return False
+        try:
+            key = PublicKey.from_bytes(auth.token.public_key)
+        except ValueError:
+            return False
+        return key.verify(signed, auth.signature)
+
+    def _accepts(self, token: AccessToken) -> bool:
+        try:
+            return bool(self.is_token_valid(token))
+        except Exception as e:  # the user's code, and the token may be hostile
+            logger.warning("is_token_valid() failed, so the token is refused: %s: %s", type(e).__name__, e)
+            return False
+
+
+def _refuse(call: str, reason: str) -> bool:
+    logger.debug("%s is refused: %s", call, reason)
+    return False
+
+
+def _signed_bytes(purpose: str, call: str, message: MessageT) -> bytes:
+    """What is signed: all of the message but the signature, as the other side will read it."""
+    assert message.auth is not None
+    signature, message.auth.signature = message.auth.signature, b""
+    try:
+        encoded = msgspec.msgpack.encode(message)
+    finally:
+        message.auth.signature = signature
+    as_received = decode_header(encoded, type(message))  # where a number may be a float, an int arrives as one
+    return msgspec.msgpack.encode([purpose, call, as_received])
+
+
+class AuthRole(Enum):
+    """Which side of a call a wrapper stands on."""
+
+    CLIENT = 0
+    SERVICER = 1
+
+
+class AuthRPCWrapper:
+    """Stands in for a servicer, or for a stub, and lets only members pass.
+
+    As servicer, give it to :meth:`ServicerBase.add_p2p_handlers` as wrapper: a request of anybody else is not answered.
+    As client, call it like the stub: an answer of anybody else counts as none, and ``None`` is returned.
+
+    Args:
+        stub: a :class:`ServicerBase`, or for the client the stub of one.
+        role: which of them it is.
+        authorizer: signs and checks.
+
+    Raises:
+        TypeError: a method of the servicer does not take an :class:`AuthorizedRequest` and give an
+            :class:`AuthorizedResponse`.
+    """
+
+    def __init__(self, stub: ServicerBase | StubBase, role: AuthRole, authorizer: AuthorizerBase) -> None:
+        self._stub = stub
+        self._role = role
+        self._authorizer = authorizer
+        servicer = stub.servicer if isinstance(stub, StubBase) else type(stub)
+        for method in methods_of(servicer):
+            takes, gives = method.request_type or Header, method.response_type or Header
+            if not (issubclass(takes, AuthorizedRequest) and issubclass(gives, AuthorizedResponse)):
+                raise TypeError(
+                    f"{servicer.__name__}.{method.name} cannot be authorized: it must take a subclass of "
+                    "AuthorizedRequest and return one of AuthorizedResponse"
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._stub, name)
+        if not name.startswith("rpc_"):
+            return method
+        wrapped = self._asking(name, method) if self._role is AuthRole.CLIENT else self._answering(method)
+        setattr(self, name, wrapped)
+        return wrapped
+
+    def _asking(self, name: str, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        assert isinstance(self._stub, StubBase), "a client wraps the stub of a servicer"
+        context = self._stub.context_of(name)
+        call = _description(context.handle_name, context.local_id, context.remote_id)
+
+        async def ask(request: AuthorizedRequest, timeout: float | None = None) -> AuthorizedResponse | None:
+            await self._authorizer.sign_request(request, call)
+            response = await method(request, timeout)
+            return response if await self._authorizer.validate_response(response, request, call) else None
+
+        return ask
+
+    def _answering(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def answer(request: AuthorizedRequest, context: P2PContext) -> AuthorizedResponse | None:
+            call = _description(context.handle_name, context.remote_id, context.local_id)
+            if not await self._authorizer.validate_request(request, call):
+                return None
+            response: AuthorizedResponse = await method(request, context)
+            await self._authorizer.sign_response(response, request, call)
+            return response
+
+        return answer
+
+
+def _description(handle_name: str, caller: PeerID, servicer: PeerID) -> str:
+    return f"{handle_name} called by {caller} at {servicer}"

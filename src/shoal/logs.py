@@ -1,0 +1,159 @@
+"""Readable log lines on the error output, for programs that ask for them.
+
+shoal itself only writes to the standard loggers ``shoal.*``: importing or starting it prints and configures nothing. A
+program that calls :func:`get_logger` or :func:`use_hivemind_log_handler` gets the lines printed::
+
+    Nov 21 15:14:07.123 [INFO] Optimizer: averaged with 3 peers
+    Nov 21 15:14:08.456 [WARN] [shoal.dht.node._join:212] no initial peer has answered yet
+
+Level, colors and callers can be set by the environment, see :mod:`shoal.environment`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from enum import Enum
+
+from shoal.environment import setting, switch
+
+PACKAGE = "shoal"
+
+
+class HandlerMode(Enum):
+    """Which loggers' lines are printed."""
+
+    NOWHERE = "nowhere"
+    """None by shoal: they go to whatever handlers the program has set up."""
+    IN_HIVEMIND = "in_hivemind"
+    """Those of shoal alone."""
+    IN_ROOT_LOGGER = "in_root_logger"
+    """Those of the whole program."""
+
+
+_USES_COLORS = switch("COLORS", default=sys.stderr is not None and sys.stderr.isatty())
+
+
+class TextStyle:
+    """Codes that change how a terminal shows what follows; empty if colors are off."""
+
+    RESET = "\033[0m" if _USES_COLORS else ""
+    BOLD = "\033[1m" if _USES_COLORS else ""
+    RED = "\033[31m" if _USES_COLORS else ""
+    BLUE = "\033[34m" if _USES_COLORS else ""
+    PURPLE = "\033[35m" if _USES_COLORS else ""
+    ORANGE = "\033[38;5;208m" if _USES_COLORS else ""
+
+
+_STYLES = {
+    logging.DEBUG: TextStyle.PURPLE,
+    logging.INFO: TextStyle.BLUE,
+    logging.WARNING: TextStyle.ORANGE,
+    logging.ERROR: TextStyle.RED,
+    logging.CRITICAL: TextStyle.RED + TextStyle.BOLD,
+}
+
+
+class ConsoleFormatter(logging.Formatter):
+    """One line per record: when, how severe, from where unless it is a plain notice, and what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._always_tells_caller = switch("ALWAYS_LOG_CALLER", default=False)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        when = f"{self.formatTime(record, '%b %d %H:%M:%S')}.{int(record.msecs):03d}"
+        level = "WARN" if record.levelno == logging.WARNING else record.levelname
+        style = _STYLES.get(record.levelno, "")
+        caller = f" [{TextStyle.BOLD}{record.name}.{record.funcName}:{record.lineno}{TextStyle.RESET}]"
+        tells_caller = record.levelno != logging.INFO or self._always_tells_caller
+        reset = TextStyle.RESET if style else ""
+        return f"{when} [{style}{level}{reset}]{caller if tells_caller else ''} {record.message}"
+
+
+class _Installation:
+    """What was changed in a logger, to undo it."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._level, self._propagate = logger.level, logger.propagate
+        self._handler = logging.StreamHandler()
+        self._handler.setFormatter(ConsoleFormatter())
+        logger.setLevel(setting("LOGLEVEL", "INFO").upper())
+        logger.propagate = False
+        logger.addHandler(self._handler)
+
+    def undo(self) -> None:
+        self._logger.removeHandler(self._handler)
+        self._logger.setLevel(self._level)
+        self._logger.propagate = self._propagate
+
+
+_lock = threading.Lock()
+_mode: HandlerMode | None = None
+_installation: _Installation | None = None
+
+
+def use_hivemind_log_handler(where: HandlerMode | str) -> None:
+    """Choose which lines are printed: ``"in_hivemind"``, ``"nowhere"`` or ``"in_root_logger"``.
+
+    Raises:
+        ValueError: none of these.
+    """
+    global _mode, _installation
+    mode = HandlerMode(where.lower()) if isinstance(where, str) else HandlerMode(where)
+    with _lock:
+        if mode is _mode:
+            return
+        if _installation is not None:
+            _installation.undo()
+            _installation = None
+        if mode is not HandlerMode.NOWHERE:
+            _installation = _Installation(logging.getLogger(PACKAGE if mode is HandlerMode.IN_HIVEMIND else None))
+        _mode = mode
+
+
+def get_logger(name: str | None = None) -> logging.Logger:
+    """A standard logger: that of shoal, or the one with this name. From the first call on shoal's lines are printed.
+
+    A program that wants its own lines in the same form calls ``use_hivemind_log_handler("in_root_logger")``.
+    """
+    if _mode is None:
+        use_hivemind_log_handler(HandlerMode.IN_HIVEMIND)
+    return logging.getLogger(PACKAGE if name is None else name)
+
+
+_GOLOG_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+    "dpanic": logging.CRITICAL,
+    "panic": logging.CRITICAL,
+    "fatal": logging.CRITICAL,
+}
+
+
+def golog_level_to_python(level: str) -> int:
+    """The number of a level that is named as in programs written in Go.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    try:
+        return _GOLOG_LEVELS[level.lower()]
+    except KeyError:
+        raise ValueError(f"unknown level {level!r}, known are {', '.join(_GOLOG_LEVELS)}") from None
+
+
+def python_level_to_golog(level: str | int) -> str:
+    """The name, as in programs written in Go, of a level or of the nearest one below it.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
+    if not isinstance(number, int):
+        raise ValueError(f"unknown level {level!r}")
+    return next((name for name in ("fatal", "error", "warn", "info") if _GOLOG_LEVELS[name] <= number), "debug")

@@ -1,0 +1,56 @@
+"""Small public names under the import path that users know; all of them live elsewhere, and load at first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.async_iterators import amap_in_executor, as_aiter
+    from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
+    from shoal.compression import TensorDescriptor
+    from shoal.compression.batch_descriptor import BatchTensorDescriptor
+    from shoal.dht.storage import TimedStorage, ValueWithExpiration
+    from shoal.entering import enter_asynchronously
+    from shoal.futures import MPFuture
+    from shoal.logs import get_logger, use_hivemind_log_handler
+    from shoal.nested import nested_compare, nested_flatten, nested_map, nested_pack
+    from shoal.optim.performance_ema import PerformanceEMA
+    from shoal.reactor import switch_to_uvloop
+    from shoal.serializer import MSGPackSerializer, SerializerBase
+
+__all__ = [
+    "MAX_DHT_TIME_DISCREPANCY_SECONDS",
+    "BatchTensorDescriptor",
+    "DHTExpiration",
+    "MPFuture",
+    "MSGPackSerializer",
+    "PerformanceEMA",
+    "SerializerBase",
+    "TensorDescriptor",
+    "TimedStorage",
+    "ValueWithExpiration",
+    "amap_in_executor",
+    "as_aiter",
+    "enter_asynchronously",
+    "get_dht_time",
+    "get_logger",
+    "nested_compare",
+    "nested_flatten",
+    "nested_map",
+    "nested_pack",
+    "switch_to_uvloop",
+    "use_hivemind_log_handler",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'shoal.utils' has no attribute {name!r}")
+    import shoal
+
+    value = globals()[name] = getattr(shoal, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
