@@ -97,8 +97,8 @@ class DHTProtocol(ServicerBase):
         cache_size: most records in the cache, ``None`` = no limit.
         client_mode: only call, never answer.
         record_validator: decides what may be stored and believed.
-    """
         authorizer: decides whom this node talks to; everybody by default.
+    """
 
     def __init__(
         self,
@@ -113,11 +113,11 @@ class DHTProtocol(ServicerBase):
         cache_size: int | None = None,
         client_mode: bool = False,
         record_validator: RecordValidatorBase | None = None,
-    ) -> None:
         authorizer: AuthorizerBase | None = None,
+    ) -> None:
         self.p2p, self.node_id = p2p, node_id
-        self._announced_id = None if client_mode else node_id.to_bytes()  # what others are told about this node
         self._authorizer = authorizer
+        self._announced_id = None if client_mode else node_id.to_bytes()  # what others are told about this node
         self.routing_table = RoutingTable(node_id, bucket_size, depth_modulo)
         self.records = LocalRecords(cache_size, record_validator)
         self.bucket_size, self.num_replicas = bucket_size, num_replicas
@@ -229,16 +229,15 @@ class DHTProtocol(ServicerBase):
         """
         try:
             async with self._rpc_limit:
-                return await self.p2p.call(peer, self.handle_name(method, None), request, response_type, timeout)
                 if self._authorizer is not None:
                     response: ResponseT = await self._call_member(self._authorizer, peer, method, request, timeout)
                     return response
+                return await self.p2p.call(peer, self.handle_name(method, None), request, response_type, timeout)
         except NO_ANSWER as e:
             self.note_failure(peer)
             logger.debug("%s at peer %s failed: %s: %s", method, peer, type(e).__name__, e)
             raise
 
-    async def ping(self, peer: PeerID, *, validate: bool, timeout: float | None = None) -> PingResponse:
     async def _call_member(
         self, authorizer: AuthorizerBase, peer: PeerID, method: str, request: Header, timeout: float
     ) -> Any:
@@ -248,6 +247,7 @@ class DHTProtocol(ServicerBase):
             raise DHTError(f"peer {peer} gave an answer without valid authorization")
         return response
 
+    async def ping(self, peer: PeerID, *, validate: bool, timeout: float | None = None) -> PingResponse:
         """Ask a node who it is, and with ``validate`` whether it can call back and our clocks agree.
 
         Raises:
