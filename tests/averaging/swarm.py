@@ -11,6 +11,7 @@ import torch
 from shoal.averaging.allreduce import AveragingMode
 from shoal.averaging.control import StepControl
 from shoal.averaging.node import Average, AveragerConfig, AveragerNode, average_once
+from shoal.averaging.snapshot import GetState
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionInfo
@@ -36,7 +37,11 @@ class Swarm:
         self.nodes: list[AveragerNode] = []
 
     async def add(
-        self, tensors: Sequence[torch.Tensor], average: Average = average_once, **changes: Any
+        self,
+        tensors: Sequence[torch.Tensor],
+        average: Average = average_once,
+        get_state: GetState | None = None,
+        **changes: Any,
     ) -> AveragerNode:
         config = make_config(**changes)
         transport = self.network.transport(Identity.generate(self.rng))
@@ -45,11 +50,11 @@ class Swarm:
         infos = [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
         lock = TensorLock()
 
-        def get_state() -> tuple[Any, list[torch.Tensor]]:
+        def state_of_tensors() -> tuple[Any, list[torch.Tensor]]:
             with lock.hold():
                 return {"group_key": "bits"}, [tensor.clone() for tensor in tensors]
 
-        node = AveragerNode(p2p, self.table, tensors, infos, config, lock, get_state, average)
+        node = AveragerNode(p2p, self.table, tensors, infos, config, lock, get_state or state_of_tensors, average)
         await node.start()
         self.nodes.append(node)
         return node

@@ -18,7 +18,7 @@ from shoal.averaging.control import Gathered, RoundResult, StepControl
 from shoal.averaging.node import DEFAULT_STALL_TIMEOUT, AveragerConfig, AveragerNode, average_once, schema_of
 from shoal.averaging.partition import DEFAULT_PART_SIZE_BYTES
 from shoal.averaging.session import GroupSession
-from shoal.averaging.state_sharing import State
+from shoal.averaging.snapshot import OwnedState, State
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression
@@ -422,14 +422,16 @@ class DecentralizedAverager:
             loop = self._portal.reactor.loop
             loop.call_soon_threadsafe(lambda: sharing.set(allowed=allowed, priority=priority))
 
-    def get_current_state(self) -> tuple[Any, Sequence[torch.Tensor]]:
+    def get_current_state(self) -> Any:
         """What newcomers download; override it to share more. Called in a worker thread.
 
         Returns:
-            Metadata of plain values and a list of tensors; optionally also a list of their ``CompressionInfo``.
+            A tuple of metadata, which are plain values, and a list of tensors; optionally also a list of their
+            ``CompressionInfo``. The tensors are copied, unless it is an :class:`~shoal.averaging.snapshot.OwnedState`.
         """
         with self.get_tensors() as tensors:
-            return {"group_key": self.node.group_bits}, [tensor.detach().clone() for tensor in tensors]
+            copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        return OwnedState({"group_key": self.node.group_bits}, copies, self.tensor_infos)
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
         """Download the state of the best donor; this averager itself does not change.

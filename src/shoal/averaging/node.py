@@ -30,7 +30,8 @@ from shoal.averaging.protocol import (
 )
 from shoal.averaging.round import Round, Rounds
 from shoal.averaging.session import GroupSession
-from shoal.averaging.state_sharing import GetState, StateSharing
+from shoal.averaging.snapshot import GetState
+from shoal.averaging.state_sharing import StateSharing
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time, timeout
 from shoal.compression import CompressionBase, CompressionInfo

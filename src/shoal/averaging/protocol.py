@@ -161,19 +161,27 @@ class StatusReply(Header):
 
 
 class DownloadRequest(Header):
-    """Asks for this averager's state."""
+    """Asks for this averager's state; requests for chunks follow."""
 
 
 class StateHeader(Header):
-    """Start of a state: refused, or what is going to follow."""
+    """What state there is; the payload holds the hash of each chunk. Or a refusal."""
 
     allowed: bool
+    busy: bool = False
+    """Refused only because too many others are downloading."""
     metadata: bytes = b""
     tensors: list[TensorMetadata] = msgspec.field(default_factory=list)
     tensor_bytes: list[int] = msgspec.field(default_factory=list)
 
 
-class StateChunk(Header):
-    """A piece of a tensor's bytes, in order; the payload holds it."""
+class ChunkRequest(Header):
+    """Asks for one chunk of the state."""
 
-    tensor: int
+    index: int
+
+
+class StateChunk(Header):
+    """One chunk; the payload holds its bytes."""
+
+    index: int

@@ -5,40 +5,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import torch
-
-from shoal.averaging.allreduce import PEER_FAILURES
-from shoal.averaging.protocol import DownloadRequest, StateChunk, StateHeader
+from shoal.averaging.allreduce import PEER_FAILURES, reason_of
+from shoal.averaging.protocol import ChunkRequest, DownloadRequest, StateChunk, StateHeader
+from shoal.averaging.snapshot import GetState, Snapshot, State, version_of
+from shoal.averaging.state_download import Download, open_state
 from shoal.clock import get_dht_time, timeout
-from shoal.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
-from shoal.compression.base import SerializedTensor
+from shoal.compression import CompressionBase
 from shoal.errors import ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
-from shoal.reactor import run_in_worker
-from shoal.serializer import MSGPackSerializer
+from shoal.reactor import cancel_and_wait, first_completed, run_in_worker
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2**20
-MAX_TENSORS = 2**20
 DECLARATION_LIFETIME = 1.5
 """Declarations live for this many periods, so that a slow renewal leaves no gap."""
+MAX_DOWNLOADS = 8
+"""How many newcomers a donor serves at a time."""
+MAX_SNAPSHOTS = 2
+"""How many copies of its state a donor keeps for them."""
+SNAPSHOT_AGE = 0.5
+"""Seconds for which newcomers that come one after another are given the same copy."""
+MAX_DONORS = 4
+"""From how many donors a newcomer takes a state."""
+WORTH_SHARING_BYTES = 8 * 2**20
+"""Smaller states are taken from one donor, unless it fails."""
+BUSY_PAUSE, BUSY_PATIENCE = 1.0, 60.0
+"""Seconds after which donors that are busy are asked again, and for how long."""
 
 
-class State(NamedTuple):
-    """What an averager gives to a newcomer."""
+class _Sharing:
+    """A snapshot that some newcomers are downloading."""
 
-    metadata: Any
-    """Plain values."""
-    tensors: list[torch.Tensor]
-
-
-GetState = Callable[
-    [], "tuple[Any, Sequence[torch.Tensor]] | tuple[Any, Sequence[torch.Tensor], Sequence[CompressionInfo]]"
-]
+    def __init__(self, taken_at: float, snapshot: asyncio.Future[Snapshot]) -> None:
+        self.taken_at, self.snapshot = taken_at, snapshot
+        self.users = 0
 
 
 class StateSharing:
@@ -46,7 +50,7 @@ class StateSharing:
 
     Args:
         key: DHT key under which donors declare themselves.
-        get_state: gives the state to send; called in a worker thread, once for each download.
+        get_state: gives the state to send; called in a worker thread.
         chunk_timeout: seconds without the next piece after which a donor is given up.
         max_bytes: larger states are refused before any memory is taken.
     """
@@ -72,6 +76,7 @@ class StateSharing:
         self._get_stub = get_stub
         self._changed = asyncio.Event()
         self._is_declared = False
+        self._sharings: list[_Sharing] = []
 
     def set(self, *, allowed: bool | None = None, priority: float | None = None) -> None:
         """Change what is offered; others see it as soon as the DHT has it."""
@@ -107,47 +112,64 @@ class StateSharing:
 
     async def serve(self, call: Call) -> None:
         """Send the state to a peer that asks for it, or refuse."""
-        if not self.allowed:
-            await call.send(StateHeader(allowed=False), end=True)
+        sharing = self._share() if self.allowed else None
+        if sharing is None:
+            await call.send(StateHeader(allowed=False, busy=self.allowed), end=True)
             return
-        metadata, tensors = await run_in_worker(self._snapshot)
-        header = StateHeader(
-            allowed=True,
-            metadata=metadata,
-            tensors=[tensor.metadata for tensor in tensors],
-            tensor_bytes=[len(tensor.buffer) for tensor in tensors],
-        )
-        await call.send(header)
-        for index, tensor in enumerate(tensors):
-            view = memoryview(tensor.buffer)
-            for start in range(0, len(view), CHUNK_BYTES):
-                await call.send(StateChunk(tensor=index), view[start : start + CHUNK_BYTES])
+        sharing.users += 1
+        try:
+            await self._send_chunks(call, await asyncio.shield(sharing.snapshot))
+        finally:
+            sharing.users -= 1
+            if not sharing.users:
+                self._sharings.remove(sharing)
 
-    def _snapshot(self) -> tuple[bytes, list[SerializedTensor]]:
-        metadata, tensors, *rest = self._get_state()
-        infos: Sequence[CompressionInfo] = rest[0] if rest else [CompressionInfo.from_tensor(t) for t in tensors]
-        # copies: the originals go on changing while they are sent
-        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        encoded = [self._codec.compress(copy, info) for copy, info in zip(copies, infos, strict=True)]
-        return MSGPackSerializer.dumps(metadata), encoded
+    def _share(self) -> _Sharing | None:
+        """A snapshot for one more newcomer, or ``None`` if there are too many already."""
+        now = asyncio.get_running_loop().time()
+        if sum(sharing.users for sharing in self._sharings) >= MAX_DOWNLOADS:
+            return None
+        if self._sharings and now - self._sharings[-1].taken_at <= SNAPSHOT_AGE:
+            return self._sharings[-1]
+        if len(self._sharings) >= MAX_SNAPSHOTS:
+            return None
+        taking = asyncio.ensure_future(run_in_worker(Snapshot, self._get_state, self._codec))
+        self._sharings.append(_Sharing(now, taking))
+        return self._sharings[-1]
+
+    async def _send_chunks(self, call: Call, snapshot: Snapshot) -> None:
+        header = StateHeader(
+            allowed=True, metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes
+        )
+        await call.send(header, snapshot.hashes)
+        while True:
+            async with timeout(self._chunk_timeout):
+                request = await call.receive(ChunkRequest)
+            if request is None:
+                return
+            if not 0 <= request.index < snapshot.count:
+                raise ProtocolError(f"asked for chunk {request.index} of {snapshot.count}")
+            await call.send(StateChunk(index=request.index), *snapshot.chunk(request.index))
 
     # --- fetching -----------------------------------------------------------------------------------------------------
 
     async def download(self) -> State | None:
-        """The state of the best donor that delivers one, or ``None``."""
-        for donor in await self._find_donors():
-            try:
-                state = await self._download_from(donor)
-            except PEER_FAILURES as e:
-                logger.warning("could not download the state of %s: %s", donor, str(e) or type(e).__name__)
-                continue
-            if state is not None:
+        """The state of the best donors that deliver one, or ``None``."""
+        patience_ends = asyncio.get_running_loop().time() + BUSY_PATIENCE
+        while True:
+            gathering = _Gathering(self._get_stub, self._max_bytes, self._chunk_timeout)
+            state = await gathering.run(await self._find_donors())
+            if state is not None or not gathering.busy or asyncio.get_running_loop().time() >= patience_ends:
                 return state
-            logger.debug("%s does not share its state", donor)
-        return None
+            logger.info("the donors of the state are busy with others: asking again")
+            await asyncio.sleep(BUSY_PAUSE)
 
-    async def _find_donors(self) -> list[PeerID]:
-        """Donors by descending priority; those of the same priority in random order, to spread the load."""
+    async def _find_donors(self) -> list[tuple[float, PeerID]]:
+        """Donors, the most wanted ones first; those of the same priority in random order, to spread the load.
+
+        Returns:
+            Pairs of rank, lower is better, and peer.
+        """
         found = await self._node.get(self._key, latest=True)
         if found is None or not isinstance(found.value, dict):
             return []
@@ -164,37 +186,89 @@ class StateSharing:
                     donors.append((-float(priority), rng.random(), peer))
             except (TypeError, ValueError) as e:
                 logger.warning("skipped a malformed record of a donor under %s: %s", self._key, e)
-        return [peer for _, _, peer in sorted(donors)]
+        return [(priority, peer) for priority, _, peer in sorted(donors)]
 
-    async def _download_from(self, donor: PeerID) -> State | None:
-        async with self._get_stub(donor).rpc_download_state() as call:
-            await call.send(DownloadRequest(), end=True)
-            async with timeout(self._chunk_timeout):
-                header = await call.receive(StateHeader)
-            if header is None:
-                raise ProtocolError("ended without an answer")
-            if not header.allowed:
-                return None
-            sizes = header.tensor_bytes
-            if len(sizes) != len(header.tensors) or len(sizes) > MAX_TENSORS or any(size < 0 for size in sizes):
-                raise ProtocolError("the list of tensors is malformed")
-            if sum(sizes) > self._max_bytes:
-                raise ProtocolError(f"a state of {sum(sizes)} bytes is over the limit of {self._max_bytes}")
-            tensors = []
-            for index, (metadata, size) in enumerate(zip(header.tensors, sizes, strict=True)):
-                buffer = await self._receive_tensor(call, index, size)
-                tensors.append(deserialize_torch_tensor(SerializedTensor(metadata, buffer)))
-            return State(MSGPackSerializer.loads(header.metadata), tensors)
 
-    async def _receive_tensor(self, call: Call, index: int, size: int) -> bytearray:
-        buffer = bytearray(size)
-        view, filled = memoryview(buffer), 0
-        while filled < size:
-            async with timeout(self._chunk_timeout):
-                chunk = await call.receive(StateChunk)
-                if chunk is None or chunk.tensor != index or not 0 < call.payload_size <= size - filled:
-                    raise ProtocolError(f"tensor {index} ends early or has more bytes than announced")
-                end = filled + call.payload_size
-                await call.read_payload_into(view[filled:end])
-                filled = end
-        return buffer
+class _Gathering:
+    """One attempt to get a state from some donors."""
+
+    def __init__(self, get_stub: Callable[[PeerID], StubBase], max_bytes: int, chunk_timeout: float) -> None:
+        self._get_stub, self._max_bytes, self._chunk_timeout = get_stub, max_bytes, chunk_timeout
+        self.busy = False
+        """A donor had too many others to serve."""
+        self._download: Download | None = None
+        self._waiting: deque[tuple[float, PeerID]] = deque()
+        """Donors that have not been asked yet."""
+        self._different: list[tuple[float, PeerID]] = []
+        """Donors with another version than the one that is being downloaded."""
+
+    async def run(self, donors: Iterable[tuple[float, PeerID]]) -> State | None:
+        """The state of the best donor that answers, taken from all that have the same one."""
+        self._waiting.extend(donors)
+        while self._waiting:
+            state = await self._get_one_version(self._waiting.popleft())
+            if state is not None:
+                return state
+            self._waiting, self._different = deque(sorted([*self._waiting, *self._different])), []
+        return None
+
+    async def _get_one_version(self, donor: tuple[float, PeerID]) -> State | None:
+        self._download = None
+        helpers: list[asyncio.Task[None]] = []
+        try:
+            await self._take_from(donor, helpers)
+            await asyncio.gather(*helpers)
+            return await self._finish()
+        except (ValueError, RuntimeError) as e:
+            logger.warning("the state of %s cannot be read: %s", donor[1], e)
+            return None
+        finally:
+            await cancel_and_wait(*helpers)
+
+    async def _finish(self) -> State | None:
+        """If all donors that were asked have failed, anybody else might have the same version, too."""
+        download = self._download
+        if download is None:
+            return None
+        while self._waiting and not download.finished.is_set():
+            await self._take_from(self._waiting.popleft())
+        return await run_in_worker(download.result) if download.finished.is_set() else None
+
+    async def _take_from(self, donor: tuple[float, PeerID], helpers: list[asyncio.Task[None]] | None = None) -> None:
+        """Take what is missing from one donor; the first one says what there is to take."""
+        rank, peer = donor
+        try:
+            async with self._get_stub(peer).rpc_download_state() as call:
+                await call.send(DownloadRequest())
+                header, hashes = await open_state(call, self._max_bytes, self._chunk_timeout)
+                if not header.allowed:
+                    self.busy = self.busy or header.busy
+                    logger.debug("%s does not share its state%s", peer, ", it is busy" if header.busy else "")
+                elif self._download is None:
+                    self._download = Download(header, hashes, self._chunk_timeout)
+                    if helpers is not None and self._download.total_bytes >= WORTH_SHARING_BYTES:
+                        helpers.extend(asyncio.ensure_future(self._help(rank)) for _ in range(MAX_DONORS - 1))
+                    await self._fetch(self._download, call)
+                elif version_of(header.tensors, header.tensor_bytes, hashes) == self._download.version:
+                    await self._fetch(self._download, call)
+                else:
+                    self._different.append(donor)
+        except PEER_FAILURES as e:
+            logger.warning("could not download the state of %s: %s", peer, reason_of(e))
+
+    async def _fetch(self, download: Download, call: Call) -> None:
+        """Fetch until everything is here, or the donor fails; a slow one is left when others have done the rest."""
+        fetching = asyncio.ensure_future(download.fetch_from(call))
+        try:
+            await first_completed(asyncio.shield(fetching), download.finished.wait())
+            if fetching.done():
+                fetching.result()
+                await call.send_end()
+        finally:
+            await cancel_and_wait(fetching)
+
+    async def _help(self, rank: float) -> None:
+        """Take from further donors of the same rank, one after another, as long as something is missing."""
+        download = self._download
+        while download is not None and not download.finished.is_set() and self._waiting and self._waiting[0][0] == rank:
+            await self._take_from(self._waiting.popleft())

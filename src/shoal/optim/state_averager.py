@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging import DecentralizedAverager, StepControl
-from shoal.compression import CompressionInfo
+from shoal.averaging.snapshot import OwnedState
 from shoal.optim.lr_schedule import LRSchedulerBase, catch_up
 from shoal.optim.optimizer_state import (
     dump_optimizer_state,
@@ -389,9 +389,7 @@ class TrainingStateAverager(DecentralizedAverager):
 
     # --- state --------------------------------------------------------------------------------------------------------
 
-    def get_current_state(  # type: ignore[override]
-        self,
-    ) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
+    def get_current_state(self) -> OwnedState:
         """What newcomers download: parameters, extra tensors, optimizer, scheduler and epoch, all of one moment."""
         access = self.get_tensors() if self.reuse_tensors else contextlib.nullcontext()
         with access, self._state_lock:

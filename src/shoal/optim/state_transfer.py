@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoal.averaging.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.lr_schedule import catch_up, dump_scheduler_state, load_scheduler_state
 from shoal.optim.optimizer_state import (
@@ -24,12 +25,8 @@ MAX_EPOCH = 2**53
 
 def describe_state(
     setup: TrainingSetup, extra_tensors: Sequence[torch.Tensor], epoch: int, group_bits: str
-) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
-    """Copy everything that a newcomer needs.
-
-    Returns:
-        Plain values, tensors, and what codecs may know about them.
-    """
+) -> OwnedState:
+    """Copy everything that a newcomer needs."""
     optimizer_metadata, statistics = dump_optimizer_state(setup.optimizer)
     metadata = {
         "epoch": epoch,
@@ -48,7 +45,7 @@ def describe_state(
             copied = tensor.detach().to("cpu", copy=True)
             tensors.append(copied)
             infos.append(CompressionInfo.from_tensor(copied, key=key, role=role))
-    return metadata, tensors, infos
+    return OwnedState(metadata, tensors, infos)
 
 
 @dataclass

@@ -1,0 +1,325 @@
+"""Downloads of the state: from one donor and from many, with donors that fail, lie, differ, or are busy."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from shoal.averaging import state_sharing
+from shoal.averaging.protocol import ChunkRequest, DownloadRequest, StateChunk, StateHeader
+from shoal.averaging.snapshot import CHUNK_BYTES, ChunkLayout, OwnedState, Snapshot, hash_of, version_of
+from shoal.averaging.state_sharing import MAX_DOWNLOADS, WORTH_SHARING_BYTES, StateSharing
+from shoal.compression import CompressionInfo, Float16Compression, NoCompression
+from shoal.errors import P2PHandlerError
+from tests.averaging.swarm import Swarm
+
+LARGE = 3 * WORTH_SHARING_BYTES // 4  # values of float32: three times what is worth sharing
+
+
+def state_of(seed, sizes=(LARGE, 7, 0, 1000)):
+    generator = torch.Generator().manual_seed(seed)
+    return {"epoch": seed}, [torch.randn(size, generator=generator) for size in sizes]
+
+
+async def add_donors(swarm, states, **changes):
+    donors = [await swarm.add([torch.zeros(1)], get_state=state, **changes) for state in states]
+    for donor in donors:
+        donor.state_sharing.set(allowed=True)
+        await donor.state_sharing._declare(True)
+    return donors
+
+
+def chunks_sent_by(monkeypatch):
+    """Counts the chunks that each donor sends."""
+    counts, chunk = {}, Snapshot.chunk
+
+    def counted(self, index):
+        counts[self] = counts.get(self, 0) + 1
+        return chunk(self, index)
+
+    monkeypatch.setattr(Snapshot, "chunk", counted)
+    return counts
+
+
+def start_together(monkeypatch, number):
+    """The first chunk leaves when so many donors have been asked for one."""
+    send_chunks, asked, all_asked = StateSharing._send_chunks, set(), asyncio.Event()
+
+    async def patient(self, call, snapshot):
+        send = call.send
+
+        async def send_together(message, *payload, **options):
+            if isinstance(message, StateChunk):
+                asked.add(self)
+                if len(asked) == number:
+                    all_asked.set()
+                await all_asked.wait()
+            await send(message, *payload, **options)
+
+        monkeypatch.setattr(call, "send", send_together)
+        await send_chunks(self, call, snapshot)
+
+    monkeypatch.setattr(StateSharing, "_send_chunks", patient)
+
+
+def assert_is_state(found, seed, sizes=(LARGE, 7, 0, 1000)):
+    metadata, tensors = state_of(seed, sizes)
+    assert found is not None
+    assert found.metadata == metadata
+    for mine, theirs in zip(tensors, found.tensors, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0), (3,), (CHUNK_BYTES // 4,), (CHUNK_BYTES // 4 + 1, 5), (1,) * 300])
+async def test_one_donor_sends_everything(sizes):
+    swarm = Swarm()
+    await add_donors(swarm, [lambda: state_of(5, sizes)])
+    newcomer = await swarm.add([torch.zeros(1)])
+    assert_is_state(await newcomer.state_sharing.download(), 5, sizes)
+    await swarm.close()
+
+
+async def test_donors_of_one_version_share_the_work(monkeypatch):
+    counts, swarm = chunks_sent_by(monkeypatch), Swarm()
+    start_together(monkeypatch, 3)
+    await add_donors(swarm, [lambda: state_of(5)] * 3)
+    newcomer = await swarm.add([torch.zeros(1)])
+    assert_is_state(await newcomer.state_sharing.download(), 5)
+    assert len(counts) == 3
+    total = math.ceil((LARGE + 1007) * 4 / CHUNK_BYTES)
+    assert max(counts.values()) < total <= sum(counts.values()) < 2 * total  # at the end some are asked for twice
+    await swarm.close()
+
+
+async def test_versions_are_never_mixed(monkeypatch):
+    counts, swarm = chunks_sent_by(monkeypatch), Swarm()
+    start_together(monkeypatch, 2)
+    await add_donors(swarm, [lambda: state_of(5), lambda: state_of(6), lambda: state_of(5), lambda: state_of(6)])
+    newcomer = await swarm.add([torch.zeros(1)])
+    found = await newcomer.state_sharing.download()
+    assert_is_state(found, found.metadata["epoch"])
+    assert len(counts) == 2
+    await swarm.close()
+
+
+async def test_metadata_may_differ_between_donors_of_one_version():
+    swarm = Swarm()
+    await add_donors(swarm, [lambda i=i: ({"bits": str(i)}, state_of(5)[1]) for i in range(3)])
+    newcomer = await swarm.add([torch.zeros(1)])
+    metadata, tensors = await newcomer.state_sharing.download()
+    assert metadata in [{"bits": str(i)} for i in range(3)]
+    assert torch.equal(tensors[0], state_of(5)[1][0])
+    await swarm.close()
+
+
+def spoil(monkeypatch, donors, chunks_before, what):
+    """After some chunks, these donors do something wrong instead of sending the next one."""
+    send_chunks, sent = StateSharing._send_chunks, dict.fromkeys(map(id, donors), 0)
+
+    async def spoiled(self, call, snapshot):
+        donor = next(donor for donor in self_donors if donor.state_sharing is self)
+        if donor not in donors:
+            return await send_chunks(self, call, snapshot)
+        send = call.send
+
+        async def send_or_fail(message, *payload, **options):
+            if isinstance(message, StateChunk):
+                sent[id(donor)] += 1
+                if sent[id(donor)] > chunks_before:
+                    return await what(send, message, *payload)
+            return await send(message, *payload, **options)
+
+        monkeypatch.setattr(call, "send", send_or_fail)
+        return await send_chunks(self, call, snapshot)
+
+    self_donors = donors[0].all_donors
+    monkeypatch.setattr(StateSharing, "_send_chunks", spoiled)
+
+
+async def die(send, message, *payload):
+    raise ConnectionAbortedError("killed")
+
+
+async def lie(send, message, *payload):
+    await send(message, bytes(sum(map(len, payload))))
+
+
+async def send_another(send, message, *payload):
+    await send(StateChunk(index=message.index + 1), *payload)
+
+
+async def be_silent(send, message, *payload):
+    await asyncio.sleep(math.inf)
+
+
+@pytest.mark.parametrize("chunks_before", [0, 1, 5])
+@pytest.mark.parametrize("what", [die, lie, send_another, be_silent])
+async def test_one_good_donor_of_three_is_enough(monkeypatch, what, chunks_before):
+    swarm = Swarm()
+    donors = await add_donors(swarm, [lambda: state_of(5)] * 3, chunk_timeout=0.3)
+    for donor in donors:
+        donor.all_donors = donors
+    spoil(monkeypatch, donors[:2], chunks_before, what)
+    newcomer = await swarm.add([torch.zeros(1)], chunk_timeout=0.3)
+    assert_is_state(await newcomer.state_sharing.download(), 5)
+    await swarm.close()
+
+
+async def test_a_download_goes_on_with_a_donor_of_lower_rank(monkeypatch):
+    counts, swarm = chunks_sent_by(monkeypatch), Swarm()
+    donors = await add_donors(swarm, [lambda: state_of(5)] * 2)
+    for donor in donors:
+        donor.all_donors = donors
+    donors[0].state_sharing.set(priority=3.0)
+    await donors[0].state_sharing._declare(True)
+    spoil(monkeypatch, donors[:1], 10, die)
+    newcomer = await swarm.add([torch.zeros(1)])
+    assert_is_state(await newcomer.state_sharing.download(), 5)
+    total = math.ceil((LARGE + 1007) * 4 / CHUNK_BYTES)
+    assert sum(counts.values()) <= total + 1  # what the first one has sent is not asked for again
+    await swarm.close()
+
+
+async def test_nobody_has_a_state():
+    swarm = Swarm()
+    newcomer = await swarm.add([torch.zeros(1)])
+    assert await newcomer.state_sharing.download() is None
+    await add_donors(swarm, [lambda: state_of(5, (3,))])
+    swarm.nodes[1].state_sharing.set(allowed=False)
+    assert await newcomer.state_sharing.download() is None
+    await swarm.close()
+
+
+async def test_newcomers_beyond_the_limit_wait_for_their_turn(monkeypatch):
+    monkeypatch.setattr(state_sharing, "BUSY_PAUSE", 0.05)
+    swarm, taken = Swarm(), []
+
+    def state():
+        taken.append(1)
+        return state_of(5, (3 * CHUNK_BYTES,))
+
+    (donor,) = await add_donors(swarm, [state])
+    newcomers = [await swarm.add([torch.zeros(1)]) for _ in range(MAX_DOWNLOADS + 4)]
+    most, serve = 0, donor.state_sharing._send_chunks
+
+    async def watched(call, snapshot):
+        nonlocal most
+        most = max(most, sum(sharing.users for sharing in donor.state_sharing._sharings))
+        assert len(donor.state_sharing._sharings) <= 2
+        await serve(call, snapshot)
+
+    monkeypatch.setattr(donor.state_sharing, "_send_chunks", watched)
+    for state in await asyncio.gather(*[newcomer.state_sharing.download() for newcomer in newcomers]):
+        assert_is_state(state, 5, (3 * CHUNK_BYTES,))
+    assert 1 < most <= MAX_DOWNLOADS
+    assert len(taken) < len(newcomers)  # several shared one copy
+    assert donor.state_sharing._sharings == []
+    await swarm.close()
+
+
+async def test_a_donor_whose_state_cannot_be_made_is_skipped_and_stays_usable():
+    swarm, fails = Swarm(), [True]
+
+    def state():
+        if fails[0]:
+            raise RuntimeError("out of memory")
+        return state_of(5, (3,))
+
+    (donor,) = await add_donors(swarm, [state])
+    newcomer = await swarm.add([torch.zeros(1)])
+    assert await newcomer.state_sharing.download() is None
+    assert donor.state_sharing._sharings == []
+    fails[0] = False
+    assert_is_state(await newcomer.state_sharing.download(), 5, (3,))
+    await swarm.close()
+
+
+@pytest.mark.parametrize("index", [-1, 1, 2**40])
+async def test_chunks_that_do_not_exist_are_refused(index):
+    swarm = Swarm()
+    (donor,) = await add_donors(swarm, [lambda: state_of(5, (3,))])
+    newcomer = await swarm.add([torch.zeros(1)])
+    await newcomer.state_sharing._find_donors()  # learns the address
+    async with newcomer._stub(donor.p2p.peer_id).rpc_download_state() as call:
+        await call.send(DownloadRequest())
+        header = await call.receive(StateHeader)
+        assert header is not None
+        await call.read_payload(10**6)
+        await call.send(ChunkRequest(index=index))
+        with pytest.raises(P2PHandlerError, match="chunk"):
+            await call.receive(StateChunk)
+    await swarm.close()
+
+
+HOSTILE_HEADERS = {
+    "too large": {"tensor_bytes": [2**50]},
+    "negative": {"tensor_bytes": [-4]},
+    "counts differ": {"tensor_bytes": [12, 4]},
+    "sizes differ": {"tensor_bytes": [16]},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_HEADERS)
+async def test_hostile_headers_are_refused(monkeypatch, case):
+    swarm = Swarm()
+    await add_donors(swarm, [lambda: state_of(5, (3,))])
+
+    async def hostile(self, call, snapshot):
+        fields = {"metadata": snapshot.metadata, "tensors": snapshot.tensors, **HOSTILE_HEADERS[case]}
+        await call.send(StateHeader(allowed=True, **fields), snapshot.hashes)
+        while (request := await call.receive(ChunkRequest)) is not None:
+            await call.send(StateChunk(index=request.index), bytes(16))
+
+    monkeypatch.setattr(StateSharing, "_send_chunks", hostile)
+    newcomer = await swarm.add([torch.zeros(1)])
+    assert await newcomer.state_sharing.download() is None
+    await swarm.close()
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [NoCompression(), Float16Compression()])
+def test_a_snapshot_does_not_change_with_its_tensors(codec):
+    tensors = [torch.randn(100), torch.randn(3, 5)]
+    snapshot = Snapshot(lambda: (None, tensors), codec)
+    for tensor in tensors:
+        tensor.zero_()
+    assert hash_of(snapshot.chunk(0)) == snapshot.hashes
+    assert any(map(any, snapshot.chunk(0)))
+
+
+def test_tensors_that_nobody_changes_are_not_copied():
+    tensors = [torch.randn(100)]
+    infos = [CompressionInfo.from_tensor(tensors[0])]
+    snapshot = Snapshot(lambda: OwnedState(None, tensors, infos), NoCompression())
+    tensors[0].zero_()
+    assert not any(map(any, snapshot.chunk(0)))
+
+
+def test_chunks_cover_every_byte_once():
+    buffers = [memoryview(bytearray(size)) for size in (0, CHUNK_BYTES - 3, 7, 0, 2 * CHUNK_BYTES, 1, 0)]
+    layout = ChunkLayout(list(map(len, buffers)))
+    assert layout.count == 4
+    for index in range(layout.count):
+        pieces = layout.pieces(index, buffers)
+        assert sum(map(len, pieces)) == min(CHUNK_BYTES, layout.total_bytes - index * CHUNK_BYTES)
+        for piece in pieces:
+            assert not any(piece)
+            piece[:] = b"\x01" * len(piece)
+    assert all(all(buffer) for buffer in buffers)
+    assert ChunkLayout([]).count == ChunkLayout([0, 0]).count == 0
+
+
+def test_a_version_is_its_shapes_and_values():
+    def version(tensors, codec=None):
+        snapshot = Snapshot(lambda: (None, tensors), codec or NoCompression())
+        return version_of(snapshot.tensors, snapshot.tensor_bytes, snapshot.hashes)
+
+    values = torch.arange(6.0)
+    assert version([values]) == version([values.clone()])
+    others = [values.reshape(2, 3)], [values[:3], values[3:]], [values + 1], [values.double()], []
+    assert len({version([values]), *map(version, others), version([values], Float16Compression())}) == 7
