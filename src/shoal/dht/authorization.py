@@ -107,6 +107,9 @@ class AuthorizerBase(ABC):
     ``call`` says which method is called by whom at whom; both sides know it without being told.
     """
 
+    async def prepare(self) -> None:
+        """Called when a node starts; an error here is the reason why it cannot."""
+
     @abstractmethod
     async def sign_request(self, request: AuthorizedRequest, call: str) -> None:
         """Fill in ``request.auth``."""
@@ -157,6 +160,9 @@ class TokenAuthorizerBase(AuthorizerBase):
         """The key that the own token must name."""
         return self._local_public_key
 
+    async def prepare(self) -> None:
+        await self.refresh_token_if_needed()
+
     async def refresh_token_if_needed(self) -> AccessToken:
         """The own token, a new one if it is time for it.
 
@@ -195,8 +201,10 @@ class TokenAuthorizerBase(AuthorizerBase):
             return _refuse(call, "it was made at another time")
         if not self._is_signed(auth, _signed_bytes(_REQUEST_PURPOSE, call, request)):
             return _refuse(call, "no valid token, or no valid signature")
-        if not self._seen.store((auth.token.public_key, auth.nonce), None, get_dht_time() + 3 * MAX_REQUEST_AGE):
+        request_id = auth.token.public_key, auth.nonce
+        if request_id in self._seen:
             return _refuse(call, "it was answered before")
+        self._seen.store(request_id, None, get_dht_time() + 3 * MAX_REQUEST_AGE)
         return True
 
     async def sign_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> None:

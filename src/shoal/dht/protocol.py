@@ -152,8 +152,10 @@ class DHTProtocol(ServicerBase):
 
     async def start(self) -> None:
         """Begin to answer other nodes, unless in client mode."""
+        authorizer = self._authorizer
+        if authorizer is not None:
+            await authorizer.prepare()
         if not self.client_mode:
-            authorizer = self._authorizer
             wrapper = None if authorizer is None else AuthRPCWrapper(self, AuthRole.SERVICER, authorizer)
             await self.add_p2p_handlers(self.p2p, wrapper)
 

@@ -1,0 +1,403 @@
+"""Tables for members only: who may take part, and what a captured message is worth."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+
+import msgspec
+import pytest
+
+from shoal.clock import get_dht_time
+from shoal.dht import DHTID, DHTNode, authorization
+from shoal.dht.authorization import (
+    MAX_REQUEST_AGE,
+    AccessToken,
+    AuthorizedRequest,
+    AuthorizedResponse,
+    AuthRole,
+    AuthRPCWrapper,
+    RequestAuth,
+    TokenAuthorizerBase,
+)
+from shoal.dht.crypto import PrivateKey, PublicKey
+from shoal.dht.messages import FindRequest, StoreRequest
+from shoal.dht.protocol import DHTProtocol
+from shoal.errors import BootstrapError, P2PHandlerError, ProtocolError
+from shoal.p2p import Header, P2PContext, ServicerBase
+from shoal.p2p.wire import decode_header
+from tests.dht.swarm import Swarm
+from tests.dht.virtual_time import in_virtual_time
+
+
+class Authority:
+    """Gives out tokens."""
+
+    def __init__(self) -> None:
+        self._key = PrivateKey()
+        self.public_key = self._key.get_public_key()
+
+    def token_for(self, public_key: PublicKey, name: str, lifetime: float) -> AccessToken:
+        token = AccessToken(name, public_key.to_bytes(), get_dht_time() + lifetime)
+        token.signature = self._key.sign(token.signed_bytes())
+        return token
+
+
+class Member(TokenAuthorizerBase):
+    """Belongs to whom an authority knows."""
+
+    def __init__(self, authority: Authority, name: str = "member", lifetime: float = 3600.0) -> None:
+        super().__init__(PrivateKey())
+        self._authority, self._name, self._lifetime = authority, name, lifetime
+        self.tokens_given = 0
+        self.fails = False
+
+    async def get_token(self) -> AccessToken:
+        await asyncio.sleep(0.01)
+        if self.fails:
+            raise ConnectionError("the authority is away")
+        self.tokens_given += 1
+        return self._authority.token_for(self.local_public_key, self._name, self._lifetime)
+
+    def is_token_valid(self, access_token: AccessToken) -> bool:
+        is_genuine = self._authority.public_key.verify(access_token.signed_bytes(), access_token.signature)
+        return is_genuine and access_token.expiration_time > get_dht_time()
+
+    def does_token_need_refreshing(self, access_token: AccessToken) -> bool:
+        return access_token.expiration_time < get_dht_time() + self._lifetime / 2
+
+
+# --- a swarm ----------------------------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_members_share_a_table():
+    swarm, authority = Swarm(), Authority()
+    nodes = [await swarm.node(authorizer=Member(authority, f"member {number}")) for number in range(8)]
+    nodes.append(await swarm.node(client_mode=True, authorizer=Member(authority, "client")))
+    expiration = get_dht_time() + 100
+    assert await nodes[-1].store("key", "value", expiration)
+    assert await nodes[2].store("dictionary", 1, expiration, subkey="entry")
+    for node in nodes:
+        assert await node.get("key", latest=True) == ("value", expiration)
+        found = await node.get("dictionary", latest=True)
+        assert found is not None
+        assert found.value == {"entry": (1, expiration)}
+
+
+@in_virtual_time
+async def test_nobody_else_can_join():
+    swarm, authority = Swarm(), Authority()
+    members = [await swarm.node(authorizer=Member(authority)) for _ in range(3)]
+    await members[0].store("secret", 1, get_dht_time() + 100)
+    strangers = [None, Member(Authority(), "member of another swarm")]
+    for stranger in strangers:
+        with pytest.raises(BootstrapError):
+            await swarm.node(authorizer=stranger)
+        alone = await swarm.node(authorizer=stranger, ensure_bootstrap_success=False, strict=False)
+        assert await alone.get("secret", latest=True) is None
+        for member in members:
+            alone.p2p.add_addresses(member.peer_id, member.p2p.get_addresses(member.peer_id))
+            assert await alone.protocol.call_ping(member.peer_id) is None
+            assert await alone.protocol.call_find(member.peer_id, [DHTID.generate("secret")]) is None
+            assert alone.node_id not in member.protocol.routing_table
+
+
+@in_virtual_time
+async def test_members_do_not_believe_others():
+    """An open node answers members, but without proof: that counts as no answer."""
+    swarm = Swarm()
+    await swarm.node()
+    with pytest.raises(BootstrapError):
+        await swarm.node(authorizer=Member(Authority()))
+
+
+@in_virtual_time
+async def test_a_stranger_is_told_that_it_gets_no_answer():
+    swarm = Swarm()
+    member = await swarm.node(authorizer=Member(Authority()))
+    stranger = await swarm.p2p()
+    stranger.add_addresses(member.peer_id, member.p2p.get_addresses(member.peer_id))
+    stub = DHTProtocol.get_stub(stranger, member.peer_id)
+    with pytest.raises(P2PHandlerError, match="does not answer this peer"):
+        await stub.rpc_find(FindRequest(keys=[]))
+
+
+@in_virtual_time
+async def test_tokens_are_refreshed_before_they_expire_and_members_stay():
+    swarm, authority = Swarm(), Authority()
+    authorizers = [Member(authority, lifetime=60.0) for _ in range(3)]
+    nodes = [await swarm.node(authorizer=authorizer) for authorizer in authorizers]
+    for number in range(5):
+        await asyncio.sleep(50)
+        assert await nodes[number % 3].store("key", number, get_dht_time() + 100)
+        found = await nodes[(number + 1) % 3].get("key", latest=True)
+        assert found is not None
+        assert found.value == number
+    assert all(3 <= authorizer.tokens_given <= 12 for authorizer in authorizers)
+
+
+@in_virtual_time
+async def test_one_token_at_a_time_is_asked_for():
+    authorizer = Member(Authority())
+    tokens = await asyncio.gather(*(authorizer.refresh_token_if_needed() for _ in range(10)))
+    assert authorizer.tokens_given == 1
+    assert all(token is tokens[0] for token in tokens)
+
+
+@in_virtual_time
+async def test_a_failed_refresh_matters_when_the_old_token_has_expired():
+    authorizer = Member(Authority(), lifetime=60.0)
+    token = await authorizer.refresh_token_if_needed()
+    authorizer.fails = True
+    await asyncio.sleep(40)
+    assert await authorizer.refresh_token_if_needed() is token
+    await asyncio.sleep(40)
+    with pytest.raises(RuntimeError, match=r"no access token.*the authority is away"):
+        await authorizer.refresh_token_if_needed()
+
+
+@in_virtual_time
+async def test_who_gets_no_token_is_told_at_the_start():
+    swarm, authority = Swarm(), Authority()
+    await swarm.node(authorizer=Member(authority))
+    without = Member(authority)
+    without.fails = True
+    with pytest.raises(RuntimeError, match="no access token"):
+        await swarm.node(authorizer=without)
+
+
+@in_virtual_time
+async def test_who_loses_membership_is_told_by_each_call():
+    swarm, authority = Swarm(), Authority()
+    authorizers = [Member(authority, lifetime=60.0) for _ in range(3)]
+    nodes = [await swarm.node(authorizer=authorizer) for authorizer in authorizers]
+    authorizers[1].fails = True
+    await asyncio.sleep(61)
+    with pytest.raises(RuntimeError, match="no access token"):
+        await nodes[1].get("key")
+    with pytest.raises(RuntimeError, match="no access token"):
+        await nodes[1].store("key", 1, get_dht_time() + 10)
+    assert await nodes[0].store("key", 1, get_dht_time() + 10)  # the others carry on
+    authorizers[1].fails = False
+    assert await nodes[1].get("key") is not None
+
+
+@in_virtual_time
+async def test_a_token_for_another_key_is_not_used():
+    class Confused(Member):
+        async def get_token(self) -> AccessToken:
+            return self._authority.token_for(PrivateKey().get_public_key(), "somebody", 60.0)
+
+    with pytest.raises(RuntimeError, match="another key"):
+        await Confused(Authority()).refresh_token_if_needed()
+
+
+# --- one message ------------------------------------------------------------------------------------------------------
+
+CALL = "DHTProtocol.rpc_store called by A at B"
+
+
+def store_request() -> StoreRequest:
+    """Also what the sender spells differently than the receiver reads it: an int where a float travels."""
+    return StoreRequest(keys=[b"k" * 20], subkeys=[b""], values=[b"v"], expirations=[17], in_cache=[False])
+
+
+def as_received(message):
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
+
+
+@in_virtual_time
+async def test_a_request_is_good_once():
+    authority = Authority()
+    sender, receiver = Member(authority), Member(authority)
+    request = store_request()
+    await sender.sign_request(request, CALL)
+    assert await receiver.validate_request(as_received(request), CALL)
+    assert not await receiver.validate_request(as_received(request), CALL)
+    await asyncio.sleep(MAX_REQUEST_AGE - 1)
+    assert not await receiver.validate_request(as_received(request), CALL)
+    await asyncio.sleep(1000)  # it is forgotten by now, but too old
+    assert not await receiver.validate_request(as_received(request), CALL)
+
+
+@pytest.mark.parametrize(("age", "is_accepted"), [(-61, False), (-59, True), (0, True), (59, True), (61, False)])
+@in_virtual_time
+async def test_a_request_must_be_of_now(age: float, is_accepted: bool):
+    authority = Authority()
+    sender, receiver = Member(authority), Member(authority)
+    request = store_request()
+    await sender.sign_request(request, CALL)
+    assert request.auth is not None
+    request.auth.time = get_dht_time() - age
+    signed = authorization._signed_bytes(authorization._REQUEST_PURPOSE, CALL, request)
+    request.auth.signature = sender._local_private_key.sign(signed)
+    assert await receiver.validate_request(request, CALL) is is_accepted
+
+
+@pytest.mark.parametrize(
+    "part", ["time", "nonce", "token name", "token key", "content", "method", "caller", "servicer"]
+)
+@in_virtual_time
+async def test_what_is_signed_cannot_be_changed(part: str):
+    authority = Authority()
+    sender, receiver, other = Member(authority), Member(authority), Member(authority)
+    request, call = store_request(), CALL
+    await sender.sign_request(request, call)
+    auth = request.auth
+    assert auth is not None
+    if part == "time":
+        auth.time += 1
+    elif part == "nonce":
+        auth.nonce = bytes(16)
+    elif part == "token name":
+        auth.token = copy.copy(auth.token)
+        auth.token.username = "admin"
+    elif part == "token key":
+        auth.token = await other.refresh_token_if_needed()
+    elif part == "content":
+        request.values = [b"another value"]
+    else:
+        call = {"method": CALL.replace("store", "find"), "caller": CALL.replace("A", "C")}.get(
+            part, CALL.replace("at B", "at C")
+        )
+    assert not await receiver.validate_request(as_received(request), call)
+
+
+@in_virtual_time
+async def test_answers_belong_to_their_requests():
+    authority = Authority()
+    asker, answerer = Member(authority), Member(authority)
+    first, second, response = AuthorizedRequest(), AuthorizedRequest(), AuthorizedResponse()
+    await asker.sign_request(first, CALL)
+    await asker.sign_request(second, CALL)
+    assert not await asker.validate_response(response, first, CALL)  # not signed
+    await answerer.sign_response(response, first, CALL)
+    assert await asker.validate_response(as_received(response), first, CALL)
+    assert not await asker.validate_response(as_received(response), second, CALL)
+    assert not await asker.validate_response(as_received(response), first, CALL + " else")
+    await Member(Authority()).sign_response(response, first, CALL)
+    assert not await asker.validate_response(as_received(response), first, CALL)
+
+
+@in_virtual_time
+async def test_a_request_is_no_answer():
+    """Both sides of a call sign with the same key: one's signature must not do for the other."""
+    authority = Authority()
+    member, request, response = Member(authority), AuthorizedRequest(), AuthorizedResponse()
+    await member.sign_request(request, CALL)
+    await member.sign_response(response, request, CALL)
+    assert request.auth is not None
+    assert response.auth is not None
+    response.auth.signature = request.auth.signature
+    assert not await member.validate_response(response, request, CALL)
+
+
+@in_virtual_time
+async def test_hostile_tokens_are_refused_whatever_the_users_check_does():
+    class Fragile(Member):
+        def is_token_valid(self, access_token: AccessToken) -> bool:
+            return float(access_token.username) > 0
+
+    authority = Authority()
+    request = store_request()
+    await Member(authority, name="not a number").sign_request(request, CALL)
+    assert not await Fragile(authority).validate_request(request, CALL)
+    assert request.auth is not None
+    request.auth.token.public_key = b"ssh-rsa nonsense"
+    assert not await Member(authority).validate_request(request, CALL)
+    trusting = Member(authority)
+    trusting.is_token_valid = lambda token: True  # type: ignore[method-assign]
+    assert not await trusting.validate_request(request, CALL)
+
+
+# --- the wrapper ------------------------------------------------------------------------------------------------------
+
+
+class Question(AuthorizedRequest):
+    text: str
+
+
+class Reply(AuthorizedResponse):
+    text: str
+
+
+class Oracle(ServicerBase):
+    name = "Delphi"
+
+    async def rpc_ask(self, request: Question, context: P2PContext) -> Reply:
+        return Reply(text=request.text[::-1])
+
+
+@in_virtual_time
+async def test_any_servicer_can_be_for_members_only():
+    swarm, authority = Swarm(), Authority()
+    servicer, caller = await swarm.p2p(), await swarm.p2p()
+    caller.add_addresses(servicer.peer_id, servicer.get_addresses(servicer.peer_id))
+    wrapped = AuthRPCWrapper(Oracle(), AuthRole.SERVICER, Member(authority))
+    await Oracle().add_p2p_handlers(servicer, wrapped)
+    assert wrapped.name == "Delphi"
+    stub = Oracle.get_stub(caller, servicer.peer_id)
+    member = AuthRPCWrapper(stub, AuthRole.CLIENT, Member(authority))
+    for _ in range(2):
+        assert (await member.rpc_ask(Question(text="abc"))).text == "cba"
+    with pytest.raises(P2PHandlerError, match="does not answer"):
+        await stub.rpc_ask(Question(text="abc"))
+    with pytest.raises(AttributeError, match="no remote method"):
+        await member.rpc_other(Question(text="abc"))
+
+
+@in_virtual_time
+async def test_an_answer_without_proof_is_none():
+    swarm = Swarm()
+    servicer, caller = await swarm.p2p(), await swarm.p2p()
+    caller.add_addresses(servicer.peer_id, servicer.get_addresses(servicer.peer_id))
+    await Oracle().add_p2p_handlers(servicer)
+    stub = Oracle.get_stub(caller, servicer.peer_id)
+    member = AuthRPCWrapper(stub, AuthRole.CLIENT, Member(Authority()))
+    assert await member.rpc_ask(Question(text="abc"), timeout=3.0) is None
+
+
+class Plain(Header):
+    pass
+
+
+class OpenServicer(ServicerBase):
+    async def rpc_ask(self, request: Plain, context: P2PContext) -> Plain:
+        return request
+
+
+def test_messages_without_room_for_a_signature_are_refused_at_once():
+    with pytest.raises(TypeError, match=r"OpenServicer\.rpc_ask cannot be authorized"):
+        AuthRPCWrapper(OpenServicer(), AuthRole.SERVICER, Member(Authority()))
+
+
+@in_virtual_time
+async def test_the_authorizer_must_be_one():
+    p2p = await Swarm().p2p()
+    with pytest.raises(TypeError, match="AuthorizerBase"):
+        await DHTNode.create(p2p=p2p, authorizer="secret")  # type: ignore[arg-type]
+
+
+def test_unsigned_messages_carry_nothing_for_it():
+    assert b"auth" not in msgspec.msgpack.encode(store_request())
+
+
+def test_keys_of_members_are_the_ones_of_records():
+    """One key for both, so that a swarm can tell who wrote a record."""
+    key = PrivateKey()
+    assert pickle.loads(pickle.dumps(key)).to_bytes() == key.to_bytes()
+
+    class Minimal(Member):
+        def __init__(self) -> None:
+            TokenAuthorizerBase.__init__(self)
+
+    assert Minimal().local_public_key == PrivateKey.process_wide().get_public_key()
+
+
+@pytest.mark.parametrize("nonce", [b"", b"x" * 15, b"x" * 17])
+def test_a_nonce_has_one_length(nonce: bytes):
+    request = AuthorizedRequest(auth=RequestAuth(AccessToken(), 0.0, nonce))
+    with pytest.raises(ProtocolError):
+        decode_header(msgspec.msgpack.encode(request), AuthorizedRequest)
