@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 
 import pytest
 
-from shoal.clock import get_dht_time, timeout
+from shoal.clock import (
+    MAX_AGE_SECONDS,
+    MAX_SOURCES,
+    NEWER_IS_BETTER_SECONDS,
+    SETTLING_SECONDS,
+    SwarmClock,
+    get_clock,
+    get_dht_time,
+    timeout,
+)
 from shoal.testing import START_OF_TIME, run
 from tests.dht.virtual_time import in_virtual_time
 
@@ -39,3 +50,235 @@ async def test_timeout_follows_the_time_of_the_loop():
         async with timeout(10):
             await asyncio.sleep(11)
     assert get_dht_time() == START_OF_TIME + 10
+
+
+@in_virtual_time
+async def test_a_loop_with_virtual_time_has_a_clock_of_its_own():
+    get_clock().hear("other", get_dht_time() + 100, 0.0, 0.1)
+    assert get_clock().sources == {"other": pytest.approx(100.05)}
+
+
+class Laboratory:
+    """A machine whose clock is ahead of the true time, which passes when the test says so."""
+
+    def __init__(self, ahead: float = 0.0) -> None:
+        self.true_time, self.ahead = 1_000_000.0, ahead
+        self.clock = SwarmClock(lambda: self.true_time + self.ahead, lambda: self.true_time)
+
+    def hear(self, source: str, ahead: float = 0.0, *, offset: float = 0.0, round_trip: float = 0.1) -> None:
+        """A peer whose time is ahead of the true one, and whose clock is still further ahead of that."""
+        self.clock.hear(source, self.true_time - round_trip / 2 + ahead, offset, round_trip)
+
+    @property
+    def error(self) -> float:
+        return self.clock.time() - self.true_time
+
+
+def test_two_others_that_agree_are_believed():
+    machine = Laboratory(ahead=300)
+    machine.hear("a")
+    assert machine.error == 300, "one alone may as well be wrong"
+    machine.hear("b")
+    assert machine.error == pytest.approx(0, abs=1e-6)
+    assert machine.clock.offset == pytest.approx(300)
+
+
+def test_the_peer_through_which_one_joins_is_believed():
+    machine = Laboratory(ahead=300)
+    machine.clock.join_through("a")
+    machine.hear("a", 40, offset=260)
+    assert machine.error == pytest.approx(40)
+    machine.hear("b")
+    machine.hear("c")
+    assert machine.error == pytest.approx(300), "three of four clocks agree"
+
+
+def test_machines_that_are_right_set_the_time_whoever_came_first():
+    machine = Laboratory()
+    machine.clock.join_through("first")
+    machine.hear("first", 500)
+    assert machine.error == pytest.approx(500)
+    machine.hear("second", 500, offset=-500)
+    assert machine.error == pytest.approx(0, abs=1e-6)
+
+
+def test_what_most_take_for_the_time_counts_where_all_clocks_are_off():
+    machine = Laboratory(ahead=77)
+    for number, offset in enumerate([0, 100, -30, 250, 12]):
+        machine.hear(str(number), 5, offset=offset)
+    assert machine.error == pytest.approx(5)
+
+
+def test_without_a_majority_nothing_changes():
+    machine = Laboratory(ahead=50)
+    for number in range(10):
+        machine.hear(str(number), 100 * number)
+    assert machine.error == 50
+    assert machine.clock.is_disputed
+    assert not SwarmClock().is_disputed
+
+
+def test_small_differences_are_left_alone():
+    machine = Laboratory(ahead=0.2)
+    for source in "abcdef":
+        machine.hear(source)
+    assert machine.clock.offset == 0
+    assert machine.clock.time() == machine.true_time + 0.2
+
+
+@pytest.mark.parametrize("ahead", [0.8, -0.8])
+def test_noticeable_ones_are_corrected(ahead):
+    machine = Laboratory(ahead)
+    for source in "abcdef":
+        machine.hear(source)
+    assert machine.error == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("time", "offset", "round_trip"),
+    [
+        (math.nan, 0, 0.1),
+        (math.inf, 0, 0.1),
+        (1e6, math.nan, 0.1),
+        (1e6, -math.inf, 0.1),
+        (1e6, 0, math.nan),
+        (1e6, 0, math.inf),
+        (0.0, 0, 0.1),
+        (-5.0, 0, 0.1),
+        (1e6, 0, 1e9),
+    ],
+)
+def test_nonsense_is_not_heard(time, offset, round_trip):
+    machine = Laboratory()
+    machine.clock.hear("a", time, offset, round_trip)
+    assert machine.clock.sources == {}
+
+
+def test_peers_of_the_same_process_have_no_vote():
+    machine = Laboratory(ahead=300)
+    machine.clock.add_own("me")
+    machine.hear("me", 300)
+    assert machine.clock.sources == {}
+    machine.clock.remove_own("me")
+    machine.hear("me", 300)
+    assert machine.clock.sources == {"me": pytest.approx(0)}
+
+
+def test_a_peer_has_one_vote():
+    machine = Laboratory()
+    machine.hear("honest")
+    for _ in range(100):
+        machine.hear("liar", 1000)
+        machine.hear("liar", -1000)
+    assert machine.error == 0
+
+
+def test_a_crowd_of_newcomers_outvotes_nobody():
+    machine = Laboratory()
+    for number in range(MAX_SOURCES):
+        machine.hear(f"old {number}")
+    for number in range(1000):
+        machine.hear(f"new {number}", 1000)
+    assert machine.error == 0
+    assert len(machine.clock.sources) == MAX_SOURCES
+    machine.true_time += MAX_AGE_SECONDS + 1
+    machine.hear("new")
+    assert list(machine.clock.sources) == ["new"]
+
+
+def test_the_quickest_exchange_with_a_peer_counts_for_a_while():
+    machine = Laboratory(ahead=10)
+    for source in "ab":
+        machine.hear(source, 0.0, round_trip=0.02)
+    machine.hear("a", 0.9, round_trip=2.0)  # one way was slow, the other was not
+    assert machine.error == pytest.approx(0, abs=1e-6)
+    machine.true_time += NEWER_IS_BETTER_SECONDS
+    for source in "ab":
+        machine.hear(source, 0.9, round_trip=2.0)
+    machine.true_time += 60
+    assert machine.error == pytest.approx(0.9, abs=1e-6)
+
+
+def test_short_round_trips_count_more():
+    machine = Laboratory(ahead=10)
+    for number in range(3):
+        machine.hear(f"far {number}", 0.9, round_trip=1.9)
+        machine.hear(f"near {number}", 0.0, round_trip=0.01)
+    machine.hear("far 3", 0.9, round_trip=1.9)
+    assert machine.error == pytest.approx(0, abs=1e-6)
+
+
+def test_whoever_claims_to_be_near_does_not_outvote_two():
+    machine = Laboratory(ahead=10)
+    for source in "ab":
+        machine.hear(source, 0.0, round_trip=0.2)
+    machine.clock.hear("liar", machine.true_time + 2.5, 0.0, -1.0)
+    assert machine.error == pytest.approx(0, abs=1e-6)
+
+
+def test_time_slows_down_instead_of_going_back_a_little():
+    machine = Laboratory(ahead=2.0)
+    machine.hear("a", 1.5)
+    machine.true_time += SETTLING_SECONDS + 1
+    for source in "bcdef":
+        machine.hear(source)
+    assert machine.error == pytest.approx(2.0, abs=0.01)
+    last = machine.clock.time()
+    for _ in range(300):
+        machine.true_time += 0.1
+        assert machine.clock.time() > last
+        last = machine.clock.time()
+    assert machine.error == pytest.approx(0, abs=1e-6)
+
+
+def test_going_forward_and_large_corrections_happen_at_once():
+    machine = Laboratory(ahead=-2.0)
+    machine.hear("a", -1.5)
+    machine.true_time += SETTLING_SECONDS + 1
+    for source in "bcdef":
+        machine.hear(source)
+    assert machine.error == pytest.approx(0, abs=1e-6)
+    machine = Laboratory(ahead=20.0)
+    machine.hear("a", 20.0)
+    machine.true_time += SETTLING_SECONDS + 1
+    for source in "bcdef":
+        machine.hear(source)
+    assert machine.error == pytest.approx(0, abs=1e-6)
+
+
+def test_the_clock_of_the_machine_is_put_right():
+    machine = Laboratory(ahead=-3600)
+    for source in "abc":
+        machine.hear(source)
+    machine.true_time += 100
+    machine.ahead = 0.3
+    assert machine.error == pytest.approx(0.3)
+    assert machine.clock.offset == 0
+    machine.hear("a")
+    assert list(machine.clock.sources) == ["a"], "what was compared with the old clock is worth nothing"
+    assert machine.error == pytest.approx(0.3)
+
+
+def test_the_machine_has_slept():
+    """The even seconds stood still; its clock did not, so it is as wrong as before."""
+    machine = Laboratory(ahead=300)
+    for source in "abc":
+        machine.hear(source)
+    slept = 5000.0
+    machine.ahead += slept
+    assert machine.error == pytest.approx(slept, abs=1e-6), "which is the true time, seen from outside"
+
+
+def test_the_user_is_told_once(caplog):
+    with caplog.at_level(logging.WARNING, logger="shoal.clock"):
+        machine = Laboratory(ahead=-300)
+        for source in "abcdef":
+            machine.hear(source)
+        [record] = caplog.records
+        assert "the clock of this machine is 300.0 seconds behind" in record.getMessage()
+        assert "NTP" in record.getMessage()
+        machine.ahead = 0
+        for source in "abcdef":
+            machine.hear(source)
+    assert "agrees with the other peers now" in caplog.records[-1].getMessage()
+    assert len(caplog.records) == 2

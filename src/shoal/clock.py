@@ -1,32 +1,280 @@
 """DHT time: one clock for the swarm, in Unix seconds.
 
-Everything that expires is stamped with this clock. The event loop may bring its own (a virtual clock in tests);
-otherwise it is the clock of the machine.
+Everything that expires is stamped with this clock. It is the clock of the machine, minus what that one is ahead of the
+swarm: :class:`SwarmClock` finds this out from exchanges with other peers, so that a machine whose clock is off by
+minutes takes part like any other. There is one such clock for each process, because what is off is the clock of the
+machine, whichever swarm it is compared with; in a simulation, one for each simulated machine.
+
+How an offset is found
+    Each exchange with a peer tells two differences: to that peer's own clock, and to what it takes for the time of the
+    swarm. A peer has one vote, from its exchange with the shortest round trip.
+
+    1. If two thirds of all clocks that are known, this machine's included, agree, then they are right. So the machines
+       that are kept right by NTP set the time, whoever came first, and are themselves never corrected.
+    2. Otherwise the time of the swarm is what most peers take for it, so that there is one even if most clocks are off
+       by different amounts. A peer that knows only those through which it joined takes over theirs; any other one has
+       a vote of its own, and follows no single peer.
+    3. Without a majority nothing changes.
+
+How it is applied
+    Differences below a quarter of a second are left alone: they may be errors of measurement. What is found in the
+    first seconds is applied at once. Later on the time does not go back a little, it slows down instead; only if it is
+    more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS`` ahead, so that others misunderstand every record, it is set back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as timeout
 else:
     from async_timeout import timeout as timeout
 
+logger = logging.getLogger(__name__)
+
 DHTExpiration = float
 
 MAX_DHT_TIME_DISCREPANCY_SECONDS = 3.0
 """Peers whose clocks differ by more than this many seconds cannot share expiration times safely."""
+UNNOTICEABLE_SECONDS = 0.25
+"""Smaller differences are not corrected."""
+WORTH_A_WARNING_SECONDS = 1.0
+SETTLING_SECONDS = 5.0
+"""After the first exchange: others tell their time, too, and nothing depends on it yet."""
+SLOW_DOWN = 0.1
+"""Seconds per second by which the time of the swarm lags behind while it waits for what it was ahead."""
+MAX_SOURCES = 32
+"""Peers whose clocks are remembered. Who is known keeps its place: a crowd of newcomers outvotes nobody."""
+MAX_AGE_SECONDS = 3600.0
+"""What was heard longer ago is forgotten."""
+MAX_ROUND_TRIP_SECONDS = 3.0
+"""A slower exchange tells nothing of use."""
+NEWER_IS_BETTER_SECONDS = 600.0
+"""A clock may have drifted since: after this time, a slow exchange replaces a quick one."""
+_SHORT_ROUND_TRIP = 0.4
+"""Much shorter ones count little more: otherwise who claims to be near could outvote two who are not."""
 
 
-def get_dht_time() -> float:
-    """Current DHT time in Unix seconds: the running loop's ``dht_time()`` if it has one, else the system clock."""
+class _Sample(NamedTuple):
+    """What an exchange with a peer has told, in seconds."""
+
+    ahead_of_clock: float
+    """By how much this machine's clock is ahead of the peer's clock."""
+    ahead_of_swarm: float
+    """By how much it is ahead of what the peer takes for the time of the swarm."""
+    round_trip: float
+    heard_at: float
+
+
+class _Vote(NamedTuple):
+    offset: float
+    round_trip: float
+
+
+class _Course(NamedTuple):
+    """By how much the machine's clock is ahead of the swarm: now, and when the time has slowed down for long enough."""
+
+    offset: float
+    begin: float
+    since: float
+    wall_beyond_monotonic: float
+
+
+class SwarmClock:
+    """The time of the swarm, as one machine knows it.
+
+    Args:
+        wall: the clock of the machine, Unix seconds.
+        monotonic: seconds that pass evenly.
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._wall, self._monotonic = wall, monotonic
+        self._course: _Course | None = None  # None: the machine's clock is right
+        self._samples: dict[Hashable, _Sample] = {}
+        self._sampled_beyond_monotonic = 0.0
+        self._own: dict[Hashable, None] = {}
+        self._joined_through: dict[Hashable, None] = {}
+        self._first_heard_at: float | None = None
+        self._told_offset = 0.0
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Unix seconds. May be called from any thread."""
+        wall, course = self._wall(), self._course
+        return wall if course is None else wall - self._offset_on(course, wall)
+
+    @property
+    def offset(self) -> float:
+        """Seconds by which the clock of this machine is ahead of the swarm; 0 if it is right."""
+        course = self._course
+        return 0.0 if course is None else self._offset_on(course, self._wall())
+
+    @property
+    def sources(self) -> dict[Hashable, float]:
+        """By how many seconds the time of each known peer is ahead of the clock of this machine."""
+        return {source: -sample.ahead_of_swarm for source, sample in self._samples.items()}
+
+    @property
+    def is_disputed(self) -> bool:
+        """There are peers to compare with, but no majority of them agrees."""
+        return bool(self._samples) and self._estimate() is None
+
+    def _offset_on(self, course: _Course, wall: float) -> float:
+        now = self._monotonic()
+        moved = wall - now - course.wall_beyond_monotonic
+        if abs(moved) > WORTH_A_WARNING_SECONDS and abs(moved + course.offset) < WORTH_A_WARNING_SECONDS:
+            self._course = None  # somebody has put the machine's clock right, by just as much as it was wrong
+            return 0.0
+        return min(course.offset, course.begin + SLOW_DOWN * (now - course.since))
+
+    # --- listening to others ------------------------------------------------------------------------------------------
+
+    def add_own(self, name: Hashable) -> None:
+        """A peer that reads this very clock: its opinion adds nothing."""
+        self._own[name] = None
+
+    def remove_own(self, name: Hashable) -> None:
+        """That peer is gone."""
+        self._own.pop(name, None)
+
+    def join_through(self, source: Hashable) -> None:
+        """A peer that the user has named: its time is taken over as long as nobody else is known."""
+        self._joined_through[source] = None
+
+    def hear(self, source: Hashable, swarm_time: float, their_offset: float, round_trip: float) -> None:
+        """Take note of an exchange with another peer that has just ended.
+
+        Args:
+            source: the peer.
+            swarm_time: what it took for the time of the swarm when it answered.
+            their_offset: seconds by which its own clock was ahead of that.
+            round_trip: seconds that the exchange took, without what the peer needed for its answer.
+        """
+        numbers = (swarm_time, their_offset, round_trip)
+        if source in self._own or not all(map(math.isfinite, numbers)) or swarm_time <= 0:
+            return
+        if round_trip > MAX_ROUND_TRIP_SECONDS:
+            return
+        round_trip = max(0.0, round_trip)
+        if self._first_heard_at is None:
+            self._first_heard_at = self._monotonic()
+        self._forget_what_is_outdated()
+        ahead = self._wall() - (swarm_time + round_trip / 2)
+        self._note(source, _Sample(ahead - their_offset, ahead, round_trip, self._monotonic()))
+        estimate = self._estimate()
+        if estimate is not None:
+            self._follow(0.0 if abs(estimate) <= UNNOTICEABLE_SECONDS else estimate)
+        self._tell()
+
+    def _forget_what_is_outdated(self) -> None:
+        now = self._monotonic()
+        beyond = self._wall() - now
+        if abs(beyond - self._sampled_beyond_monotonic) > WORTH_A_WARNING_SECONDS:
+            self._samples.clear()  # the machine's clock was set, so they compare others with something that is gone
+            self._sampled_beyond_monotonic = beyond
+        for source, sample in list(self._samples.items()):
+            if sample.heard_at < now - MAX_AGE_SECONDS:
+                del self._samples[source]
+
+    def _note(self, source: Hashable, new: _Sample) -> None:
+        old = self._samples.get(source)
+        if old is None and len(self._samples) >= MAX_SOURCES:
+            return
+        if old is not None and self._is_better(old, new):
+            new = old._replace(ahead_of_swarm=new.ahead_of_swarm)
+        self._samples[source] = new
+
+    @staticmethod
+    def _is_better(old: _Sample, new: _Sample) -> bool:
+        possible_error = (old.round_trip + new.round_trip) / 2 + UNNOTICEABLE_SECONDS
+        is_same_clock = abs(old.ahead_of_clock - new.ahead_of_clock) < possible_error
+        return (
+            is_same_clock and old.round_trip < new.round_trip and new.heard_at - old.heard_at < NEWER_IS_BETTER_SECONDS
+        )
+
+    # --- deciding -----------------------------------------------------------------------------------------------------
+
+    def _estimate(self) -> float | None:
+        samples = self._samples.values()
+        clocks = [_Vote(0.0, 0.0), *(_Vote(each.ahead_of_clock, each.round_trip) for each in samples)]
+        if len(clocks) >= 3:
+            estimate = _agreement(clocks, math.ceil(len(clocks) * 2 / 3))
+            if estimate is not None:
+                return estimate
+        opinions = [_Vote(each.ahead_of_swarm, each.round_trip) for each in samples]
+        if not all(source in self._joined_through for source in self._samples):
+            if len(opinions) < 2:
+                return None
+            opinions.append(_Vote(self.offset, 0.0))
+        return _agreement(opinions, len(opinions) // 2 + 1)
+
+    def _follow(self, offset: float) -> None:
+        course = self._course
+        planned = 0.0 if course is None else course.offset
+        if offset == planned or (offset and abs(offset - planned) <= UNNOTICEABLE_SECONDS):
+            return
+        present, now = self.offset, self._monotonic()
+        is_settled = self._first_heard_at is not None and now - self._first_heard_at > SETTLING_SECONDS
+        slows_down = is_settled and 0 < offset - present <= MAX_DHT_TIME_DISCREPANCY_SECONDS
+        if offset or slows_down:
+            self._course = _Course(offset, present if slows_down else offset, now, self._wall() - now)
+        else:
+            self._course = None
+
+    def _tell(self) -> None:
+        offset = 0.0 if self._course is None else self._course.offset
+        if abs(offset - self._told_offset) < WORTH_A_WARNING_SECONDS:
+            return
+        self._told_offset = offset
+        if abs(offset) < WORTH_A_WARNING_SECONDS:
+            logger.warning("the clock of this machine agrees with the other peers now")
+            return
+        logger.warning(
+            "the clock of this machine is %.1f seconds %s the time of the swarm (peers compared: %d). shoal corrects "
+            "for that, other programs do not: turn on NTP, for instance with `timedatectl set-ntp true`",
+            abs(offset),
+            "ahead of" if offset > 0 else "behind",
+            len(self._samples),
+        )
+
+
+def _agreement(votes: Sequence[_Vote], needed: int) -> float | None:
+    """The middle of the votes that agree, where short round trips count most; ``None`` if fewer than needed agree."""
+    middle = sorted(vote.offset for vote in votes)[(len(votes) - 1) // 2]
+    near = sorted(vote for vote in votes if abs(vote.offset - middle) <= MAX_DHT_TIME_DISCREPANCY_SECONDS)
+    if len(near) < needed:
+        return None
+    weights = [1 / (_SHORT_ROUND_TRIP + vote.round_trip) for vote in near]
+    half, passed = sum(weights) / 2, 0.0
+    for vote, weight in zip(near, weights, strict=True):
+        passed += weight
+        if passed >= half:
+            return vote.offset
+    return near[-1].offset
+
+
+_clock_of_process = SwarmClock()
+
+
+def get_clock() -> SwarmClock:
+    """The clock by which the caller lives: that of the running loop if it has one, else that of this process."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
-        return time.time()
-    virtual: Callable[[], float] | None = getattr(loop, "dht_time", None)
-    return time.time() if virtual is None else virtual()
+        return _clock_of_process
+    find_clock: Callable[[], SwarmClock] | None = getattr(loop, "swarm_clock", None)
+    return _clock_of_process if find_clock is None else find_clock()
+
+
+def get_dht_time() -> float:
+    """Current DHT time in Unix seconds, which is the same at all peers whatever the clocks of their machines show."""
+    return get_clock().time()

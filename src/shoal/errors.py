@@ -7,7 +7,8 @@
     ├── P2PDaemonError          this side of the network failed: cannot start, listen, dial, or find a handler
     │   ├── BootstrapError      no bootstrap address answered; one verdict for each address
     │   ├── DialError           one peer could not be connected, with the reason
-    │   │   └── IdentityMismatchError   the address answered, but as another peer
+    │   │   ├── IdentityMismatchError   the address answered, but as another peer
+    │   │   └── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
     │   └── StreamClosedError   the connection to a peer ended in the middle of something
     ├── P2PHandlerError         the other side received the call and its handler raised
     ├── ProtocolError           a peer sent bytes that break the protocol; its connection is dropped
@@ -23,6 +24,10 @@
 """
 
 from __future__ import annotations
+
+
+def _list_verdicts(verdicts: dict[str, str]) -> str:
+    return "".join(f"\n  {address}: {verdict}" for address, verdict in verdicts.items())
 
 
 class ShoalError(Exception):
@@ -45,6 +50,10 @@ class IdentityMismatchError(DialError):
     """The address answered and proved to be another peer than the expected one."""
 
 
+class InterruptedDialError(DialError):
+    """Something answered, but the connection broke before it could be used: another attempt may succeed."""
+
+
 class StreamClosedError(P2PDaemonError, ConnectionError):
     """The connection to a peer ended before the operation was complete."""
 
@@ -58,8 +67,7 @@ class BootstrapError(P2PDaemonError, RuntimeError):
 
     def __init__(self, verdicts: dict[str, str]) -> None:
         self.verdicts = verdicts
-        lines = "".join(f"\n  {address}: {reason}" for address, reason in verdicts.items())
-        super().__init__(f"failed to connect to bootstrap peers:{lines}")
+        super().__init__(f"failed to connect to bootstrap peers:{_list_verdicts(verdicts)}")
 
     def __reduce__(self) -> tuple[type[BootstrapError], tuple[dict[str, str]]]:
         return type(self), (self.verdicts,)
@@ -78,7 +86,19 @@ class DHTError(ShoalError):
 
 
 class ValidationError(DHTError):
-    """This node may not take part in the table: it cannot be reached, or its clock is off."""
+    """This node may not take part in the table: it cannot be reached, or nobody can tell the right time.
+
+    Attributes:
+        verdicts: what each bootstrap address has answered, by address; empty if the text speaks of one peer alone.
+    """
+
+    def __init__(self, text: str, verdicts: dict[str, str] | None = None) -> None:
+        self.verdicts = verdicts or {}
+        self._text = text
+        super().__init__(text, self.verdicts)
+
+    def __str__(self) -> str:
+        return self._text + _list_verdicts(self.verdicts)
 
 
 class AveragingError(ShoalError):

@@ -1,7 +1,7 @@
 """Plain counters of what this process did, in one place, for whoever wants to watch it.
 
-Every peer owns one :class:`Metrics`. The fields are plain numbers that only grow, written by the event loop alone and
-read from anywhere.
+Every peer owns one :class:`Metrics`. The fields are plain numbers, written by the event loop alone and read from
+anywhere. All but ``clock_offset`` only grow.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class Metrics:
     calls_served: int = 0
     connections_dropped: Counter[str] = field(default_factory=Counter)
     """Connections that this peer refused or dropped, by reason."""
+    hops_to_records: Counter[int] = field(default_factory=Counter)
+    """Gets that found a record, by the number of answers in the chain that led there; 0 = this node had it itself."""
+    clock_offset: float = 0.0
+    """Seconds by which the clock of this machine is ahead of the swarm, for which shoal corrects; 0 if it is right."""
     rounds_succeeded: int = 0
     """Averaging rounds that brought a result, whole or in part."""
     rounds_failed: int = 0

@@ -39,6 +39,8 @@ class PingResponse(AuthorizedResponse):
     dht_time: float = 0.0
     available: bool = False
     """The sender of the request can be called and has the id that it claims."""
+    seen_at: Annotated[str, Meta(max_length=MAX_ADDRESS_LENGTH)] = ""
+    """Where the sender of the request is seen from here, if that is known."""
 
 
 class StoreRequest(AuthorizedRequest):

@@ -36,6 +36,7 @@ from shoal.dht.storage import DHTLocalStorage, StoredValue
 from shoal.dht.validation import WHOLE_DICTIONARY, RecordValidatorBase
 from shoal.errors import DHTError, ProtocolError, ShoalError, ValidationError
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
+from shoal.p2p.joining import describe_unreachable
 
 __all__ = ["NO_ANSWER", "DHTProtocol", "FindAnswer", "FoundRecord", "ValidationError"]
 
@@ -256,27 +257,26 @@ class DHTProtocol(ServicerBase):
             ValidationError: it cannot, or they do not.
             NO_ANSWER: one of these.
         """
-        asked_at = get_dht_time()
+        now = asyncio.get_running_loop().time
+        asked_at = now()
         request = PingRequest(node_id=self._announced_id, validate=validate)
         limit = self.wait_timeout if timeout is None else timeout
         response = await self._call(peer, "rpc_ping", request, PingResponse, limit)
         self.note_alive(response.node_id, peer)
         if validate:
-            self._check_validity(peer, response, asked_at)
+            self._check_validity(peer, response, now() - asked_at)
         return response
 
-    def _check_validity(self, peer: PeerID, response: PingResponse, asked_at: float) -> None:
+    def _check_validity(self, peer: PeerID, response: PingResponse, seconds: float) -> None:
         if not self.client_mode and not response.available:
             announced = [str(address) for address in self.p2p.get_addresses(self.p2p.peer_id)]
-            raise ValidationError(
-                f"peer {peer} cannot call this node back at {announced}: make it reachable, announce the right address "
-                "(announce_maddrs), or use client_mode=True"
-            )
+            raise ValidationError(describe_unreachable(peer, announced, response.seen_at))
         answered_at, tolerance = get_dht_time(), MAX_DHT_TIME_DISCREPANCY_SECONDS
-        if not asked_at - tolerance <= response.dht_time <= answered_at + tolerance:
+        if not answered_at - seconds - tolerance <= response.dht_time <= answered_at + tolerance:
+            ahead = response.dht_time - (answered_at - seconds / 2)
             raise ValidationError(
-                f"the clock of peer {peer} differs from that of this machine by {response.dht_time - answered_at:+.1f} "
-                f"seconds, more than {tolerance:g}: synchronize the clocks, for instance with NTP"
+                f"clock off by {abs(ahead):.1f} s: peer {peer} is that much {'ahead' if ahead > 0 else 'behind'}, and "
+                "other peers do not confirm it: turn on NTP at both"
             )
 
     async def call_ping(self, peer: PeerID) -> DHTID | None:
@@ -355,7 +355,12 @@ class DHTProtocol(ServicerBase):
             available = await self._can_call_back(request.node_id, context.remote_id)
         else:
             self.note_alive(request.node_id, context.remote_id)
-        return PingResponse(node_id=self._announced_id, dht_time=get_dht_time(), available=available)
+        return PingResponse(
+            node_id=self._announced_id,
+            dht_time=get_dht_time(),
+            available=available,
+            seen_at=self.p2p.address_seen_of(context.remote_id),
+        )
 
     async def _can_call_back(self, node_id: bytes, peer: PeerID) -> bool:
         """Whether the peer can be called; one broken connection is no proof that it cannot."""

@@ -41,6 +41,10 @@ class Hello(Header):
     agent: str = ""
     time: float = 0.0
     """The sender's DHT time."""
+    clock_offset: float = 0.0
+    """Seconds by which the clock of the sender's machine is ahead of that."""
+    waited: float | None = None
+    """Seconds between the arrival of the other side's greeting and this one, if this is an answer."""
     instance: bytes = b""
     """Chosen by chance at the sender's start: tells two processes with the same identity apart."""
 
@@ -95,6 +99,8 @@ class Connection:
         self.remote = stream.remote
         self.hello: Hello | None = None
         """What the other side has told about itself, once it has."""
+        self.round_trip: float | None = None
+        """Seconds that the exchange of greetings took on its way, if this side began it."""
         self.writing_since = 0.0
         """When the write began that the other side holds up, in the loop's time; 0 if none."""
         self.header_since = 0.0
@@ -103,6 +109,9 @@ class Connection:
         self._on_hello = on_hello
         self._memory = memory
         self._now = asyncio.get_running_loop().time
+        self.opened_at = self._now()
+        self._greeted_at: float | None = None
+        self._was_greeted_at: float | None = None
         self._unsent = b""
 
     @property
@@ -122,8 +131,15 @@ class Connection:
     def _take_unsent(self) -> bytes:
         unsent, self._unsent = self._unsent, b""
         if self._make_hello is not None:
-            unsent, self._make_hello = pack(Kind.HELLO, self._make_hello()) + unsent, None
+            unsent, self._make_hello = pack(Kind.HELLO, self._greeting(self._make_hello())) + unsent, None
         return unsent
+
+    def _greeting(self, hello: Hello) -> Hello:
+        if self._was_greeted_at is None:
+            self._greeted_at = self._now()
+        else:
+            hello.waited = self._now() - self._was_greeted_at
+        return hello
 
     async def send(self, kind: Kind, header: Header | None, *payload: Buffer, end: bool = False) -> None:
         """Send one message; without a header it says nothing but that this side has ended."""
@@ -159,6 +175,9 @@ class Connection:
             if prefix.payload_bytes or self.hello is not None:
                 raise ProtocolError("a greeting with a payload, or a second one")
             self.hello = decode_header(raw, Hello)
+            self._was_greeted_at = self._now()
+            if self._greeted_at is not None and self.hello.waited is not None:
+                self.round_trip = self._was_greeted_at - self._greeted_at - self.hello.waited
             self._on_hello(self, self.hello)
 
     async def _receive_header(self, size: int) -> bytearray:
@@ -275,18 +294,20 @@ class Call:
             return DialError(f"peer {self.remote} refuses this connection: {text}")
         return P2PHandlerError(f"peer {self.remote}: {failure.type[:MAX_FAILURE_CHARACTERS]}: {text}")
 
-    async def read_payload_into(self, buffer: memoryview) -> None:
-        """Receive the payload straight into a buffer of exactly its size.
+    async def read_payload_into(self, *buffers: memoryview) -> None:
+        """Receive the payload straight into buffers that together have exactly its size.
 
         Raises:
             ProtocolError: the payload has another size.
             StreamClosedError: the connection ended in the middle.
         """
-        if len(buffer) != self.payload_size:
-            raise ProtocolError(f"peer {self.remote} sent a payload of {self.payload_size} bytes, not {len(buffer)}")
+        size = sum(map(len, buffers))
+        if size != self.payload_size:
+            raise ProtocolError(f"peer {self.remote} sent a payload of {self.payload_size} bytes, not {size}")
         self.payload_size = 0
-        if len(buffer):
-            await self.connection.stream.read_exactly_into(buffer)
+        for buffer in buffers:
+            if len(buffer):
+                await self.connection.stream.read_exactly_into(buffer)
 
     async def read_payload(self, max_bytes: int) -> bytearray:
         """Receive the payload into new memory.

@@ -20,7 +20,7 @@ import ssl
 import tempfile
 from pathlib import Path
 
-from shoal.errors import DialError, IdentityMismatchError, StreamClosedError
+from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
 from shoal.p2p.identity import SIGNATURE_BYTES, Identity, peer_id_of_certificate, verify_signature
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PUBLIC_KEY_BYTES, PeerID
@@ -110,6 +110,17 @@ async def prove_to_listener(stream: TcpStream, identity: Identity, address: Mult
     await stream.write(identity.public_key + signature)
 
 
+_BROKEN = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, StreamClosedError, ssl.SSLEOFError)
+
+
+def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:
+    """The error of a dial, with the address and what went wrong."""
+    if isinstance(error, DialError):
+        return error
+    kind = InterruptedDialError if isinstance(error, _BROKEN) or "ALERT_ACCESS_DENIED" in str(error) else DialError
+    return kind(f"{address}: {explain(error)}")
+
+
 def explain(error: BaseException) -> str:
     """What went wrong with a dial, in words for somebody who looks at an address list."""
     if isinstance(error, ConnectionRefusedError):
@@ -118,10 +129,10 @@ def explain(error: BaseException) -> str:
         return f"no answer within {HANDSHAKE_TIMEOUT:g} s: nothing is there, a firewall drops it, or it speaks no TLS"
     if isinstance(error, socket.gaierror):
         return f"the host name cannot be resolved ({error.strerror})"
+    if isinstance(error, _BROKEN):
+        return "the connection was closed during the handshake: it is probably no shoal peer, or it has no time for you"
     if isinstance(error, ssl.SSLError):
         return _explain_tls(error)
-    if isinstance(error, (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, StreamClosedError)):
-        return "the connection was closed during the handshake: it is probably no shoal peer, or it has no time for you"
     if isinstance(error, OSError):
         if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL):
             return f"no route to that host ({error.strerror})"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from shoal.errors import BootstrapError
+from shoal.errors import BootstrapError, InterruptedDialError
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PeerID, split_peer_address
 from shoal.reactor import cancel_and_wait
@@ -32,13 +33,18 @@ def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[Targe
     return [split_peer_address(Multiaddr(address)) for address in initial_peers]
 
 
+DIAL_ATTEMPTS = 4
+"""A connection may break by chance; only then is an address dialled again, after a pause that grows."""
+FIRST_PAUSE_SECONDS = 0.1
+
+
 async def reach_first(targets: Sequence[Target], reach: Reach, limit: float) -> None:
     """Try all addresses at once; return when the first one is connected.
 
     Raises:
         BootstrapError: none could be within ``limit`` seconds; it says why, for each of them.
     """
-    tasks = {target: asyncio.ensure_future(reach(target[1], target[0])) for target in targets}
+    tasks = {target: asyncio.ensure_future(_keep_trying(target, reach)) for target in targets}
     deadline = asyncio.get_running_loop().time() + limit
     pending = list(tasks.values())
     try:
@@ -58,6 +64,58 @@ async def reach_first(targets: Sequence[Target], reach: Reach, limit: float) -> 
     )
 
 
+async def _keep_trying(target: Target, reach: Reach) -> None:
+    address, peer = target
+    for attempt in range(DIAL_ATTEMPTS - 1):
+        try:
+            return await reach(peer, address)
+        except InterruptedDialError:
+            await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
+    return await reach(peer, address)
+
+
 def _verdict(task: asyncio.Future[None], address: Multiaddr, limit: float) -> str:
     error = None if task.cancelled() else task.exception()
     return f"no answer within {limit:g} s" if error is None else str(error).removeprefix(f"{address}: ")
+
+
+def describe_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str) -> str:
+    """What to tell a user whose peer another one cannot dial.
+
+    Args:
+        witness: who has tried.
+        announced: where, without ``/p2p``.
+        seen_at: where the witness sees this peer; empty if it does not know.
+    """
+    where = ", ".join(announced) or "any address, because it announces none"
+    text = f"cannot be dialled back: peer {witness} cannot call this node back at {where}"
+    client = "or use client_mode=True, which needs no open port"
+    addresses = [Multiaddr(address) for address in announced]
+    ips = [ip for address in addresses if (ip := _ip_of(address)) is not None]
+    seen = _ip_seen(seen_at)
+    if seen is None or seen in ips:
+        return f"{text}: open the port in the firewall, {client}"
+    if all(ip.is_loopback for ip in ips):
+        return f"{text}, addresses of this machine alone: listen on all, host_maddrs=['/ip4/0.0.0.0/tcp/0'], {client}"
+    port = next((port for address in addresses if (port := address.get("tcp"))), "PORT")
+    outside = f"/ip{seen.version}/{seen}/tcp/{port}"
+    return (
+        f"{text}, but sees it at {seen}: it is behind a router, so forward port {port} there and announce it, "
+        f"announce_maddrs=['{outside}'], {client}"
+    )
+
+
+_IP = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def _ip_of(address: Multiaddr) -> _IP | None:
+    text = address.get("ip4") or address.get("ip6")
+    return None if text is None else ipaddress.ip_address(text)
+
+
+def _ip_seen(text: str) -> _IP | None:
+    """Told by another peer, which may tell anything."""
+    try:
+        return _ip_of(Multiaddr(text))
+    except ValueError:
+        return None

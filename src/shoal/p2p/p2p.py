@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from shoal.clock import get_dht_time
+from shoal.clock import get_clock
 from shoal.clock import timeout as time_limit
 from shoal.errors import P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
@@ -77,6 +77,9 @@ class P2P:
         self._pool = ConnectionPool(self._connect, idle_timeout)
         self._server = Server(self.peer_id, metrics, limits, self._greet)
         self._handlers = self._server.handlers
+        self.clock = get_clock()
+        """The time by which this peer lives."""
+        self.clock.add_own(self.peer_id)
 
     @classmethod
     async def create(
@@ -206,11 +209,20 @@ class P2P:
 
     def _hello(self) -> Hello:
         addresses = [str(address) for address in self._announced]
-        return Hello(addresses=addresses, agent=AGENT, time=get_dht_time(), instance=self.instance)
+        return Hello(
+            addresses=addresses,
+            agent=AGENT,
+            time=self.clock.time(),
+            clock_offset=self.clock.offset,
+            instance=self.instance,
+        )
 
     def _on_hello(self, connection: Connection, hello: Hello) -> None:
         if hello.addresses and connection.remote != self.peer_id:
             self._addresses.replace(connection.remote, hello.addresses)
+        if connection.round_trip is not None:
+            self.clock.hear(connection.remote, hello.time, hello.clock_offset, connection.round_trip)
+            self.metrics.clock_offset = self.clock.offset
 
     async def _connect(self, peer: PeerID) -> Connection:
         if not self.is_alive:
@@ -234,6 +246,11 @@ class P2P:
     def connections_from(self, peer: PeerID) -> list[Connection]:
         """Connections that a peer has opened to this one."""
         return self._server.connections_of(peer)
+
+    def address_seen_of(self, peer: PeerID) -> str:
+        """Where a peer that has connected to this one comes from, as far as the transport knows."""
+        seen = (connection.stream.remote_address for connection in self.connections_from(peer))
+        return next((str(address) for address in seen if address is not None), "")
 
     # --- calling ------------------------------------------------------------------------------------------------------
 
@@ -298,6 +315,7 @@ class P2P:
     async def shutdown(self) -> None:
         """Leave the network: stop listening, cut connections, cancel handlers. Idempotent."""
         self.is_alive = False
+        self.clock.remove_own(self.peer_id)
         await self.transport.close()
         self._pool.close()
         await self._dialler.close()

@@ -20,6 +20,8 @@ MAX_PARALLEL_DIALS = 2
 """Dials to one peer at a time."""
 MAX_IDLE_PER_PEER = 8
 MAX_IDLE = 256
+MAX_AGE_SECONDS = 900.0
+"""Older connections are replaced by new ones: each begins with an exchange of addresses and of the time."""
 
 _Turn = Connection | None
 """What a waiting call gets: a connection, or the right to dial one."""
@@ -109,7 +111,8 @@ class ConnectionPool:
     def release(self, connection: Connection, *, reusable: bool) -> None:
         """Give a connection back; one that is not reusable is cut, which cancels the handler on the other side."""
         peer = self._peers[connection.remote]
-        if not reusable or connection.closed or self._closed:
+        is_old = connection.opened_at < asyncio.get_running_loop().time() - MAX_AGE_SECONDS
+        if not reusable or connection.closed or self._closed or is_old:
             connection.abort()
             del peer.in_use[connection]
             self._let_next_dial(peer)

@@ -19,8 +19,8 @@ from shoal.p2p.fork_safety import disown_socket, own_socket
 from shoal.p2p.handshake import (
     BUSY_ALERT,
     HANDSHAKE_TIMEOUT,
+    as_dial_error,
     dialler_context,
-    explain,
     listener_context,
     prove_to_listener,
     verify_dialler,
@@ -242,7 +242,7 @@ class TcpTransport(Transport):
             if not isinstance(e, (OSError, asyncio.TimeoutError, StreamClosedError)):
                 raise
             self.metrics.dials_failed += 1
-            raise e if isinstance(e, DialError) else DialError(f"{address}: {explain(e)}") from e
+            raise as_dial_error(address, e) from e
         stream.remote = expected_peer
         self.metrics.connections_dialled += 1
         return stream

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import gc
 import heapq
 import itertools
@@ -21,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from shoal.clock import SwarmClock
 from shoal.errors import SimulationError
 
 if TYPE_CHECKING:  # for signatures like those of the base class, which Python 3.10 could not write
@@ -52,7 +54,7 @@ class Machine:
     """
 
     clock_offset: float = 0.0
-    """Seconds by which the clock of this machine, and so its DHT time, is ahead of the true time."""
+    """Seconds by which the clock of this machine is ahead of the true time."""
 
     def spawn(self, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task on this machine."""
@@ -60,11 +62,16 @@ class Machine:
         context.run(_machine.set, self)
         return context.run(asyncio.get_running_loop().create_task, coro)
 
-    def dht_time(self) -> float:
-        """Unix time as this machine shows it."""
+    @functools.cached_property
+    def clock(self) -> SwarmClock:
+        """What this machine knows of the time of the swarm."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
-        return loop.true_time() + self.clock_offset
+        return SwarmClock(lambda: loop.true_time() + self.clock_offset, loop.time)
+
+    def dht_time(self) -> float:
+        """The time of the swarm as this machine knows it."""
+        return self.clock.time()
 
     @staticmethod
     def current() -> Machine | None:
@@ -96,6 +103,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._cancelled_timers = 0
         self._rounds_at_this_moment = 0
         self._owner = threading.get_ident()
+        self._clock = SwarmClock(self.true_time, self.time)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -103,11 +111,14 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         """Seconds since the simulation began."""
         return self._now
 
-    def dht_time(self) -> float:
-        """Unix time as the machine of the caller shows it; the source of :func:`shoal.clock.get_dht_time`."""
+    def swarm_clock(self) -> SwarmClock:
+        """The clock of the caller's machine; the source of :func:`shoal.clock.get_dht_time`."""
         machine = _machine.get()
-        true_time = self.start_time + self._now
-        return true_time if machine is None else true_time + machine.clock_offset
+        return self._clock if machine is None else machine.clock
+
+    def dht_time(self) -> float:
+        """The time of the swarm as the caller's machine knows it."""
+        return self.swarm_clock().time()
 
     def true_time(self) -> float:
         """Unix time as a clock without error shows it."""

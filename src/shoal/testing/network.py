@@ -19,7 +19,7 @@ import itertools
 import random
 from collections.abc import Iterable
 
-from shoal.errors import DialError, SimulationError
+from shoal.errors import DialError, InterruptedDialError, SimulationError
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PeerID
@@ -189,7 +189,7 @@ class Network(MemoryNetwork):
         if not here.is_up:
             raise DialError(f"{address}: this host is down")
         if path.link.dial_failure and self.rng.random() < path.link.dial_failure:
-            raise DialError(f"{address}: the connection was closed during the handshake")
+            raise InterruptedDialError(f"{address}: the connection was closed during the handshake")
 
 
 def _break(near: SimulatedStream, far: SimulatedStream) -> None:
