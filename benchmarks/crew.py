@@ -136,18 +136,41 @@ class Crew:
         """Memory that the peers and their child processes have for themselves."""
         return sum(process.memory_full_info().uss for process in self._all_processes())
 
+    def reset_peaks(self) -> None:
+        """Begin to measure anew for :meth:`peaks` (Linux only)."""
+        self._memory_before = []
+        for peer in self.processes:
+            before = 0
+            for process in _family(peer):
+                Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+                before += process.memory_info().rss
+            self._memory_before.append(before)
+
+    def peaks(self) -> list[int]:
+        """By how many bytes each peer and its child processes have grown at most since then, each at its own peak."""
+        peaks = []
+        for peer, before in zip(self.processes, self._memory_before, strict=True):
+            statuses = [Path(f"/proc/{process.pid}/status").read_text() for process in _family(peer)]
+            high_water = [int(status.split("VmHWM:")[1].split()[0]) * 1024 for status in statuses]
+            peaks.append(sum(high_water) - before)
+        return peaks
+
     def process_count(self) -> int:
         """The peers and their child processes."""
         return len(self._all_processes())
 
     def _all_processes(self) -> list[psutil.Process]:
-        peers = [psutil.Process(process.pid) for process in self.processes]
-        return [each for peer in peers for each in (peer, *peer.children(recursive=True))]
+        return [each for process in self.processes for each in _family(process)]
 
     def time(self, command: str, *arguments: Any, to: Sequence[subprocess.Popen[str]] | None = None) -> float:
         """Seconds from the first peer's beginning to the last peer's end; all processes share the monotonic clock."""
         spans = self.ask(command, *arguments, to=to)
         return max(span["ended"] for span in spans) - min(span["began"] for span in spans)
+
+
+def _family(peer: subprocess.Popen[str]) -> list[psutil.Process]:
+    process = psutil.Process(peer.pid)
+    return [process, *process.children(recursive=True)]
 
 
 def _tell(process: subprocess.Popen[str], *words: Any) -> None:
@@ -159,10 +182,12 @@ def _tell(process: subprocess.Popen[str], *words: Any) -> None:
 class AveragerCrew(Crew):
     """Peers that average a vector with each other; they know each other when the block begins."""
 
-    def __init__(self, library: str, peers: int, megabytes: float, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, library: str, peers: int, megabytes: float, options: dict[str, Any] | None = None, **arguments: Any
+    ) -> None:
         threads = max(1, (os.cpu_count() or 1) // peers)  # the same for every library
-        packed = json.dumps(options or {})
-        super().__init__("peer.py", library, peers, megabytes=megabytes, threads=threads, options=packed)
+        arguments |= {"megabytes": megabytes, "threads": threads, "options": json.dumps(options or {})}
+        super().__init__("peer.py", library, peers, **arguments)
 
     def _get_ready(self) -> None:
         super()._get_ready()

@@ -41,15 +41,20 @@ def realistic_shapes(megabytes: float) -> list[tuple[int, ...]]:
             budget -= size
 
 
+def equal_shapes(megabytes: float, count: int) -> list[tuple[int, ...]]:
+    """Shapes of tensors of equal size that take about this many megabytes (10^6 bytes) in fp32."""
+    return [(round(megabytes * 1e6 / 4 / count),)] * count
+
+
 class Peer(ABC):
     """What the coordinator may ask for. Every value is checked after every round: a fast wrong answer is no answer."""
 
     version: str
 
-    def __init__(self, index: int, peers: int, megabytes: float) -> None:
+    def __init__(self, index: int, peers: int, shapes: list[tuple[int, ...]]) -> None:
         self.index, self.peers = index, peers
         generator = torch.Generator().manual_seed(0)
-        self.base = [torch.randn(shape, generator=generator) for shape in realistic_shapes(megabytes)]
+        self.base = [torch.randn(shape, generator=generator) for shape in shapes]
 
     @abstractmethod
     def open(self) -> Any:
@@ -124,8 +129,10 @@ class GlooPeer(Peer):
 class AveragerPeer(Peer):
     """A DecentralizedAverager of the library's default settings, with a group that is complete at all peers."""
 
-    def __init__(self, library: str, index: int, peers: int, megabytes: float, options: dict[str, Any]) -> None:
-        super().__init__(index, peers, megabytes)
+    def __init__(
+        self, library: str, index: int, peers: int, shapes: list[tuple[int, ...]], options: dict[str, Any]
+    ) -> None:
+        super().__init__(index, peers, shapes)
         self.library = importlib.import_module(library)
         self.version = self.library.__version__
         self.stage = importlib.import_module(f"{library}.averaging.control").AveragingStage
@@ -176,6 +183,31 @@ class AveragerPeer(Peer):
         with self.averager.get_tensors() as tensors:
             self.compare(list(tensors), (self.peers + 1) / 2)
 
+    def share(self, is_donor: bool) -> None:
+        """Hold the state that newcomers should get, or become one."""
+        with self.averager.get_tensors() as tensors, torch.no_grad():
+            for tensor, base in zip(tensors, self.base, strict=True):
+                tensor.copy_(base if is_donor else torch.zeros(()))
+        self.averager.allow_state_sharing = is_donor
+        deadline = time.monotonic() + FORMATION_LIMIT_SECONDS
+        while not is_donor and self._download() is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError("no donor has been found")
+
+    def _download(self) -> Any:
+        try:
+            return self.averager.load_state_from_peers(timeout=FORMATION_LIMIT_SECONDS)
+        except TimeoutError:
+            return None
+
+    def download(self) -> dict[str, Any]:
+        """Download the state; returns when it began and ended, and whether the right values have come."""
+        began = time.monotonic()
+        state = self._download()
+        ended = time.monotonic()
+        correct = state is not None and all(map(torch.equal, state[1], self.base))
+        return {"began": began, "ended": ended, "correct": correct}
+
     def close(self) -> None:
         self.averager.shutdown()
         self.dht.shutdown()
@@ -188,14 +220,16 @@ def main() -> None:
     parser.add_argument("--peers", type=int, required=True)
     parser.add_argument("--megabytes", type=float, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--tensors", type=int, default=0, help="of equal size; 0: shapes of a transformer")
     parser.add_argument("--options", type=json.loads, default={})
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
     def make_peer() -> Peer:
+        shapes = equal_shapes(args.megabytes, args.tensors) if args.tensors else realistic_shapes(args.megabytes)
         if args.library == "gloo":
-            return GlooPeer(args.index, args.peers, args.megabytes)
-        return AveragerPeer(args.library, args.index, args.peers, args.megabytes, args.options)
+            return GlooPeer(args.index, args.peers, shapes)
+        return AveragerPeer(args.library, args.index, args.peers, shapes, args.options)
 
     obey(make_peer)
 
