@@ -11,6 +11,7 @@
     │   │   └── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
     │   └── StreamClosedError   the connection to a peer ended in the middle of something
     ├── P2PHandlerError         the other side received the call and its handler raised
+    ├── BusyError               a peer is asked for more than it does for others at the moment
     ├── ProtocolError           a peer sent bytes that break the protocol; its connection is dropped
     ├── DHTError                the distributed table refused or failed
     │   └── ValidationError     this node may not join: unreachable, or its clock is off
@@ -75,6 +76,10 @@ class BootstrapError(P2PDaemonError, RuntimeError):
 
 class P2PHandlerError(ShoalError):
     """The remote handler raised; the text carries its error type and message, never its traceback."""
+
+
+class BusyError(ShoalError):
+    """This peer does no more of that for others at the moment."""
 
 
 class ProtocolError(ShoalError):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import pickle
 import socket
 from pathlib import Path
 
 import pytest
 
-from shoal.errors import BootstrapError, P2PDaemonError
-from shoal.p2p import P2P, Identity, Multiaddr, PeerInfo
+from shoal.dht import DHTNode
+from shoal.errors import BootstrapError, P2PDaemonError, ValidationError
+from shoal.p2p import P2P, Identity, Multiaddr, PeerID, PeerInfo
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, AddressBook
+from shoal.p2p.joining import DIAL_ATTEMPTS, explain_unreachable
+from shoal.p2p.tcp import TcpTransport
+from shoal.p2p.transport import Stream
 from tests.p2p.peers import Number, Peers, assert_clean, serving, stub, until
 
 STRANGER = Identity.generate().peer_id
@@ -123,3 +129,135 @@ def test_hearsay_does_not_push_out_what_is_certain() -> None:
     assert book.get(STRANGER)[:2] == [known[-1], good]
     book.replace(STRANGER, ["/ip4/192.0.2.2/tcp/2", "/a-newer-kind/1"])
     assert [str(each) for each in book.get(STRANGER)] == ["/ip4/192.0.2.2/tcp/2"]
+
+
+# --- connections that break -------------------------------------------------------------------------------------------
+
+
+class Relay:
+    """Passes connections on to a peer, but breaks the first few of them in the middle of the handshake."""
+
+    def __init__(self, peer: P2P, broken: int) -> None:
+        self.peer = peer
+        self.left_to_break = broken
+        self.arrived = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"/ip4/127.0.0.1/tcp/{self._server.sockets[0].getsockname()[1]}/p2p/{self.peer.peer_id}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.arrived += 1
+        first = await reader.read(64)
+        if self.left_to_break:
+            self.left_to_break -= 1
+            writer.transport.abort()
+            return
+        [address] = self.peer.get_addresses(self.peer.peer_id)
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", int(address["tcp"] or 0))
+        there_writer.write(first)
+        for source, target in ((reader, there_writer), (there_reader, writer)):
+            self._tasks.append(asyncio.ensure_future(self._pump(source, target)))
+
+    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                target.write(data)
+                await target.drain()
+        except ConnectionError:
+            return
+        finally:
+            target.transport.abort()
+
+
+@pytest.mark.parametrize("broken", [1, DIAL_ATTEMPTS - 1])
+async def test_a_start_dials_again_when_connections_break(broken: int) -> None:
+    async with Peers("tcp") as peers:
+        server = await peers.start()
+        await serving(server)
+        relay = Relay(server, broken)
+        async with relay as address:
+            joined = await peers.start(initial_peers=[address])
+            assert (await stub(joined, server).rpc_square(Number(value=3))).value == 9
+        assert relay.left_to_break == 0
+        assert relay.arrived >= broken + 1
+
+
+async def test_a_start_gives_up_when_connections_go_on_breaking() -> None:
+    async with Peers("tcp") as peers:
+        relay = Relay(await peers.start(), broken=1000)
+        async with relay as address:
+            with pytest.raises(BootstrapError) as error:
+                await P2P.create(initial_peers=[address])
+        assert relay.arrived == DIAL_ATTEMPTS
+        assert "closed during the handshake" in error.value.verdicts[address]
+
+
+async def test_what_is_refused_is_dialled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialled = []
+    dial = TcpTransport.dial
+
+    async def count(self: TcpTransport, address: Multiaddr, peer: PeerID) -> Stream:
+        dialled.append(address)
+        return await dial(self, address, peer)
+
+    monkeypatch.setattr(TcpTransport, "dial", count)
+    with pytest.raises(BootstrapError, match="refused"):
+        await P2P.create(initial_peers=[f"/ip4/127.0.0.1/tcp/1/p2p/{STRANGER}"])
+    assert len(dialled) == 1
+
+
+async def test_retries_keep_to_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Peers("tcp") as peers:
+        relay = Relay(await peers.start(), broken=1000)
+        async with relay as address:
+            with pytest.raises(BootstrapError) as error:
+                await P2P.create(initial_peers=[address], startup_timeout=0.05)
+        assert relay.arrived < DIAL_ATTEMPTS
+        assert error.value.verdicts == {address: "no answer within 0.05 s"}
+
+
+# --- peers that cannot be dialled back --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("announced", "seen_at", "words"),
+    [
+        (["/ip4/203.0.113.7/tcp/5"], "", "open the port in the firewall"),
+        (["/ip4/203.0.113.7/tcp/5"], "/ip4/203.0.113.7/tcp/40000", "open the port in the firewall"),
+        (["/ip4/127.0.0.1/tcp/5"], "/ip4/192.168.1.9/tcp/40000", "listen on all addresses, /ip4/0.0.0.0/tcp/0"),
+        (["/ip4/192.168.1.9/tcp/5"], "/ip4/8.8.8.8/tcp/40000", "forward port 5 there and announce /ip4/8.8.8.8/tcp/5"),
+        (["/ip4/9.9.9.9/tcp/5"], "/ip4/8.8.8.8/tcp/40000", "announce /ip4/8.8.8.8/tcp/5"),
+        (["/ip6/fd00::1/tcp/5"], "/ip6/2606:4700::1/tcp/40000", "announce /ip6/2606:4700::1/tcp/5"),
+        (["/dns4/example.org/tcp/5"], "nonsense from a stranger", "open the port in the firewall"),
+        ([], "/ip4/8.8.8.8/tcp/40000", "/tcp/0"),
+    ],
+)
+def test_what_to_do_when_nobody_can_call_back(announced: list[str], seen_at: str, words: str) -> None:
+    what, advice = explain_unreachable(STRANGER, announced, seen_at)
+    assert what.startswith(f"cannot be dialled back: peer {STRANGER} cannot call this node back at ")
+    assert all(address in what for address in announced)
+    assert words in advice
+    assert "client_mode=True" in advice
+
+
+async def test_a_node_that_cannot_be_dialled_back_over_tcp() -> None:
+    async with Peers("tcp") as peers:
+        first = await DHTNode.create(p2p=await peers.start())
+        [address] = await first.get_visible_maddrs()
+        with pytest.raises(ValidationError, match="cannot be dialled back") as error:
+            await DHTNode.create(initial_peers=[address], announce_maddrs=["/ip4/127.0.0.2/tcp/1"])
+        verdict = error.value.verdicts[str(address)]
+        assert "/ip4/127.0.0.2/tcp/1" in verdict
+        assert str(address) in str(error.value)
+        assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+        client = await DHTNode.create(initial_peers=[address], client_mode=True)
+        await client.shutdown()
+        await first.shutdown()

@@ -11,9 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.options import add_option
 from shoal.dht import DHT, DHTNode
-from shoal.errors import ShoalError
+from shoal.errors import BootstrapError, ShoalError, ValidationError
 from shoal.p2p import Multiaddr
+
+WITHOUT_EFFECT = ("use-ipfs", "no-relay", "use-auto-relay")
+"""Accepted so that existing scripts work: they are about a libp2p daemon, and there is none."""
 
 DESCRIPTION = """\
 Starts a peer that does no training. Others join the swarm through its address, so let it run on a machine that stays on
@@ -27,23 +31,47 @@ def add_parser(subparsers: Any) -> None:
         "dht", help="run a peer through which others join the swarm", description=DESCRIPTION
     )
 
-    def add(name: str, **settings: Any) -> None:
-        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
-        parser.add_argument(*spellings, **settings)
-
-    add(
-        "initial-peers", nargs="*", default=[], metavar="ADDRESS", help="join the swarm of these peers; none: start one"
+    add_option(
+        parser,
+        "initial-peers",
+        nargs="*",
+        default=[],
+        metavar="ADDRESS",
+        help="join the swarm of these peers; none: start one",
     )
-    add(
+    add_option(
+        parser,
         "host-maddrs",
         nargs="*",
         default=["/ip4/0.0.0.0/tcp/0"],
         metavar="ADDRESS",
-        help="where to listen (default: %(default)s, all networks of this machine on a free port)",
+        help="where to listen (default: /ip4/0.0.0.0/tcp/0, all networks of this machine on a free port)",
     )
-    add("announce-maddrs", nargs="*", default=None, metavar="ADDRESS", help="what others are told instead of that")
-    add("identity-path", type=Path, help="file that keeps this peer's key, so that its address stays the same")
-    add("refresh-period", type=_positive, default=30.0, metavar="SECONDS", help="how often to report (default: 30)")
+    add_option(
+        parser,
+        "announce-maddrs",
+        nargs="*",
+        default=None,
+        metavar="ADDRESS",
+        help="what others are told instead of that, such as the public side of a forwarded port",
+    )
+    add_option(
+        parser,
+        "identity-path",
+        type=Path,
+        metavar="FILE",
+        help="file that keeps this peer's key, so that its address stays the same; made if missing",
+    )
+    add_option(
+        parser,
+        "refresh-period",
+        type=_positive,
+        default=30.0,
+        metavar="SECONDS",
+        help="how often to report and to look for peers that are gone (default: 30)",
+    )
+    for name in WITHOUT_EFFECT:
+        add_option(parser, name, action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -58,6 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM and return the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):  # both end it in the same way, also in the background of a script
         signal.signal(number, signal.default_int_handler)
+    ignored = [f"--{name}" for name in WITHOUT_EFFECT if getattr(arguments, name.replace("-", "_"))]
+    if ignored:
+        print(f"shoal dht: no effect here: {', '.join(ignored)}", file=sys.stderr)
     try:
         dht = DHT(
             initial_peers=arguments.initial_peers,
@@ -71,6 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     except (ShoalError, ValueError, OSError) as error:
         print(f"shoal dht: {error}", file=sys.stderr)
+        if isinstance(error, (BootstrapError, ValidationError)):
+            print("More about each address: shoal doctor ADDRESS", file=sys.stderr)
         return 1
     try:
         _say(*how_to_join(dht.get_visible_maddrs()))

@@ -9,17 +9,21 @@ from collections.abc import Sequence
 import shoal
 from shoal.cli import dht
 from shoal.cli.demo import command as demo
+from shoal.cli.doctor import command as doctor
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
-        prog="shoal", description="Train PyTorch models together, without a server that everybody depends on."
+        prog="shoal",
+        description="Train PyTorch models together, without a server that everybody depends on.",
+        epilog="More about each command: shoal COMMAND --help",
     )
-    parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}", help="show the version")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_parser(subparsers)
     dht.add_parser(subparsers)
+    doctor.add_parser(subparsers)
     return parser
 
 
@@ -29,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parsed = build_parser().parse_args(arguments)
+    parser = build_parser()
+    parsed = parser.parse_args(arguments)
+    if not hasattr(parsed, "run"):
+        parser.print_help(sys.stderr)
+        return 2
     try:
         status: int = parsed.run(parsed)
     except KeyboardInterrupt:

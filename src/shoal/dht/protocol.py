@@ -36,7 +36,7 @@ from shoal.dht.storage import DHTLocalStorage, StoredValue
 from shoal.dht.validation import WHOLE_DICTIONARY, RecordValidatorBase
 from shoal.errors import DHTError, ProtocolError, ShoalError, ValidationError
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
-from shoal.p2p.joining import describe_unreachable
+from shoal.p2p.joining import explain_unreachable
 
 __all__ = ["NO_ANSWER", "DHTProtocol", "FindAnswer", "FoundRecord", "ValidationError"]
 
@@ -270,7 +270,7 @@ class DHTProtocol(ServicerBase):
     def _check_validity(self, peer: PeerID, response: PingResponse, seconds: float) -> None:
         if not self.client_mode and not response.available:
             announced = [str(address) for address in self.p2p.get_addresses(self.p2p.peer_id)]
-            raise ValidationError(describe_unreachable(peer, announced, response.seen_at))
+            raise ValidationError(": ".join(explain_unreachable(peer, announced, response.seen_at)))
         answered_at, tolerance = get_dht_time(), MAX_DHT_TIME_DISCREPANCY_SECONDS
         if not answered_at - seconds - tolerance <= response.dht_time <= answered_at + tolerance:
             ahead = response.dht_time - (answered_at - seconds / 2)

@@ -68,9 +68,9 @@ class WaitingRoom(Generic[G]):
 
 
 class HostRates:
-    """How many handshakes each host may still cause: some at once, and more as time goes by."""
+    """How much each host may still take, such as handshakes: some at once, and more as time goes by."""
 
-    def __init__(self, per_second: float, burst: int) -> None:
+    def __init__(self, per_second: float, burst: float) -> None:
         self._per_second, self._burst = per_second, burst
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # how many were left, and when
 
@@ -78,15 +78,15 @@ class HostRates:
         """Whether this host has to wait before the next one."""
         return self._left_at(host, now) < 1
 
-    def spend(self, host: str, now: float) -> None:
-        """A handshake of this host has cost time."""
-        self._left[host] = (self._left_at(host, now) - 1, now)
+    def spend(self, host: str, now: float, amount: float = 1.0) -> None:
+        """Something has been done for this host, such as a handshake."""
+        self._left[host] = (self._left_at(host, now) - amount, now)
         self._left.move_to_end(host)
         while len(self._left) > MAX_HOSTS:
             self._left.popitem(last=False)
 
     def _left_at(self, host: str, now: float) -> float:
-        left, since = self._left.get(host, (float(self._burst), now))
+        left, since = self._left.get(host, (self._burst, now))
         return min(self._burst, left + (now - since) * self._per_second)
 
 

@@ -79,8 +79,8 @@ def _verdict(task: asyncio.Future[None], address: Multiaddr, limit: float) -> st
     return f"no answer within {limit:g} s" if error is None else str(error).removeprefix(f"{address}: ")
 
 
-def describe_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str) -> str:
-    """What to tell a user whose peer another one cannot dial.
+def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str) -> tuple[str, str]:
+    """What is wrong with a peer that another one cannot dial, and what its user can do.
 
     Args:
         witness: who has tried.
@@ -88,21 +88,23 @@ def describe_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str
         seen_at: where the witness sees this peer; empty if it does not know.
     """
     where = ", ".join(announced) or "any address, because it announces none"
-    text = f"cannot be dialled back: peer {witness} cannot call this node back at {where}"
+    what = f"cannot be dialled back: peer {witness} cannot call this node back at {where}"
     client = "or use client_mode=True, which needs no open port"
     addresses = [Multiaddr(address) for address in announced]
     ips = [ip for address in addresses if (ip := _ip_of(address)) is not None]
     seen = _ip_seen(seen_at)
     if seen is None or seen in ips:
-        return f"{text}: open the port in the firewall, {client}"
+        return what, f"open the port in the firewall, {client}"
     if all(ip.is_loopback for ip in ips):
-        return f"{text}, addresses of this machine alone: listen on all, host_maddrs=['/ip4/0.0.0.0/tcp/0'], {client}"
+        return f"{what}, which is this machine alone", f"listen on all addresses, /ip4/0.0.0.0/tcp/0, {client}"
     port = next((port for address in addresses if (port := address.get("tcp"))), "PORT")
     outside = f"/ip{seen.version}/{seen}/tcp/{port}"
-    return (
-        f"{text}, but sees it at {seen}: it is behind a router, so forward port {port} there and announce it, "
-        f"announce_maddrs=['{outside}'], {client}"
-    )
+    if seen.is_global and not any(ip.is_global for ip in ips):
+        return (
+            f"{what}, but sees it at {seen}, so it is behind a router",
+            f"forward port {port} there and announce {outside} (announce_maddrs), {client}",
+        )
+    return f"{what}, but sees it at {seen}", f"open the port in the firewall and announce {outside}, {client}"
 
 
 _IP = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -15,6 +15,7 @@ from shoal.clock import timeout as time_limit
 from shoal.errors import P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook
+from shoal.p2p.checkup import Checkup
 from shoal.p2p.connection import Call, Connection, Hello
 from shoal.p2p.dialling import Dialler
 from shoal.p2p.identity import Identity
@@ -148,6 +149,7 @@ class P2P:
         p2p.client_mode = no_listen
         try:
             await Presence(p2p).add_p2p_handlers(p2p)
+            await Checkup(p2p).add_p2p_handlers(p2p)
             if not no_listen:
                 await p2p._listen([Multiaddr(address) for address in host_maddrs or ()], announced)
             if targets:
@@ -179,9 +181,14 @@ class P2P:
         for address, peer in others:
             self.add_addresses(peer, [address])
         if others:
-            await reach_first(others, self._reach, limit)
+            await reach_first(others, self.connect, limit)
 
-    async def _reach(self, peer: PeerID, address: Multiaddr) -> None:
+    async def connect(self, peer: PeerID, address: Multiaddr) -> None:
+        """Connect to a peer at a certain address; the next call uses this connection.
+
+        Raises:
+            DialError: that is not possible.
+        """
         self._pool.add(self._greet(await self._dialler.dial_address(peer, address)))
 
     # --- addresses ----------------------------------------------------------------------------------------------------
@@ -201,6 +208,24 @@ class P2P:
     async def list_peers(self) -> list[PeerInfo]:
         """Peers whose addresses are known."""
         return [PeerInfo(peer, addresses) for peer, addresses in self._addresses.items()]
+
+    async def wait_for_at_least_n_peers(self, n_peers: int, attempts: int = 3, delay: float = 1) -> None:
+        """Wait until the addresses of so many peers are known.
+
+        Args:
+            n_peers: how many.
+            attempts: how often to look.
+            delay: seconds between two looks.
+
+        Raises:
+            P2PDaemonError: there are fewer in the end.
+        """
+        for attempt in range(attempts):
+            if attempt:
+                await asyncio.sleep(delay)
+            if len(self._addresses.items()) >= n_peers:
+                return
+        raise P2PDaemonError(f"only {len(self._addresses.items())} other peers are known, not {n_peers}")
 
     # --- connections --------------------------------------------------------------------------------------------------
 

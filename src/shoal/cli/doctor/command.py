@@ -1,0 +1,132 @@
+"""The ``shoal doctor`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.doctor.findings import Finding, Verdict, fail, ok, summary
+from shoal.cli.doctor.machine import IDENTITY_FILE, describe_listening, look_at_machine
+from shoal.cli.doctor.peer import look_at_peer
+from shoal.cli.options import add_option
+from shoal.errors import P2PDaemonError
+from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p.joining import parse_peer_addresses
+from shoal.reactor import Portal
+
+DESCRIPTION = """\
+Checks what may keep this machine from training with others: its settings, and for each address how well the peer there
+can be reached and can reach this machine. Says for each problem what to do. The exit status is 0 if nothing failed.
+"""
+THIS_MACHINE = "this machine"
+
+Report = Callable[[str, Finding], None]
+"""Takes what a finding is about, and the finding."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``doctor`` to the subcommands."""
+    parser = subparsers.add_parser(
+        "doctor", help="find out what may keep this machine from training with others", description=DESCRIPTION
+    )
+    parser.add_argument("addresses", nargs="*", metavar="ADDRESS", help="of peers that this machine should reach")
+    add_option(
+        parser,
+        "host-maddrs",
+        nargs="*",
+        default=["/ip4/0.0.0.0/tcp/0"],
+        metavar="MADDR",
+        help="where your peer will listen (default: /ip4/0.0.0.0/tcp/0, all networks of this machine on a free port)",
+    )
+    add_option(parser, "announce-maddrs", nargs="*", default=None, metavar="MADDR", help="what it will tell others")
+    add_option(parser, "identity-path", type=Path, metavar="FILE", help="the file with the key of your peer")
+    add_option(parser, "client-mode", action="store_true", help="your peer will not listen, only call others")
+    parser.add_argument("--json", action="store_true", help="print the findings for a program to read")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine, print what is found, and return the exit status."""
+    try:
+        targets = list(dict.fromkeys(parse_peer_addresses(arguments.addresses)))
+    except (ValueError, TypeError) as error:
+        print(f"shoal doctor: {error}", file=sys.stderr)
+        return 2
+    findings: list[tuple[str, Finding]] = []
+    show = _Table().show
+
+    def report(about: str, finding: Finding) -> None:
+        findings.append((about, finding))
+        if not arguments.json:
+            show(about, finding)
+
+    identity_path = arguments.identity_path
+    for finding in look_at_machine(identity_path):
+        report(THIS_MACHINE, finding)
+        if finding.check == IDENTITY_FILE and finding.verdict is Verdict.FAIL:
+            identity_path = None  # the rest can be examined with another one
+    portal = Portal("doctor")
+    try:
+        portal.call(_examine(arguments, targets, identity_path, report))
+    finally:
+        portal.close(timeout=3)
+    has_failed = any(finding.verdict is Verdict.FAIL for _, finding in findings)
+    if arguments.json:
+        listed = [{"about": about, **finding.as_dict()} for about, finding in findings]
+        print(json.dumps({"ok": not has_failed, "findings": listed}, indent=2))
+    else:
+        print(f"\n{summary([finding for _, finding in findings])}")
+    return int(has_failed)
+
+
+class _Table:
+    """Prints findings as they come, under a heading for each thing that is looked at."""
+
+    def __init__(self) -> None:
+        self._about = ""
+
+    def show(self, about: str, finding: Finding) -> None:
+        if about != self._about:
+            address, _, peer = about.rpartition("/p2p/")
+            heading = [f"Peer {peer}", f"  at {address}"] if address else [about.capitalize()]
+            print(*([""] * bool(self._about)), *heading, sep="\n")
+            self._about = about
+        print(*finding.lines(), sep="\n", flush=True)
+
+
+async def _examine(
+    arguments: argparse.Namespace,
+    targets: Sequence[tuple[Multiaddr, PeerID]],
+    identity_path: Path | None,
+    report: Report,
+) -> None:
+    p2p, finding = await _start_peer(arguments, identity_path)
+    try:
+        report(THIS_MACHINE, finding)
+        for address, peer in targets:
+            async for finding in look_at_peer(p2p, address, peer, keeps_identity=identity_path is not None):
+                report(f"{address}/p2p/{peer}", finding)
+    finally:
+        await p2p.shutdown()
+
+
+async def _start_peer(arguments: argparse.Namespace, identity_path: Path | None) -> tuple[P2P, Finding]:
+    """Start a peer as the user would, and say how that went; one that cannot listen can still call others."""
+    if arguments.client_mode:
+        p2p = await P2P.create(no_listen=True, identity_path=identity_path)
+        return p2p, ok("listening", "no: in client mode a peer only calls others")
+    try:
+        p2p = await P2P.create(
+            host_maddrs=arguments.host_maddrs,
+            announce_maddrs=arguments.announce_maddrs,
+            identity_path=identity_path,
+        )
+    except (P2PDaemonError, OSError, ValueError) as error:
+        p2p = await P2P.create(no_listen=True, identity_path=identity_path)
+        fix = "give another address or port with --host-maddrs, or stop what listens there"
+        return p2p, fail("listening", str(error), fix)
+    return p2p, describe_listening(await p2p.get_visible_maddrs())

@@ -1,0 +1,240 @@
+"""What the doctor finds out about one address of another peer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import statistics
+import time
+from collections.abc import AsyncIterator
+
+from shoal.cli.doctor.findings import Finding, fail, ok, warn
+from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, UNNOTICEABLE_SECONDS
+from shoal.clock import timeout as time_limit
+from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, ShoalError
+from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p.checkup import (
+    CALL_BACK_SECONDS,
+    MAX_BULK_BYTES,
+    Bulk,
+    CallBack,
+    Checkup,
+    Description,
+    Question,
+    describe_software,
+)
+from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain
+from shoal.p2p.joining import explain_unreachable
+from shoal.p2p.presence import check_identity_is_free
+
+ANSWER_SECONDS = 5.0
+ROUND_TRIPS = 5
+FIRST_BULK_BYTES = 2**16
+ENOUGH_BULK_SECONDS = 0.2
+"""An exchange that takes this long says enough about the bandwidth."""
+SLOW_MEGABITS = 10.0
+NO_ANSWER = (ShoalError, OSError, asyncio.TimeoutError, TimeoutError)
+
+ASK_FOR_ADDRESS = "ask for the current address of that peer, or start it if it is yours"
+OPEN_PORT = "check the port, the firewalls on the way, and that the peer runs and listens on more than 127.0.0.1"
+
+
+async def look_at_peer(p2p: P2P, address: Multiaddr, peer: PeerID, *, keeps_identity: bool) -> AsyncIterator[Finding]:
+    """Everything from the name in the address to the bandwidth; ends where it cannot go on.
+
+    Args:
+        p2p: the peer of this machine.
+        address: without ``/p2p``.
+        peer: who should be there.
+        keeps_identity: this machine's peer uses an identity that others may know.
+    """
+    if not p2p.transport.supports(address):
+        yield fail("address", f"shoal cannot reach {address} yet", "ask for an address with /tcp/")
+        return
+    for stage in (_resolve, _connect):
+        finding = await stage(address)
+        if finding is not None:
+            yield finding
+            if finding.fix:
+                return
+    finding = await _shake_hands(p2p, address, peer)
+    yield finding
+    if finding.fix:
+        return
+    if peer == p2p.peer_id:
+        fix = "to examine that peer from outside leave out --identity-path, otherwise stop it before starting another"
+        yield fail("identity", "already online: the peer there has the identity of --identity-path", fix)
+        return
+    if keeps_identity:
+        yield await _identity_is_free(p2p, peer)
+    try:
+        found = await _describe(p2p, peer)
+    except NO_ANSWER as error:
+        yield _does_not_answer(error)
+        return
+    yield _versions(found)
+    round_trip, finding = await _round_trip(p2p, peer)
+    yield finding
+    yield _clock(p2p, peer)
+    if not p2p.client_mode:
+        yield await _call_back(p2p, peer, found.seen_at)
+    yield await _bandwidth(p2p, peer, round_trip)
+
+
+def _target(address: Multiaddr) -> tuple[str, str, int]:
+    (kind, host), (_, port) = address.items()
+    assert host is not None
+    assert port is not None
+    return kind, host, int(port)
+
+
+async def _resolve(address: Multiaddr) -> Finding | None:
+    kind, host, port = _target(address)
+    if not kind.startswith("dns"):
+        return None
+    family = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}.get(kind, socket.AF_UNSPEC)
+    try:
+        async with time_limit(ANSWER_SECONDS):
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError, asyncio.TimeoutError, TimeoutError) as error:
+        why = explain(error) if isinstance(error, OSError) else "the host name cannot be resolved"
+        return fail("name", f"{host}: {why}", "check the spelling and the DNS of this machine")
+    ips = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return ok("name", f"{host} is {', '.join(ips)}", addresses=ips)
+
+
+async def _connect(address: Multiaddr) -> Finding | None:
+    _, host, port = _target(address)
+    began = time.perf_counter()
+    try:
+        async with time_limit(HANDSHAKE_TIMEOUT):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, asyncio.TimeoutError, TimeoutError) as error:
+        return fail("connection", explain(error), OPEN_PORT)
+    seconds = time.perf_counter() - began
+    writer.transport.abort()
+    return ok("connection", f"TCP in {_milliseconds(seconds)}", seconds=seconds)
+
+
+async def _shake_hands(p2p: P2P, address: Multiaddr, peer: PeerID) -> Finding:
+    began = time.perf_counter()
+    try:
+        await p2p.connect(peer, address)
+    except IdentityMismatchError as error:
+        return fail("identity", _without(address, error).partition(";")[0], ASK_FOR_ADDRESS)
+    except DialError as error:
+        fix = "check the port: it must be that of a shoal peer, which speaks TLS 1.3"
+        return fail("handshake", _without(address, error), fix)
+    seconds = time.perf_counter() - began
+    return ok("handshake", f"TLS 1.3 and the expected identity, in {_milliseconds(seconds)}", seconds=seconds)
+
+
+def _without(address: Multiaddr, error: DialError) -> str:
+    return str(error).removeprefix(f"{address}: ")
+
+
+async def _identity_is_free(p2p: P2P, peer: PeerID) -> Finding:
+    try:
+        await check_identity_is_free(p2p, [peer])
+    except P2PDaemonError as error:
+        return fail("identity", str(error), "stop the other peer, or give each its own --identity-path")
+    return ok("identity", "nobody else is online with this peer's identity")
+
+
+async def _describe(p2p: P2P, peer: PeerID) -> Description:
+    handle = Checkup.handle_name("rpc_describe", None)
+    return await p2p.call(peer, handle, Question(), Description, timeout=ANSWER_SECONDS)
+
+
+def _does_not_answer(error: BaseException) -> Finding:
+    if "no handler" in str(error):
+        return warn("versions", "that peer is too old for the rest of these checks", "update shoal there")
+    text = str(error) or f"no answer within {ANSWER_SECONDS:g} s"
+    return fail("answers", text, "look at the peer's own log: it may be overloaded or about to end")
+
+
+def _versions(there: Description) -> Finding:
+    here = describe_software()
+    text = f"shoal {there.shoal}, protocol {there.wire}, Python {there.python}, torch {there.torch}"
+    values = {"shoal": there.shoal, "python": there.python, "torch": there.torch, "protocol": there.wire}
+    if there.shoal != here.shoal:
+        return warn("versions", f"{text}; here: shoal {here.shoal}", "use the same version at all peers", **values)
+    return ok("versions", text, **values)
+
+
+async def _round_trip(p2p: P2P, peer: PeerID) -> tuple[float, Finding]:
+    times = []
+    for _ in range(ROUND_TRIPS):
+        began = time.perf_counter()
+        try:
+            await _describe(p2p, peer)
+        except NO_ANSWER as error:
+            return 0.0, fail("round trip", str(error) or "no answer", "the connection is unreliable: try again")
+        times.append(time.perf_counter() - began)
+    best, middle = min(times), statistics.median(times)
+    text = f"{_milliseconds(best)}, typically {_milliseconds(middle)}"
+    return best, ok("round trip", text, best_seconds=best, median_seconds=middle)
+
+
+def _clock(p2p: P2P, peer: PeerID) -> Finding:
+    ahead = p2p.clock.sources.get(peer)
+    if ahead is None:
+        return warn("clock", "that exchange was too slow to compare the clocks", "try again")
+    which = f"the clock here is {abs(ahead):.2f} s {'behind' if ahead > 0 else 'ahead of'} the time there"
+    if abs(ahead) <= UNNOTICEABLE_SECONDS:
+        return ok("clock", f"{ahead:+.3f} s there", ahead_seconds=ahead)
+    text = f"clock off by {abs(ahead):.1f} s: {which}"
+    if abs(ahead) > MAX_DHT_TIME_DISCREPANCY_SECONDS:
+        text += "; shoal corrects for it if the other peers say the same"
+    return warn("clock", text, "turn on NTP where the time is wrong: timedatectl set-ntp true", ahead_seconds=ahead)
+
+
+async def _call_back(p2p: P2P, peer: PeerID, seen_at: str) -> Finding:
+    handle = Checkup.handle_name("rpc_call_back", None)
+    try:
+        answer = await p2p.call(peer, handle, Question(), CallBack, timeout=CALL_BACK_SECONDS + ANSWER_SECONDS)
+    except NO_ANSWER as error:
+        return warn("dial back", str(error) or "no answer", "try again")
+    reached = [address for address, could in answer.reached.items() if could]
+    if reached:
+        return ok("dial back", "it reaches this machine at " + ", ".join(reached), reached=answer.reached)
+    announced = [str(address) for address in p2p.get_addresses(p2p.peer_id)]
+    text, fix = explain_unreachable(peer, announced, seen_at)
+    fix += ". The port tried here is that of --host-maddrs: give the one that your peer will use"
+    return fail("dial back", text, fix, reached=answer.reached)
+
+
+async def _bandwidth(p2p: P2P, peer: PeerID, round_trip: float) -> Finding:
+    try:
+        up = await _measure(p2p, peer, round_trip, upwards=True)
+        down = await _measure(p2p, peer, round_trip, upwards=False)
+    except NO_ANSWER as error:
+        return warn("bandwidth", str(error) or "too slow to be measured", "try again in a minute")
+    text = f"{up:.0f} Mbit/s there, {down:.0f} Mbit/s back"
+    values = {"up_megabits": up, "down_megabits": down}
+    if min(up, down) < SLOW_MEGABITS:
+        fix = "averaging will take long: compress what travels, average less often, or use a faster line"
+        return warn("bandwidth", text, fix, **values)
+    return ok("bandwidth", text, **values)
+
+
+async def _measure(p2p: P2P, peer: PeerID, round_trip: float, *, upwards: bool) -> float:
+    """Megabits per second: the size of an exchange grows until it takes long enough."""
+    size, best = FIRST_BULK_BYTES, 0.0
+    while True:
+        began = time.perf_counter()
+        async with time_limit(2 * ANSWER_SECONDS), p2p.open_call(peer, Checkup.handle_name("rpc_bulk", None)) as call:
+            payload = [bytes(size)] if upwards else []
+            await call.send(Bulk(wanted=0 if upwards else size), *payload, end=True)
+            await call.receive(Bulk)
+            await call.read_payload(MAX_BULK_BYTES)
+            await call.receive(Bulk)
+        seconds = time.perf_counter() - began
+        best = max(best, size * 8e-6 / max(seconds - round_trip, 1e-4))
+        if seconds > ENOUGH_BULK_SECONDS or size >= MAX_BULK_BYTES:
+            return best
+        size = min(4 * size, MAX_BULK_BYTES)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"

@@ -1,0 +1,149 @@
+"""What a peer does for another one that wants to know how well the two can reach each other.
+
+Anybody may ask, so nothing here can be turned against others: a peer is called back only where it says that it listens
+itself and only so that it is told yes or no, and what is sent for measuring the bandwidth goes to the asking peer alone
+and is limited for each host and for all together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import platform
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shoal.clock import timeout as time_limit
+from shoal.errors import BusyError, ShoalError
+from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
+from shoal.p2p.admission import HostRates
+from shoal.p2p.connection import Call
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.peer_id import PeerID
+from shoal.p2p.servicer import P2PContext, ServicerBase
+from shoal.p2p.wire import VERSION, Header
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+MAX_BULK_BYTES = 2 * 2**20
+"""In one direction of one exchange."""
+BULK_BYTES_PER_SECOND = 2**20
+"""What one host may cause on average."""
+BULK_BURST_BYTES = 32 * 2**20
+BULK_TOTAL_BYTES_PER_SECOND = 8 * 2**20
+"""What all hosts together may cause on average."""
+BULK_TOTAL_BURST_BYTES = 128 * 2**20
+MAX_AT_ONCE = 8
+"""Exchanges and calls back in progress; who comes then is told to try again."""
+CALL_BACK_SECONDS = 4.0
+_EVERYBODY = ""
+
+
+class Question(Header):
+    """Nothing but the question."""
+
+
+class Description(Header):
+    """Which software a peer runs, and where it sees the one that asks."""
+
+    shoal: str = ""
+    python: str = ""
+    torch: str = ""
+    wire: int = 0
+    seen_at: str = ""
+
+
+class CallBack(Header):
+    """Whether the asking peer could be dialled at each address where it listens."""
+
+    reached: dict[str, bool] = msgspec.field(default_factory=dict)
+
+
+class Bulk(Header):
+    """Comes with a payload, and asks for one of another size."""
+
+    wanted: int = 0
+
+
+class Checkup(ServicerBase):
+    """Answers a peer that checks how well it reaches this one."""
+
+    def __init__(self, p2p: P2P) -> None:
+        self._p2p = p2p
+        self._by_host = HostRates(BULK_BYTES_PER_SECOND, BULK_BURST_BYTES)
+        self._by_all = HostRates(BULK_TOTAL_BYTES_PER_SECOND, BULK_TOTAL_BURST_BYTES)
+        self._at_work = 0
+
+    async def rpc_describe(self, request: Question, context: P2PContext) -> Description:
+        """Say which versions run here."""
+        found = describe_software()
+        found.seen_at = self._p2p.address_seen_of(context.remote_id)
+        return found
+
+    async def rpc_call_back(self, request: Question, context: P2PContext) -> CallBack:
+        """Dial the caller at the addresses that it has told."""
+        self._begin()
+        try:
+            addresses = self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
+            reached = await asyncio.gather(*(self._can_dial(context.remote_id, address) for address in addresses))
+            return CallBack(reached=dict(zip(map(str, addresses), reached, strict=True)))
+        finally:
+            self._at_work -= 1
+
+    async def _can_dial(self, peer: PeerID, address: Multiaddr) -> bool:
+        try:
+            async with time_limit(CALL_BACK_SECONDS):
+                (await self._p2p.dial_without_greeting(peer, address)).abort()
+        except (ShoalError, ConnectionError, asyncio.TimeoutError, TimeoutError):
+            return False
+        return True
+
+    async def rpc_bulk(self, call: Call, context: P2PContext) -> None:
+        """Take some bytes, and send some."""
+        self._begin()
+        try:
+            request = await call.receive(Bulk)
+            if request is None:
+                return
+            wanted = max(0, min(request.wanted, MAX_BULK_BYTES))
+            self._spend(context.remote_id, min(call.payload_size, MAX_BULK_BYTES) + wanted)
+            await call.read_payload(MAX_BULK_BYTES)
+            await call.send(Bulk(), bytes(wanted))
+        finally:
+            self._at_work -= 1
+
+    def _begin(self) -> None:
+        if self._at_work >= MAX_AT_ONCE:
+            raise BusyError("too many others are checked at the moment: try again in a few seconds")
+        self._at_work += 1
+
+    def _spend(self, peer: PeerID, amount: int) -> None:
+        now = asyncio.get_running_loop().time()
+        host = self._host_of(peer)
+        if self._by_host.is_exhausted(host, now) or self._by_all.is_exhausted(_EVERYBODY, now):
+            raise BusyError("enough has been measured for now: try again in a minute")
+        self._by_host.spend(host, now, amount)
+        self._by_all.spend(_EVERYBODY, now, amount)
+
+    def _host_of(self, peer: PeerID) -> str:
+        """Identities cost nothing, hosts do."""
+        seen = self._p2p.address_seen_of(peer)
+        return str(Multiaddr(seen).values()[0]) if seen else str(peer)
+
+
+def describe_software() -> Description:
+    """The versions that run in this process."""
+    return Description(
+        shoal=_version_of("shoal"), python=platform.python_version(), torch=_version_of("torch"), wire=VERSION
+    )
+
+
+@functools.cache
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
