@@ -23,7 +23,10 @@ NAMES = {
         averaging compression dht optim p2p utils
         CompressionBase CompressionInfo TensorRole NoCompression Float16Compression
         P2P P2PContext P2PHandlerError PeerID PeerInfo
-        MSGPackSerializer PerformanceEMA get_dht_time
+        get_dht_time DHTExpiration ValueWithExpiration TimedStorage MAX_DHT_TIME_DISCREPANCY_SECONDS PerformanceEMA
+        MSGPackSerializer SerializerBase TensorDescriptor BatchTensorDescriptor MPFuture get_logger
+        use_hivemind_log_handler nested_flatten nested_pack nested_map nested_compare as_aiter amap_in_executor
+        enter_asynchronously switch_to_uvloop
     """,
     "shoal.dht": """
         DHT DHTNode DHTID DHTValue DHTExpiration DHTKey Subkey DEFAULT_NUM_WORKERS CompositeValidator
@@ -31,10 +34,15 @@ NAMES = {
     """,
     "shoal.dht.dht": "DHT",
     "shoal.dht.node": "DHTNode",
-    "shoal.dht.routing": "DHTID RoutingTable",
-    "shoal.dht.storage": "DHTLocalStorage DictionaryDHTValue",
+    "shoal.dht.routing": "DHTID DHTKey RoutingTable",
+    "shoal.dht.storage": """
+        DHTLocalStorage DictionaryDHTValue TimedStorage HeapEntry ValueWithExpiration DHTValue Subkey
+    """,
     "shoal.dht.protocol": "DHTProtocol ValidationError",
     "shoal.dht.validation": "DHTRecord RecordValidatorBase CompositeValidator",
+    "shoal.dht.crypto": "SignatureValidator Ed25519SignatureValidator RSASignatureValidator",
+    "shoal.dht.schema": "SchemaValidator BytesWithPublicKey conbytes",
+    "shoal.dht.traverse": "",
     "shoal.averaging": "DecentralizedAverager",
     "shoal.averaging.averager": "DecentralizedAverager",
     "shoal.averaging.allreduce": "AveragingMode",
@@ -58,9 +66,30 @@ NAMES = {
     "shoal.p2p": "P2P P2PContext PeerID PeerInfo P2PDaemonError P2PHandlerError ServicerBase StubBase",
     "shoal.utils": """
         get_dht_time DHTExpiration MAX_DHT_TIME_DISCREPANCY_SECONDS ValueWithExpiration TimedStorage PerformanceEMA
-        MSGPackSerializer SerializerBase TensorDescriptor
+        MSGPackSerializer SerializerBase TensorDescriptor BatchTensorDescriptor MPFuture get_logger
+        use_hivemind_log_handler nested_flatten nested_pack nested_map nested_compare as_aiter amap_in_executor
+        enter_asynchronously switch_to_uvloop
     """,
+    "shoal.utils.asyncio": """
+        anext iter_as_aiter as_aiter azip achain aenumerate asingle await_cancelled cancel_and_wait amap_in_executor
+        aiter_with_timeout attach_event_on_finished enter_asynchronously switch_to_uvloop
+    """,
+    "shoal.utils.auth": "AuthorizerBase TokenAuthorizerBase AuthRole AuthRPCWrapper AccessToken",
+    "shoal.utils.crypto": """
+        PrivateKey PublicKey Ed25519PrivateKey Ed25519PublicKey RSAPrivateKey RSAPublicKey
+    """,
+    "shoal.utils.limits": "increase_file_limit",
+    "shoal.utils.logging": """
+        get_logger use_hivemind_log_handler HandlerMode TextStyle golog_level_to_python python_level_to_golog
+    """,
+    "shoal.utils.math": "orthogonalize_ get_flatten_greedy_dims",
+    "shoal.utils.mpfuture": "MPFuture InvalidStateError CancelledError TimeoutError",
+    "shoal.utils.multiaddr": "Multiaddr ProtocolLookupError",
+    "shoal.utils.nested": "nested_flatten nested_pack nested_map nested_compare",
+    "shoal.utils.networking": "choose_ip_address log_visible_maddrs LOCALHOST",
+    "shoal.utils.streaming": "split_for_streaming combine_from_streaming",
 }
+"""Not here because it is out of scope: mixtures of experts, protobuf messages, futures across processes."""
 
 ANY = object()
 """A default that is not part of the interface."""
@@ -81,6 +110,8 @@ SIGNATURES = {
     "shoal.DHT.replicate_p2p": "self",
     "shoal.DHT.is_alive": "self",
     "shoal.DHT.shutdown": "self",
+    "shoal.DHT.terminate": "self",
+    "shoal.DHT.join": "self, timeout=None",
     "shoal.dht.DHTNode.create": """
         *, p2p=None, node_id=None, initial_peers=None, bucket_size=20, num_replicas=5, depth_modulo=5,
         parallel_rpc=None, wait_timeout=3, refresh_timeout=None, bootstrap_timeout=None, cache_locally=True,
@@ -103,8 +134,33 @@ SIGNATURES = {
     "shoal.dht.DHTNode.get_visible_maddrs": "self, latest=False",
     "shoal.dht.DHTNode.shutdown": "self",
     "shoal.dht.DHTID.generate": "source=None, nbits=255",
+    "shoal.dht.DHTID.xor_distance": "self, other",
+    "shoal.dht.DHTID.longest_common_prefix_length": "*ids",
+    "shoal.dht.DHTID.to_bytes": "self",
+    "shoal.dht.DHTID.from_bytes": "raw",
+    "shoal.utils.ValueWithExpiration": "value, expiration_time",
+    "shoal.dht.storage.HeapEntry": "expiration_time, key",
     "shoal.utils.TimedStorage": "maxsize=None",
+    "shoal.utils.TimedStorage.store": "self, key, value, expiration_time",
+    "shoal.utils.TimedStorage.get": "self, key",
+    "shoal.utils.TimedStorage.items": "self",
+    "shoal.utils.TimedStorage.top": "self",
+    "shoal.utils.TimedStorage.clear": "self",
+    "shoal.utils.TimedStorage.freeze": "self",
+    "shoal.dht.storage.DictionaryDHTValue": "maxsize=None",
+    "shoal.dht.storage.DHTLocalStorage": "maxsize=None",
+    "shoal.dht.storage.DHTLocalStorage.store": "self, key, value, expiration_time, subkey=None",
+    "shoal.dht.storage.DHTLocalStorage.store_subkey": "self, key, subkey, value, expiration_time",
+    "shoal.dht.DHTRecord": "key, subkey, value, expiration_time",
+    "shoal.dht.RecordValidatorBase.validate": "self, record",
+    "shoal.dht.RecordValidatorBase.sign_value": "self, record",
+    "shoal.dht.RecordValidatorBase.strip_value": "self, record",
+    "shoal.dht.RecordValidatorBase.merge_with": "self, other",
     "shoal.dht.CompositeValidator": "validators=()",
+    "shoal.dht.CompositeValidator.extend": "self, validators",
+    "shoal.dht.crypto.RSASignatureValidator": "private_key=None",
+    "shoal.dht.schema.SchemaValidator": "schema, allow_extra_keys=True, prefix=None",
+    "shoal.dht.schema.conbytes": "*, regex=None, **kwargs",
     # --- peers
     "shoal.P2P.create": """
         initial_peers=None, *, announce_maddrs=None, auto_nat=True, conn_manager=True, dht_mode="server",
@@ -113,9 +169,22 @@ SIGNATURES = {
         use_relay=True, persistent_conn_max_msg_size=4 * 1024 * 1024, quic=None, use_relay_hop=None,
         use_relay_discovery=None, check_if_identity_free=True, no_listen=False, trusted_relays=None
     """,
+    # bindings of a daemon, so out of scope: replicate, *_protobuf_handler, *_binary_stream_handler, *_raw_data
     "shoal.P2P.get_visible_maddrs": "self, latest=False",
+    "shoal.P2P.list_peers": "self",
+    "shoal.P2P.wait_for_at_least_n_peers": "self, n_peers, attempts=3, delay=1",
     "shoal.P2P.shutdown": "self",
-    "shoal.p2p.ServicerBase.add_p2p_handlers": "self, p2p, wrapper=None, *, namespace=None",
+    "shoal.PeerID": "peer_id_bytes",
+    "shoal.PeerID.from_base58": "text",
+    "shoal.PeerID.from_identity": "data",
+    "shoal.PeerInfo": "peer_id, addrs",
+    "shoal.P2PContext": "handle_name, local_id, remote_id",
+    "shoal.utils.multiaddr.Multiaddr": "address",
+    "shoal.utils.multiaddr.Multiaddr.encapsulate": "self, other",
+    "shoal.utils.multiaddr.Multiaddr.decapsulate": "self, other",
+    "shoal.utils.multiaddr.Multiaddr.split": "self, maxsplit=-1",
+    "shoal.utils.multiaddr.Multiaddr.join": "*addresses",
+    "shoal.p2p.ServicerBase.add_p2p_handlers": "self, p2p, wrapper=None, *, namespace=None, balanced=False",
     "shoal.p2p.ServicerBase.remove_p2p_handlers": "self, p2p, *, namespace=None",
     "shoal.p2p.ServicerBase.get_stub": "p2p, peer, *, namespace=None",
     # --- averaging
@@ -230,11 +299,77 @@ SIGNATURES = {
     """,
     "shoal.PerformanceEMA": "alpha=0.1, eps=1e-20, paused=False",
     "shoal.PerformanceEMA.update": "self, task_size, interval=None",
+    # --- utilities
+    "shoal.MSGPackSerializer.dumps": "obj",
+    "shoal.MSGPackSerializer.loads": "buf",
+    "shoal.MSGPackSerializer.ext_serializable": "type_code",
+    "shoal.utils.nested.nested_flatten": "structure",
+    "shoal.utils.nested.nested_pack": "flat, structure",
+    "shoal.utils.nested.nested_map": "function, *structures",
+    "shoal.utils.nested.nested_compare": "first, second",
+    "shoal.MPFuture.result": "self, timeout=None",
+    "shoal.MPFuture.exception": "self, timeout=None",
+    "shoal.MPFuture.set_result": "self, result",
+    "shoal.MPFuture.set_exception": "self, exception",
+    "shoal.MPFuture.add_done_callback": "self, fn",
+    "shoal.MPFuture.reset_backend": "",
+    "shoal.utils.asyncio.iter_as_aiter": "iterable",
+    "shoal.utils.asyncio.as_aiter": "*items",
+    "shoal.utils.asyncio.azip": "*iterables",
+    "shoal.utils.asyncio.achain": "*iterables",
+    "shoal.utils.asyncio.aenumerate": "iterable",
+    "shoal.utils.asyncio.asingle": "iterable",
+    "shoal.utils.asyncio.await_cancelled": "awaitable",
+    "shoal.utils.asyncio.amap_in_executor": "function, *iterables, max_prefetch=1, executor=None",
+    "shoal.utils.asyncio.aiter_with_timeout": "iterable, timeout",
+    "shoal.utils.asyncio.attach_event_on_finished": "iterable, event",
+    "shoal.utils.asyncio.enter_asynchronously": "context",
+    "shoal.utils.asyncio.switch_to_uvloop": "",
+    "shoal.utils.streaming.split_for_streaming": "serialized_tensor, chunk_size_bytes=2**16",
+    "shoal.utils.streaming.combine_from_streaming": "stream",
+    "shoal.TensorDescriptor": """
+        size, dtype=ANY, layout=ANY, device=None, requires_grad=False, pin_memory=False, compression=ANY
+    """,
+    "shoal.TensorDescriptor.from_tensor": "tensor",
+    "shoal.TensorDescriptor.numel": "self",
+    "shoal.TensorDescriptor.make_zeros": "self, *, device=None",
+    "shoal.BatchTensorDescriptor": "*instance_size, **kwargs",
+    "shoal.BatchTensorDescriptor.from_tensor": "tensor",
+    "shoal.BatchTensorDescriptor.make_zeros": "self, *batch_size, device=None",
+    "shoal.utils.math.orthogonalize_": "matrix, eps=1e-8",
+    "shoal.utils.math.get_flatten_greedy_dims": "tensor, max_ndim=2",
+    "shoal.utils.crypto.RSAPrivateKey.process_wide": "",
+    "shoal.utils.crypto.RSAPrivateKey.sign": "self, data",
+    "shoal.utils.crypto.RSAPrivateKey.get_public_key": "self",
+    "shoal.utils.crypto.RSAPrivateKey.to_bytes": "self",
+    "shoal.utils.crypto.RSAPublicKey.verify": "self, data, signature",
+    "shoal.utils.crypto.RSAPublicKey.to_bytes": "self",
+    "shoal.utils.crypto.RSAPublicKey.from_bytes": "data",
+    "shoal.utils.auth.TokenAuthorizerBase": "local_private_key=None",
+    "shoal.utils.auth.TokenAuthorizerBase.get_token": "self",
+    "shoal.utils.auth.TokenAuthorizerBase.is_token_valid": "self, access_token",
+    "shoal.utils.auth.TokenAuthorizerBase.does_token_need_refreshing": "self, access_token",
+    "shoal.utils.auth.AuthRPCWrapper": "stub, role, authorizer",
+    "shoal.utils.logging.get_logger": "name=None",
+    "shoal.utils.logging.use_hivemind_log_handler": "where",
+    "shoal.utils.logging.golog_level_to_python": "level",
+    "shoal.utils.logging.python_level_to_golog": "level",
+    "shoal.utils.limits.increase_file_limit": "new_soft=2**15, new_hard=2**15",
+    "shoal.utils.networking.choose_ip_address": """
+        maddrs, prefer_global=True, protocol_priority=("ip4", "ip6")
+    """,
+    "shoal.utils.networking.log_visible_maddrs": "visible_maddrs, only_p2p=ANY",
 }
 """What callers may pass, in which order, and what happens if they do not. Private additions must have defaults."""
 
 MEMBERS = {
-    "shoal.DHT": "peer_id client_mode kwargs initial_peers",
+    "shoal.DHT": "peer_id client_mode kwargs initial_peers pid",
+    "shoal.dht.DHTNode": """
+        node_id peer_id protocol blacklist cache_refresh_queue pending_get_requests is_alive
+    """,
+    "shoal.dht.protocol.DHTProtocol": """
+        storage cache routing_table record_validator p2p client_mode wait_timeout call_ping call_store call_find
+    """,
     "shoal.DecentralizedAverager": """
         allow_state_sharing state_sharing_priority peer_id client_mode mode prefix bandwidth request_timeout
         matchmaking_kwargs allreduce_kwargs total_size schema_hash serializer last_updated
@@ -250,7 +385,11 @@ MEMBERS = {
         fetched_global_progress_this_epoch
     """,
     "shoal.Optimizer": "local_epoch local_progress use_local_updates use_gradient_averaging param_groups state opt",
-    "shoal.PeerID": "to_bytes to_base58 pretty to_string from_base58 from_identity",
+    "shoal.P2P": "peer_id is_alive",
+    "shoal.PeerID": "to_bytes to_base58 pretty to_string from_base58 from_identity __lt__ __hash__ __eq__ __str__",
+    "shoal.utils.multiaddr.Multiaddr": """
+        to_bytes values protocols keys items split join encapsulate decapsulate __getitem__ __contains__ __eq__ __hash__
+    """,
     "shoal.PeerInfo": "peer_id addrs",
     "shoal.P2PContext": "handle_name local_id remote_id",
     "shoal.PerformanceEMA": """
@@ -258,7 +397,18 @@ MEMBERS = {
     """,
     "shoal.utils.TimedStorage": "store get items top clear freeze __contains__ __len__ __delitem__ __bool__",
     "shoal.dht.DHTID": "MIN MAX HASH_NBYTES xor_distance longest_common_prefix_length to_bytes from_bytes __bytes__",
+    "shoal.utils.ValueWithExpiration": "value expiration_time __getitem__ __iter__ __eq__",
+    "shoal.dht.storage.HeapEntry": "expiration_time key __lt__",
+    "shoal.dht.RecordValidatorBase": "validate sign_value strip_value priority merge_with",
+    "shoal.dht.crypto.RSASignatureValidator": "local_public_key priority merge_with",
+    "shoal.dht.CompositeValidator": "extend",
     "shoal.CompressionBase": "compression_type",
+    "shoal.MPFuture": "result exception done cancelled cancel running set_result set_exception __await__ reset_backend",
+    "shoal.TensorDescriptor": "size dtype layout device requires_grad pin_memory compression shape",
+    "shoal.utils.crypto.RSAPrivateKey": "_process_wide_key _process_wide_key_lock from_bytes",
+    "shoal.utils.auth.AuthorizerBase": "sign_request validate_request sign_response validate_response",
+    "shoal.utils.auth.AuthRole": "CLIENT SERVICER",
+    "shoal.utils.logging.TextStyle": "RESET BOLD",
 }
 """Methods, properties and attributes that users read."""
 
@@ -276,6 +426,14 @@ VALUES = {
     "shoal.utils": {"MAX_DHT_TIME_DISCREPANCY_SECONDS": 3},
     "shoal.dht.DHTID": {"MIN": 0, "MAX": 2**160, "HASH_NBYTES": 20},
     "shoal.dht": {"DEFAULT_NUM_WORKERS": 4},
+    "shoal.MSGPackSerializer": {"_TUPLE_CODE": 0x40},
+    "shoal.utils.logging.HandlerMode": {
+        "IN_HIVEMIND": "in_hivemind",
+        "NOWHERE": "nowhere",
+        "IN_ROOT_LOGGER": "in_root_logger",
+    },
+    "shoal.utils.networking": {"LOCALHOST": "127.0.0.1"},
+    "shoal.utils.streaming": {"STREAMING_CHUNK_SIZE_BYTES": 2**16},
 }
 
 ERRORS = {
@@ -288,8 +446,23 @@ ERRORS = {
     "shoal.averaging.partition.AllreduceException": "shoal.errors.ShoalError",
     "shoal.averaging.partition.BannedException": "shoal.averaging.partition.AllreduceException",
     "shoal.averaging.matchmaking.MatchmakingException": "shoal.errors.ShoalError",
+    "shoal.utils.multiaddr.ProtocolLookupError": "LookupError",
+    "shoal.utils.mpfuture.InvalidStateError": "concurrent.futures.InvalidStateError",
+    "shoal.utils.mpfuture.TimeoutError": "concurrent.futures.TimeoutError",
 }
 """What one may catch each error as."""
+
+
+SAME = {
+    "shoal.utils.crypto.RSAPrivateKey": "shoal.dht.crypto.Ed25519PrivateKey",
+    "shoal.utils.crypto.RSAPublicKey": "shoal.dht.crypto.Ed25519PublicKey",
+    "shoal.dht.crypto.RSASignatureValidator": "shoal.dht.crypto.SignatureValidator",
+    "shoal.dht.protocol.ValidationError": "shoal.errors.ValidationError",
+    "shoal.utils.DHTExpiration": "shoal.dht.DHTExpiration",
+    "shoal.utils.TimedStorage": "shoal.dht.storage.TimedStorage",
+    "shoal.utils.multiaddr.Multiaddr": "shoal.p2p.Multiaddr",
+}
+"""Two names of one thing."""
 
 
 def find(path: str) -> Any:
@@ -372,6 +545,21 @@ def test_values(path: str) -> None:
 def test_errors_can_be_caught_as(path: str) -> None:
     for base in ERRORS[path].split():
         assert issubclass(find(path), find(base)), f"{path} is no {base}"
+
+
+@pytest.mark.parametrize("path", SAME)
+def test_two_names_of_one_thing(path: str) -> None:
+    assert find(path) is find(SAME[path])
+
+
+def test_all_names_of_utilities_and_compression_are_at_the_top_level_too() -> None:
+    for module in ("shoal.utils", "shoal.compression"):
+        listed = NAMES[module].split()
+        assert set(find(module).__all__) >= set(listed)
+        for name in listed:
+            assert getattr(find("shoal"), name) is getattr(find(module), name), name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        find("shoal.utils.nothing")
 
 
 def test_works_under_the_other_name() -> None:

@@ -1,5 +1,8 @@
 """The distributed hash table: small facts with expirations, found by key without a server."""
 
+import importlib
+from types import ModuleType
+
 from shoal.clock import DHTExpiration
 from shoal.dht.config import DEFAULT_NUM_WORKERS
 from shoal.dht.dht import DHT
@@ -22,3 +25,10 @@ __all__ = [
     "Subkey",
     "ValueWithExpiration",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Submodules that not every program needs load at first use: they take longer than all others together."""
+    if name in ("crypto", "schema"):
+        return importlib.import_module(f"shoal.dht.{name}")
+    raise AttributeError(f"module 'shoal.dht' has no attribute {name!r}")

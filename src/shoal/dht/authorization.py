@@ -107,6 +107,7 @@ class AuthorizerBase(ABC):
     ``call`` says which method is called by whom at whom; both sides know it without being told.
     """
 
+    @abstractmethod
     async def prepare(self) -> None:
         """Called when a node starts; an error here is the reason why it cannot."""
 

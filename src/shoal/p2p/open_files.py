@@ -19,19 +19,18 @@ def increase_file_limit(new_soft: int = 2**15, new_hard: int = 2**15) -> None:
     except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted_hard in (_higher(hard, new_hard), hard):  # only the superuser may raise the hard limit
-        wanted_soft = _higher(soft, new_soft)
-        if wanted_hard != resource.RLIM_INFINITY:
-            wanted_soft = wanted_hard if wanted_soft == resource.RLIM_INFINITY else min(wanted_soft, wanted_hard)
-        if (wanted_soft, wanted_hard) == (soft, hard):
-            return
+    for allowed in (_higher(hard, new_hard), hard):  # only the superuser may raise the hard limit
+        wanted = _higher(soft, new_soft)
+        if allowed != resource.RLIM_INFINITY:
+            wanted = allowed if wanted == resource.RLIM_INFINITY else min(wanted, allowed)
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted_soft, wanted_hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, allowed))
+            break
         except (ValueError, OSError) as e:
-            logger.debug("cannot allow %d open files (at most %d): %s", wanted_soft, wanted_hard, e)
-        else:
-            return
-    logger.warning("at most %d files and sockets can be open in this process, not the wanted %d", soft, new_soft)
+            logger.debug("cannot allow %d open files (at most %d): %s", wanted, allowed, e)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _higher(soft, new_soft) != soft:
+        logger.warning("at most %d files and sockets can be open in this process, not the wanted %d", soft, new_soft)
 
 
 def _higher(present: int, wanted: int) -> int:

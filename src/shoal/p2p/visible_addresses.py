@@ -24,10 +24,11 @@ def choose_ip_address(
     Raises:
         ValueError: no address of these protocols.
     """
-    found = [(protocol, maddr[protocol]) for protocol in protocol_priority for maddr in maddrs if protocol in maddr]
-    addresses = [address for _, address in found if address is not None]
+    known = list(maddrs)
+    found = [maddr.get(protocol) for protocol in protocol_priority for maddr in known]
+    addresses = [address for address in found if address is not None]
     if not addresses:
-        raise ValueError(f"no address with {' or '.join(protocol_priority)} in {[str(maddr) for maddr in maddrs]}")
+        raise ValueError(f"no address with {' or '.join(protocol_priority)} in {[str(maddr) for maddr in known]}")
     if prefer_global:
         return next((address for address in addresses if ipaddress.ip_address(address).is_global), addresses[0])
     return addresses[0]

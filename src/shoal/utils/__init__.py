@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,8 +43,24 @@ __all__ = [
     "use_hivemind_log_handler",
 ]
 
+_SUBMODULES = (
+    "asyncio",
+    "auth",
+    "crypto",
+    "limits",
+    "logging",
+    "math",
+    "mpfuture",
+    "multiaddr",
+    "nested",
+    "networking",
+    "streaming",
+)
+
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"shoal.utils.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'shoal.utils' has no attribute {name!r}")
     import shoal
@@ -53,4 +70,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__all__, *_SUBMODULES])
