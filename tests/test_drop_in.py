@@ -200,7 +200,7 @@ async def test_transport(tmp_path: Path) -> None:
     assert known == hivemind.PeerInfo(first.peer_id, known.addrs)
     with pytest.raises(hivemind.p2p.P2PDaemonError, match="not 5"):
         await second.wait_for_at_least_n_peers(5, attempts=2, delay=0.01)
-    assert hivemind.PeerID.from_identity(identity.read_bytes()) == first.peer_id  # noqa: ASYNC240 - nothing else runs
+    assert hivemind.PeerID.from_identity(identity.read_bytes()) == first.peer_id
     assert first.peer_id == first.peer_id.to_base58() == str(first.peer_id)
     for p2p in (second, first):
         await p2p.shutdown()
