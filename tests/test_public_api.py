@@ -433,7 +433,6 @@ VALUES = {
         "IN_ROOT_LOGGER": "in_root_logger",
     },
     "shoal.utils.networking": {"LOCALHOST": "127.0.0.1"},
-    "shoal.utils.streaming": {"STREAMING_CHUNK_SIZE_BYTES": 2**16},
 }
 
 ERRORS = {
