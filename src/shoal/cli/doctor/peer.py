@@ -180,10 +180,9 @@ def _clock(p2p: P2P, peer: PeerID) -> Finding:
     ahead = p2p.clock.sources.get(peer)
     if ahead is None:
         return warn("clock", "that exchange was too slow to compare the clocks", "try again")
-    which = f"the clock here is {abs(ahead):.2f} s {'behind' if ahead > 0 else 'ahead of'} the time there"
     if abs(ahead) <= UNNOTICEABLE_SECONDS:
         return ok("clock", f"{ahead:+.3f} s there", ahead_seconds=ahead)
-    text = f"clock off by {abs(ahead):.1f} s: {which}"
+    text = f"clock off by {abs(ahead):.1f} s: this machine is {'behind' if ahead > 0 else 'ahead of'} that peer"
     if abs(ahead) > MAX_DHT_TIME_DISCREPANCY_SECONDS:
         text += "; shoal corrects for it if the other peers say the same"
     return warn("clock", text, "turn on NTP where the time is wrong: timedatectl set-ntp true", ahead_seconds=ahead)

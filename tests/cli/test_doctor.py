@@ -1,0 +1,410 @@
+"""``shoal doctor``: every check with a cause that is really there, and the command as a user runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.doctor import peer as peer_module
+from shoal.cli.doctor.command import THIS_MACHINE
+from shoal.cli.doctor.findings import WIDTH, Finding, Verdict, fail, ok, summary, warn
+from shoal.cli.doctor.machine import ENOUGH_OPEN_FILES, describe_listening, look_at_machine
+from shoal.cli.doctor.peer import look_at_peer
+from shoal.cli.main import main
+from shoal.clock import SwarmClock
+from shoal.p2p import P2P, Identity, Multiaddr, PeerID
+from shoal.p2p.checkup import Checkup
+from tests.p2p.peers import Peers
+
+STRANGER = Identity.generate().peer_id
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_lines_fit_into_a_terminal() -> None:
+    long = " ".join(["words"] * 60)
+    for finding in (ok("check", long), warn("check", long, long), fail("a long check", f"{long}\n{long}", long)):
+        lines = finding.lines()
+        assert max(map(len, lines)) <= WIDTH
+        assert len({line.index(line.split()[-1]) >= 23 for line in lines}) == 1
+    assert ok("check", "fine").lines() == ["  ok    check          fine"]
+    assert fail("check", "bad", "do this").lines() == [
+        "  FAIL  check          bad",
+        "                       -> do this",
+    ]
+
+
+def test_summary() -> None:
+    good, odd, bad = ok("a", "b"), warn("a", "b", "c"), fail("a", "b", "c")
+    assert summary([good]) == "All is well."
+    assert summary([good, odd, bad, bad]) == "2 problems, 1 warning: see the lines with an arrow."
+    assert summary([odd]).startswith("1 warning:")
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def machine(identity_path: Path | None = None) -> dict[str, Finding]:
+    return {finding.check: finding for finding in look_at_machine(identity_path)}
+
+
+def test_this_machine_is_fine() -> None:
+    found = machine()
+    assert found["versions"].verdict is Verdict.OK
+    assert "torch" in found["versions"].text
+    assert found["event loop"].verdict is Verdict.OK
+    assert "identity file" not in found
+
+
+def test_without_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = machine()["event loop"]
+    if sys.platform == "win32":
+        assert found.verdict is Verdict.OK
+    else:
+        assert (found.verdict, found.fix) == (Verdict.WARN, "pip install uvloop")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such limit")
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    for limits, verdict in (
+        ((256, 4096), Verdict.WARN),
+        ((ENOUGH_OPEN_FILES, 4096), Verdict.OK),
+        ((-1, -1), Verdict.OK),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limits=limits: limits)
+        assert machine()["open files"].verdict is verdict
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 512))
+    assert machine()["open files"].fix == "run: ulimit -n 512"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no such file modes")
+def test_identity_file(tmp_path: Path) -> None:
+    path = tmp_path / "id.key"
+    assert "does not exist yet" in machine(path)["identity file"].text
+    identity = Identity.load_or_create(path)
+    assert str(identity.peer_id) in machine(path)["identity file"].text
+    path.chmod(0o644)
+    found = machine(path)["identity file"]
+    assert (found.verdict, found.fix) == (Verdict.FAIL, f"run: chmod 600 {path}")
+    path.chmod(0o600)
+    path.write_bytes(b"something else")
+    assert "cannot use identity file" in machine(path)["identity file"].text
+    found = machine(tmp_path / "no" / "id.key")["identity file"]
+    assert (found.verdict, found.fix) == (Verdict.FAIL, f"run: mkdir -p {tmp_path / 'no'}")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "verdict", "words"),
+    [
+        (["/ip4/127.0.0.1", "/ip6/::1"], Verdict.WARN, "this machine alone"),
+        (["/ip4/127.0.0.1", "/ip4/192.168.1.2"], Verdict.WARN, "local network alone"),
+        (["/ip4/127.0.0.1", "/ip4/8.8.8.8"], Verdict.OK, "8.8.8.8"),
+        (["/dns4/example.org"], Verdict.OK, "example.org"),
+    ],
+)
+def test_listening(hosts: list[str], verdict: Verdict, words: str) -> None:
+    found = describe_listening([Multiaddr(f"{host}/tcp/5/p2p/{STRANGER}") for host in hosts])
+    assert found.verdict is verdict
+    assert words in found.text
+    assert "/p2p/" not in found.text
+
+
+# --- other peers ------------------------------------------------------------------------------------------------------
+
+
+async def examine(p2p: P2P, address: str, peer: PeerID = STRANGER, keeps_identity: bool = False) -> dict[str, Finding]:
+    found = look_at_peer(p2p, Multiaddr(address), peer, keeps_identity=keeps_identity)
+    return {finding.check: finding async for finding in found}
+
+
+async def examine_each_other(**options: Any) -> dict[str, Finding]:
+    async with Peers("tcp") as peers:
+        server, caller = await peers.start(), await peers.start(**options)
+        caller.clock = SwarmClock()  # as if it was another process
+        [address] = server.get_addresses(server.peer_id)
+        return await examine(caller, str(address), server.peer_id)
+
+
+def only_failure(found: dict[str, Finding]) -> Finding:
+    failures = [finding for finding in found.values() if finding.verdict is Verdict.FAIL]
+    assert len(failures) == 1, found
+    assert failures[0].fix
+    return failures[0]
+
+
+async def test_a_good_peer() -> None:
+    found = await examine_each_other()
+    assert list(found) == [
+        "connection",
+        "handshake",
+        "versions",
+        "round trip",
+        "clock",
+        "dial back",
+        "bandwidth",
+    ]
+    assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
+    assert 0 < found["round trip"].values["best_seconds"] <= found["round trip"].values["median_seconds"]
+    assert abs(found["clock"].values["ahead_seconds"]) < 0.25
+    assert found["bandwidth"].values["up_megabits"] > 10
+    assert found["bandwidth"].values["down_megabits"] > 10
+
+
+async def test_in_client_mode_nobody_has_to_dial_back() -> None:
+    found = await examine_each_other(no_listen=True)
+    assert "dial back" not in found
+    assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
+
+
+async def test_cannot_be_dialled_back() -> None:
+    failure = only_failure(await examine_each_other(announce_maddrs=["/ip4/127.0.0.2/tcp/1"]))
+    assert failure.check == "dial back"
+    assert "/ip4/127.0.0.2/tcp/1" in failure.text
+    assert "client_mode=True" in failure.fix
+
+
+@asynccontextmanager
+async def server(behave: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> Any:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await behave(reader, writer)
+            await reader.read()
+        except ConnectionError:
+            pass
+        finally:
+            writer.transport.abort()
+
+    running = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"/ip4/127.0.0.1/tcp/{running.sockets[0].getsockname()[1]}"
+    finally:
+        running.close()
+
+
+async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+    await writer.drain()
+
+
+async def test_ports_where_no_peer_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        dead = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+    async with Peers("tcp") as peers:
+        p2p = await peers.start()
+        failure = only_failure(await examine(p2p, dead))
+        assert (failure.check, failure.text.partition(":")[0]) == ("connection", "connection refused")
+        failure = only_failure(await examine(p2p, "/dns4/no-such-host.invalid/tcp/1"))
+        assert failure.check == "name"
+        assert "cannot be resolved" in failure.text
+        failure = only_failure(await examine(p2p, "/ip4/127.0.0.1/udp/1"))
+        assert failure.check == "address"
+        async with server(web_server) as address:
+            failure = only_failure(await examine(p2p, address))
+            assert failure.check == "handshake"
+            assert "does not speak TLS" in failure.text
+
+
+async def test_names_are_resolved() -> None:
+    async with Peers("tcp") as peers:
+        there, caller = await peers.two()
+        [address] = there.get_addresses(there.peer_id)
+        found = await examine(caller, f"/dns4/localhost/tcp/{address['tcp']}", there.peer_id)
+        assert found["name"].values == {"addresses": ["127.0.0.1"]}
+        assert found["bandwidth"].verdict is Verdict.OK
+
+
+async def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "HANDSHAKE_TIMEOUT", 0.1)
+
+    async def wait_for_ever(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "open_connection", wait_for_ever)
+    async with Peers("tcp") as peers:
+        failure = only_failure(await examine(await peers.start(), "/ip4/127.0.0.1/tcp/1"))
+    assert failure.check == "connection"
+    assert "no answer within" in failure.text
+
+
+async def test_another_peer_answers() -> None:
+    async with Peers("tcp") as peers:
+        there, caller = await peers.two()
+        [address] = there.get_addresses(there.peer_id)
+        failure = only_failure(await examine(caller, str(address), STRANGER))
+        assert failure.check == "identity"
+        assert str(there.peer_id) in failure.text
+
+
+async def test_the_own_identity_is_online_elsewhere(tmp_path: Path) -> None:
+    async with Peers("tcp") as peers:
+        witness = await peers.start()
+        path, [address] = tmp_path / "id", await witness.get_visible_maddrs()
+        first = await peers.start(initial_peers=[address], identity_path=path)
+        await Checkup.get_stub(first, witness.peer_id).rpc_describe(peer_module.Question())
+        second = await peers.start(identity_path=path)
+        [where] = witness.get_addresses(witness.peer_id)
+        failure = only_failure(await examine(second, str(where), witness.peer_id, keeps_identity=True))
+        assert failure.check == "identity"
+        assert "already taken by another peer" in failure.text
+        [own] = first.get_addresses(first.peer_id)
+        failure = only_failure(await examine(second, str(own), first.peer_id, keeps_identity=True))
+        assert "already online" in failure.text
+        third = await peers.start(identity_path=tmp_path / "other")
+        found = await examine(third, str(where), witness.peer_id, keeps_identity=True)
+        assert found["identity"].verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(-100.0, "off by 100.0 s: this machine is ahead of"), (2.0, "off by 2.0 s: this machine is behind")],
+)
+async def test_the_clock_there_is_another(seconds: float, words: str) -> None:
+    async with Peers("tcp") as peers:
+        there, caller = await peers.two()
+        hello = there._hello
+        there._server._connect = there._greet = lambda stream: _greet(there, stream, hello, seconds)
+        [address] = there.get_addresses(there.peer_id)
+        caller.clock = SwarmClock()
+        found = (await examine(caller, str(address), there.peer_id))["clock"]
+        assert found.verdict is Verdict.WARN
+        assert words in found.text
+        assert "NTP" in found.fix
+
+
+def _greet(p2p: P2P, stream: Any, hello: Callable[[], Any], seconds: float) -> Any:
+    from shoal.p2p.connection import Connection
+
+    def greet_wrongly() -> Any:
+        greeting = hello()
+        greeting.time += seconds
+        return greeting
+
+    return Connection(stream, p2p.metrics, greet_wrongly, p2p._on_hello, p2p._header_memory)
+
+
+async def test_another_version_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = peer_module.describe_software
+
+    def newer() -> Any:
+        found = describe()
+        found.shoal = "99.0"
+        return found
+
+    monkeypatch.setattr(peer_module, "describe_software", newer)
+    found = (await examine_each_other())["versions"]
+    assert found.verdict is Verdict.WARN
+    assert "99.0" in found.text
+
+
+async def test_a_peer_without_these_checks() -> None:
+    async with Peers("tcp") as peers:
+        there, caller = await peers.two()
+        there.remove_handlers([name for name in there._handlers if name.startswith("Checkup")])
+        [address] = there.get_addresses(there.peer_id)
+        found = await examine(caller, str(address), there.peer_id)
+        assert found["versions"].verdict is Verdict.WARN
+        assert "too old" in found["versions"].text
+
+
+async def test_a_slow_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_module, "SLOW_MEGABITS", 1e9)
+    found = (await examine_each_other())["bandwidth"]
+    assert found.verdict is Verdict.WARN
+    assert "compress" in found.fix
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running_peer(*options: str) -> Iterator[str]:
+    """The address of a real ``shoal dht``."""
+    command = [sys.executable, "-m", "shoal.cli", "dht", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield next(line.strip() for line in process.stdout if line.startswith("  /"))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shoal.cli", "doctor", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+
+def test_the_command_with_a_real_peer() -> None:
+    with running_peer() as address:
+        done = doctor("--", address)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert max(map(len, done.stdout.splitlines())) <= WIDTH
+        for check in ("versions", "listening", "handshake", "round trip", "clock", "dial back", "bandwidth"):
+            assert f"  {check} " in done.stdout
+        assert address.rpartition("/")[2] in done.stdout
+        dead = f"/ip4/127.0.0.1/tcp/1/p2p/{STRANGER}"
+        done = doctor("--json", "--", address, dead)
+        assert done.returncode == 1
+        found = json.loads(done.stdout)
+        assert found["ok"] is False
+        about = {each["about"] for each in found["findings"]}
+        assert about == {THIS_MACHINE, address, dead}
+        [failure] = [each for each in found["findings"] if each["verdict"] == "fail"]
+        assert (failure["about"], failure["check"]) == (dead, "connection")
+        assert failure["fix"]
+
+
+def test_the_command_without_addresses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--host_maddrs", "/ip4/127.0.0.1/tcp/0"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("This machine\n  ok    versions ")
+    assert "  warn  listening      /ip4/127.0.0.1/tcp/" in out
+    assert out.endswith("1 warning: see the lines with an arrow.\n")
+
+
+def test_a_port_that_is_taken_and_an_unusable_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, running_peer() as address:
+        here = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        path = tmp_path / "no" / "id"
+        status = main(["doctor", "--json", "--host-maddrs", here, "--identity-path", str(path), "--", address])
+        assert status == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [each["check"] for each in findings if each["verdict"] == "fail"] == ["identity file", "listening"]
+    assert "already in use" in next(each["text"] for each in findings if each["check"] == "listening")
+    assert "bandwidth" in {each["check"] for each in findings}, "other peers are examined all the same"
+
+
+def test_malformed_addresses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "127.0.0.1:31337"]) == 2
+    assert "127.0.0.1:31337" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_it_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{STRANGER}"
+        command = [sys.executable, "-m", "shoal.cli", "doctor", "--client-mode", address]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            assert any("connection" in line for line in process.stdout)  # now it waits for TLS
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=4)
+        finally:
+            process.kill()
+            process.communicate()
+    assert (process.returncode, errors) == (130, "Stopped.\n")
