@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.cli.dht import how_to_join
-from shoal.cli.main import main
+from shoal.cli.main import build_parser, main
 from shoal.p2p import Multiaddr
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
@@ -100,11 +101,14 @@ def test_announced_address_is_what_others_are_told() -> None:
     ],
     ids=["no address", "nobody there", "port 0", "no folder"],
 )
-def test_what_cannot_work_is_said_in_one_message(options: Sequence[str], words: str) -> None:
+def test_what_cannot_work_is_said_in_one_message(
+    request: pytest.FixtureRequest, options: Sequence[str], words: str
+) -> None:
     with bootstrap(*options) as running:
         out, errors = running.process.communicate(timeout=20)
     assert running.process.returncode == 1
     assert words in errors
+    assert ("shoal doctor" in errors) == ("nobody there" in request.node.name)
     assert "Traceback" not in errors
     assert out == ""
 
@@ -122,3 +126,42 @@ def test_the_address_that_reaches_furthest_comes_first() -> None:
     lines = how_to_join(addresses)
     assert [line.split("/")[2] for line in lines if line.startswith("  /")] == ["8.8.8.8", "192.168.1.5", "127.0.0.1"]
     assert f"  shoal dht --initial-peers {addresses[2]}" in lines
+
+
+@pytest.mark.parametrize("options", [["--use_ipfs", "--no_relay"], ["--use-auto-relay"]])
+def test_options_without_effect_are_accepted(options: Sequence[str]) -> None:
+    with bootstrap(*options) as running:
+        running.line_that_matches(JOIN)
+        running.process.send_signal(signal.SIGTERM)
+        _, errors = running.process.communicate(timeout=8)
+    assert running.process.returncode == 0
+    assert errors == f"shoal dht: no effect here: {', '.join(options).replace('_', '-')}\n"
+
+
+def test_both_spellings_are_one_option() -> None:
+    parse = build_parser().parse_args
+    names = {
+        "initial-peers": ["a", "b"],
+        "host-maddrs": ["c"],
+        "announce-maddrs": ["d"],
+        "identity-path": Path("e"),
+        "refresh-period": 5.0,
+    }
+    defaults = vars(parse(["dht"]))
+    assert defaults["host_maddrs"] == ["/ip4/0.0.0.0/tcp/0"]
+    assert defaults["refresh_period"] == 30
+    for name, value in names.items():
+        words = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+        for spelling in (name, name.replace("-", "_")):
+            expected = {**defaults, name.replace("-", "_"): value}
+            assert vars(parse(["dht", f"--{spelling}", *words])) == expected
+
+
+def test_the_command_alone_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    for command in ("demo", "dht", "doctor"):
+        assert f"\n    {command} " in shown
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"shoal {shoal.__version__}\n"

@@ -1,0 +1,56 @@
+"""Real processes with clocks that are off: they live by the time of the swarm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal import DHT, get_dht_time
+
+PROGRAM = Path(__file__).with_name("live_by_another_clock.py")
+
+
+@pytest.mark.parametrize("offset", [300.0, -300.0])
+@pytest.mark.parametrize("companions", [1, 3])
+def test_a_process_whose_clock_is_off(offset: float, companions: int) -> None:
+    dhts = [DHT(start=True)]
+    try:
+        for _ in range(companions - 1):
+            dhts.append(DHT(initial_peers=dhts[0].get_visible_maddrs(), start=True))
+        assert dhts[0].store("for the odd one", "value", get_dht_time() + 60)
+        addresses = [str(dht.get_visible_maddrs()[0]) for dht in dhts]
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(offset), *addresses],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = dhts[-1].get("from the odd one", latest=True)
+            _, errors = process.communicate("\n", timeout=30)
+        finally:
+            process.kill()
+            process.communicate()
+        assert line, errors
+        told = json.loads(line)
+        assert abs(told["error"]) < 1
+        assert told["offset"] == pytest.approx(offset, abs=1)
+        assert (told["stored"], told["found"]) == (True, "value")
+        assert 0 < told["left"] <= 61
+        assert found is not None
+        assert 0 < found.expiration_time - time.time() <= 61
+        side = "ahead of" if offset > 0 else "behind"
+        assert f"seconds {side} the time of the swarm" in errors
+        assert "NTP" in errors
+        assert abs(get_dht_time() - time.time()) < 0.01, "those that are right were not moved"
+    finally:
+        for dht in dhts:
+            dht.shutdown()
