@@ -90,15 +90,7 @@ def test_float16_error_is_small_on_normal_values_and_clamped_at_the_ends():
     ]
 
 
-def test_float16_leaves_the_input_alone_unless_allowed():
-    tensor = torch.tensor([1e30])
-    Float16Compression().compress(tensor, info_of(tensor))
-    assert tensor.item() == torch.tensor(1e30).item()
-    Float16Compression().compress(tensor, info_of(tensor), allow_inplace=True)
-    assert tensor.item() == 65504
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_float16_rejects_what_it_cannot_hold(dtype):
     with pytest.raises(ValueError, match="float32"):
         serialize_torch_tensor(torch.zeros(3).to(dtype), CompressionType.FLOAT16)

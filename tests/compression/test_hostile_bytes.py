@@ -38,7 +38,6 @@ def test_truncated_or_oversized_bytes(code, change):
         TensorMetadata(0, "float32", (1,) * 65),
         TensorMetadata(0, "int32", (1,), requires_grad=True),
         TensorMetadata(2, "int32", (2,)),
-        TensorMetadata(2, "bfloat16", (2,)),
     ],
     ids=str,
 )

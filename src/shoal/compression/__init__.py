@@ -9,23 +9,33 @@ from shoal.compression.base import (
     TensorMetadata,
     TensorRole,
 )
+from shoal.compression.blockwise import Blockwise4BitQuantization, BlockwiseQuantization
 from shoal.compression.descriptor import CompressionType, TensorDescriptor
-from shoal.compression.floating import Float16Compression
+from shoal.compression.floating import BFloat16Compression, Float16Compression, ScaledFloat16Compression
+from shoal.compression.quantization import Quantile8BitQuantization, Uniform8BitQuantization
 from shoal.compression.serialization import deserialize_torch_tensor, serialize_torch_tensor
+from shoal.compression.streaming import deserialize_tensor_stream
 
 __all__ = [
+    "BFloat16Compression",
+    "Blockwise4BitQuantization",
+    "BlockwiseQuantization",
     "CompressionBase",
     "CompressionInfo",
     "CompressionType",
     "Float16Compression",
     "NoCompression",
     "PerTensorCompression",
+    "Quantile8BitQuantization",
     "RoleAdaptiveCompression",
+    "ScaledFloat16Compression",
     "SerializedTensor",
     "SizeAdaptiveCompression",
     "TensorDescriptor",
     "TensorMetadata",
     "TensorRole",
+    "Uniform8BitQuantization",
+    "deserialize_tensor_stream",
     "deserialize_torch_tensor",
     "serialize_torch_tensor",
 ]

@@ -35,6 +35,11 @@ class AdaptiveCompressionBase(CompressionBase):
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
         return self.choose_compression(info).compress(tensor, info, allow_inplace)
 
+    def compress_and_decode(
+        self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
+    ) -> tuple[SerializedTensor, torch.Tensor]:
+        return self.choose_compression(info).compress_and_decode(tensor, info, allow_inplace)
+
     def extract(self, serialized_tensor: SerializedTensor) -> torch.Tensor:
         return deserialize_torch_tensor(serialized_tensor)
 

@@ -8,6 +8,7 @@ after shape, type and number of bytes have been checked against each other.
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from enum import Enum, auto
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from shoal.compression.descriptor import CompressionType, TensorDescriptor
@@ -41,6 +43,12 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 """The element types that may travel, by the name that goes over the wire."""
+
+USE_LEGACY_BFLOAT16 = os.environ.get("USE_LEGACY_BFLOAT16", "1") not in ("0", "")
+"""Whether :class:`NoCompression` sends bfloat16 as float32, in twice the bytes; what arrives is read either way.
+
+Set the environment variable of this name to 0 to send two bytes per value; all peers of a swarm must agree.
+"""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -78,6 +86,14 @@ class CompressionInfo:
     def get_part(self, part_index: int, part_size: int | None) -> CompressionInfo:
         """The same for one part of the tensor."""
         return replace(self, part_index=part_index, part_size=part_size)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Shape of what is being compressed: the whole tensor, or one part of its flattened values."""
+        if self.part_size is None:
+            return self.descriptor.size
+        left = self.descriptor.numel() - self.part_index * self.part_size
+        return (max(0, min(self.part_size, left)),)
 
 
 class TensorMetadata(msgspec.Struct, frozen=True):
@@ -128,6 +144,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a CPU tensor. Large ones fill three times as fast as those of torch: numpy asks for huge pages."""
+    count = math.prod(size)
+    if count == 0:
+        return torch.empty(tuple(size), dtype=dtype)
+    return torch.from_numpy(np.empty(count * dtype.itemsize, dtype=np.uint8)).view(dtype).view(tuple(size))
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as a writable view of format ``B``, without a copy."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
@@ -162,10 +186,14 @@ def tensor_over(buffer: Buffer, dtype: torch.dtype, size: Sequence[int]) -> torc
 
 
 class CompressionBase(ABC):
-    """A way to turn tensors into bytes and back."""
+    """A way to turn tensors into bytes and back.
+
+    A codec of your own needs ``compression_type``, :meth:`compress`, :meth:`extract` and
+    :meth:`estimate_compression_ratio`; averages travel with it as differences unless it says that it is not ``lossy``.
+    """
 
     compression_type: CompressionType
-    lossy: bool
+    lossy: bool = True
     """Whether the restored tensor may differ from the original one."""
 
     @property
@@ -198,13 +226,27 @@ class CompressionBase(ABC):
             RuntimeError: the bytes are truncated, too many, or do not fit the metadata.
         """
 
-    @abstractmethod
-    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Bytes after compression over bytes before, about."""
+    def compress_and_decode(
+        self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
+    ) -> tuple[SerializedTensor, torch.Tensor]:
+        """Turn a tensor into bytes, and give the values that the receiver will see, on the tensor's own device.
+
+        For error feedback: add ``tensor - decoded`` to what is sent next time. The values are those of :meth:`extract`,
+        bit by bit, and like there they may share memory with the bytes.
+        """
+        serialized = self.compress(tensor, info, allow_inplace)
+        return serialized, self.extract(serialized).to(tensor.device)
 
     @abstractmethod
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Bytes after compression over bytes before, of the tensor or of the part that ``info`` describes.
+
+        It is exact for the codecs of this package; 1 for a tensor without values.
+        """
+
     def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int | None:
         """Bytes that a part of this size, of type ``info.descriptor.dtype``, takes; ``None``: it depends on values."""
+        return None
 
     def _read_metadata(self, serialized_tensor: SerializedTensor) -> tuple[torch.dtype, int]:
         metadata = serialized_tensor.metadata
@@ -215,27 +257,51 @@ class CompressionBase(ABC):
             )
         return metadata.checked()
 
+    def _metadata_of(self, tensor: torch.Tensor) -> TensorMetadata:
+        return TensorMetadata(
+            int(self.compression_type), dtype_name(tensor.dtype), tuple(tensor.shape), tensor.requires_grad
+        )
+
+
+def ratio_of(nbytes: int, info: CompressionInfo) -> float:
+    """Bytes after compression over bytes before."""
+    before = math.prod(info.size) * info.descriptor.dtype.itemsize
+    return nbytes / before if before else 1.0
+
 
 class NoCompression(CompressionBase):
-    """The tensor as it is in memory (little-endian). Sending and receiving take no copy."""
+    """The tensor as it is in memory (little-endian). Sending and receiving take no copy.
+
+    bfloat16 travels as float32 while :data:`USE_LEGACY_BFLOAT16` is set, which is exact too.
+    """
 
     compression_type = CompressionType.NONE
     lossy = False
 
+    @property
+    def fingerprint(self) -> str:
+        return "NONE" if USE_LEGACY_BFLOAT16 else "NONE, bfloat16 in two bytes"
+
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
-        metadata = TensorMetadata(
-            int(self.compression_type), dtype_name(tensor.dtype), tuple(tensor.shape), tensor.requires_grad
-        )
-        return SerializedTensor(metadata, bytes_of(plain(tensor)))
+        metadata, values = self._metadata_of(tensor), plain(tensor)
+        if values.dtype == torch.bfloat16 and USE_LEGACY_BFLOAT16:
+            values = values.float()
+        return SerializedTensor(metadata, bytes_of(values))
 
     def extract(self, serialized_tensor: SerializedTensor) -> torch.Tensor:
-        dtype, _ = self._read_metadata(serialized_tensor)
-        metadata = serialized_tensor.metadata
-        tensor = tensor_over(serialized_tensor.buffer, dtype, metadata.size)
+        dtype, count = self._read_metadata(serialized_tensor)
+        metadata, buffer = serialized_tensor.metadata, serialized_tensor.buffer
+        if dtype == torch.bfloat16 and memoryview(buffer).nbytes == count * torch.float32.itemsize:
+            tensor = tensor_over(buffer, torch.float32, metadata.size).to(dtype)
+        else:
+            tensor = tensor_over(buffer, dtype, metadata.size)
         return tensor.requires_grad_(metadata.requires_grad)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        return 1.0
+        return ratio_of(self.compressed_nbytes(info.size, info), info)
 
     def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int:
-        return math.prod(size) * info.descriptor.dtype.itemsize
+        dtype = info.descriptor.dtype
+        if dtype == torch.bfloat16 and USE_LEGACY_BFLOAT16:
+            dtype = torch.float32
+        return math.prod(size) * dtype.itemsize

@@ -17,6 +17,8 @@ class CompressionType(IntEnum):
     QUANTILE_8BIT = 3
     UNIFORM_8BIT = 4
     BLOCKWISE_8BIT = 5
+    BFLOAT16 = 6
+    BLOCKWISE_4BIT = 7
 
     @classmethod
     def values(cls) -> list[int]:

@@ -1,9 +1,11 @@
-"""Codecs that shorten floating point numbers."""
+"""Codecs for floating point numbers: what they share, and those that shorten the numbers to 16 bits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,45 +13,199 @@ from shoal.compression.base import (
     CompressionBase,
     CompressionInfo,
     SerializedTensor,
-    TensorMetadata,
     bytes_of,
-    dtype_name,
+    empty,
     plain,
+    ratio_of,
     tensor_over,
 )
 from shoal.compression.descriptor import CompressionType
 
-_FP16 = torch.finfo(torch.float16)
-_COMPRESSIBLE = (torch.float64, torch.float32, torch.float16)
+FLOATING_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+CHUNK = 2**18
+"""Values that are worked on at a time: few enough for the processor's cache, many enough for Python to cost little."""
+
+_FP32_MAX = torch.finfo(torch.float32).max
 
 
-class Float16Compression(CompressionBase):
-    """Half precision: values beyond the range of fp16 become its largest value."""
+def chunks(count: int) -> Iterator[slice]:
+    """Consecutive ranges of at most :data:`CHUNK` values."""
+    return (slice(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK))
 
-    compression_type = CompressionType.FLOAT16
-    lossy = True
+
+class _Scratch(threading.local):
+    """Memory for one chunk's intermediate results, kept by each thread: fresh memory costs more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def __call__(self, purpose: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """At most :data:`CHUNK` values, valid until the same purpose is asked for again."""
+        memory = self._kept.get((purpose, dtype))
+        if memory is None:
+            memory = self._kept[purpose, dtype] = torch.empty(CHUNK, dtype=dtype)
+        return memory[:count]
+
+
+scratch = _Scratch()
+
+
+def finite(values: torch.Tensor) -> torch.Tensor:
+    """A float64 copy of the rows in which NaN became 0, and infinities the row's largest finite magnitude.
+
+    Magnitudes end at the largest value of float32.
+    """
+    wide = values.double().clamp(-_FP32_MAX, _FP32_MAX)
+    known = values.isfinite()
+    largest = torch.where(known, wide.abs(), 0).amax(-1, keepdim=True)
+    return torch.where(known, wide, torch.where(values.isnan(), 0, wide.sign() * largest))
+
+
+def saturate(values: torch.Tensor, wide: torch.Tensor) -> None:
+    """Copy numbers, which are spoilt, into a tensor of a narrower type, without rounding to infinity."""
+    largest = torch.finfo(values.dtype).max
+    values.copy_(wide if values.dtype.itemsize > 2 else wide.clamp_(-largest, largest))
+
+
+class FloatingPointCompression(CompressionBase):
+    """Base class of codecs whose bytes are a function of the floating point values and the shape alone."""
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
-        if tensor.dtype not in _COMPRESSIBLE:
-            raise ValueError(f"{type(self).__name__} takes tensors of float64, float32 or float16, got {tensor.dtype}")
-        values = plain(tensor)
-        if values.dtype != torch.float16:
-            values = values.clamp_(_FP16.min, _FP16.max) if allow_inplace else values.clamp(_FP16.min, _FP16.max)
-        metadata = TensorMetadata(
-            int(self.compression_type), dtype_name(tensor.dtype), tuple(tensor.shape), tensor.requires_grad
-        )
-        return SerializedTensor(metadata, bytes_of(values.to(torch.float16)))
+        if tensor.dtype not in FLOATING_TYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
+            raise ValueError(
+                f"{type(self).__name__} takes tensors of {names}, got {tensor.dtype}: "
+                "use NoCompression for such tensors, for example by PerTensorCompression"
+            )
+        metadata = self._metadata_of(tensor)
+        payload = empty((self._nbytes(metadata.size),), torch.uint8)
+        if len(payload):
+            self._encode(plain(tensor).view(-1), metadata.size, payload)
+        return SerializedTensor(metadata, bytes_of(payload))
 
     def extract(self, serialized_tensor: SerializedTensor) -> torch.Tensor:
         dtype, _ = self._read_metadata(serialized_tensor)
         metadata = serialized_tensor.metadata
-        if dtype not in _COMPRESSIBLE:
+        if dtype not in FLOATING_TYPES:
             raise ValueError(f"{type(self).__name__} cannot have made a tensor of type {metadata.dtype}")
-        values = tensor_over(serialized_tensor.buffer, torch.float16, metadata.size)
-        return values.to(dtype).requires_grad_(metadata.requires_grad)
+        payload = tensor_over(serialized_tensor.buffer, torch.uint8, (self._nbytes(metadata.size),))
+        values = empty(metadata.size, dtype)
+        if len(payload):
+            self._decode(payload, metadata.size, values.view(-1))
+        return values.requires_grad_(metadata.requires_grad)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        return _FP16.bits / (8 * info.descriptor.dtype.itemsize)
+        return ratio_of(self._nbytes(info.size), info)
 
     def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int:
-        return math.prod(size) * torch.float16.itemsize
+        return self._nbytes(size)
+
+    @abstractmethod
+    def _nbytes(self, size: Sequence[int]) -> int:
+        """Bytes of a tensor of this size; 0 if it has no values."""
+
+    @abstractmethod
+    def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
+        """Fill the bytes from the flattened values."""
+
+    @abstractmethod
+    def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
+        """Fill the flattened values from the bytes."""
+
+
+def typed(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as numbers: a view where they are aligned, else a copy."""
+    return (payload if payload.data_ptr() % dtype.itemsize == 0 else payload.clone()).view(dtype)
+
+
+class Float16Compression(FloatingPointCompression):
+    """Half precision: values beyond the range of float16 and infinities become its largest value, NaN stays NaN."""
+
+    compression_type = CompressionType.FLOAT16
+    _wire = torch.float16
+
+    def _nbytes(self, size: Sequence[int]) -> int:
+        return math.prod(size) * self._wire.itemsize
+
+    def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
+        short, largest = payload.view(self._wire), torch.finfo(self._wire).max
+        for chunk in chunks(len(values)):
+            short[chunk].copy_(values[chunk]).clamp_(-largest, largest)
+
+    def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
+        values.copy_(typed(payload, self._wire))
+
+
+class BFloat16Compression(Float16Compression):
+    """The upper half of float32: its range with 8 bits of precision; finite bfloat16 values stay as they are.
+
+    Infinities, and values that would round to infinity, become the largest value; NaN stays NaN.
+    """
+
+    compression_type = CompressionType.BFLOAT16
+    _wire = torch.bfloat16
+
+
+class ScaledFloat16Compression(FloatingPointCompression):
+    """Half precision of the distance from the mean in standard deviations, both taken along the last axis.
+
+    Suits rows whose values are far from 0 or outside of float16's range. NaN stays NaN; infinities become the largest
+    finite magnitude of their row; neither spoils the rest of the row.
+    """
+
+    compression_type = CompressionType.MEANSTD_16BIT
+
+    def _nbytes(self, size: Sequence[int]) -> int:
+        count = math.prod(size)
+        return count * 2 + count // _row_length(size) * 8 if count else 0
+
+    def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
+        rows, (means, deviations, short) = values.view(-1, _row_length(size)), self._sections(payload, size)
+        at_once = max(1, CHUNK // rows.shape[1])
+        for start in range(0, len(rows), at_once):
+            some = slice(start, start + at_once)
+            self._encode_rows(rows[some], means[some], deviations[some], short[some])
+
+    def _encode_rows(
+        self, rows: torch.Tensor, means: torch.Tensor, deviations: torch.Tensor, short: torch.Tensor
+    ) -> None:
+        spoiled = None
+        centred = _standardise(rows if rows.dtype == torch.float64 else rows.float(), means, deviations)
+        if not bool(deviations.sum() < 1e30):  # also if it is NaN; squares of float32 end at about 1e38
+            spoiled = rows.isnan()
+            centred = _standardise(finite(rows), means, deviations)
+        short.copy_(centred)
+        if spoiled is not None:
+            short[spoiled] = torch.nan
+
+    def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
+        means, deviations, short = self._sections(payload, size)
+        rows = values.view(short.shape)
+        at_once = max(1, CHUNK // rows.shape[1])
+        for start in range(0, len(rows), at_once):
+            some = slice(start, start + at_once)
+            saturate(rows[some], torch.addcmul(means[some], short[some].float(), deviations[some]))
+
+    def _sections(self, payload: torch.Tensor, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        length = _row_length(size)
+        count = math.prod(size) // length
+        means, deviations, short = payload[: 4 * count], payload[4 * count : 8 * count], payload[8 * count :]
+        return (
+            typed(means, torch.float32).unsqueeze(1),
+            typed(deviations, torch.float32).unsqueeze(1),
+            typed(short, torch.float16).view(count, length),
+        )
+
+
+def _row_length(size: Sequence[int]) -> int:
+    return size[-1] if size else 1
+
+
+def _standardise(rows: torch.Tensor, means: torch.Tensor, deviations: torch.Tensor) -> torch.Tensor:
+    """Write down the mean and the standard deviation of each row, and return the rows without them."""
+    means.copy_(rows.mean(1, keepdim=True))
+    centred = rows - means
+    spread = torch.linalg.vector_norm(centred, dim=1, keepdim=True) / math.sqrt(rows.shape[1])
+    deviations.copy_(spread.clamp_(min=torch.finfo(torch.float32).eps))
+    return centred.div_(deviations)

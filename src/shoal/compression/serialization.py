@@ -7,11 +7,23 @@ from typing import Any
 import torch
 
 from shoal.compression.base import CompressionBase, CompressionInfo, NoCompression, SerializedTensor
+from shoal.compression.blockwise import Blockwise4BitQuantization, BlockwiseQuantization
 from shoal.compression.descriptor import CompressionType
-from shoal.compression.floating import Float16Compression
+from shoal.compression.floating import BFloat16Compression, Float16Compression, ScaledFloat16Compression
+from shoal.compression.quantization import Quantile8BitQuantization, Uniform8BitQuantization
 
 _CODECS: dict[int, CompressionBase] = {
-    int(codec.compression_type): codec for codec in (NoCompression(), Float16Compression())
+    int(codec.compression_type): codec
+    for codec in (
+        NoCompression(),
+        ScaledFloat16Compression(),
+        Float16Compression(),
+        Quantile8BitQuantization(),
+        Uniform8BitQuantization(),
+        BlockwiseQuantization(),
+        BFloat16Compression(),
+        Blockwise4BitQuantization(),
+    )
 }
 
 

@@ -1,0 +1,202 @@
+"""Codecs with one scale per block and a fixed table of levels between -1 and 1: 8 and 4 bits per value.
+
+The scale of a block is its value of largest magnitude, with its sign, so that this value is always restored as level 1
+and a table needs no level -1. Every value takes the nearest level, exactly.
+
+NaN counts as 0 and an infinity as the largest finite magnitude of the block: what is restored is always finite, and
+one broken value does not spoil the others.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+
+from shoal.compression.descriptor import CompressionType
+from shoal.compression.floating import FloatingPointCompression, chunks, finite, saturate, scratch, typed
+
+
+def dynamic_levels() -> tuple[list[float], list[float]]:
+    """Positive and negative levels of the dynamic 8-bit type (Dettmers et al., arXiv 2110.02861), ascending from 0.
+
+    A power of ten from 1e-6 to 1, and behind it as many linear steps from 0.1 to 1 as the remaining bits can count.
+    """
+    positive = []
+    for bits in range(7):
+        step = 0.9 / 2**bits
+        positive += [10.0 ** (bits - 6) * (0.1 + step * (index + 0.5)) for index in range(2**bits)]
+    return [*positive, 1.0], [-level for level in positive]
+
+
+POSITIVE_4BIT = [0.0610, 0.1394, 0.2310, 0.3346, 0.4531, 0.5912, 0.7644, 1.0]
+NEGATIVE_4BIT = [-250 / 4096, -0.1391, -0.2350, -0.3467, -0.4779, -0.6374, -0.8430]
+"""Levels of least squared error (Lloyd's algorithm) on blocks of 64 signed-scaled values: a mixture of normal, Laplace,
+Student-t and row-scaled values and of gradients of a small network; docs/compression.md compares other tables. The
+first negative one is such that half of it, the border to 0, is exact in :class:`LevelTable`."""
+
+
+class LevelTable:
+    """Finds the nearest of some levels by one look at a table, whatever their spacing.
+
+    The upper 16 bits of a float32 (sign, exponent and 7 bits of precision) name an interval so narrow that at most
+    one border between two levels lies in it. For each interval the table holds the code of its lower end and, in the
+    lower half of the word, how far the border is from the upper end: adding the lower 16 bits of the number carries
+    into the code exactly if the number is beyond the border.
+    """
+
+    def __init__(self, positive: Sequence[float], negative: Sequence[float]) -> None:
+        self.levels = torch.tensor([0.0, *positive, *negative], dtype=torch.float32)
+        """By code: 0, then positive ones and then negative ones, both by magnitude."""
+        first, second = torch.meshgrid(self.levels, self.levels, indexing="xy")
+        self._pairs = torch.stack([first, second], dim=-1).view(torch.float64).flatten()
+        self._carries = torch.cat([_carries([0.0, *positive], 0), _carries([0.0, *negative], len(positive))])
+
+    def nearest(self, values: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write down the code of each of some float32 numbers, which are spoilt."""
+        bits = values.view(torch.int32)
+        index = scratch("index", torch.int32, len(bits))
+        torch.bitwise_right_shift(bits, 16, out=index).bitwise_and_(2**16 - 1)
+        found = torch.index_select(self._carries, 0, index, out=scratch("found", torch.int32, len(bits)))
+        codes.copy_(found.add_(bits.bitwise_and_(2**16 - 1)).bitwise_right_shift_(16))
+
+    def look_up_pairs(self, codes: torch.Tensor, levels: torch.Tensor) -> None:
+        """Fill in the levels of pairs of codes, of which the first is in the lower bits: half as many looks."""
+        index = scratch("index", torch.int32, len(codes)).copy_(codes).bitwise_and_(len(self._pairs) - 1)
+        torch.index_select(self._pairs, 0, index, out=levels.view(torch.float64))  # in name only: 64 bits
+
+
+def _carries(levels: Sequence[float], offset: int) -> torch.Tensor:
+    """The table for the numbers of one sign; ``levels`` are 0 and all of this sign, by magnitude.
+
+    Codes are ranks plus the offset, except that 0 has code 0: negative numbers round to it by whole intervals.
+    """
+    magnitudes = torch.tensor(levels, dtype=torch.float64).abs()
+    borders = ((magnitudes[1:] + magnitudes[:-1]) / 2).float().view(torch.int32).long()
+    starts = torch.arange(2**15) << 16
+    rank = torch.searchsorted(borders, starts, right=True)
+    following = torch.cat([borders, torch.tensor([2**31])])[rank]
+    carry = torch.where(following < starts + 2**16, starts + 2**16 - following, 0)
+    if offset:
+        carry[rank == 0] = 0
+    code = torch.where(rank == 0, 0, rank + offset)
+    return ((code << 16) + carry).to(torch.int32)
+
+
+class BlockwiseCompression(FloatingPointCompression):
+    """Base class: the scales of all blocks, then the codes, one or two in a byte."""
+
+    block_size: int
+    scale_type: torch.dtype
+    codes_per_byte: int
+
+    @staticmethod
+    @abstractmethod
+    def table() -> LevelTable:
+        """The levels."""
+
+    def _nbytes(self, size: Sequence[int]) -> int:
+        count = math.prod(size)
+        return self._scales_nbytes(count) + -(-count // self.codes_per_byte)
+
+    def _scales_nbytes(self, count: int) -> int:
+        return -(-count // self.block_size) * self.scale_type.itemsize
+
+    def _sections(self, payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        border = self._scales_nbytes(count)
+        return typed(payload[:border], self.scale_type), payload[border:]
+
+    def _chunks(self, count: int) -> Iterator[tuple[slice, slice, slice, int]]:
+        """Ranges of values, of their scales and of their bytes; and the values in these blocks if all are full."""
+        for chunk in chunks(count):
+            first, last = chunk.start // self.block_size, -(-chunk.stop // self.block_size)
+            packed = slice(chunk.start // self.codes_per_byte, -(-chunk.stop // self.codes_per_byte))
+            yield chunk, slice(first, last), packed, (last - first) * self.block_size
+
+    def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
+        scales, codes = self._sections(payload, len(values))
+        for chunk, blocks, packed, padded in self._chunks(len(values)):
+            part = values[chunk]
+            if part.dtype != torch.float32 or len(part) < padded:
+                whole = scratch("values", torch.float32, padded)
+                whole[: len(part)].copy_(part)
+                whole[len(part) :].zero_()
+                part = whole
+            rows = part.view(-1, self.block_size)
+            rows = self._write_scales(rows, scales[blocks])
+            factors = scales[blocks].float().reciprocal().nan_to_num_(posinf=0.0, neginf=0.0)
+            scaled = scratch("scaled", torch.float32, padded)
+            torch.mul(rows, factors.unsqueeze(1), out=scaled.view_as(rows))
+            self._write_codes(scaled, codes[packed])
+
+    def _write_scales(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Write down the scale of each block, and return the blocks without what is not finite."""
+        low, high = rows.amin(1), rows.amax(1)
+        extremes = torch.where(-low > high, low, high)
+        if not bool(extremes.abs().amax() < torch.inf):  # also if it is NaN
+            return self._write_scales(finite(rows).float(), scales)
+        largest = torch.finfo(self.scale_type).max
+        scales.copy_(extremes.clamp_(-largest, largest))
+        return rows
+
+    def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:
+        """Fill the bytes of some values, which are spoilt, and of which the last ones may be too many."""
+        if len(scaled) == len(packed):
+            self.table().nearest(scaled, packed)
+            return
+        codes = scratch("codes", torch.uint8, len(scaled))
+        self.table().nearest(scaled, codes)
+        if self.codes_per_byte == 2:
+            pairs = codes.view(torch.int16)  # the second code is in the upper byte
+            shifted = torch.bitwise_right_shift(pairs, 4, out=scratch("pairs", torch.int16, len(pairs)))
+            codes = shifted.bitwise_or_(pairs)
+        packed.copy_(codes[: len(packed)])
+
+    def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
+        scales, codes = self._sections(payload, len(values))
+        for chunk, blocks, packed, padded in self._chunks(len(values)):
+            part = values[chunk]
+            in_place = part.dtype == torch.float32 and len(part) == padded
+            whole = part if in_place else scratch("values", torch.float32, padded)
+            some = codes[packed]
+            if len(some) * self.codes_per_byte < padded:
+                some = scratch("codes", torch.uint8, padded // self.codes_per_byte)
+                some[: packed.stop - packed.start].copy_(codes[packed])
+            self.table().look_up_pairs(some if self.codes_per_byte == 2 else some.view(torch.int16), whole)
+            whole.view(-1, self.block_size).mul_(scales[blocks].float().unsqueeze(1))
+            if not in_place:
+                saturate(part, whole[: len(part)])
+
+
+class BlockwiseQuantization(BlockwiseCompression):
+    """8 bits per value and a float32 for each 4096 of them, with the levels of the dynamic 8-bit type."""
+
+    compression_type = CompressionType.BLOCKWISE_8BIT
+    block_size = 4096
+    scale_type = torch.float32
+    codes_per_byte = 1
+
+    @staticmethod
+    @cache
+    def table() -> LevelTable:
+        return LevelTable(*dynamic_levels())
+
+
+class Blockwise4BitQuantization(BlockwiseCompression):
+    """4 bits per value and a bfloat16 for each 64 of them (4.25 bits in all), with levels that suit gradients.
+
+    Coarse: the error is about a tenth of a typical value. Meant to be used with error feedback.
+    """
+
+    compression_type = CompressionType.BLOCKWISE_4BIT
+    block_size = 64
+    scale_type = torch.bfloat16
+    codes_per_byte = 2
+
+    @staticmethod
+    @cache
+    def table() -> LevelTable:
+        return LevelTable(POSITIVE_4BIT, NEGATIVE_4BIT)

@@ -1,0 +1,202 @@
+"""8-bit codecs with one codebook per tensor: 256 levels, each the exact average of the values that it stands for.
+
+NaN counts as 0 and an infinity as the largest finite magnitude of the tensor: what is restored is always finite, and
+one broken value does not spoil the others.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+
+from shoal.compression.descriptor import CompressionType
+from shoal.compression.floating import FloatingPointCompression, chunks, finite, scratch, typed
+
+LEVELS = 256
+CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
+
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+class CodebookQuantization(FloatingPointCompression):
+    """Base class: 256 float32 numbers, then one byte per value."""
+
+    def _nbytes(self, size: Sequence[int]) -> int:
+        count = math.prod(size)
+        return CODEBOOK_NBYTES + count if count else 0
+
+    def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
+        codebook, codes = payload[:CODEBOOK_NBYTES].view(torch.float32), payload[CODEBOOK_NBYTES:]
+        averages = self._quantize(values, codes) or self._quantize(finite(values), codes)
+        assert averages, "finite values have averages"
+        codebook.copy_(averages.result())
+
+    def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
+        codebook = typed(payload[:CODEBOOK_NBYTES], torch.float32).to(values.dtype)
+        codes = payload[CODEBOOK_NBYTES:]
+        for chunk in chunks(len(codes)):
+            index = scratch("index", torch.int32, chunk.stop - chunk.start).copy_(codes[chunk])
+            torch.index_select(codebook, 0, index, out=values[chunk])
+
+    @abstractmethod
+    def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
+        """Choose a code for each value.
+
+        Returns:
+            The averages of the codes; ``None``: not finite, or too large or small for float32, which float64 is not.
+        """
+
+
+class _Averages:
+    """Mean of the values of each code, collected chunk by chunk."""
+
+    def __init__(self, offset: float = 0.0) -> None:
+        self._offset = offset
+        self._counts = torch.zeros(LEVELS, dtype=torch.int64)
+        self._sums = torch.zeros(LEVELS, dtype=torch.float64)
+
+    def add(self, codes: torch.Tensor, values: torch.Tensor) -> None:
+        """Values, given without the offset, and their codes."""
+        self._counts += torch.bincount(codes, minlength=LEVELS)
+        self._sums += torch.bincount(codes, weights=values, minlength=LEVELS)
+
+    def result(self) -> torch.Tensor:
+        return self._sums.div_(self._counts.clamp_(min=1)).add_(self._offset).clamp_(-_FP32_MAX, _FP32_MAX)
+
+
+def _readable(values: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Each chunk's range, and its values in a type that one can calculate with: in their own memory where possible."""
+    dtype = _working_type(values)
+    for chunk in chunks(len(values)):
+        part = values[chunk]
+        yield chunk, part if part.dtype == dtype else scratch("values", dtype, len(part)).copy_(part)
+
+
+def _centred(values: torch.Tensor, mean: float) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Each chunk's range, and the distance of its values from the mean."""
+    for chunk, part in _readable(values):
+        yield chunk, torch.sub(part, mean, out=scratch("centred", part.dtype, len(part)))
+
+
+def _working_type(values: torch.Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def _mean(values: torch.Tensor) -> float:
+    """As a number of the working type, so that it can be taken off and put back exactly."""
+    mean = sum(float(part.sum()) for _, part in _readable(values)) / len(values)
+    return float(torch.tensor(mean, dtype=_working_type(values)))
+
+
+def _deviation(values: torch.Tensor, mean: float) -> float:
+    """Standard deviation."""
+    squares = sum(float(torch.dot(part, part)) for _, part in _readable(values)) / len(values)
+    if squares - mean * mean < 0.01 * squares:  # nearly all of it is the mean, and little of the precision is left
+        squares = sum(float(torch.dot(part, part)) for _, part in _centred(values, mean)) / len(values)
+        return math.sqrt(squares)
+    return math.sqrt(squares - mean * mean)
+
+
+def _is_safe(magnitude: float, values: torch.Tensor) -> bool:
+    """Whether the working type holds squares and sums of values of this magnitude; not if it is NaN."""
+    if values.dtype == torch.float64:
+        return math.isfinite(magnitude)
+    return 1e-15 < magnitude < 1e15
+
+
+class Uniform8BitQuantization(CodebookQuantization):
+    """256 bins of equal width over six standard deviations around the mean; values further out take the last bins."""
+
+    compression_type = CompressionType.UNIFORM_8BIT
+    _WIDTH = 6.0
+
+    def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
+        mean = _mean(values)
+        deviation = _deviation(values, mean)
+        if not _is_safe(deviation, values):
+            return None
+        bins_per_unit = LEVELS / (self._WIDTH * deviation) if deviation else 0.0
+        averages = _Averages(mean)
+        for chunk, distance in _centred(values, mean):
+            bins = scratch("bins", torch.float32, len(distance))
+            torch.add(_MIDDLE_BIN, distance, alpha=bins_per_unit, out=bins)
+            bins.clamp_(_BIN_ZERO, _BIN_ZERO + LEVELS - 1)
+            averages.add(codes[chunk].copy_(bins.view(torch.int32)), distance)
+        return averages
+
+
+_BIN_ZERO = 2.0**23
+"""From here on float32 holds only whole numbers, so that adding it rounds and leaves the number in the last bits."""
+_MIDDLE_BIN = torch.tensor(_BIN_ZERO + LEVELS // 2)
+
+
+class Quantile8BitQuantization(CodebookQuantization):
+    """256 levels where the values are: bins hold about equally many, then every value takes the nearest bin's average.
+
+    Quantiles are found by counting how often each of the 65,536 numbers of float16 occurs, after centring and scaling.
+    """
+
+    compression_type = CompressionType.QUANTILE_8BIT
+
+    def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
+        mean = _mean(values)
+        largest = max(max(float(part.amax()), -float(part.amin())) for _, part in _centred(values, mean))
+        if not _is_safe(largest, values):
+            return None
+        scale = 2.0**15 / largest if largest else 0.0
+        counts = scratch("counts", torch.int64, CELLS).zero_()
+        for _, _, cells in _cells(values, mean, scale):
+            counts += torch.bincount(cells, minlength=CELLS)
+        code_of_cell = _codes_of_cells(counts)
+        averages = _Averages(mean)
+        for chunk, distance, cells in _cells(values, mean, scale):
+            averages.add(torch.index_select(code_of_cell, 0, cells, out=codes[chunk]), distance)
+        return averages
+
+
+CELLS = 2**16
+"""Numbers that float16 can tell apart."""
+_REFINEMENTS = 2
+
+
+def _cells(values: torch.Tensor, mean: float, scale: float) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Each chunk's range, its values' distance from the mean, and the rank of that among all float16, scaled."""
+    for chunk, distance in _centred(values, mean):
+        count = len(distance)
+        short, ranks = scratch("short", torch.float16, count), scratch("ranks", torch.int16, count)
+        short.copy_(torch.mul(distance, scale, out=scratch("scaled", distance.dtype, count)))
+        bits = short.view(torch.int16)  # of negative numbers, all but the sign have to be turned over
+        torch.bitwise_right_shift(bits, 15, out=ranks).bitwise_and_(CELLS // 2 - 1).bitwise_xor_(bits)
+        yield chunk, distance, scratch("cells", torch.int32, count).copy_(ranks).add_(CELLS // 2)
+
+
+@cache
+def _cell_values() -> torch.Tensor:
+    """Each float16, ascending; the ends of the range stand for what is not a finite number, which never occurs."""
+    positive = torch.arange(CELLS // 2, dtype=torch.int16).view(torch.float16).double()
+    positive = torch.where(positive.isfinite(), positive, 2.0**16)
+    return torch.cat([-positive.flip(0), positive])
+
+
+def _codes_of_cells(counts: torch.Tensor) -> torch.Tensor:
+    """Which code each cell takes, given how many values are in it."""
+    values = _cell_values()
+    below, sums = scratch("below", torch.int64, CELLS + 1), scratch("sums", torch.float64, CELLS + 1)
+    below[0] = sums[0] = 0
+    torch.cumsum(counts, 0, out=below[1:])
+    torch.mul(counts, values, out=sums[1:]).cumsum_(0)
+    edges = torch.zeros(LEVELS + 1, dtype=torch.int64)
+    edges[-1] = CELLS
+    edges[1:-1] = torch.searchsorted(below[1:], below[-1] * torch.arange(1, LEVELS) // LEVELS)
+    for _ in range(_REFINEMENTS):  # every value to the nearest average, as in Lloyd's algorithm
+        inside = below[edges].diff()
+        averages = torch.where(inside > 0, sums[edges].diff() / inside, values[edges[:-1].clamp(max=CELLS - 1)])
+        edges[1:-1] = torch.searchsorted(values, (averages[1:] + averages[:-1]) / 2, right=True)
+    starts = torch.zeros(CELLS + 1, dtype=torch.uint8).index_add_(
+        0, edges[1:-1], torch.ones(LEVELS - 1, dtype=torch.uint8)
+    )
+    return starts[:CELLS].cumsum(0, dtype=torch.uint8)
