@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+import time
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -171,6 +172,15 @@ def test_two_signature_validators_are_one(alice, mallory):
     assert alice.merge_with(mallory)
     assert not alice.merge_with(SchemaValidator.__new__(SchemaValidator))
     assert alice.priority == 10
+
+
+@pytest.mark.parametrize("subkey", [b"[owner:" * 580, b"[owner:" * 580 + b"]", b"]" + b"[owner:" * 580])
+def test_tags_without_end_cost_little(alice, subkey):
+    """A request may hold hundreds of such records, and the loop does nothing else meanwhile."""
+    began = time.thread_time()
+    for number in range(256):
+        alice.validate(DHTRecord(KEY, subkey, b"value", float(number)))
+    assert time.thread_time() - began < 1
 
 
 def test_the_familiar_names():

@@ -116,6 +116,11 @@ class PrivateKey:
         return PrivateKey.from_bytes, (self.to_bytes(),)
 
 
+def _owner_tags(data: bytes) -> list[bytes]:
+    """Up to the last ``]``: behind it a hostile record would make each of many beginnings be followed to the end."""
+    return _OWNER_TAG.findall(data, 0, data.rfind(b"]") + 1)
+
+
 class SignatureValidator(RecordValidatorBase):
     """Protects records whose subkey contains an owner tag; all other records pass untouched.
 
@@ -148,7 +153,7 @@ class SignatureValidator(RecordValidatorBase):
     def _owners(record: DHTRecord) -> dict[bytes, None]:
         if b"[owner:" not in record.subkey and b"[owner:" not in record.key:
             return {}
-        return dict.fromkeys(_OWNER_TAG.findall(record.key) + _OWNER_TAG.findall(record.subkey))
+        return dict.fromkeys(_owner_tags(record.key) + _owner_tags(record.subkey))
 
     def _is_signed_by(self, owner: bytes, record: DHTRecord) -> bool:
         signatures = list(_SIGNATURE.finditer(record.value))

@@ -1,0 +1,36 @@
+"""Hostile inputs by the million for everything that reads what strangers send.
+
+    python -m tests.fuzz
+    python -m tests.fuzz --seed 7 --inputs 100000 --only record
+
+Ends with an error at the first input that something was not prepared for, and prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+
+from shoal.testing import run
+from tests.fuzz.fuzzing import Outcome, print_outcomes
+from tests.fuzz.run import fuzz_all
+
+
+async def fuzz_parts(args: argparse.Namespace) -> list[Outcome]:
+    return [outcome async for outcome in fuzz_all(args.inputs, args.seed, args.only)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="in total, for all targets together")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--only", default="", help="targets with this in their names")
+    args = parser.parse_args()
+    print(f"hostile inputs, seed {args.seed}")
+    warnings.simplefilter("ignore")  # cryptography's, about strange certificates
+    print_outcomes(run(fuzz_parts(args), seed=args.seed))  # in virtual time: a stranger may be given seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Targets that talk with a stranger: the handshake, the frames of calls, and a node that answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from shoal.dht import DHTNode
+from shoal.dht.messages import FindResponse, PingResponse, StoreResponse
+from shoal.dht.protocol import DHTProtocol
+from shoal.dht.records import NewRecord
+from shoal.dht.routing import DHTID
+from shoal.dht.validation import PLAIN_VALUE
+from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError, ValidationError
+from shoal.metrics import Metrics
+from shoal.p2p import P2P, Call, Header, Identity, Multiaddr
+from shoal.p2p.connection import Connection, Hello
+from shoal.p2p.handshake import ALPN, proof_message, prove_to_listener, verify_dialler
+from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
+from shoal.p2p.memory import MemoryNetwork
+from shoal.p2p.tcp_stream import TcpStream
+from shoal.p2p.wire import decode_header
+from tests.fuzz.fuzzing import Target
+from tests.fuzz.mutation import Mutator
+from tests.fuzz.samples import IDENTITY, KEYS, PACKED_HEADERS, calls, messages, validator
+from tests.p2p.peers import ScriptedStream
+
+LISTENER = Identity.generate()
+CERTIFICATE = x509.load_pem_x509_certificate(LISTENER.certificate_pem()[0]).public_bytes(Encoding.DER)
+ADDRESS = Multiaddr("/ip4/127.0.0.1/tcp/1")
+MESSAGES = messages([])
+SOMEBODY = Identity.generate().peer_id
+
+
+def _connection(script: bytes, memory: HeaderMemory) -> Connection:
+    return Connection(ScriptedStream(script, SOMEBODY), Metrics(), Hello, lambda *_: None, memory)
+
+
+async def _opening(script: bytes) -> str:
+    """What a listener makes of the beginning of a connection."""
+    memory = HeaderMemory(DEFAULT_LIMITS)
+    try:
+        await _connection(script, memory).receive_open()
+    except (ProtocolError, StreamClosedError) as e:
+        return type(e).__name__
+    finally:
+        assert memory.total == 0
+    return "opened"
+
+
+async def _answers(script: bytes) -> str:
+    """What a caller makes of the answers."""
+    memory = HeaderMemory(DEFAULT_LIMITS)
+    call = Call(_connection(script, memory))
+    try:
+        while await call.receive(FindResponse) is not None:
+            await call.read_payload(1000)
+    except (ProtocolError, StreamClosedError, P2PHandlerError, P2PDaemonError) as e:
+        return type(e).__name__
+    finally:
+        assert memory.total == 0
+    return "read"
+
+
+# --- the handshake ----------------------------------------------------------------------------------------------------
+
+
+async def _proof_to_listener(proof: bytes) -> str:
+    stream = cast("TcpStream", ScriptedStream(proof, SOMEBODY))
+    try:
+        found = await verify_dialler(stream, LISTENER.peer_id, CERTIFICATE)
+    except StreamClosedError:
+        return "StreamClosedError"
+    assert found is None, "a proof that nobody made"
+    return "refused"
+
+
+def _make_proof(mutator: Mutator) -> bytes:
+    """Right but for the nonce, and then changed."""
+    signature = IDENTITY.sign(proof_message(LISTENER.peer_id, CERTIFICATE, bytes(32)))
+    return mutator.bytes(IDENTITY.public_key + signature, [IDENTITY.public_key])
+
+
+async def _listener_to_dialler(hostile: tuple[str | None, bytes, bytes]) -> str:
+    protocol, certificate, script = hostile
+    stream = cast("Any", ScriptedStream(script, SOMEBODY))
+    stream.ssl_object = lambda: SimpleNamespace(
+        selected_alpn_protocol=lambda: protocol, getpeercert=lambda binary_form: certificate
+    )
+    try:
+        await prove_to_listener(stream, IDENTITY, ADDRESS, LISTENER.peer_id)
+    except (DialError, StreamClosedError) as e:
+        return type(e).__name__
+    assert bytes(CERTIFICATE) == certificate or len(stream.written) == 96
+    return "proven"
+
+
+def _make_listener(mutator: Mutator) -> tuple[str | None, bytes, bytes]:
+    protocol = mutator.one_of([ALPN] * 8 + [None, "h2"])
+    return protocol, mutator.bytes(CERTIFICATE) if mutator.rng.random() < 0.7 else CERTIFICATE, mutator.bytes(bytes(32))
+
+
+# --- a node -----------------------------------------------------------------------------------------------------------
+
+
+class Victim:
+    """A node of the table in memory, made anew now and then, because it keeps what it accepts."""
+
+    def __init__(self) -> None:
+        self.node: DHTNode | None = None
+        self.answers: list[Header] = []
+
+    async def start_afresh(self) -> None:
+        await self.end()
+        p2p = await P2P.create(transport=MemoryNetwork().transport())
+        self.node = await DHTNode.create(p2p=p2p, record_validator=validator())
+
+    async def end(self) -> None:
+        if self.node is not None:
+            await self.node.shutdown()
+            await self.node.p2p.shutdown()
+            assert not self.node.p2p._server.tasks()
+            assert self.node.p2p._header_memory.total == 0
+            self.node = None
+
+    @property
+    def protocol(self) -> DHTProtocol:
+        assert self.node is not None
+        return self.node.protocol
+
+    @property
+    def handlers(self) -> list[str]:
+        assert self.node is not None
+        return sorted(self.node.p2p._server.handlers)
+
+    async def converse(self, script: bytes) -> str:
+        """Serve a stranger who says all this and leaves."""
+        assert self.node is not None
+        server, dropped = self.node.p2p._server, self.node.p2p.metrics.connections_dropped
+        before = dropped.copy()
+        server.accept(ScriptedStream(script, SOMEBODY))
+        while tasks := server.tasks():
+            await asyncio.wait(tasks)
+        [reason, *more] = (dropped - before) or ["left"]
+        assert not more
+        return reason
+
+    async def ask(self, header: tuple[str, bytes]) -> str:
+        """Let it ask somebody who answers this."""
+        kind, data = header
+        response_type = {"ping": PingResponse, "store": StoreResponse, "find": FindResponse}[kind]
+        try:
+            answer = decode_header(data, response_type)
+        except ProtocolError:
+            return "ProtocolError"
+        protocol = self.protocol
+
+        async def call(*_: object) -> Header:
+            return answer
+
+        protocol._call = call  # type: ignore[assignment, method-assign]
+        if kind == "ping":
+            try:
+                await protocol.ping(SOMEBODY, validate=True)
+            except ValidationError:
+                return "ValidationError"
+            return "believed"
+        if kind == "store":
+            record = NewRecord(DHTID.from_bytes(KEYS[0]), PLAIN_VALUE, b"", 1.0)
+            return "refused" if await protocol.call_store(SOMEBODY, [record] * 7) is None else "believed"
+        found = await protocol.call_find(SOMEBODY, map(DHTID.from_bytes, KEYS))
+        if found is None:
+            return "refused"
+        return "found" if any(each.value is not None for each in found.records.values()) else "nothing found"
+
+
+def _make_answer(mutator: Mutator) -> tuple[str, bytes]:
+    kind, header_type = mutator.one_of([("ping", PingResponse), ("store", StoreResponse), ("find", FindResponse)])
+    return kind, mutator.packed(PACKED_HEADERS[header_type])
+
+
+def _make_call(mutator: Mutator, seeds: Sequence[tuple[bytes, bytes]]) -> bytes:
+    opening, request = mutator.one_of(seeds)
+    return opening + mutator.message(request, MESSAGES)
+
+
+def targets(victim: Victim) -> list[Target]:
+    handlers = victim.handlers
+    whole_calls, parts = calls(handlers), messages(handlers)
+    return [
+        Target("handshake, listener's side", _make_proof, _proof_to_listener),
+        Target("handshake, dialler's side", _make_listener, _listener_to_dialler),
+        Target("frames, opening of a call", lambda m: m.messages(parts), _opening),
+        Target("frames, answers", lambda m: m.messages(MESSAGES), _answers),
+        Target("node, any conversation", lambda m: m.messages(parts), victim.converse, victim.start_afresh),
+        Target("node, nearly right calls", lambda m: _make_call(m, whole_calls), victim.converse, victim.start_afresh),
+        Target("node, answers to its questions", _make_answer, victim.ask, victim.start_afresh),
+    ]

@@ -1,0 +1,134 @@
+"""Targets that turn bytes or text into objects: addresses, ids, keys, headers, records."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from shoal.dht.crypto import PublicKey
+from shoal.dht.messages import unpack_contact
+from shoal.dht.storage import DictionaryDHTValue
+from shoal.dht.validation import DHTRecord
+from shoal.errors import ProtocolError
+from shoal.p2p import Header, Identity, Multiaddr, PeerID
+from shoal.p2p.handshake import peer_id_of_certificate
+from shoal.p2p.identity import verify_signature
+from shoal.p2p.joining import parse_peer_addresses
+from shoal.p2p.wire import decode_header
+from shoal.serializer import MSGPackSerializer
+from tests.fuzz.fuzzing import Target
+from tests.fuzz.mutation import Mutator
+from tests.fuzz.samples import ADDRESSES, CONTACT, IDENTITY, OWNER, PACKED_HEADERS, RECORDS, SCHEMA, VALUES, validator
+
+PEER = str(IDENTITY.peer_id)
+BINARY_ADDRESSES = [Multiaddr(address).to_bytes() for address in [*ADDRESSES, f"/p2p/{PEER}"]]
+FULL_ADDRESSES = [f"{address}/p2p/{PEER}" for address in ADDRESSES]
+
+for room in ("dht.messages", "p2p.presence"):
+    importlib.import_module(f"shoal.{room}")  # where types of headers are defined
+
+
+def parser(
+    name: str,
+    make_input: Callable[[Mutator], Any],
+    parse: Callable[[Any], object],
+    refusal: type[Exception] | tuple[type[Exception], ...] = ValueError,
+) -> Target:
+    """A target that either parses its input or raises the error that its docstring promises."""
+
+    def feed(hostile: Any) -> str:
+        try:
+            parsed = parse(hostile)
+        except refusal as e:
+            return type(e).__name__
+        return "nothing" if parsed is None else "parsed"
+
+    return Target(name, make_input, feed)
+
+
+def all_headers(base: type[Header] = Header) -> Iterator[type[Header]]:
+    """Every type of header that is loaded."""
+    for each in base.__subclasses__():
+        if each.__module__.startswith("shoal."):
+            yield each
+        yield from all_headers(each)
+
+
+def header_target(header_type: type[Header]) -> Target:
+    samples = list(PACKED_HEADERS.values())
+    seeds = [PACKED_HEADERS[header_type]] if header_type in PACKED_HEADERS else samples
+    name = f"header {header_type.__name__}"
+    return parser(
+        name, lambda m: m.packed(m.one_of(seeds), samples), lambda data: decode_header(data, header_type), ProtocolError
+    )
+
+
+def _multiaddr(text: str | bytes) -> Multiaddr:
+    """What was parsed can be written and parsed again."""
+    address = Multiaddr(text)
+    assert Multiaddr(str(address)) == address == Multiaddr(address.to_bytes())
+    return address
+
+
+def _peer_id(text: str) -> PeerID:
+    peer = PeerID.from_base58(text)
+    assert PeerID.from_base58(str(peer)) == peer
+    return peer
+
+
+def record(mutator: Mutator) -> DHTRecord:
+    """A record with something wrong in it, mostly."""
+    seed, other = mutator.one_of(RECORDS), mutator.one_of(RECORDS)
+    key, subkey, value, expiration_time = seed.key, seed.subkey, seed.value, seed.expiration_time
+    kind = int(mutator.rng.random() * 5)
+    if kind == 0:
+        key = other.key
+    if kind == 1:
+        subkey = mutator.packed(subkey, [other.subkey])
+    if kind == 2 or mutator.rng.random() < 0.3:
+        value = mutator.packed(value, VALUES)
+    if kind == 3:
+        expiration_time = float(mutator.one_of([expiration_time + 1e-3, other.expiration_time + 9, 0.0, 1e300]))
+    return DHTRecord(key, subkey, value, expiration_time)
+
+
+def _validated(hostile: DHTRecord, validate: Callable[[DHTRecord], bool]) -> str:
+    """Protected records are accepted only as their owner made them."""
+    is_accepted = validate(hostile)
+    if is_accepted and OWNER.local_public_key in hostile.subkey:
+        assert hostile in RECORDS, "a record that its owner did not make"
+    return "accepted" if is_accepted else "refused"
+
+
+def _certificates() -> Sequence[bytes]:
+    from cryptography import x509
+
+    return [x509.load_pem_x509_certificate(Identity.generate().certificate_pem()[0]).public_bytes(Encoding.DER)] * 2
+
+
+def targets() -> list[Target]:
+    certificates = _certificates()
+    public_key = OWNER.local_public_key[len(b"[owner:") : -1]
+    composite = validator()
+    identity_file = IDENTITY.to_bytes()
+    signed = (IDENTITY.public_key, IDENTITY.sign(b"message"), b"message")
+    return [
+        *(header_target(each) for each in sorted(set(all_headers()), key=lambda each: each.__name__)),
+        parser("multiaddr, text", lambda m: m.text(m.one_of(ADDRESSES + FULL_ADDRESSES)), _multiaddr),
+        parser("multiaddr, binary", lambda m: m.bytes(m.one_of(BINARY_ADDRESSES), BINARY_ADDRESSES), _multiaddr),
+        parser("peer id", lambda m: m.text(PEER), _peer_id),
+        parser("address of a peer", lambda m: [m.text(m.one_of(FULL_ADDRESSES))], parse_peer_addresses),
+        parser("identity file", lambda m: m.bytes(identity_file), Identity.from_bytes),
+        parser("certificate", lambda m: m.bytes(m.one_of(certificates), certificates), peer_id_of_certificate),
+        parser("proof", lambda m: [m.bytes(part) for part in signed], lambda parts: verify_signature(*parts) or None),
+        parser("owner's key", lambda m: m.bytes(public_key), PublicKey.from_bytes),
+        parser("msgpack value", lambda m: m.packed(m.one_of(VALUES), VALUES), MSGPackSerializer.loads),
+        parser("dictionary", lambda m: m.packed(VALUES[len(RECORDS)], VALUES), DictionaryDHTValue.unpackb),
+        parser("contact", lambda m: m.packed(bytes(CONTACT)), unpack_contact),
+        Target("record, signatures", record, lambda hostile: _validated(hostile, OWNER.validate)),
+        Target("record, schema", record, lambda hostile: "accepted" if SCHEMA.validate(hostile) else "refused"),
+        Target("record, all validators", record, lambda hostile: _validated(hostile, composite.validate)),
+    ]

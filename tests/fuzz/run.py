@@ -1,0 +1,33 @@
+"""All targets, one after another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+
+from tests.fuzz import conversations, parsers
+from tests.fuzz.fuzzing import Outcome, fuzz
+
+
+async def fuzz_all(inputs: int, seed: int, only: str = "") -> AsyncIterator[Outcome]:
+    """Share the inputs out equally.
+
+    Args:
+        only: part of the names of the targets to take.
+    """
+    reported: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: reported.append(str(report)))
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # a line for each strange value would be a million lines
+    victim = conversations.Victim()
+    try:
+        await victim.start_afresh()
+        targets = [each for each in parsers.targets() + conversations.targets(victim) if only in each.name]
+        for target in targets:
+            yield await fuzz(target, -(-inputs // len(targets)), random.Random(f"{seed} {target.name}"))
+            assert not reported, f"{target.name}: errors that reached nobody: {reported[:3]}"
+    finally:
+        await victim.end()
+        logging.disable(level)

@@ -1,0 +1,148 @@
+"""Valid messages, records, addresses and keys: what hostile inputs are made from."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pydantic
+from pydantic import StrictFloat, StrictInt
+
+from shoal.clock import get_dht_time
+from shoal.dht.crypto import PrivateKey, SignatureValidator
+from shoal.dht.messages import (
+    FindRequest,
+    FindResponse,
+    FindResult,
+    Found,
+    NodeContact,
+    PingRequest,
+    PingResponse,
+    StoreRequest,
+    StoreResponse,
+    pack_contact,
+)
+from shoal.dht.routing import DHTID
+from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
+from shoal.dht.storage import DictionaryDHTValue
+from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, CompositeValidator, DHTRecord
+from shoal.p2p import Header, Identity
+from shoal.p2p.connection import Failure, Hello, Open
+from shoal.p2p.wire import Kind, pack
+from shoal.serializer import MSGPackSerializer
+
+_rng = random.Random(0)
+_LATER = get_dht_time() + 1e6
+
+
+class Progress(pydantic.BaseModel):
+    epoch: StrictInt
+    speed: StrictFloat
+
+
+class Schema(pydantic.BaseModel):
+    name: bytes
+    counts: dict[str, StrictInt]
+    progress: dict[BytesWithPublicKey, Progress]
+
+
+IDENTITY = Identity.generate(_rng)
+ADDRESSES = [
+    "/ip4/127.0.0.1/tcp/31337",
+    "/ip6/2001:db8::1/tcp/1",
+    "/dns4/example.org/tcp/443/wss",
+    "/dns/a.b/udp/9/quic-v1",
+]
+KEYS = [DHTID.generate(name).to_bytes() for name in ("name", "counts", "progress", "something else")]
+SCHEMA = SchemaValidator(Schema)
+OWNER = SignatureValidator(PrivateKey(None))
+
+
+def validator() -> CompositeValidator:
+    """What a node with a schema and protected records uses."""
+    return CompositeValidator([SCHEMA, SignatureValidator(PrivateKey(None))])
+
+
+def _dumps(value: object) -> bytes:
+    return MSGPackSerializer.dumps(value)
+
+
+def _signed(record: DHTRecord) -> DHTRecord:
+    return DHTRecord(record.key, record.subkey, OWNER.sign_value(record), record.expiration_time)
+
+
+PROGRESS = _dumps({"epoch": 1, "speed": 2.0})
+RECORDS = [
+    DHTRecord(KEYS[0], PLAIN_VALUE, _dumps(b"a run"), _LATER),
+    DHTRecord(KEYS[1], _dumps("a peer"), _dumps(7), _LATER),
+    DHTRecord(KEYS[3], PLAIN_VALUE, _dumps([1, 2.5, None, (b"tuple", True)]), _LATER),
+    DHTRecord(KEYS[3], _dumps(("tuple", 1)), _dumps({"deep": [{"er": []}]}), _LATER),
+    _signed(DHTRecord(KEYS[2], _dumps(b"me " + OWNER.local_public_key), PROGRESS, _LATER)),
+    _signed(DHTRecord(KEYS[3], _dumps(OWNER.local_public_key), PROGRESS, _LATER)),
+]
+
+
+def _dictionary() -> bytes:
+    dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()
+    for number in range(5):
+        dictionary.store(f"peer {number}", _dumps(number), _LATER + number)
+    dictionary.store(("tuple", 1), _dumps(None), _LATER)
+    return dictionary.packb()
+
+
+DICTIONARY = _dictionary()
+VALUES = [record.value for record in RECORDS] + [DICTIONARY, _dumps((1, (2, (3,)))), _dumps({"a": {"b": [1] * 9}})]
+CONTACT = pack_contact(NodeContact(IDENTITY.peer_id.to_bytes(), ADDRESSES[:2]))
+
+_STORED = [*RECORDS, DHTRecord(KEYS[1], WHOLE_DICTIONARY, DICTIONARY, _LATER)]
+_NODE_ID = _rng.randbytes(20)
+HEADERS: list[Header] = [
+    Hello(addresses=ADDRESSES, agent="shoal", time=_LATER, instance=bytes(16)),
+    Open(handler="DHTProtocol.rpc_find"),
+    Failure(type="ValueError", text="what went wrong"),
+    PingRequest(node_id=_NODE_ID, validate=True),
+    PingResponse(node_id=_NODE_ID, dht_time=_LATER, available=True),
+    StoreRequest(
+        keys=[record.key for record in _STORED],
+        subkeys=[record.subkey for record in _STORED],
+        values=[record.value for record in _STORED],
+        expirations=[record.expiration_time for record in _STORED],
+        in_cache=[False, True] * 3 + [False],
+        node_id=_NODE_ID,
+    ),
+    StoreResponse(accepted=[True] * 7, node_id=_NODE_ID),
+    FindRequest(keys=KEYS, node_id=_NODE_ID),
+    FindResponse(
+        results=[
+            FindResult(Found.PLAIN, RECORDS[0].value, _LATER, [0, 1]),
+            FindResult(Found.DICTIONARY, DICTIONARY, _LATER, [1]),
+            FindResult(Found.NOTHING, b"", 0.0, [0]),
+            FindResult(Found.TOO_MUCH, b"", 0.0, []),
+        ],
+        node_ids=_rng.randbytes(40),
+        contacts=[CONTACT, CONTACT],
+        node_id=_NODE_ID,
+    ),
+]
+PACKED_HEADERS = {type(header): msgspec.msgpack.encode(header) for header in HEADERS}
+
+
+def messages(handlers: list[str]) -> list[bytes]:
+    """Whole messages of every kind, among them calls of these handlers."""
+    found = [pack(Kind.OPEN, Open(handler=name)) for name in [*handlers, "nobody.knows"]]
+    found += [pack(Kind.ITEM, header, end=True) for header in HEADERS]
+    found += [pack(Kind.HELLO, HEADERS[0]), pack(Kind.ERROR, HEADERS[2], end=True), pack(Kind.ITEM, None, end=True)]
+    return [*found, pack(Kind.ITEM, HEADERS[3], 20) + bytes(20)]
+
+
+_REQUESTS = {"rpc_ping": PingRequest, "rpc_store": StoreRequest, "rpc_find": FindRequest}
+
+
+def calls(handlers: list[str]) -> list[tuple[bytes, bytes]]:
+    """Calls of a node's handlers in two halves: the opening, and the request."""
+    return [
+        (pack(Kind.HELLO, HEADERS[0]) + pack(Kind.OPEN, Open(handler=name)), pack(Kind.ITEM, header, end=True))
+        for name in handlers
+        for header in HEADERS
+        if type(header) is _REQUESTS.get(name.rpartition(".")[2])
+    ]

@@ -1,0 +1,41 @@
+"""A few thousand hostile inputs, always the same ones. ``python -m tests.fuzz`` tries a million others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shoal.testing import run
+from tests.fuzz.fuzzing import Outcome, Target, UnexpectedError, fuzz
+from tests.fuzz.run import fuzz_all
+
+INPUTS = 8000
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning:cryptography", "ignore:Parsed a")
+
+
+def test_nothing_but_typed_errors() -> None:
+    async def all_outcomes() -> list[Outcome]:
+        return [outcome async for outcome in fuzz_all(INPUTS, seed=0)]
+
+    outcomes = run(all_outcomes())
+    assert sum(outcome.inputs for outcome in outcomes) >= INPUTS
+    for outcome in outcomes:
+        assert len(outcome.ends) > 1, f"{outcome.target.name}: all inputs ended alike, which tests little"
+
+
+def test_the_fuzzer_finds_what_it_looks_for() -> None:
+    kept: list[bytes] = []
+
+    def trip(data: bytes) -> str:
+        return "found" if 1 // (data.count(0xFF) - 2) else "read"
+
+    def hoard(data: bytes) -> str:
+        kept.append(data * 100)
+        return "kept"
+
+    for name, feed, words in [("trip", trip, "ZeroDivisionError"), ("hoard", hoard, "has left")]:
+        target = Target(name, lambda mutator: mutator.bytes(bytes(100), [b"\xff" * 9]), feed)
+        with pytest.raises(UnexpectedError, match=words):
+            run(fuzz(target, 5000, random.Random(0)))
