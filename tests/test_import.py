@@ -86,3 +86,17 @@ def test_bare_import_does_not_load_the_rooms() -> None:
         assert set(shoal.__all__) | set(shoal._ROOMS) <= set(dir(shoal))
     """)
     assert output.strip() == "[]"
+
+
+def test_the_table_loads_neither_torch_nor_what_few_programs_need() -> None:
+    script = """
+        import sys
+        from shoal.dht import DHT
+        import shoal.cli.dht
+        rooms = ("averaging", "compression", "optim", "utils", "testing", "logs", "nested", "async_iterators")
+        heavy = ["torch", "numpy", "pydantic", "cryptography.x509", "cryptography.hazmat.primitives.serialization"]
+        print([name for name in [*heavy, *(f"shoal.{room}" for room in rooms)] if name in sys.modules])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "[]"

@@ -18,13 +18,14 @@ from shoal.dht.search import GetResult
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import CompositeValidator, RecordValidatorBase
 from shoal.errors import DHTError
+from shoal.futures import AwaitableFuture
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.reactor import Portal
 
 T = TypeVar("T")
-GetFuture = concurrent.futures.Future[GetResult]
-StoreFuture = concurrent.futures.Future[bool]
+GetFuture = AwaitableFuture[GetResult]
+StoreFuture = AwaitableFuture[bool]
 
 
 class DHT:
@@ -235,7 +236,8 @@ class DHT:
             key: what the value was stored under.
             latest: ask all nodes that may know for the latest value or the most complete dictionary; otherwise the
                 first value that has not expired is returned.
-            return_future: return at once; cancelling the future stops the search.
+            return_future: return at once; the future can be waited for in a thread and awaited in any event loop, and
+                cancelling it stops the search.
             kwargs: as for :meth:`DHTNode.get_many_by_id`.
 
         Raises:
@@ -305,11 +307,11 @@ class DHT:
     @overload
     def run_coroutine(
         self, coro: Callable[[Any, DHTNode], Awaitable[T]], return_future: Literal[True]
-    ) -> concurrent.futures.Future[T]: ...
+    ) -> AwaitableFuture[T]: ...
 
     def run_coroutine(
         self, coro: Callable[[Any, DHTNode], Awaitable[T]], return_future: bool = False
-    ) -> T | concurrent.futures.Future[T]:
+    ) -> T | AwaitableFuture[T]:
         """Run ``await coro(dht, node)`` in the background loop.
 
         Args:
