@@ -21,7 +21,9 @@ NAMES = {
     "shoal": """
         DHT DecentralizedAverager Optimizer __version__
         averaging compression dht optim p2p utils
-        CompressionBase CompressionInfo TensorRole NoCompression Float16Compression
+        CompressionBase CompressionInfo TensorRole NoCompression Float16Compression ScaledFloat16Compression
+        BFloat16Compression Uniform8BitQuantization Quantile8BitQuantization BlockwiseQuantization
+        Blockwise4BitQuantization SizeAdaptiveCompression RoleAdaptiveCompression PerTensorCompression
         P2P P2PContext P2PHandlerError PeerID PeerInfo
         get_dht_time DHTExpiration ValueWithExpiration TimedStorage MAX_DHT_TIME_DISCREPANCY_SECONDS PerformanceEMA
         MSGPackSerializer SerializerBase TensorDescriptor BatchTensorDescriptor MPFuture get_logger
@@ -53,9 +55,10 @@ NAMES = {
     "shoal.averaging.matchmaking": "MatchmakingException",
     "shoal.averaging.partition": "AllreduceException BannedException DEFAULT_PART_SIZE_BYTES",
     "shoal.compression": """
-        CompressionBase CompressionInfo TensorRole NoCompression Float16Compression
-        SizeAdaptiveCompression RoleAdaptiveCompression PerTensorCompression
-        serialize_torch_tensor deserialize_torch_tensor
+        CompressionBase CompressionInfo TensorRole NoCompression Float16Compression ScaledFloat16Compression
+        BFloat16Compression Uniform8BitQuantization Quantile8BitQuantization BlockwiseQuantization
+        Blockwise4BitQuantization SizeAdaptiveCompression RoleAdaptiveCompression PerTensorCompression
+        serialize_torch_tensor deserialize_torch_tensor deserialize_tensor_stream
     """,
     "shoal.compression.adaptive": "AdaptiveCompressionBase",
     "shoal.optim": "Optimizer",
@@ -225,6 +228,14 @@ SIGNATURES = {
     "shoal.CompressionBase.compress": "self, tensor, info, allow_inplace=False",
     "shoal.CompressionBase.extract": "self, serialized_tensor",
     "shoal.CompressionBase.estimate_compression_ratio": "self, info",
+    "shoal.CompressionBase.compress_and_decode": "self, tensor, info, allow_inplace=False",
+    "shoal.ScaledFloat16Compression": "",
+    "shoal.Float16Compression": "",
+    "shoal.BFloat16Compression": "",
+    "shoal.Uniform8BitQuantization": "",
+    "shoal.Quantile8BitQuantization": "",
+    "shoal.BlockwiseQuantization": "",
+    "shoal.Blockwise4BitQuantization": "",
     "shoal.compression.SizeAdaptiveCompression": "threshold, less, greater_equal",
     "shoal.compression.RoleAdaptiveCompression": """
         *, activation=ANY, parameter=ANY, gradient=ANY, optimizer=ANY, default=ANY
@@ -421,7 +432,16 @@ VALUES = {
         "FINISHED": 4,
     },
     "shoal.averaging.allreduce.AveragingMode": {"NODE": 0, "CLIENT": 1, "AUX": 2},
-    "shoal.compression.CompressionType": {"NONE": 0, "FLOAT16": 2},
+    "shoal.compression.CompressionType": {
+        "NONE": 0,
+        "MEANSTD_16BIT": 1,
+        "FLOAT16": 2,
+        "QUANTILE_8BIT": 3,
+        "UNIFORM_8BIT": 4,
+        "BLOCKWISE_8BIT": 5,
+        "BFLOAT16": 6,
+        "BLOCKWISE_4BIT": 7,
+    },
     "shoal.averaging.partition": {"DEFAULT_PART_SIZE_BYTES": 2**19},
     "shoal.utils": {"MAX_DHT_TIME_DISCREPANCY_SECONDS": 3},
     "shoal.dht.DHTID": {"MIN": 0, "MAX": 2**160, "HASH_NBYTES": 20},
