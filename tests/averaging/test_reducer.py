@@ -10,6 +10,7 @@ import torch
 
 from shoal.averaging.reducer import PartReducer, weighted_mean
 from shoal.compression import CompressionInfo, NoCompression, deserialize_torch_tensor
+from shoal.errors import ProtocolError
 
 
 def make_reducer(parts, senders, *, local=True, weight=1.0):
@@ -129,3 +130,16 @@ def test_mean_of_integers_is_rounded():
     mean = weighted_mean([torch.tensor([1, 2, -5]), torch.tensor([2, 2, -6])], [1.0, 1.0])
     assert mean is not None
     assert mean.tolist() == [2, 2, -6]
+
+
+async def test_who_was_excluded_does_not_take_what_others_still_need():
+    reducer = make_reducer([torch.zeros(3)], [1, 2, 3], local=False)
+    for sender in (1, 2):
+        reducer.begin(sender, 1.0)
+        reducer.deliver(sender, 0, torch.full((3,), float(sender)))
+    reducer.ban(3, "late")
+    with pytest.raises(ProtocolError, match="without this member"):
+        await reducer.reply(0, 3)
+    for sender in (1, 2):
+        encoded, _ = await reducer.reply(0, sender)
+        assert deserialize_torch_tensor(encoded).tolist() == [1.5] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_an_empty_split_does_not_fit_values():
 
 
 async def test_a_call_may_come_before_its_round():
-    rounds, current = Rounds(), object()
+    rounds, current = Rounds(), SimpleNamespace(closed_early=False)
     early = asyncio.ensure_future(rounds.find(GROUP + b"\x01", patience=60))
     await asyncio.sleep(0)
     assert rounds.status(GROUP + b"\x01") is RoundStatus.UNKNOWN

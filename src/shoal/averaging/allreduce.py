@@ -74,6 +74,9 @@ class AllReduceSettings:
     """Seconds without the next part after which a sender is given up."""
     reducer_timeout: float
     """Seconds without the next average after which a reducer is given up."""
+    quorum: int | None = None
+    """When so many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no limit."""
+    quorum_grace: float = 0.0
 
 
 class AllReduce:
@@ -107,8 +110,14 @@ class AllReduce:
         )
         self.failed: dict[int, str] = {}
         """Members that did not do their part, with the reason."""
+        self.delivered = asyncio.Event()
+        """This member has sent its parts to all members, or with a quorum, to all but as many as may be late."""
         self.exchanged = asyncio.Event()
         """This member has delivered and received all that it will."""
+        self.weights: list[float] = []
+        """Of all members' values in the average, as the coordinator says."""
+        self.late = False
+        """The others have gone on without this member."""
         self._reducer = self._make_reducer()
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         self._handlers: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
@@ -125,6 +134,11 @@ class AllReduce:
         """Positions of the members that have tensors."""
         return [index for index, mode in enumerate(self.modes) if mode is not AveragingMode.AUX]
 
+    @property
+    def coordinators(self) -> list[int]:
+        """Positions of the members that can coordinate the end of the round, in the order in which they would."""
+        return [index for index, mode in enumerate(self.modes) if mode is not AveragingMode.CLIENT]
+
     async def run(self) -> None:
         """Exchange parts with all members; their failures end up in ``failed``, never here."""
         work: list[Coroutine[Any, Any, object]] = [self._reducer.finished.wait()]
@@ -133,6 +147,8 @@ class AllReduce:
             for member, parts in enumerate(self.vector.parts):
                 if parts and member != self.own_index:
                     self._exchanges[member] = asyncio.ensure_future(self._exchange_with(member))
+        self._undelivered = set(self._exchanges)
+        self._note_delivery()
         watchdog, *rest = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *work)]
         try:
             await asyncio.gather(*rest)
@@ -140,6 +156,24 @@ class AllReduce:
             self.exchanged.set()
         finally:
             await cancel_and_wait(watchdog, *rest, *self._exchanges.values(), *self._handlers)
+
+    def _note_delivery(self, member: int | None = None) -> None:
+        """Nothing more is to be sent to a member."""
+        self._undelivered.discard(-1 if member is None else member)
+        quorum = self.settings.quorum
+        if len(self._undelivered) <= (0 if quorum is None else max(0, self.group.group_size - quorum)):
+            self.delivered.set()
+
+    async def abandon(self) -> None:
+        """The others have gone on without this member: stop exchanging, and forget what came of it."""
+        self.late = True
+        await cancel_and_wait(*self._handlers)  # first: nobody may get an average that only this member believes in
+        for member in range(self.group.group_size):
+            self._reducer.ban(member, "this member is late")
+        await cancel_and_wait(*self._exchanges.values())
+        await self.exchanged.wait()
+        self.failed.clear()
+        self.vector.restart()
 
     def member_failed(self, member: int, reason: str) -> None:
         """A member is not to be waited for any more."""
@@ -161,13 +195,23 @@ class AllReduce:
         if share == 0 and self.failed:
             reasons = "; ".join(f"{self.group.peer_ids[i]}: {reason}" for i, reason in self.failed.items())
             raise AllreduceException(f"nothing was averaged, every other member failed: {reasons}")
+        if share == 0 and self.late:
+            raise AllreduceException("this member was late, and the result did not arrive")
         return RoundResult(
             group_id=self.group.group_id,
             peers=self.group.peer_ids,
             failed_peers=tuple(self.group.peer_ids[i] for i in sorted(self.failed)),
+            weights=tuple(self.weights or [self.weight_of(i) for i in range(self.group.group_size)]),
             share_averaged=share,
+            late=self.late,
             duration=duration,
         )
+
+    def weight_of(self, member: int) -> float:
+        """As far as this member knows: each one tells it to those that reduce for it."""
+        if member in self.failed or self.modes[member] is AveragingMode.AUX:
+            return 0.0
+        return self.weight if member == self.own_index else self._reducer.weights.get(member, 0.0)
 
     # --- sending own parts, receiving averages ------------------------------------------------------------------------
 
@@ -183,6 +227,8 @@ class AllReduce:
                         raise ProtocolError("more averages than parts")
         except PEER_FAILURES as e:
             self.member_failed(member, reason_of(e))
+        finally:
+            self._note_delivery(member)
 
     @asynccontextmanager
     async def _dial(self, member: int) -> AsyncIterator[Call]:
@@ -201,6 +247,7 @@ class AllReduce:
     async def _send_parts(self, call: Call, member: int) -> None:
         for index, part in enumerate(self.vector.parts[member]):
             await send_part(call, index, PartStatus.VALUES, self.vector.encode(part))
+        self._note_delivery(member)
 
     async def _receive_averages(self, call: Call, member: int) -> None:
         for index, part in enumerate(self.vector.parts[member]):

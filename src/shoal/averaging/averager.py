@@ -70,6 +70,10 @@ class DecentralizedAverager:
         client_mode: only connect to others, never be connected to. Default: as the DHT.
         shutdown_timeout: seconds for leaving politely.
         averaging_expiration: old name of ``min_matchmaking_time``.
+        quorum: do not wait for everybody. When this many members of a group have sent their tensors, the others have
+            ``quorum_grace`` seconds left; then the round ends without what they have not sent. Those that come later
+            get the result. ``None`` = wait for all that live. Equal in all peers.
+        quorum_grace: seconds, see there.
         tags: for averagers that do not average everything at once: names, and the indices of the tensors that a step
             with this name averages. Steps with different tags may be under way at the same time, so no tensor may have
             two of them. Equal in all peers.
@@ -113,6 +117,8 @@ class DecentralizedAverager:
         daemon: bool = True,
         shutdown_timeout: float = 5,
         averaging_expiration: float | None = None,
+        quorum: int | None = None,
+        quorum_grace: float = 3.0,
         tags: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         assert "." not in prefix, f"prefix must not contain dots, got {prefix!r}: use '_' instead"
@@ -134,6 +140,11 @@ class DecentralizedAverager:
             logger.debug("request_timeout %g s is not below min_matchmaking_time", request_timeout)
         if target_group_size is not None and target_group_size & (target_group_size - 1):
             logger.warning("target_group_size %d is not a power of two: peers mix more slowly", target_group_size)
+        if quorum is not None and (quorum < 1 or quorum_grace < 0 or averaging_alpha != 1):
+            raise ValueError(
+                "a quorum is a number of members from 1, with a grace of 0 seconds or more and averaging_alpha=1: got "
+                f"quorum={quorum}, quorum_grace={quorum_grace}, averaging_alpha={averaging_alpha}"
+            )
         sender_limit, reducer_limit = _resolve_timeouts(next_chunk_timeout, sender_timeout, reducer_timeout)
         mode = AveragingMode.AUX if auxiliary else AveragingMode.CLIENT if client_mode else AveragingMode.NODE
         self.dht, self.prefix, self.client_mode, self.mode, self.bandwidth = dht, prefix, client_mode, mode, bandwidth
@@ -170,6 +181,8 @@ class DecentralizedAverager:
             min_vector_size=min_vector_size,
             mode=mode,
             declare_state_period=declare_state_period,
+            quorum=quorum,
+            quorum_grace=quorum_grace,
             phases=self.phases,
             tags=_check_tags(tags or {}, len(tensors)),
         )

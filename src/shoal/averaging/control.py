@@ -37,9 +37,14 @@ class RoundResult:
     peers: tuple[PeerID, ...]
     """Everybody in the group, in the order that all members agree on."""
     failed_peers: tuple[PeerID, ...]
-    """Members that did not deliver everything, or whose results did not arrive."""
+    """Members that did not deliver everything in time, or whose results did not arrive."""
+    weights: tuple[float, ...]
+    """Of each member's values in the average, in the order of ``peers``; 0 for those that only helped, failed, or were
+    late: of these there is what they had delivered in time, and no more."""
     share_averaged: float
     """Which share of the vector now holds the group's average, from 0 to 1; the rest kept its local values."""
+    late: bool
+    """The group did not wait for this peer: it has the result, without having contributed everything."""
     duration: float
     """Seconds from the trigger to the result."""
 

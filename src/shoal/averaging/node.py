@@ -73,6 +73,9 @@ class AveragerConfig:
     min_vector_size: int
     mode: AveragingMode
     declare_state_period: float
+    quorum: int | None = None
+    """When so many members have delivered, the round waits ``quorum_grace`` seconds for the others, and no longer."""
+    quorum_grace: float = 3.0
     phases: str = "one"
     """What is done in a group, in words; the same in all members."""
     tags: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -125,6 +128,7 @@ class Lane:
                 "compression": config.compression.fingerprint,
                 "part_size_bytes": str(config.part_size_bytes),
                 "phases": config.phases,
+                "quorum": "none" if config.quorum is None else f"{config.quorum}, {config.quorum_grace:g} s of grace",
             },
         )
         self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub)
@@ -271,6 +275,8 @@ class AveragerNode(ServicerBase):
             config.averaging_alpha,
             config.sender_timeout,
             config.reducer_timeout,
+            config.quorum,
+            config.quorum_grace,
         )
         return GroupSession(group, self.p2p.peer_id, weight, settings, self._rounds, self._stub)
 

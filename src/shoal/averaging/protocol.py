@@ -129,6 +129,12 @@ class RoundKind(IntEnum):
     """From the coordinator: the assignment is void, report again."""
     COMMIT = 8
     """From the coordinator, last: everybody has everything that could be saved."""
+    DELIVERED = 9
+    """From a member: it has sent all its parts."""
+    LATE = 10
+    """From the coordinator: the others do not wait for you, stop. And back: I have; what follows is the result."""
+    RESIGNED = 11
+    """From the coordinator: it is late itself, the next one takes over."""
 
 
 class RoundMessage(Header):
@@ -137,6 +143,10 @@ class RoundMessage(Header):
     kind: int
     group_id: bytes = b""
     weight: float = 0.0
+    late: bool = False
+    """In a greeting: the member was late before."""
+    weights: list[float] = msgspec.field(default_factory=list)
+    """In a commit: of all members' values in the average."""
     held: list[int] = msgspec.field(default_factory=list)
     members: list[int] = msgspec.field(default_factory=list)
     send: list[tuple[int, int, int]] = msgspec.field(default_factory=list)

@@ -21,6 +21,9 @@ from shoal.reactor import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 
+ALIVE_PER_TIMEOUT = 3
+"""How often a member shows that it lives within the time after which it would be given up."""
+
 Ranges = list[tuple[int, int, int]]
 """Parts of a reducer: the reducer, the first one, the end."""
 PartKey = tuple[int, int]
@@ -47,6 +50,13 @@ class Line:
         else:
             part = PartMessage(index=index, status=int(PartStatus.VALUES), metadata=encoded.metadata)
             await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, part=part), encoded.buffer)
+
+
+async def show_life(line: Line, silence: float) -> None:
+    """Show the other side that this one lives, for ever; it would be given up after so many seconds of silence."""
+    while True:
+        await asyncio.sleep(silence / ALIVE_PER_TIMEOUT)
+        await line.send(RoundMessage(kind=RoundKind.ALIVE))
 
 
 @dataclass

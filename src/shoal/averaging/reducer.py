@@ -15,6 +15,7 @@ import torch
 
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import SerializedTensor
+from shoal.errors import ProtocolError
 
 WINDOW_BYTES = 32 * 2**20
 """Memory for parts that have arrived and wait for the same part of other senders."""
@@ -46,8 +47,8 @@ class _PartState:
     encoded: SerializedTensor | None = None
     is_shared: bool = True
     """Somebody else has contributed, or nobody else was expected to."""
-    takers: int = 0
-    """Who will still ask for the average."""
+    takers: set[int] = field(default_factory=set)
+    """Members that will still ask for the average, also this one."""
 
 
 class PartReducer:
@@ -78,7 +79,8 @@ class PartReducer:
         self.banned: dict[int, str] = {}
         self.finished = asyncio.Event()
         """Nobody is waited for any more."""
-        self._weights = dict(weights)
+        self.weights = dict(weights)
+        """Of the members that have announced themselves, and this one's."""
         self._local_parts, self._local_index = local_parts, local_index
         self._states = [_PartState() for _ in infos]
         largest = max((info.part_size or 1) * info.descriptor.dtype.itemsize for info in infos) if infos else 1
@@ -91,10 +93,10 @@ class PartReducer:
 
     def begin(self, sender: int, weight: float) -> None:
         """A sender has announced itself."""
-        self._weights[sender] = weight
+        self.weights[sender] = weight
 
     def has_begun(self, sender: int) -> bool:
-        return sender in self._weights
+        return sender in self.weights
 
     async def wait_for_room(self, index: int) -> None:
         """Wait until a sender may deliver part ``index``: not too far ahead of the slowest sender."""
@@ -117,7 +119,7 @@ class PartReducer:
         state = self._states[index]
         await state.done.wait()
         average = state.average
-        self._taken(state)
+        self._taken(state, self._local_index)
         return average, state.is_shared
 
     async def peek(self, index: int) -> torch.Tensor | None:
@@ -127,24 +129,30 @@ class PartReducer:
         return state.average
 
     async def reply(self, index: int, sender: int) -> tuple[SerializedTensor | None, bool]:
-        """What to send back for a part: the bytes, or ``None`` for "unchanged", and whether they are a difference."""
+        """What to send back for a part: the bytes, or ``None`` for "unchanged", and whether they are a difference.
+
+        Raises:
+            ProtocolError: the sender was given up before it delivered the part.
+        """
         state = self._states[index]
         await state.done.wait()
+        if sender not in state.takers:
+            raise ProtocolError(f"part {index} was averaged without this member")
         average, sent = state.average, state.values.get(sender)
-        if average is None:
-            return None, False
         try:
+            if average is None:
+                return None, False
             if self.codec.lossy and sent is not None:
                 return self.codec.compress(average - sent, self.infos[index], allow_inplace=True), True
             if state.encoded is None:
                 state.encoded = self.codec.compress(average, self.infos[index])
             return state.encoded, False
         finally:
-            self._taken(state)
+            self._taken(state, sender)
 
-    def _taken(self, state: _PartState) -> None:
-        state.takers -= 1
-        if state.takers <= 0:
+    def _taken(self, state: _PartState, member: int) -> None:
+        state.takers.discard(member)
+        if not state.takers:
             state.average = state.encoded = None
             state.values.clear()
 
@@ -180,8 +188,8 @@ class PartReducer:
             values[self._local_index] = self._local_parts[index]
         if values:
             order = sorted(values)
-            state.average = weighted_mean([values[i] for i in order], [self._weights[i] for i in order])
-        state.takers = len(senders) + (self._local_parts is not None)
+            state.average = weighted_mean([values[i] for i in order], [self.weights[i] for i in order])
+        state.takers = {*senders, self._local_index} if self._local_parts is not None else set(senders)
         state.is_shared = bool(senders) or not self._expects_others
         if not self.codec.lossy:  # only differences need what was sent
             state.values.clear()

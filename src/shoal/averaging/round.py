@@ -47,6 +47,11 @@ class Round:
             await cancel_and_wait(*tasks)
         return self._allreduce.result(asyncio.get_running_loop().time() - started)
 
+    @property
+    def closed_early(self) -> bool:
+        """The round was over before all members had delivered: some may come for the result."""
+        return self._completion.closed_early
+
     async def serve_sender(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
         """A member sends the parts that this one reduces."""
         await self._allreduce.serve(call, begin, sender)
@@ -73,15 +78,17 @@ class Rounds:
         self._running: dict[bytes, Round] = {}
         self._waiting: dict[bytes, set[asyncio.Future[Round]]] = {}
         """Calls that are earlier than the round, by its id."""
+        self._lingering: dict[bytes, tuple[Round, asyncio.TimerHandle]] = {}
+        """Rounds that are over, but some members were late for them."""
         self._finished: OrderedDict[bytes, None] = OrderedDict()
         """Ids of rounds, and of groups that this averager has left."""
 
     def __len__(self) -> int:
-        return len(self._running) + len(self._waiting)
+        return len(self._running) + len(self._waiting) + len(self._lingering)
 
     @contextmanager
-    def running(self, round_id: bytes, current: Round) -> Iterator[None]:
-        """Let others find a round while it runs."""
+    def running(self, round_id: bytes, current: Round, linger: float = 0.0) -> Iterator[None]:
+        """Let others find a round while it runs, and members that are late for it so many seconds longer."""
         self._running[round_id] = current
         for call in self._waiting.get(round_id, ()):
             if not call.done():
@@ -91,6 +98,9 @@ class Rounds:
         finally:
             del self._running[round_id]
             self._remember(round_id)
+            if current.closed_early:
+                timer = asyncio.get_running_loop().call_later(linger, self._lingering.pop, round_id)
+                self._lingering[round_id] = current, timer
 
     def leave_group(self, group_id: bytes) -> None:
         """No further round will begin in this group."""
@@ -101,6 +111,9 @@ class Rounds:
 
     def close(self) -> None:
         """No further round will begin at all."""
+        for _, timer in self._lingering.values():
+            timer.cancel()
+        self._lingering.clear()
         for calls in self._waiting.values():
             self._refuse(calls, "this averager was shut down")
 
@@ -129,6 +142,8 @@ class Rounds:
         """
         if round_id in self._running:
             return self._running[round_id]
+        if round_id in self._lingering:
+            return self._lingering[round_id][0]
         if self._is_finished(round_id):
             raise AllreduceException("this member has finished the round already, or has left it")
         if sum(map(len, self._waiting.values())) >= MAX_WAITING_CALLS:

@@ -61,7 +61,9 @@ class GroupSession:
             group_id=self.group.group_id,
             peers=self.group.peer_ids,
             failed_peers=tuple(peer for peer in self.group.peer_ids if peer in failed),
+            weights=tuple(map(min, zip(*[phase.weights for phase in self._phases], strict=True))),
             share_averaged=min(phase.share_averaged for phase in self._phases),
+            late=any(phase.late for phase in self._phases),
             duration=sum(phase.duration for phase in self._phases),
         )
 
@@ -91,7 +93,7 @@ class GroupSession:
         direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
         current = Round(AllReduce(group, self.own_index, working, infos, settings, self.weight, self._get_stub))
-        with self._rounds.running(round_id, current):
+        with self._rounds.running(round_id, current, linger=settings.sender_timeout):
             result = await current.run(self._failed_members())
         self._phases.append(result)
         if not direct and self.mode is not AveragingMode.AUX:

@@ -51,6 +51,15 @@ class RoundVector:
         total = sum(flat.numel() for flat in self._flat)
         return self._values_averaged / total if total else 1.0
 
+    def restart(self) -> None:
+        """Forget what has been averaged: all of it is going to come."""
+        self.held = [0] * len(self.held)
+        self._values_averaged = 0
+
+    def copy_values(self) -> list[torch.Tensor]:
+        """The values of all tensors now, flat; :meth:`Part.of` finds a part in them."""
+        return [flat.clone() for flat in self._flat]
+
     def values(self, part: Part) -> torch.Tensor:
         """The values of a part, as a view."""
         return part.of(self._flat)

@@ -1,0 +1,151 @@
+"""A member's part in the completion of a round: it reports to the coordinator and does what that one asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from shoal.averaging.allreduce import AllReduce
+from shoal.averaging.protocol import RoundKind, RoundMessage
+from shoal.averaging.recovery import Line, show_life
+from shoal.clock import timeout
+from shoal.errors import ProtocolError
+from shoal.p2p import Call
+from shoal.reactor import cancel_and_wait, first_completed
+
+
+class Resigned(ProtocolError):
+    """The coordinator is late itself."""
+
+
+class Following:
+    """Follows coordinators of one round, one after another if they die.
+
+    Args:
+        allreduce: the round's exchange of parts.
+    """
+
+    def __init__(self, allreduce: AllReduce) -> None:
+        self.allreduce = allreduce
+        self.vector, self.group, self.own = allreduce.vector, allreduce.group, allreduce.own_index
+        self._silence, self._quorum = allreduce.settings.sender_timeout, allreduce.settings.quorum
+        self._changed = asyncio.Event()
+        self._assignment: RoundMessage | None = None
+        """What the coordinator wants of this member now."""
+
+    async def run(self, call: Call) -> None:
+        """Take part under the coordinator at the other end of a call until the round is committed.
+
+        Raises:
+            Resigned: the coordinator is late itself.
+            ProtocolError: it breaks the protocol.
+        """
+        hello = RoundMessage(
+            kind=RoundKind.HELLO,
+            group_id=self.group.group_id,
+            weight=self.allreduce.weight,
+            late=self.allreduce.late,
+        )
+        line = Line(call)
+        await line.send(hello)
+        helpers = [
+            asyncio.ensure_future(work)
+            for work in (show_life(line, self._silence), self._say_when_delivered(line), self._report_when_ready(line))
+        ]
+        try:
+            await self._receive_first(call)
+            while True:
+                async with timeout(self._silence):
+                    message = await _receive(call)
+                    if message.kind == RoundKind.PART:
+                        await self._take_part(call, message)
+                if message.kind == RoundKind.COMMIT:
+                    self.allreduce.weights = self._check_weights(message.weights)
+                    return
+                if message.kind == RoundKind.RESIGNED:
+                    raise Resigned("is late itself")
+                if message.kind == RoundKind.LATE:
+                    await self.allreduce.abandon()
+                    await line.send(RoundMessage(kind=RoundKind.LATE))
+                elif message.kind == RoundKind.FAILED:
+                    self._drop(message.members)
+                elif message.kind in (RoundKind.ASSIGNMENT, RoundKind.RESTART):
+                    self._assignment = message  # one that is being fulfilled ends between two parts
+                    self._changed.set()
+                    helpers.append(asyncio.ensure_future(self._fulfil(line, message)))
+        finally:
+            await cancel_and_wait(*helpers)
+
+    async def _receive_first(self, call: Call) -> None:
+        """The coordinator's answer to the greeting. With a quorum, one that has not begun yet is late.
+
+        Raises:
+            Resigned: it is late.
+            TimeoutError: it does not answer.
+        """
+        answer = asyncio.ensure_future(_receive(call))
+        try:
+            async with timeout(self._silence):
+                if self._quorum is not None:
+                    await first_completed(asyncio.shield(answer), self.allreduce.delivered.wait())
+                    grace = self.allreduce.settings.quorum_grace
+                    await first_completed(asyncio.shield(answer), timeout=grace)
+                    if not answer.done():
+                        raise Resigned("has not begun in time")
+                if (await answer).kind != RoundKind.ALIVE:
+                    raise ProtocolError("not an answer to a greeting")
+        finally:
+            await cancel_and_wait(answer)
+
+    def _check_weights(self, weights: list[float]) -> list[float]:
+        if len(weights) != self.group.group_size or not all(0 <= weight < math.inf for weight in weights):
+            raise ProtocolError("the coordinator's list of weights is malformed")
+        return weights
+
+    def _drop(self, members: list[int]) -> None:
+        for member in members if not self.allreduce.late else ():
+            if 0 <= member < self.group.group_size and member != self.own:
+                self.allreduce.member_failed(member, "the coordinator has lost it")
+
+    async def _say_when_delivered(self, line: Line) -> None:
+        if self._quorum is not None:
+            await self.allreduce.delivered.wait()
+            await line.send(RoundMessage(kind=RoundKind.DELIVERED))
+
+    async def _report_when_ready(self, line: Line) -> None:
+        await self.allreduce.exchanged.wait()
+        await self._report(line)
+
+    async def _report(self, line: Line) -> None:
+        await line.send(RoundMessage(kind=RoundKind.REPORT, held=self.vector.held))
+
+    async def _fulfil(self, line: Line, assignment: RoundMessage) -> None:
+        """Send the parts that the coordinator wants; report when those that it promised are here, too."""
+        for reducer, start, stop in assignment.send:
+            for index in range(start, stop):
+                if self._assignment is not assignment:
+                    return
+                await line.send_part((reducer, index), self.vector.encode(self.vector.parts[reducer][index]))
+        while any(self.vector.held[reducer] < stop for reducer, _, stop in assignment.expect):
+            self._changed.clear()
+            await self._changed.wait()
+            if self._assignment is not assignment:
+                return
+        await self._report(line)
+
+    async def _take_part(self, call: Call, message: RoundMessage) -> None:
+        reducer, part = message.reducer, message.part
+        if part is None or not 0 <= reducer < self.group.group_size or part.index != self.vector.held[reducer]:
+            raise ProtocolError("the coordinator sent a part that is not due")
+        if part.index >= len(self.vector.parts[reducer]):
+            raise ProtocolError("the coordinator sent a part that does not exist")
+        values = await self.vector.receive(call, part, self.vector.parts[reducer][part.index])
+        self.vector.take(reducer, values)
+        self._changed.set()
+
+
+async def _receive(call: Call) -> RoundMessage:
+    message = await call.receive(RoundMessage)
+    if message is None:
+        raise ProtocolError("the coordinator ended without a decision")
+    return message
