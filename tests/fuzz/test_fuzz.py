@@ -8,9 +8,11 @@ import pytest
 
 from shoal.testing import run
 from tests.fuzz.fuzzing import Outcome, Target, UnexpectedError, fuzz
+from tests.fuzz.live import besiege
 from tests.fuzz.run import fuzz_all
 
 INPUTS = 8000
+ATTACKS = 120
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:cryptography", "ignore:Parsed a")
 
@@ -23,6 +25,24 @@ def test_nothing_but_typed_errors() -> None:
     assert sum(outcome.inputs for outcome in outcomes) >= INPUTS
     for outcome in outcomes:
         assert len(outcome.ends) > 1, f"{outcome.target.name}: all inputs ended alike, which tests little"
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
+async def test_listening_node(kind: str) -> None:
+    """Every attack is counted with a reason, honest calls are answered meanwhile, and nothing stays in memory."""
+    siege = await besiege(kind, ATTACKS, seed=0)
+    assert siege.reasons.total() == siege.attacks == ATTACKS
+    if kind == "tcp":
+        assert siege.reasons.keys() == {
+            "no TLS",
+            "closed before the TLS handshake",
+            "wrong proof of identity",
+            "closed before the proof of identity",
+            "broke the protocol",
+        }
+    else:
+        assert siege.reasons.keys() == {"broke the protocol"}
+    assert len(siege.honest_seconds) >= 2
 
 
 def test_the_fuzzer_finds_what_it_looks_for() -> None:
