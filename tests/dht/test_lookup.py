@@ -119,3 +119,22 @@ async def test_a_peer_told_to_be_this_one_is_not_called():
     [found] = (await node.find_nearest_nodes([KEY], exclude_self=True)).values()
     assert list(found) == [KEY]
     assert isinstance(next(iter(found.values())), PeerID)
+
+
+# --- hops -------------------------------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_hops_are_counted():
+    swarm = Swarm(seed=1)
+    nodes = await swarm.grow(3, num_replicas=1, cache_on_store=False, cache_nearest=0)
+    keys = {min(nodes, key=lambda node, n=n: node.node_id ^ DHTID.generate(n)): n for n in range(50)}
+    holder, middle, reader = nodes
+    assert await holder.store(keys[holder], 1, get_dht_time() + 100)
+    assert len(holder.protocol.storage) == 1
+    del reader.protocol.routing_table[holder.node_id]
+    assert (await reader.get(keys[holder])).value == 1
+    assert (await middle.get(keys[holder])).value == 1
+    assert (await holder.get(keys[holder])).value == 1
+    assert await holder.get("missing") is None
+    assert [node.p2p.metrics.hops_to_records for node in nodes] == [{0: 1}, {1: 1}, {2: 1}]

@@ -335,7 +335,8 @@ async def test_nodes_that_do_not_answer_are_left_alone_for_a_while():
         swarm.fall_silent(node)
     start = asyncio.get_running_loop().time()
     await asker.get("missing", latest=True)
-    assert asyncio.get_running_loop().time() - start > 2.99
+    assert asyncio.get_running_loop().time() - start < 1, "most of the others have answered"
+    await asyncio.sleep(3)
     assert set(asker.blacklist.ban_counter) == {node.peer_id for node in others[:2]}
     start = asyncio.get_running_loop().time()
     await asker.get("missing too", latest=True)

@@ -221,6 +221,53 @@ async def test_slow_nodes_count_when_they_answer_after_all():
 
 
 @in_virtual_time
+async def test_who_needs_few_nodes_asks_no_more_than_may_be_among_them():
+    world = World()
+    world.answer_time = 1.0
+    in_front = 0
+
+    async def ask(node, targets):
+        nonlocal in_front
+        in_front = max(in_front, heard_of.index(node) + 1)
+        answers = await world.ask(node, targets)
+        heard_of[:] = sorted({*heard_of, *answers[TARGET].neighbors}, key=TARGET.xor_distance)
+        return answers
+
+    heard_of = sorted(world.nodes[:30], key=TARGET.xor_distance)
+    start = list(heard_of)
+    await Traversal(
+        [TARGET], lambda t: start, ask, lambda *args: None, num_workers=20, beam_size=20, enough_responses=3
+    ).run()
+    assert in_front == 3
+
+
+@in_virtual_time
+async def test_the_rest_of_the_beam_is_asked_at_once_when_the_nearest_have_answered():
+    world = World()
+    loop = asyncio.get_running_loop()
+    [slowly] = (await walk(world, [TARGET])).values()
+    seconds, requests = loop.time(), len(world.requests)
+    start = loop.time()
+    [quickly] = (await walk(world, [TARGET], num_replicas=5)).values()
+    assert quickly == slowly == world.nearest(TARGET, 20)
+    assert loop.time() - start < seconds * 0.75
+    assert len(world.requests) - requests <= requests + 5
+    assert 4 < world.most_in_flight <= 20
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2, 3, 5])
+@in_virtual_time
+async def test_silent_nodes_are_waited_for_only_if_they_are_most_of_those_that_matter(silent):
+    world = World()
+    for node in [*world.nearest(TARGET, silent), *world.nearest(TARGET, 20)[12:14]]:
+        world.dead[node] = None
+    start = asyncio.get_running_loop().time()
+    [found] = (await walk(world, [TARGET], num_replicas=5, stall_after=0.5)).values()
+    assert found == world.nearest(TARGET, 20)
+    assert (asyncio.get_running_loop().time() - start > 3) is (silent >= 3)
+
+
+@in_virtual_time
 async def test_cancelling_leaves_requests_to_themselves_and_calls_nobody_back():
     world = World()
     running = asyncio.ensure_future(

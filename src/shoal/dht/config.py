@@ -23,7 +23,8 @@ class NodeConfig:
     parallel_rpc: int | None = None
     """Most calls in flight of the whole node; ``None`` = no limit."""
     wait_timeout: float = 3.0
-    """Seconds after which a call counts as unanswered."""
+    """Seconds after which a call counts as unanswered. After a quarter of this time a search goes on without a node
+    that has not answered, unless most of those that should hold the record are as slow."""
     refresh_timeout: float | None = None
     """Buckets from which nothing was heard for this many seconds are looked through again; ``None`` = never."""
     bootstrap_timeout: float | None = None
@@ -41,7 +42,7 @@ class NodeConfig:
     reuse_get_requests: bool = True
     """Searches for the same key at the same time share the first result."""
     num_workers: int = DEFAULT_NUM_WORKERS
-    """Requests in flight of one search."""
+    """Requests in flight of one search, until it has reached the nodes that are nearest."""
     chunk_size: int = 16
     """Most keys in one find request of a get, and in one refresh of the cache."""
     blacklist_time: float = 5.0

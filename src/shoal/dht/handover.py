@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.clock import DHTExpiration
-from shoal.dht.routing import DHTID, RoutingTable
+from shoal.dht.routing import DHTID, ID_BITS, RoutingTable
 from shoal.dht.storage import DHTLocalStorage, StoredValue
 
 
@@ -14,12 +14,11 @@ def records_for_newcomer(
 ) -> Iterator[tuple[DHTID, StoredValue, DHTExpiration]]:
     """The records that a newcomer should hold and that nobody is nearer to pass on than this node."""
     own_id = table.node_id
-    shared_by_neighborhood = _bits_shared_by_neighborhood(newcomer, table, num_replicas)
-    newcomer_is_near = DHTID.longest_common_prefix_length(own_id, newcomer) >= shared_by_neighborhood
+    bits_not_shared = ID_BITS - _bits_shared_by_neighborhood(newcomer, table, num_replicas)
+    newcomer_is_near = not (own_id ^ newcomer) >> bits_not_shared
     for key, item in storage.items():
         # Keys from the own neighborhood have all their replicas in it: a newcomer from elsewhere is none of them.
-        key_is_near = DHTID.longest_common_prefix_length(own_id, key) >= shared_by_neighborhood
-        if key_is_near and not newcomer_is_near:
+        if not newcomer_is_near and not (own_id ^ key) >> bits_not_shared:
             continue
         if _should_pass_on(key, newcomer, table, num_replicas):
             yield key, item.value, item.expiration_time

@@ -34,6 +34,7 @@ class Lookup:
         self._known_nodes = dict(known_nodes or {})
         self._peers: dict[int, PeerID] = {int(node_id): peer for node_id, peer in self._known_nodes.items()}
         self._contacts: dict[int, msgspec.Raw] = {}  # of nodes that others told of
+        self._hops: dict[int, int] = {}
 
     def starting_nodes(self, target: DHTID) -> list[DHTID]:
         """The nodes nearest to a target that are known without asking anybody."""
@@ -41,6 +42,7 @@ class Lookup:
         nearest = dict(table.get_nearest_neighbors(target, self._protocol.bucket_size))
         for node_id, peer in nearest.items():
             self._peers[node_id] = peer
+            self._hops[node_id] = 1
         own_id = self._protocol.node_id
         return [
             node_id
@@ -60,9 +62,15 @@ class Lookup:
         self._blacklist.register_success(peer)
         if answer.node_id != node_id.to_bytes():  # a made-up id: one peer shall not stand for many nodes
             return None
+        hops = self.hops_to(node_id) + 1
         for told_id, contact in answer.contacts.items():
             self._contacts.setdefault(told_id, contact)
+            self._hops.setdefault(told_id, hops)
         return answer.records
+
+    def hops_to(self, node_id: int) -> int:
+        """How many answers it takes until one from this node: 1 if it was known from the start."""
+        return self._hops.get(node_id, 1)
 
     def peer_of(self, node_id: int) -> PeerID | None:
         """Who a node is that was heard of, ready to be called; ``None`` if what was told of it makes no sense."""

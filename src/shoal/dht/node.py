@@ -309,7 +309,7 @@ class DHTNode:
         Args:
             key_ids: ids of keys.
             sufficient_expiration_time: as for :meth:`get_many`.
-            num_workers: requests in flight.
+            num_workers: requests in flight, until the nearest nodes have answered; then the rest is asked at once.
             beam_size: how many of the nearest nodes are asked before a key counts as missing.
             return_futures: return at once; cancelling a future stops the search for its key.
         """

@@ -188,7 +188,7 @@ class DHTProtocol(ServicerBase):
 
     def note_alive(self, node_id: bytes | None, peer: PeerID) -> None:
         """A peer has just told its node id."""
-        if node_id is None or not self.p2p.get_addresses(peer):
+        if node_id is None or not self.p2p.is_reachable(peer):
             return  # nobody could call it
         newcomer = DHTID.from_bytes(node_id)
         self._packed_nodes.pop(newcomer, None)  # it may have greeted with other addresses
@@ -212,6 +212,8 @@ class DHTProtocol(ServicerBase):
 
     def _hand_over(self, newcomer: DHTID, peer: PeerID) -> None:
         """Give a new neighbor the records that it should hold from now on."""
+        if not self.storage:
+            return
         due = records_for_newcomer(newcomer, self.storage, self.routing_table, self.num_replicas)
         records = [NewRecord.of_stored(*record) for record in due]
         if records:
@@ -410,12 +412,12 @@ class DHTProtocol(ServicerBase):
         count = min(self.bucket_size, MAX_NEIGHBORS)
         room = REPLY_BYTES
         for key in map(DHTID.from_bytes, request.keys):
-            nearest = []
-            for node_id, peer in self.routing_table.get_nearest_neighbors(key, count, exclude=asker):
-                position = positions.setdefault(node_id, len(members))
-                if position == len(members):
+            neighbors = self.routing_table.get_nearest_neighbors(key, count, exclude=asker)
+            for node_id, peer in neighbors:
+                if node_id not in positions:
+                    positions[node_id] = len(members)
                     members.append(self._packed_nodes.get(node_id) or self._pack_node(node_id, peer))
-                nearest.append(position)
+            nearest = [positions[node_id] for node_id, _ in neighbors]
             results.append(self._find_here(key, nearest, room))
             room -= len(results[-1].value)
         return FindResponse(

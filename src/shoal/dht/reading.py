@@ -97,6 +97,7 @@ class Reader:
             beam_size=beam_size or self._config.bucket_size,
             own_id=self._protocol.node_id,
             queries_per_call=min(self._config.chunk_size, MAX_KEYS_PER_FIND),
+            num_replicas=self._config.num_replicas,
             stall_after=self._protocol.stall_after,
             spawn=self._protocol.spawn,
         )
@@ -122,6 +123,9 @@ class Reader:
         self.pending.share_result(search)
         if search.found is None:
             return
+        if not search.is_refresh:
+            hops = 0 if search.source is None or lookup is None else lookup.hops_to(search.source)
+            self._protocol.p2p.metrics.hops_to_records[hops] += 1
         if search.source is None:
             self._plan_refresh(search)
         elif lookup is not None and self._is_news(search):

@@ -194,6 +194,10 @@ class KBucket:
         )
 
 
+def _members_of(buckets: Iterable[KBucket]) -> dict[DHTID, PeerID]:
+    return {node_id: peer for bucket in buckets for node_id, peer in bucket.nodes_to_peer_id.items()}
+
+
 class RoutingTable:
     """The nodes that one node knows. Each peer has one node id here, and each node id one peer.
 
@@ -267,22 +271,32 @@ class RoutingTable:
             k: most results.
             exclude: this node is left out.
         """
-        bucket = self.bucket_of(query_id)
-        found = dict(bucket.nodes_to_peer_id)
-        shared_bits = bucket.depth
-        wanted = k if exclude is None else k + 1
-        while len(found) < wanted and shared_bits > 0:
-            # Everything that shares this many bits with the query is nearer than everything that does not.
-            shared_bits -= 1
+        distance_to = int(query_id).__xor__
+        nearest: list[tuple[DHTID, PeerID]] = []
+        for buckets in self._groups_by_distance(query_id):
+            members = buckets[0].nodes_to_peer_id if len(buckets) == 1 else _members_of(buckets)
+            nearest += [(node_id, members[node_id]) for node_id in sorted(members, key=distance_to)]
+            if exclude is not None and exclude in members:
+                nearest.remove((exclude, members[exclude]))
+            if len(nearest) >= k:
+                break
+        return nearest[:k]
+
+    def _groups_by_distance(self, query_id: int) -> Iterator[list[KBucket]]:
+        """Groups of buckets; every id in a group is nearer than every id in the next one."""
+        index = self.get_bucket_index(query_id)
+        bucket = self.buckets[index]
+        yield [bucket]
+        first, last = index, index + 1  # what shares the first bits with the query, fewer and fewer of them
+        for shared_bits in range(bucket.depth - 1, -1, -1):
             width = 1 << (ID_BITS - shared_bits)
             lower = query_id & -width
-            first = bisect.bisect_left(self._lower_bounds, lower)
-            last = bisect.bisect_left(self._lower_bounds, lower + width)
-            for neighbor_bucket in self.buckets[first:last]:
-                found.update(neighbor_bucket.nodes_to_peer_id)
-        if exclude is not None:
-            found.pop(exclude, None)
-        return [(node_id, found[node_id]) for node_id in sorted(found, key=int(query_id).__xor__)[:k]]
+            if self._lower_bounds[first] > lower:
+                middle, first = first, bisect.bisect_left(self._lower_bounds, lower)
+                yield self.buckets[first:middle]
+            else:
+                middle, last = last, bisect.bisect_left(self._lower_bounds, lower + width, last)
+                yield self.buckets[middle:last]
 
     def get(self, node_id: DHTID, default: PeerID | None = None) -> PeerID | None:
         """The peer of a member or replacement."""

@@ -1,8 +1,11 @@
 """Walking through the table towards ids: ask the nearest known nodes for nearer ones until there are none.
 
-One traversal serves many queries at once, with a fixed number of requests in flight. For each query it keeps the
-``beam_size`` nearest nodes that it has heard of and that did not fail, and asks them, nearest first. A request about
-one query takes others along: those whose targets are nearest to the node that is being asked.
+One traversal serves many queries at once, with few requests in flight. For each query it keeps the ``beam_size``
+nearest nodes that it has heard of and that did not fail, and asks them, nearest first. A request about one query takes
+others along: those whose targets are nearest to the node that is being asked.
+
+When the very nearest nodes have answered, the rest of the beam is known, and asked all at once. A node from which
+nothing was heard for suspiciously long is not waited for if most of those that matter have answered.
 
 Everything here is plain bookkeeping on numbers; how a node is asked is the caller's business.
 """
@@ -50,16 +53,31 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 class Query:
     """The search for one target. Nodes are kept as their distances to it: ``node = distance ^ target``."""
 
-    __slots__ = ("active", "asked", "beam_size", "finished", "known", "nearest", "next_distance", "responded", "target")
+    __slots__ = (
+        "active",
+        "asked",
+        "beam_size",
+        "finished",
+        "front",
+        "known",
+        "nearest",
+        "next_distance",
+        "responded",
+        "stalled",
+        "target",
+    )
 
-    def __init__(self, target: DHTID, beam_size: int, own_id: int | None = None) -> None:
+    def __init__(self, target: DHTID, beam_size: int, own_id: int | None = None, front: int | None = None) -> None:
         self.target = target
         self.beam_size = beam_size
+        self.front = beam_size if front is None else front
         self.known: set[int] = set() if own_id is None else {own_id ^ target}
         self.nearest: list[int] = []  # the nearest nodes that have not failed, sorted, some more than the beam
         self.asked: set[int] = set()
         self.responded: set[int] = set()
         self.active = 0
+        self.stalled: set[int] = set()
+        """Nodes that take suspiciously long."""
         self.finished = False
         self.next_distance: int | None = None
         """The nearest node of the beam that has not been asked."""
@@ -100,11 +118,18 @@ class Query:
         if len(self.asked) >= MAX_REQUESTS_PER_BEAM * self.beam_size:  # somebody makes up ever nearer nodes
             self.next_distance = None
             return
-        self.next_distance = next((d for d in self.nearest[: self.beam_size] if d not in self.asked), None)
+        self.next_distance = next((d for d in self.nearest[: self.front] if d not in self.asked), None)
 
     def has_responses_of_nearest(self, count: int) -> bool:
         """Whether the ``count`` nearest nodes heard of have all responded."""
         return len(self.nearest) >= count and all(distance in self.responded for distance in self.nearest[:count])
+
+    def may_end_without_stalled(self, num_replicas: int) -> bool:
+        """Whether only suspicious nodes have not answered yet, and most of those that should hold a record have."""
+        if self.active > len(self.stalled):
+            return False
+        holders = heapq.nsmallest(num_replicas, (*self.nearest[:num_replicas], *self.stalled))
+        return sum(distance in self.responded for distance in holders) * 2 > len(holders)
 
     def best_nodes(self) -> list[DHTID]:
         """The beam, nearest first."""
@@ -135,8 +160,11 @@ class Traversal:
         queries_per_call: most targets in one request.
         own_id: this node is never asked.
         enough_responses: end a query when this many of the nearest nodes have responded; ``None`` = ask the whole beam.
+        num_replicas: how many of the nearest nodes should have what is looked for. When they have answered, the rest
+            of the beam is asked at once; when most of them have, suspicious nodes are not waited for. ``None`` = a
+            query ends when its whole beam has answered or failed.
         stall_after: least seconds after which a request is suspicious: another one may start beside it, and the node
-            counts as gone until it answers after all. Whoever asks for the whole beam still waits for it.
+            counts as gone until it answers after all.
         spawn: starts the requests; they may outlive the walk.
     """
 
@@ -152,10 +180,11 @@ class Traversal:
         own_id: int | None = None,
         queries_per_call: int | None = None,
         enough_responses: int | None = None,
+        num_replicas: int | None = None,
         stall_after: float | None = None,
         spawn: Spawn = asyncio.create_task,
     ) -> None:
-        self._queries = {target: Query(target, beam_size, own_id) for target in targets}
+        self._queries = {target: Query(target, beam_size, own_id, enough_responses) for target in targets}
         self._start = start
         self._unfinished = dict(self._queries)
         self._ask = ask
@@ -163,6 +192,8 @@ class Traversal:
         self._num_workers = num_workers
         self._queries_per_call = min(queries_per_call or 2**31, max(1, math.isqrt(len(self._queries))))
         self._enough_responses = enough_responses
+        self._num_replicas = num_replicas
+        self._beam_size = beam_size
         self._stall_after = stall_after
         self._spawn = spawn
         self._slots_taken = 0
@@ -206,18 +237,29 @@ class Traversal:
         for query in list(self._unfinished.values()):
             if self._has_ended(query):
                 self.finish(query.target)
-        while self._unfinished and self._slots_taken < self._num_workers:
-            waiting = [query for query in self._unfinished.values() if query.next_distance is not None]
+        while self._slots_taken < max(self._num_workers, self._beam_size):
+            waiting = [query for query in self._unfinished.values() if self._may_proceed(query)]
             if not waiting:
                 return
             query = min(waiting, key=_urgency)
             assert query.next_distance is not None
             self._send_request(DHTID(query.next_distance ^ query.target), query)
 
+    def _may_proceed(self, query: Query) -> bool:
+        if query.next_distance is None:
+            return False
+        if self._slots_taken < self._num_workers:
+            return True
+        return self._num_replicas is not None and query.has_responses_of_nearest(self._num_replicas)
+
     def _has_ended(self, query: Query) -> bool:
         if self._enough_responses is not None and query.has_responses_of_nearest(self._enough_responses):
             return True
-        return query.active == 0 and query.next_distance is None
+        if query.next_distance is not None:
+            return False
+        if self._num_replicas is not None and query.may_end_without_stalled(self._num_replicas):
+            return True
+        return query.active == 0
 
     def _send_request(self, node: DHTID, first: Query) -> None:
         queries = [first, *self._choose_companions(node, first)]
@@ -242,6 +284,7 @@ class Traversal:
         self._stalled += 1
         for query in request.queries:
             query.give_up(request.node)
+            query.stalled.add(request.node ^ query.target)
         self._advance()
 
     def _choose_companions(self, node: DHTID, first: Query) -> list[Query]:
@@ -261,6 +304,7 @@ class Traversal:
         finally:
             for query in request.queries:
                 query.active -= 1
+                query.stalled.discard(request.node ^ query.target)
         if answers is not None:
             self._answers += 1
             self._seconds_until_answers += asyncio.get_running_loop().time() - request.started_at

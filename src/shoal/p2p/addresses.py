@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -88,8 +89,14 @@ class AddressBook:
             self._known[peer] = {address: True, **known}
 
 
+@functools.lru_cache(4096)
+def _parse(text: str) -> Multiaddr:
+    """Many tell of the same addresses."""
+    return Multiaddr(text)
+
+
 def _without_peer(peer: PeerID, address: Multiaddr | str) -> Multiaddr:
-    plain = address if isinstance(address, Multiaddr) else Multiaddr(address)
+    plain = address if isinstance(address, Multiaddr) else _parse(address)
     if "p2p" in plain:
         if plain["p2p"] != peer.to_base58():
             raise ValueError(f"{plain} is not an address of peer {peer}")

@@ -168,7 +168,9 @@ class Connection:
         """The next message's prefix and header; its payload, if any, is still to be read."""
         while True:
             prefix = await read_prefix(self.stream)
-            raw = await self._receive_header(prefix.header_bytes)
+            raw = self.stream.take(prefix.header_bytes)
+            if raw is None:
+                raw = await self._receive_header(prefix.header_bytes)
             self.metrics.bytes_received += PREFIX_BYTES + len(raw) + prefix.payload_bytes
             if prefix.kind is not Kind.HELLO:
                 return prefix, raw
@@ -322,6 +324,8 @@ class Call:
 
     async def drain(self) -> None:
         """Discard what the other side still sends, for a short while, so that it can read why the call failed."""
+        if self.received_end and not self.payload_size:
+            return
         scratch = memoryview(bytearray(_DISCARD_BYTES))
         try:
             async with timeout(DRAIN_TIMEOUT):

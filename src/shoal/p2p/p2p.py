@@ -197,6 +197,10 @@ class P2P:
         """Remember where a peer can be dialled, as told by a third party."""
         self._addresses.add(peer, addresses)
 
+    def is_reachable(self, peer: PeerID) -> bool:
+        """Whether an address of the peer is known."""
+        return bool(self._announced) if peer == self.peer_id else peer in self._addresses
+
     def get_addresses(self, peer: PeerID) -> list[Multiaddr]:
         """Where a peer can be dialled, as far as known, without ``/p2p``."""
         return list(self._announced) if peer == self.peer_id else self._addresses.get(peer)
@@ -292,12 +296,19 @@ class P2P:
             P2PDaemonError: the peer cannot be reached, the connection broke, or it has no such handler.
             asyncio.TimeoutError: no answer in time.
         """
-        async with time_limit(timeout), self.open_call(peer, handle) as call:
-            await call.send(request, end=True)
-            response = await call.receive(response_type)
-            if response is None:
-                raise ProtocolError(f"peer {peer} ended {handle} without an answer")
-            return response
+        async with time_limit(timeout):
+            call = await self._begin_call(peer, handle)
+            try:
+                await call.send(request, end=True)
+                response = await call.receive(response_type)
+                if response is None:
+                    raise ProtocolError(f"peer {peer} ended {handle} without an answer")
+                return response
+            except BaseException as e:
+                self._note_failure(call, e)
+                raise
+            finally:
+                self._pool.release(call.connection, reusable=call.clean)
 
     @asynccontextmanager
     async def open_call(self, peer: PeerID, handle: str) -> AsyncIterator[Call]:
@@ -305,19 +316,25 @@ class P2P:
 
         Leaving the block before both sides have ended cuts the connection, which cancels the handler.
         """
-        connection = await self._pool.acquire(peer)
-        self.metrics.calls_made += 1
-        call = connection.open_call(handle)
+        call = await self._begin_call(peer, handle)
         try:
             yield call
         except BaseException as e:
-            self.metrics.calls_failed += 1
-            if isinstance(e, ProtocolError):
-                self.metrics.connections_dropped["broke the protocol"] += 1
-                connection.abort()
+            self._note_failure(call, e)
             raise
         finally:
-            self._pool.release(connection, reusable=call.clean)
+            self._pool.release(call.connection, reusable=call.clean)
+
+    async def _begin_call(self, peer: PeerID, handle: str) -> Call:
+        connection = await self._pool.acquire(peer)
+        self.metrics.calls_made += 1
+        return connection.open_call(handle)
+
+    def _note_failure(self, call: Call, error: BaseException) -> None:
+        self.metrics.calls_failed += 1
+        if isinstance(error, ProtocolError):
+            self.metrics.connections_dropped["broke the protocol"] += 1
+            call.connection.abort()
 
     # --- serving ------------------------------------------------------------------------------------------------------
 

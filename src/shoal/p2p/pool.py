@@ -7,7 +7,6 @@ to one peer shares a few dials: whoever has waited longest takes the first conne
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -27,7 +26,7 @@ _Turn = Connection | None
 """What a waiting call gets: a connection, or the right to dial one."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Peer:
     """What the pool has to do with one peer."""
 
@@ -35,7 +34,7 @@ class _Peer:
     idle: list[Connection] = field(default_factory=list)
     in_use: dict[Connection, None] = field(default_factory=dict)
     dialling: int = 0
-    waiting: deque[asyncio.Future[_Turn]] = field(default_factory=deque)
+    waiting: list[asyncio.Future[_Turn]] = field(default_factory=list)
 
     @property
     def may_dial(self) -> bool:
@@ -48,7 +47,7 @@ class _Peer:
 
     def next_in_line(self) -> asyncio.Future[_Turn] | None:
         while self.waiting:
-            turn = self.waiting.popleft()
+            turn = self.waiting.pop(0)
             if not turn.done():
                 return turn
         return None

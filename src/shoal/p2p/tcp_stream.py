@@ -159,6 +159,12 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         finally:
             self._target = self._reader = None
 
+    def take(self, size: int) -> bytearray | None:
+        if self._end - self._start < size:
+            return None
+        self._start += size
+        return self._own[self._start - size : self._start]
+
     def _resume_reading(self) -> None:
         if self._read_paused and self._transport is not None and not self._closed:
             self._read_paused = False

@@ -46,6 +46,13 @@ class Stream(ABC):
             StreamClosedError: the connection ended before the buffer was full.
         """
 
+    def take(self, size: int) -> bytearray | None:
+        """The next bytes if all of them are here already; otherwise ``None``, and nothing is taken.
+
+        Spares the small messages that came in one piece what waiting costs.
+        """
+        return None
+
     @abstractmethod
     def on_closed(self, callback: Callable[[], object] | None) -> None:
         """Call this once when the connection ends; at once if it has. Replaces the previous callback."""

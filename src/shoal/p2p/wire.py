@@ -43,6 +43,9 @@ class Kind(IntEnum):
     ERROR = 4  # the call has failed; ends the sender's side
 
 
+_KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
+
+
 class Flag(IntEnum):
     NONE = 0
     END = 1  # the sender's last message of this call
@@ -118,15 +121,16 @@ async def read_prefix(stream: Stream) -> Prefix:
         ProtocolError: not a message of this protocol.
         StreamClosedError: the connection ended.
     """
-    raw = bytearray(_PREFIX.size)
-    await stream.read_exactly_into(memoryview(raw))
+    raw = stream.take(PREFIX_BYTES)
+    if raw is None:
+        raw = bytearray(PREFIX_BYTES)
+        await stream.read_exactly_into(memoryview(raw))
     version, kind, flags, header_bytes, payload_bytes = _PREFIX.unpack(raw)
     if version != VERSION:
         raise ProtocolError(f"message of protocol version {version}, this peer speaks version {VERSION}")
-    try:
-        known = Kind(kind)
-    except ValueError:
-        raise ProtocolError(f"message of unknown kind {kind}") from None
+    known = _KINDS.get(kind)
+    if known is None:
+        raise ProtocolError(f"message of unknown kind {kind}")
     if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise ProtocolError(f"message of {header_bytes} + {payload_bytes} bytes is over the limits")
     return Prefix(known, bool(flags & Flag.END), header_bytes, payload_bytes)

@@ -54,9 +54,11 @@ class AccessLine:
 class Flow:
     """What one connection sends through an :class:`AccessLine`."""
 
+    __slots__ = ("_forward", "_line", "_queue")
+
     def __init__(self, line: AccessLine, forward: Callable[[Piece], None]) -> None:
         self._line, self._forward = line, forward
-        self._queue: deque[Piece] = deque()  # never begins with an end
+        self._queue: list[Piece] = []  # never long, and never begins with an end
 
     @property
     def head_size(self) -> int:
@@ -76,12 +78,12 @@ class Flow:
         """So many bytes of the first piece have passed."""
         if not self._queue:  # it was dropped meanwhile
             return
-        head = memoryview(self._queue.popleft() or b"")
+        head = memoryview(self._queue.pop(0) or b"")
         if size < len(head):
-            self._queue.appendleft(head[size:])
+            self._queue.insert(0, head[size:])
         self._forward(head[:size])
         while self._queue and not self._queue[0]:
-            self._forward(self._queue.popleft())
+            self._forward(self._queue.pop(0))
 
     def drop(self) -> None:
         """Forget what has not passed yet."""

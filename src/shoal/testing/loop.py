@@ -37,7 +37,7 @@ START_OF_TIME = 1_700_000_000.0
 DEFAULT_TIME_LIMIT = 7 * 86400.0
 CLEANING_UP_SECONDS = 60.0
 """Virtual time that tasks have after they were cancelled at the end."""
-RARE_COLLECTIONS = (500_000, 100, 100)
+RARE_COLLECTIONS = (2_000_000, 50, 100)
 """Thresholds of the garbage collector: with the usual ones it takes up to a third of a large simulation's time."""
 MAX_ROUNDS_AT_ONE_MOMENT = 1_000_000
 """So many times in a row new callbacks may become ready without any time passing."""

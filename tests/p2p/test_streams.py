@@ -1,0 +1,52 @@
+"""What holds for streams of every transport."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shoal.p2p import Identity, Multiaddr
+from shoal.p2p.memory import MemoryNetwork
+from shoal.p2p.tcp import TcpTransport
+from shoal.p2p.transport import Stream, Transport
+from tests.p2p.peers import until
+
+
+def transports(kind: str) -> list[Transport]:
+    identities = [Identity.generate() for _ in range(2)]
+    if kind == "tcp":
+        return [TcpTransport(identity) for identity in identities]
+    network = MemoryNetwork()
+    return [network.transport(identity) for identity in identities]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "memory"])
+async def test_what_has_arrived_can_be_taken_without_waiting(kind: str) -> None:
+    dialler, listener = transports(kind)
+    accepted: asyncio.Queue[Stream] = asyncio.Queue()
+    [address] = await listener.listen(Multiaddr("/ip4/127.0.0.1/tcp/0"), accepted.put_nowait)
+    near = await dialler.dial(address, listener.identity.peer_id)
+    far = await accepted.get()
+    taken: list[bytearray] = []
+
+    def took(size: int) -> bool:
+        taken.extend(piece for piece in [far.take(size)] if piece is not None)
+        return bool(taken)
+
+    assert far.take(1) is None
+    assert far.take(0) == b""
+    await near.write(b"abc", b"def")
+    await until(lambda: took(4))
+    assert taken == [b"abcd"]
+    assert far.take(3) is None
+    assert far.take(2) == b"ef"
+    await near.write(b"ghijkl")
+    await until(lambda: took(1) and len(taken) == 2)
+    rest = bytearray(4)
+    await far.read_exactly_into(memoryview(rest))
+    assert (taken[1], rest, far.take(1), far.take(2)) == (b"g", b"hijk", b"l", None)
+    near.abort()
+    far.abort()
+    await dialler.close()
+    await listener.close()
