@@ -50,6 +50,8 @@ class Crew:
 
     def __init__(self, script: str, library: str, peers: int, **arguments: Any) -> None:
         self.library = library
+        self.broken = False
+        """Some peers were killed or stopped: the others are not asked to leave politely."""
         command = [interpreter(library), "-W", "ignore", str(HERE / script)]
         arguments |= {"library": library, "peers": peers}
         command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
@@ -83,7 +85,7 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if error is None and all(process.poll() is None for process in self.processes):
+            if error is None and all(process.poll() is None for process in self.processes) and not self.broken:
                 self.ask("close")
         finally:
             for process in self.processes:
@@ -105,6 +107,15 @@ class Crew:
         peers = self.processes if to is None else to
         for process in peers:
             _tell(process, command, *arguments)
+        return self._answers(peers)
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        """Give a command to all peers at once; their answers are still to be read."""
+        for process in self.processes:
+            _tell(process, command, *arguments)
+
+    def answers_of(self, peers: Sequence[subprocess.Popen[str]]) -> list[Any]:
+        """What these peers answer to what they have been told."""
         return self._answers(peers)
 
     def ask_each(self, command: Callable[[int], Sequence[Any]]) -> list[Any]:

@@ -8,8 +8,11 @@ share this code too.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
+import itertools
 import json
+import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -182,6 +185,21 @@ class AveragerPeer(Peer):
     def check(self) -> None:
         with self.averager.get_tensors() as tensors:
             self.compare(list(tensors), (self.peers + 1) / 2)
+
+    def inspect(self, survivors: list[int]) -> dict[str, Any]:
+        """What the vector holds after a round in which all peers but these died: a digest, and which share of it is
+        an average over at least all survivors."""
+        dead = [index for index in range(self.peers) if index not in survivors]
+        subsets = itertools.chain.from_iterable(itertools.combinations(dead, n) for n in range(len(dead) + 1))
+        factors = [statistics.fmean(index + 1 for index in (*survivors, *subset)) for subset in subsets]
+        with self.averager.get_tensors() as tensors:
+            vector = torch.cat([tensor.detach().flatten() for tensor in tensors])
+        base = torch.cat([tensor.flatten() for tensor in self.base])
+        averaged = torch.zeros(vector.numel(), dtype=torch.bool)
+        for factor in factors:
+            averaged |= torch.isclose(vector, base * factor, rtol=1e-4, atol=1e-6)
+        digest = hashlib.sha256(vector.numpy().tobytes()).hexdigest()
+        return {"digest": digest, "share_averaged": averaged.float().mean().item()}
 
     def share(self, is_donor: bool) -> None:
         """Hold the state that newcomers should get, or become one."""

@@ -125,7 +125,7 @@ async def test_the_result_is_not_kept_for_ever(monkeypatch):
     ]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     await asyncio.gather(*running[1:])
-    while any(len(node._rounds) for node in swarm.nodes[1:]):
+    while any(len(node._rounds) for node in swarm.nodes[1:]):  # noqa: ASYNC110 (what is waited for has no event)
         await asyncio.sleep(0.05)
     mine = tensors[0].clone()
     controls[0].allow_allreduce()
