@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 import shoal
@@ -24,9 +25,10 @@ JOIN = re.compile(r"^  shoal dht --initial-peers (/\S+/p2p/\w+)$")
 class Bootstrap:
     """A running ``shoal dht``."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, shell: str) -> None:
+        command = [sys.executable, "-m", "shoal.cli", "dht", *options]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.cli", "dht", *options],
+            ["sh", "-c", f'{shell} && exec "$@"', "sh", *command] if shell else command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -52,13 +54,25 @@ class Bootstrap:
 
 
 @contextmanager
-def bootstrap(*options: str) -> Iterator[Bootstrap]:
-    running = Bootstrap("--host-maddrs", "/ip4/127.0.0.1/tcp/0", *options)
+def bootstrap(*options: str, shell: str = "") -> Iterator[Bootstrap]:
+    """Run it, after a command of the shell if one is given."""
+    running = Bootstrap("--host-maddrs", "/ip4/127.0.0.1/tcp/0", *options, shell=shell)
     try:
         yield running
     finally:
         running.process.kill()
         running.process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limits of another process can be read on Linux only")
+def test_it_may_have_as_many_connections_as_the_system_allows() -> None:
+    with bootstrap(shell="ulimit -S -n 100") as running:
+        running.line_that_matches(JOIN)
+        process = psutil.Process(running.process.pid)
+        soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
+        assert soft == hard or soft >= 2**15
+        assert soft > 100
+        running.ends(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -83,6 +83,15 @@ def test_nothing_to_orthogonalize() -> None:
     orthogonalize_(torch.empty(3, 0))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    """So that whoever looks for it still finds it."""
+    matrix = random_matrix(8, 3).float()
+    matrix[2, 1] = value
+    orthogonalize_(matrix)
+    assert not matrix.isfinite().all()
+
+
 def test_more_columns_than_rows() -> None:
     matrix = random_matrix(3, 7).float()
     orthogonalize_(matrix)

@@ -77,7 +77,8 @@ def test_users_are_told_names_and_ids(lines: pytest.LogCaptureFixture) -> None:
 def test_more_files_up_to_what_is_allowed(soft: int, hard: int, wanted: tuple[int, int], expected: int) -> None:
     """In a process of its own, which is not allowed to raise the hard limit."""
     script = f"""
-        import resource, shoal.p2p
+        import logging, resource
+        logging.basicConfig(level=logging.INFO)
         from shoal.p2p import open_files
 
         real = resource.setrlimit

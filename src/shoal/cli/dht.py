@@ -15,6 +15,7 @@ from shoal.cli.options import add_option
 from shoal.dht import DHT, DHTNode
 from shoal.errors import BootstrapError, ShoalError, ValidationError
 from shoal.p2p import Multiaddr
+from shoal.p2p.open_files import increase_file_limit
 
 WITHOUT_EFFECT = ("use-ipfs", "no-relay", "use-auto-relay")
 """Accepted so that existing scripts work: they are about a libp2p daemon, and there is none."""
@@ -89,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     ignored = [f"--{name}" for name in WITHOUT_EFFECT if getattr(arguments, name.replace("-", "_"))]
     if ignored:
         print(f"shoal dht: no effect here: {', '.join(ignored)}", file=sys.stderr)
+    increase_file_limit()  # each peer that joins through this one takes a few sockets
     try:
         dht = DHT(
             initial_peers=arguments.initial_peers,

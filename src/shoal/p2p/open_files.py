@@ -30,7 +30,7 @@ def increase_file_limit(new_soft: int = 2**15, new_hard: int = 2**15) -> None:
             logger.debug("cannot allow %d open files (at most %d): %s", wanted, allowed, e)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _higher(soft, new_soft) != soft:
-        logger.warning("at most %d files and sockets can be open in this process, not the wanted %d", soft, new_soft)
+        logger.info("at most %d files and sockets can be open in this process, not the wanted %d", soft, new_soft)
 
 
 def _higher(present: int, wanted: int) -> int:
