@@ -174,6 +174,15 @@ def test_two_signature_validators_are_one(alice, mallory):
     assert alice.priority == 10
 
 
+def test_a_signature_has_one_form(alice):
+    """The last character before ``==`` has bits that mean nothing."""
+    record = signed(alice, alice)
+    assert alice.validate(record)
+    assert record.value.endswith((b"A==]", b"Q==]", b"g==]", b"w==]"))
+    other = {b"A": b"B", b"Q": b"R", b"g": b"h", b"w": b"x"}[record.value[-4:-3]]
+    assert not alice.validate(dataclasses.replace(record, value=record.value[:-4] + other + b"==]"))
+
+
 @pytest.mark.parametrize("subkey", [b"[owner:" * 580, b"[owner:" * 580 + b"]", b"]" + b"[owner:" * 580])
 def test_tags_without_end_cost_little(alice, subkey):
     """A request may hold hundreds of such records, and the loop does nothing else meanwhile."""

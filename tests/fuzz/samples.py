@@ -8,7 +8,6 @@ import msgspec
 import pydantic
 from pydantic import StrictFloat, StrictInt
 
-from shoal.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.messages import (
     FindRequest,
@@ -32,7 +31,7 @@ from shoal.p2p.wire import Kind, pack
 from shoal.serializer import MSGPackSerializer
 
 _rng = random.Random(0)
-_LATER = get_dht_time() + 1e6
+_LATER = 4e9
 
 
 class Progress(pydantic.BaseModel):
@@ -55,12 +54,12 @@ ADDRESSES = [
 ]
 KEYS = [DHTID.generate(name).to_bytes() for name in ("name", "counts", "progress", "something else")]
 SCHEMA = SchemaValidator(Schema)
-OWNER = SignatureValidator(PrivateKey(None))
+OWNER = SignatureValidator(PrivateKey.from_bytes(_rng.randbytes(32)))
 
 
 def validator() -> CompositeValidator:
     """What a node with a schema and protected records uses."""
-    return CompositeValidator([SCHEMA, SignatureValidator(PrivateKey(None))])
+    return CompositeValidator([SCHEMA, SignatureValidator(PrivateKey.from_bytes(bytes(32)))])
 
 
 def _dumps(value: object) -> bytes:
