@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench format install clean
+.PHONY: demo test check fuzz bench format install clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
@@ -20,6 +20,10 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# A million hostile inputs, other ones each time; `make test` tries a few thousand that are always the same.
+fuzz: install
+	$(BIN)/python -m tests.fuzz
 
 # Times, on a machine that is otherwise idle. benchmarks/README.md tells more, also how to compare with hivemind.
 bench: install
