@@ -7,7 +7,9 @@
 ``SHOAL_DHT_NUM_WORKERS``          requests in flight of one search in the table; default 4
 =================================  ====================================================================================
 
-Each is also understood with ``HIVEMIND_`` instead of ``SHOAL_``.
+Each is also understood with ``HIVEMIND_`` instead of ``SHOAL_``. ``USE_LEGACY_BFLOAT16`` has no prefix, see
+:data:`shoal.compression.base.USE_LEGACY_BFLOAT16`. Variables about memory shared between processes have no effect:
+there is none.
 """
 
 from __future__ import annotations
