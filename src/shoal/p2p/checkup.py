@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import platform
-from importlib import metadata
+import sys
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -136,13 +135,14 @@ class Checkup(ServicerBase):
 
 def describe_software() -> Description:
     """The versions that run in this process."""
-    return Description(
-        shoal=_version_of("shoal"), python=platform.python_version(), torch=_version_of("torch"), wire=VERSION
-    )
+    python = ".".join(map(str, sys.version_info[:3]))
+    return Description(shoal=_version_of("shoal"), python=python, torch=_version_of("torch"), wire=VERSION)
 
 
 @functools.cache
 def _version_of(package: str) -> str:
+    from importlib import metadata  # on demand: it takes longer to load than the rest of this package
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
