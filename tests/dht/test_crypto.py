@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import dataclasses
 import pickle
 import subprocess
@@ -25,6 +26,22 @@ from shoal.dht.schema import SchemaValidator
 from shoal.dht.validation import DHTRecord
 
 KEY = DHTID.generate("key").to_bytes()
+
+
+WEAK_POINTS = [
+    "00" * 32,
+    "01" + "00" * 31,
+    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc85",
+    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+    "ec" + "ff" * 30 + "7f",
+]
+
+
+def ssh_text(public_key: bytes) -> bytes:
+    """A raw Ed25519 key in the form in which owners are written."""
+    name = b"ssh-ed25519"
+    blob = len(name).to_bytes(4, "big") + name + len(public_key).to_bytes(4, "big") + public_key
+    return name + b" " + base64.b64encode(blob)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +122,18 @@ def test_a_record_has_one_owner(alice, mallory):
 def test_nonsense_owners_cannot_be_satisfied(alice, tag):
     signature = alice.sign_value(DHTRecord(KEY, alice.local_public_key, b"value", 100.0))
     assert not alice.validate(DHTRecord(KEY, tag, signature, 100.0))
+
+
+@pytest.mark.parametrize("point", WEAK_POINTS)
+def test_keys_without_a_private_half_own_nothing(alice, point):
+    """R = A, S = 0 fits such a key for at least one message in eight, without any secret."""
+    text = ssh_text(bytes.fromhex(point))
+    with pytest.raises(ValueError, match="no private half"):
+        PublicKey.from_bytes(text)
+    for number in range(32):
+        forged = DHTRecord(KEY, b"%d[owner:" % number + text + b"]", b"", 100.0)
+        signature = base64.b64encode(bytes.fromhex(point) + bytes(32))
+        assert not alice.validate(dataclasses.replace(forged, value=b"x[signature:" + signature + b"]"))
 
 
 @given(subkey=st.binary(max_size=60), value=st.binary(max_size=200))

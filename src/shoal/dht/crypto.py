@@ -2,7 +2,8 @@
 
 A record is protected if its subkey contains ``[owner:<public key>]``, in the text form that OpenSSH uses for public
 keys. Its value must then end with ``[signature:<base64>]``, a signature over key, subkey, value and expiration time. A
-captured record can therefore be repeated as it is, but not changed, and not prolonged. An owner tag in a *key* protects
+captured record can therefore be repeated as it is, but not changed, and not prolonged. Nor does a plain value push a
+dictionary aside in which somebody owns an entry. An owner tag in a *key* protects
 nothing, because keys travel as hashes.
 """
 
@@ -19,6 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from shoal.dht.validation import AcceptedRecords, DHTRecord, RecordValidatorBase
+from shoal.p2p.identity import is_weak_key
 from shoal.serializer import MSGPackSerializer
 
 _OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)
@@ -38,7 +40,7 @@ class PublicKey:
         """Read ``ssh-ed25519 AAAA…``.
 
         Raises:
-            ValueError: not an Ed25519 public key in OpenSSH form.
+            ValueError: not an Ed25519 public key in OpenSSH form, or one that proves nothing.
         """
         try:
             public_key = serialization.load_ssh_public_key(data)
@@ -46,6 +48,8 @@ class PublicKey:
             raise ValueError(f"not a public key in OpenSSH form: {type(e).__name__}: {e}") from None
         if not isinstance(public_key, ed25519.Ed25519PublicKey):
             raise ValueError(f"only Ed25519 keys are supported, got {type(public_key).__name__}")
+        if is_weak_key(public_key.public_bytes_raw()):
+            raise ValueError("this Ed25519 key has no private half: anybody can make signatures that fit it")
         return cls(public_key)
 
     def to_bytes(self) -> bytes:
@@ -184,6 +188,9 @@ class SignatureValidator(RecordValidatorBase):
         if signatures and signatures[-1].end() == len(record.value):
             return record.value[: signatures[-1].start()]
         return record.value
+
+    def is_owned(self, record: DHTRecord) -> bool:
+        return bool(self._owners(record))
 
     @property
     def priority(self) -> int:

@@ -12,7 +12,13 @@ from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.messages import MAX_RECORDS_PER_STORE, MAX_SUBKEY_BYTES, MAX_VALUE_BYTES, Found
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue, Subkey
-from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, RecordValidatorBase
+from shoal.dht.validation import (
+    PLAIN_VALUE,
+    WHOLE_DICTIONARY,
+    DHTRecord,
+    RecordValidatorBase,
+    has_owned_entries,
+)
 from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
@@ -170,6 +176,8 @@ class LocalRecords:
             if not self.is_valid(DHTRecord(key_id.to_bytes(), packed_subkey, value, expiration_time)):
                 return False
             if packed_subkey == PLAIN_VALUE:
+                if any(self._has_owned_entries(key_id, present) for present in (self.storage, self.cache)):
+                    return False
                 return storage.store(key_id, value, expiration_time)
             subkey = MSGPackSerializer.loads(packed_subkey)
             check_subkey(subkey, packed_subkey)
@@ -178,12 +186,21 @@ class LocalRecords:
             return False
         return storage.store_subkey(key_id, subkey, value, expiration_time)
 
+    def _has_owned_entries(self, key_id: DHTID, storage: DHTLocalStorage) -> bool:
+        present = storage.get(key_id)
+        return present is not None and has_owned_entries(self.record_validator, key_id.to_bytes(), present.value)
+
     def find(self, key_id: DHTID) -> tuple[StoredValue, DHTExpiration] | None:
-        """What is here about a key, in storage or cache, whichever expires later."""
+        """What is here about a key, in storage or cache, whichever expires later; what somebody owns goes first."""
         stored, cached = self.storage.get(key_id), self.cache.get(key_id)
-        if stored is None or (cached is not None and cached.expiration_time > stored.expiration_time):
-            return cached
-        return stored
+        if stored is None or cached is None:
+            return stored or cached
+        if type(stored.value) is not type(cached.value):
+            if self._has_owned_entries(key_id, self.storage):
+                return stored
+            if self._has_owned_entries(key_id, self.cache):
+                return cached
+        return cached if cached.expiration_time > stored.expiration_time else stored
 
     def read(self, key_id: DHTID, found: Found, value: bytes, expiration_time: float) -> StoredValue | None:
         """Check what another node found; ``None`` if it is nothing, malformed or invalid."""

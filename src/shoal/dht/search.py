@@ -10,7 +10,7 @@ from typing import Any
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue, StoredValue, ValueWithExpiration
-from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase
+from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, has_owned_entries
 from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
@@ -59,13 +59,25 @@ class Search:
         return self.found is not None and self.expiration_time >= self.sufficient_expiration_time
 
     def add_candidate(self, value: StoredValue, expiration_time: DHTExpiration, source: DHTID | None) -> None:
-        """Consider what a node holds; dictionaries are united, otherwise the later expiration wins."""
+        """Consider what a node holds: dictionaries are united; otherwise the later expiration wins, except that a plain
+        value never pushes aside what somebody owns."""
         if isinstance(value, DictionaryDHTValue) and isinstance(self.found, DictionaryDHTValue):
             self._unite_with(value)
-        elif expiration_time > self.expiration_time:
+            if expiration_time > self.expiration_time:
+                self.expiration_time, self.source = expiration_time, source
+        elif self._is_better(value, expiration_time):
             self.found, self._owns_found = value, False
-        if expiration_time > self.expiration_time:
             self.expiration_time, self.source = expiration_time, source
+
+    def _is_better(self, value: StoredValue, expiration_time: DHTExpiration) -> bool:
+        """Whether it should replace what was found, which is of the other kind or plain as well."""
+        if self.found is not None and type(value) is not type(self.found):
+            key = self.key_id.to_bytes()
+            if has_owned_entries(self._validator, key, self.found):
+                return False
+            if has_owned_entries(self._validator, key, value):
+                return True
+        return expiration_time > self.expiration_time
 
     def _unite_with(self, other: DictionaryDHTValue[bytes]) -> None:
         assert isinstance(self.found, DictionaryDHTValue)

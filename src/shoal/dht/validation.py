@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.clock import DHTExpiration
+from shoal.dht.storage import StoredValue
 from shoal.serializer import MSGPackSerializer
 
 PLAIN_VALUE = MSGPackSerializer.dumps(None)
@@ -75,6 +76,10 @@ class RecordValidatorBase(ABC):
         """The value without what :meth:`sign_value` added."""
         return record.value
 
+    def is_owned(self, record: DHTRecord) -> bool:
+        """Whether somebody alone may write this record: then nobody may push it aside with a plain value either."""
+        return False
+
     @property
     def priority(self) -> int:
         """Validators sign in ascending and validate in descending order of this number."""
@@ -128,3 +133,16 @@ class CompositeValidator(RecordValidatorBase):
         for validator in reversed(self._validators):
             record = _with_value(record, validator.strip_value(record))
         return record.value
+
+    def is_owned(self, record: DHTRecord) -> bool:
+        return any(validator.is_owned(record) for validator in self._validators)
+
+
+def has_owned_entries(validator: RecordValidatorBase | None, key: bytes, value: StoredValue) -> bool:
+    """Whether a value is a dictionary of which somebody owns an entry."""
+    if validator is None or isinstance(value, bytes):
+        return False
+    return any(
+        validator.is_owned(DHTRecord(key, MSGPackSerializer.dumps(subkey), item.value, item.expiration_time))
+        for subkey, item in value.items()
+    )

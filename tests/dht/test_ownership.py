@@ -1,0 +1,246 @@
+"""What is marked with an owner belongs to that owner alone: at every node, for every way of taking it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from shoal.clock import get_dht_time
+from shoal.dht import DHTID, DHTNode
+from shoal.dht.crypto import PrivateKey, SignatureValidator
+from shoal.dht.records import NewRecord
+from shoal.dht.storage import DictionaryDHTValue
+from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord
+from shoal.serializer import MSGPackSerializer
+from tests.dht.swarm import Swarm
+from tests.dht.virtual_time import in_virtual_time
+
+KEY, OTHER_KEY = "key", "other key"
+KEY_ID = DHTID.generate(KEY)
+
+
+def later(seconds: float) -> float:
+    return get_dht_time() + seconds
+
+
+class OwnedRecord:
+    """A swarm in which each node has a key of its own, and one record that the first node has marked as its own."""
+
+    def __init__(self, nodes: list[DHTNode], validators: list[SignatureValidator]) -> None:
+        self.nodes, self.validators = nodes, validators
+        self.owner, *self.others = nodes
+        self.subkey = b"peer" + validators[0].local_public_key
+        self.expires = later(100)
+
+    @classmethod
+    async def create(cls, size: int = 7) -> OwnedRecord:
+        swarm = Swarm(seed=1)
+        validators = [SignatureValidator(PrivateKey()) for _ in range(size)]
+        nodes = [await swarm.node(record_validator=validator) for validator in validators]
+        owned = cls(nodes, validators)
+        assert await owned.owner.store(KEY, "mine", owned.expires, subkey=owned.subkey)
+        return owned
+
+    @property
+    def captured(self) -> NewRecord:
+        """The record as it travels, with its signature."""
+        value = MSGPackSerializer.dumps("mine")
+        record = DHTRecord(KEY_ID.to_bytes(), MSGPackSerializer.dumps(self.subkey), value, self.expires)
+        return NewRecord(KEY_ID, record.subkey, self.validators[0].sign_value(record), self.expires)
+
+    async def is_intact(self) -> None:
+        """Everybody reads what the owner has written, and nothing else."""
+        for reader in self.nodes:
+            if reader.is_alive:
+                found = await reader.get(KEY, latest=True)
+                assert found.value == {self.subkey: ("mine", self.expires)}
+                assert await reader.get(OTHER_KEY, latest=True) is None
+
+
+@in_virtual_time
+async def test_nobody_else_can_overwrite_it_at_any_node_and_the_owner_can():
+    owned = await OwnedRecord.create()
+    for attacker in owned.others:
+        assert not await attacker.store(KEY, "forged", owned.expires + 10, subkey=owned.subkey)
+        assert not await attacker.store(OTHER_KEY, "forged", owned.expires, subkey=owned.subkey)
+    await owned.is_intact()
+    assert await owned.owner.store(KEY, "again mine", owned.expires + 1, subkey=owned.subkey)
+    for reader in owned.nodes:
+        assert (await reader.get(KEY, latest=True)).value == {owned.subkey: ("again mine", owned.expires + 1)}
+
+
+@in_virtual_time
+async def test_it_stays_the_owners_when_the_owner_is_gone():
+    owned = await OwnedRecord.create()
+    await owned.owner.shutdown()
+    await owned.owner.p2p.shutdown()
+    for attacker in owned.others:
+        assert not await attacker.store(KEY, "forged", owned.expires + 10, subkey=owned.subkey)
+    await owned.is_intact()
+
+
+@in_virtual_time
+async def test_others_write_beside_it_under_their_own_mark():
+    owned = await OwnedRecord.create()
+    for number, (node, validator) in enumerate(zip(owned.nodes, owned.validators, strict=True)):
+        assert await node.store(KEY, number, owned.expires + 1, subkey=b"number" + validator.local_public_key)
+    for reader in owned.nodes:
+        found = await reader.get(KEY, latest=True)
+        assert [item.value for item in found.value.values()].count("mine") == 1
+        assert len(found.value) == 1 + len(owned.nodes)
+
+
+# --- forgeries --------------------------------------------------------------------------------------------------------
+
+
+def signed_by(validator: SignatureValidator, record: NewRecord, value: bytes) -> bytes:
+    """The value with this validator's signature, whoever the owner is."""
+    message = DHTRecord(record.key_id.to_bytes(), record.subkey, value, record.expiration_time)
+    signature = validator._private_key.sign(validator._signed_bytes(message, value))
+    return value + b"[signature:" + signature + b"]"
+
+
+def later_expiration(owned: OwnedRecord) -> NewRecord:
+    return owned.captured._replace(expiration_time=owned.expires + 10)
+
+
+def another_key(owned: OwnedRecord) -> NewRecord:
+    return owned.captured._replace(key_id=DHTID.generate(OTHER_KEY))
+
+
+def another_subkey(owned: OwnedRecord) -> NewRecord:
+    return owned.captured._replace(subkey=MSGPackSerializer.dumps(b"other " + owned.subkey))
+
+
+def another_value(owned: OwnedRecord) -> NewRecord:
+    value = owned.captured.value.replace(b"mine", b"ours")
+    return owned.captured._replace(value=value, expiration_time=owned.expires + 10)
+
+
+def unsigned(owned: OwnedRecord) -> NewRecord:
+    return owned.captured._replace(value=MSGPackSerializer.dumps("forged"), expiration_time=owned.expires + 10)
+
+
+def signed_by_somebody_else(owned: OwnedRecord) -> NewRecord:
+    record = owned.captured._replace(expiration_time=owned.expires + 10)
+    return record._replace(value=signed_by(owned.validators[1], record, MSGPackSerializer.dumps("forged")))
+
+
+def two_signatures(owned: OwnedRecord) -> NewRecord:
+    record = owned.captured._replace(expiration_time=owned.expires + 10)
+    return record._replace(value=signed_by(owned.validators[1], record, record.value))
+
+
+def two_owners(owned: OwnedRecord) -> NewRecord:
+    """Signed by the second one, who could otherwise take what is the first one's."""
+    subkey = MSGPackSerializer.dumps(owned.subkey + owned.validators[1].local_public_key)
+    record = owned.captured._replace(subkey=subkey, expiration_time=owned.expires + 10)
+    return record._replace(value=signed_by(owned.validators[1], record, MSGPackSerializer.dumps("forged")))
+
+
+def whole_dictionary(owned: OwnedRecord) -> NewRecord:
+    """A forged entry among good ones."""
+    dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()
+    dictionary.store("good", MSGPackSerializer.dumps(1), owned.expires)
+    dictionary.store(owned.subkey, MSGPackSerializer.dumps("forged"), owned.expires + 10)
+    return NewRecord(KEY_ID, WHOLE_DICTIONARY, dictionary.packb(), owned.expires + 10)
+
+
+FORGERIES: list[Callable[[OwnedRecord], NewRecord]] = [
+    later_expiration,
+    another_key,
+    another_subkey,
+    another_value,
+    unsigned,
+    signed_by_somebody_else,
+    two_signatures,
+    two_owners,
+    whole_dictionary,
+]
+
+
+@pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
+@pytest.mark.parametrize("in_cache", [False, True], ids=["storage", "cache"])
+@in_virtual_time
+async def test_a_forgery_is_refused_by_every_node(forge, in_cache):
+    owned = await OwnedRecord.create()
+    forged = forge(owned)._replace(in_cache=in_cache)
+    for attacker in owned.others:
+        for victim in owned.nodes:
+            if victim is attacker:
+                accepted = [attacker.protocol.records.keep(forged)]
+            else:
+                accepted = await attacker.protocol.call_store(victim.peer_id, [forged])
+            assert accepted == [False]
+    await owned.is_intact()
+
+
+@in_virtual_time
+async def test_the_captured_record_itself_may_be_repeated():
+    owned = await OwnedRecord.create()
+    holders = [node for node in owned.nodes if KEY_ID in node.protocol.storage]
+    outsiders = [node for node in owned.nodes if node not in holders]
+    asker = owned.others[0]
+    for node in owned.nodes:
+        if node is not asker:
+            assert await asker.protocol.call_store(node.peer_id, [owned.captured]) == [node in outsiders]
+    await owned.is_intact()
+
+
+@pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
+@in_virtual_time
+async def test_a_forgery_is_believed_by_no_reader(forge):
+    """A node that checks nothing holds it and tells everybody."""
+    owned = await OwnedRecord.create()
+    forged = forge(owned)
+    for number in range(1, len(owned.nodes)):
+        liar = owned.nodes[number]
+        liar.protocol.records.record_validator = None
+        assert liar.protocol.records.keep(forged)
+    honest = owned.owner
+    for key, expected in ((KEY, {owned.subkey: ("mine", owned.expires)}), (OTHER_KEY, None)):
+        found = await honest.get(key, latest=True)
+        assert (None if found is None else found.value) == expected
+
+
+@in_virtual_time
+async def test_a_plain_value_does_not_push_it_aside():
+    owned = await OwnedRecord.create()
+    plain = NewRecord(KEY_ID, PLAIN_VALUE, MSGPackSerializer.dumps("plain"), owned.expires + 10)
+    for attacker in owned.others:
+        await attacker.store(KEY, "plain", owned.expires + 10)
+        for victim in owned.nodes:
+            if victim is not attacker:
+                had_it = KEY_ID in victim.protocol.storage
+                assert await attacker.protocol.call_store(victim.peer_id, [plain]) == [False] or not had_it
+    for reader in owned.nodes:
+        reader.protocol.cache.clear()
+        found = await reader.get(KEY, latest=True)
+        assert found.value == {owned.subkey: ("mine", owned.expires)}
+
+
+@pytest.mark.parametrize("in_cache", [False, True], ids=["storage", "cache"])
+@in_virtual_time
+async def test_nor_does_one_that_was_there_before(in_cache):
+    """At nodes that the owner did not reach, and in the caches of all."""
+    owned = await OwnedRecord.create()
+    plain = NewRecord(KEY_ID, PLAIN_VALUE, MSGPackSerializer.dumps("plain"), owned.expires + 10, in_cache)
+    for node in owned.nodes:
+        node.protocol.cache.clear()
+        if in_cache or KEY_ID not in node.protocol.storage:
+            local = node.protocol.cache if in_cache else node.protocol.storage
+            assert local.store(KEY_ID, plain.value, plain.expiration_time)
+    for reader in owned.nodes:
+        found = await reader.get(KEY, latest=True)
+        assert found.value == {owned.subkey: ("mine", owned.expires)}
+
+
+@in_virtual_time
+async def test_plain_values_replace_dictionaries_that_nobody_owns():
+    owned = await OwnedRecord.create()
+    owner, *others = owned.nodes
+    assert await owner.store("open", 1, later(50), subkey="a")
+    assert await others[0].store("open", "plain", later(60))
+    for reader in owned.nodes:
+        assert (await reader.get("open", latest=True)).value == "plain"
