@@ -26,6 +26,7 @@ FLOATING_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CHUNK = 2**18
 """Values that are worked on at a time: few enough for the processor's cache, many enough for Python to cost little."""
 
+_FP16_MAX = torch.finfo(torch.float16).max
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -63,9 +64,9 @@ def finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def saturate(values: torch.Tensor, wide: torch.Tensor) -> None:
-    """Copy numbers, which are spoilt, into a tensor of a narrower type, without rounding to infinity."""
-    largest = torch.finfo(values.dtype).max
-    values.copy_(wide if values.dtype.itemsize > 2 else wide.clamp_(-largest, largest))
+    """Copy numbers, which are spoilt, into a tensor of another type; what would be infinite is its largest value."""
+    largest = min(torch.finfo(values.dtype).max, _FP32_MAX)
+    values.copy_(wide.clamp_(-largest, largest))
 
 
 class FloatingPointCompression(CompressionBase):
@@ -135,6 +136,8 @@ class Float16Compression(FloatingPointCompression):
 
     def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
         values.copy_(typed(payload, self._wire))
+        if values.dtype == torch.float16:  # what bfloat16 has rounded up may be beyond its range
+            values.clamp_(-_FP16_MAX, _FP16_MAX)
 
 
 class BFloat16Compression(Float16Compression):
