@@ -6,10 +6,11 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from shoal.dht.crypto import PublicKey
-from shoal.dht.messages import unpack_contact
+from shoal.dht.messages import FindRequest, unpack_contact
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import DHTRecord
 from shoal.errors import ProtocolError
@@ -19,9 +20,21 @@ from shoal.p2p.identity import verify_signature
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.p2p.wire import decode_header
 from shoal.serializer import MSGPackSerializer
+from tests.dht.members import Authority, Member
 from tests.fuzz.fuzzing import Target
 from tests.fuzz.mutation import Mutator
-from tests.fuzz.samples import ADDRESSES, CONTACT, IDENTITY, OWNER, PACKED_HEADERS, RECORDS, SCHEMA, VALUES, validator
+from tests.fuzz.samples import (
+    ADDRESSES,
+    CONTACT,
+    IDENTITY,
+    KEYS,
+    OWNER,
+    PACKED_HEADERS,
+    RECORDS,
+    SCHEMA,
+    VALUES,
+    validator,
+)
 
 PEER = str(IDENTITY.peer_id)
 BINARY_ADDRESSES = [Multiaddr(address).to_bytes() for address in [*ADDRESSES, f"/p2p/{PEER}"]]
@@ -109,7 +122,35 @@ def _certificates() -> Sequence[bytes]:
     return [x509.load_pem_x509_certificate(Identity.generate().certificate_pem()[0]).public_bytes(Encoding.DER)] * 2
 
 
+class MembersOnly:
+    """Someone who answers members, and a member's request, captured and changed by a stranger."""
+
+    call = "DHTProtocol.rpc_find called by a member at another one"
+
+    async def start_afresh(self) -> None:
+        authority = Authority()
+        self.servicer, member = Member(authority), Member(authority)
+        request, another = FindRequest(keys=KEYS), FindRequest(keys=KEYS[:1])
+        await member.sign_request(request, self.call)
+        await Member(Authority()).sign_request(another, self.call)
+        self.captured, self.foreign = msgspec.msgpack.encode(request), msgspec.msgpack.encode(another)
+
+    def changed(self, mutator: Mutator) -> bytes:
+        return mutator.packed(self.captured, [self.foreign])
+
+    async def feed(self, hostile: bytes) -> str:
+        try:
+            request = decode_header(hostile, FindRequest)
+        except ProtocolError:
+            return "ProtocolError"
+        if not await self.servicer.validate_request(request, self.call):
+            return "refused"
+        assert msgspec.msgpack.encode(request) == self.captured, "a request that its sender did not make"
+        return "accepted"
+
+
 def targets() -> list[Target]:
+    members = MembersOnly()
     certificates = _certificates()
     public_key = OWNER.local_public_key[len(b"[owner:") : -1]
     composite = validator()
@@ -131,4 +172,5 @@ def targets() -> list[Target]:
         Target("record, signatures", record, lambda hostile: _validated(hostile, OWNER.validate)),
         Target("record, schema", record, lambda hostile: "accepted" if SCHEMA.validate(hostile) else "refused"),
         Target("record, all validators", record, lambda hostile: _validated(hostile, composite.validate)),
+        Target("request of a member", members.changed, members.feed, members.start_afresh),
     ]
