@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import msgspec
 import pytest
 import torch
@@ -12,11 +14,11 @@ from shoal.compression import CompressionType, SerializedTensor, TensorMetadata,
 from shoal.compression import serialize_torch_tensor as serialize
 from shoal.compression.base import DTYPES, tensor_over
 
-CODES = [CompressionType.NONE, CompressionType.FLOAT16]
+CODES = list(CompressionType)
 
 
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("change", [-1, -4, 1, 400])
+@pytest.mark.parametrize("change", [-1, -4, 1, 4000])
 def test_truncated_or_oversized_bytes(code, change):
     serialized = serialize(torch.randn(10), code)
     raw = bytes(serialized.buffer)
@@ -37,7 +39,7 @@ def test_truncated_or_oversized_bytes(code, change):
         TensorMetadata(0, "float32", (0, 2**30, 2**30)),
         TensorMetadata(0, "float32", (1,) * 65),
         TensorMetadata(0, "int32", (1,), requires_grad=True),
-        TensorMetadata(2, "int32", (2,)),
+        *(TensorMetadata(code, "int32", (2,)) for code in range(1, 8)),
     ],
     ids=str,
 )
@@ -49,7 +51,7 @@ def test_impossible_metadata(metadata):
 @given(
     st.builds(
         TensorMetadata,
-        compression=st.integers(-2, 7),
+        compression=st.integers(-2, 9),
         dtype=st.sampled_from([*DTYPES, "qint8", ""]),
         size=st.lists(st.integers(-1, 6), max_size=4).map(tuple),
         requires_grad=st.booleans(),
@@ -63,6 +65,41 @@ def test_any_metadata_with_any_bytes(metadata, raw):
         return
     assert tuple(tensor.shape) == metadata.size
     assert tensor.dtype == DTYPES[metadata.dtype]
+
+
+@pytest.mark.parametrize("code", CODES)
+@given(
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
+    size=st.lists(st.integers(0, 70), max_size=2).map(tuple),
+    data=st.data(),
+)
+def test_any_bytes_of_the_right_number_give_some_tensor(code, dtype, size, data):
+    serialized = serialize(torch.zeros(size, dtype=dtype), code)
+    raw = data.draw(st.randoms()).randbytes(len(serialized.buffer))
+    for memory in (raw, memoryview(b"x" + raw)[1:]):
+        tensor = deserialize_torch_tensor(SerializedTensor(serialized.metadata, memory))
+        assert (tuple(tensor.shape), tensor.dtype) == (size, dtype)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_no_memory_is_taken_for_sizes_that_the_bytes_do_not_bear_out(code):
+    metadata = TensorMetadata(int(code), "float32", (2**20, 2**25))
+    tracemalloc.start()
+    try:
+        with pytest.raises(RuntimeError, match="takes"):
+            deserialize_torch_tensor(SerializedTensor(metadata, bytes(5000)))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_unaligned_bytes_are_read_alike(code):
+    torch.manual_seed(0)
+    serialized = serialize(torch.randn(9001), code)
+    unaligned = memoryview(bytearray(b"x") + bytes(serialized.buffer))[1:]
+    expected = deserialize_torch_tensor(serialized)
+    assert torch.equal(deserialize_torch_tensor(SerializedTensor(serialized.metadata, unaligned)), expected)
 
 
 def test_unaligned_and_read_only_memory_is_copied():
