@@ -12,9 +12,12 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    from wide_area import Host
 
 HERE = Path(__file__).parent
 ANSWER_LIMIT_SECONDS = 300
@@ -45,10 +48,11 @@ class Crew:
     Args:
         script: what each peer runs, with ``--library``, ``--peers`` and its own ``--index``.
         library: decides which Python runs it.
+        hosts: where each peer runs; default: here.
         arguments: further options of the script.
     """
 
-    def __init__(self, script: str, library: str, peers: int, **arguments: Any) -> None:
+    def __init__(self, script: str, library: str, peers: int, hosts: Sequence[Host] = (), **arguments: Any) -> None:
         self.library = library
         self.broken = False
         """Some peers were killed or stopped: the others are not asked to leave politely."""
@@ -58,16 +62,17 @@ class Crew:
         environment = dict(os.environ)
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"
+        places = [[*host.launcher, *command, "--listen", host.address] for host in hosts] or [command] * peers
         self.processes = [
             subprocess.Popen(
-                [*command, "--index", str(index)],
+                [*place, "--index", str(index)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 env=environment,
                 start_new_session=True,  # a group of its own: closing takes its children along
             )
-            for index in range(peers)
+            for index, place in enumerate(places)
         ]
 
     def _get_ready(self) -> None:

@@ -133,21 +133,28 @@ class AveragerPeer(Peer):
     """A DecentralizedAverager of the library's default settings, with a group that is complete at all peers."""
 
     def __init__(
-        self, library: str, index: int, peers: int, shapes: list[tuple[int, ...]], options: dict[str, Any]
+        self,
+        library: str,
+        index: int,
+        peers: int,
+        shapes: list[tuple[int, ...]],
+        options: dict[str, Any],
+        address: str = "127.0.0.1",
     ) -> None:
         super().__init__(index, peers, shapes)
         self.library = importlib.import_module(library)
         self.version = self.library.__version__
         self.stage = importlib.import_module(f"{library}.averaging.control").AveragingStage
         self.options = options
+        self.listen = {"host_maddrs": [f"/ip4/{address}/tcp/0"]}
 
     def open(self) -> list[str]:
-        self.dht = self.library.DHT(start=True)
+        self.dht = self.library.DHT(start=True, **self.listen)
         return [str(address) for address in self.dht.get_visible_maddrs()]
 
     def join(self, address: list[str]) -> None:
         if self.index != 0:
-            self.dht = self.library.DHT(initial_peers=address, start=True)
+            self.dht = self.library.DHT(initial_peers=address, start=True, **self.listen)
         tensors = [torch.zeros_like(tensor) for tensor in self.base]
         self.averager = self.library.DecentralizedAverager(
             tensors,
@@ -239,6 +246,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--tensors", type=int, default=0, help="of equal size; 0: shapes of a transformer")
+    parser.add_argument("--listen", default="127.0.0.1", metavar="ADDRESS")
     parser.add_argument("--options", type=json.loads, default={})
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -247,7 +255,7 @@ def main() -> None:
         shapes = equal_shapes(args.megabytes, args.tensors) if args.tensors else realistic_shapes(args.megabytes)
         if args.library == "gloo":
             return GlooPeer(args.index, args.peers, shapes)
-        return AveragerPeer(args.library, args.index, args.peers, shapes, args.options)
+        return AveragerPeer(args.library, args.index, args.peers, shapes, args.options, args.listen)
 
     obey(make_peer)
 
