@@ -581,6 +581,12 @@ def test_all_names_of_utilities_and_compression_are_at_the_top_level_too() -> No
         find("shoal.utils.nothing")
 
 
+def test_extension_codes_of_what_travels_packed() -> None:
+    dictionary, batch = find("shoal.dht.storage.DictionaryDHTValue"), find("shoal.BatchTensorDescriptor")
+    codes = find("shoal.MSGPackSerializer")._ext_type_codes
+    assert (codes[0x50], codes[0x51]) == (dictionary, batch)
+
+
 def test_works_under_the_other_name() -> None:
     """Each line in a state as after a fresh start of the interpreter: rooms load at first use."""
     script = """
