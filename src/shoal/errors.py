@@ -14,7 +14,7 @@
     ├── BusyError               a peer is asked for more than it does for others at the moment
     ├── ProtocolError           a peer sent bytes that break the protocol; its connection is dropped
     ├── DHTError                the distributed table refused or failed
-    │   └── ValidationError     this node may not join: unreachable, or its clock is off
+    │   └── ValidationError     this node may not join: unreachable, or the time is disputed
     ├── AveragingError
     │   ├── MatchmakingException    no group could be formed
     │   └── AllreduceException      a group was formed (or not in time) but no result came of it

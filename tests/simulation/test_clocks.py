@@ -14,6 +14,7 @@ from shoal.dht import DHTNode
 from shoal.errors import ValidationError
 from shoal.p2p import P2P
 from shoal.testing import Host, Link, Network, VirtualTimeLoop, run
+from tests.dht.members import Authority, Member
 
 WIDE_AREA = Link(delay=(0.01, 0.1), jitter=0.02)
 MINUTES = 60.0
@@ -282,6 +283,21 @@ def test_a_clock_that_drifts_is_followed_without_steps_back(drift):
             last = host.dht_time()
             assert abs(swarm.times()[2]) < 2 * SAME_TIME
         assert abs(host.clock_offset) > 17
+
+    run(main())
+
+
+@pytest.mark.parametrize("offset", [5 * MINUTES, -5 * MINUTES])
+def test_a_table_for_members_only(offset):
+    """There each request bears the time at which it was made, also the first one of a newcomer."""
+
+    async def main() -> None:
+        swarm, authority = ClockSwarm(), Authority()
+        for number in range(5):
+            await swarm.join(offset if number == 3 else 0.0, authorizer=Member(authority))
+        await swarm.store(swarm.nodes[3], "key", 60)
+        assert await swarm.get(swarm.nodes[1], "key") == "KEY"
+        assert_same_time(swarm)
 
     run(main())
 

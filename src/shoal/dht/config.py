@@ -52,7 +52,7 @@ class NodeConfig:
     ensure_bootstrap_success: bool = True
     """Fail if no initial peer answers, and let the one that does check that this node can be reached."""
     strict: bool = True
-    """Fail if this node cannot be reached or its clock is off; otherwise only warn."""
+    """Fail if this node cannot be reached, or if nobody can tell the right time; otherwise only warn."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_size", "num_replicas", "depth_modulo", "num_workers", "chunk_size"):

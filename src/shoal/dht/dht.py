@@ -45,7 +45,7 @@ class DHT:
     Raises:
         TypeError, ValueError: ``initial_peers`` is not a list of such addresses.
         BootstrapError: no initial peer could be reached; it says why for each address.
-        ValidationError: this peer cannot be reached, or its clock is off.
+        ValidationError: this peer cannot be reached, or the initial peers do not agree about the time.
     """
 
     def __init__(

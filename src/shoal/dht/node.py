@@ -104,7 +104,7 @@ class DHTNode:
 
         Raises:
             BootstrapError: no initial peer answered.
-            ValidationError: this node cannot be reached, or its clock is off.
+            ValidationError: this node cannot be reached, or the initial peers do not agree about the time.
             ValueError, TypeError: an argument makes no sense.
         """
         if not isinstance(authorizer, AuthorizerBase | None):
