@@ -14,6 +14,7 @@ import torch
 
 from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.snapshot import OwnedState
+from shoal.futures import AwaitableFuture
 from shoal.optim.lr_schedule import LRSchedulerBase, catch_up
 from shoal.optim.optimizer_state import (
     dump_optimizer_state,
@@ -406,7 +407,7 @@ class TrainingStateAverager(DecentralizedAverager):
             Whether there was a donor whose state fits and is not older than this one.
         """
         if not wait:
-            outcome: concurrent.futures.Future[bool] = concurrent.futures.Future()
+            outcome: AwaitableFuture[bool] = AwaitableFuture()
             threading.Thread(target=self._load_into, args=(outcome, timeout), daemon=True).start()
             return outcome
         downloaded = super().load_state_from_peers(timeout=timeout)
@@ -421,7 +422,7 @@ class TrainingStateAverager(DecentralizedAverager):
             self.optimizer.load_state_dict(state_dict)
             self._contents.adopt_statistics()
 
-    def _load_into(self, outcome: concurrent.futures.Future[bool], timeout: float | None) -> None:
+    def _load_into(self, outcome: AwaitableFuture[bool], timeout: float | None) -> None:
         try:
             outcome.set_result(self.load_state_from_peers(timeout=timeout))
         except Exception as e:
