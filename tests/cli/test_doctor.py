@@ -23,8 +23,10 @@ from shoal.cli.doctor.machine import ENOUGH_OPEN_FILES, describe_listening, look
 from shoal.cli.doctor.peer import look_at_peer
 from shoal.cli.main import main
 from shoal.clock import SwarmClock
+from shoal.dht import DHTNode
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.p2p.checkup import Checkup
+from tests.dht.members import Authority, Member
 from tests.p2p.peers import Peers
 
 STRANGER = Identity.generate().peer_id
@@ -44,6 +46,12 @@ def test_lines_fit_into_a_terminal() -> None:
         "  FAIL  check          bad",
         "                       -> do this",
     ]
+
+
+def test_what_others_tell_does_not_rule_the_terminal() -> None:
+    lines = ok("check", "\x1b[2J\x07" + "x" * 10_000).lines()
+    assert all(line.isprintable() for line in lines)
+    assert sum(map(len, lines)) < 3000
 
 
 def test_summary() -> None:
@@ -135,9 +143,13 @@ async def examine(p2p: P2P, address: str, peer: PeerID = STRANGER, keeps_identit
 async def examine_each_other(**options: Any) -> dict[str, Finding]:
     async with Peers("tcp") as peers:
         server, caller = await peers.start(), await peers.start(**options)
+        node = await DHTNode.create(p2p=server)
         caller.clock = SwarmClock()  # as if it was another process
         [address] = server.get_addresses(server.peer_id)
-        return await examine(caller, str(address), server.peer_id)
+        try:
+            return await examine(caller, str(address), server.peer_id)
+        finally:
+            await node.shutdown()
 
 
 def only_failure(found: dict[str, Finding]) -> Finding:
@@ -153,6 +165,7 @@ async def test_a_good_peer() -> None:
         "connection",
         "handshake",
         "versions",
+        "table",
         "round trip",
         "clock",
         "dial back",
@@ -258,8 +271,8 @@ async def test_the_own_identity_is_online_elsewhere(tmp_path: Path) -> None:
         await Checkup.get_stub(first, witness.peer_id).rpc_describe(peer_module.Question())
         second = await peers.start(identity_path=path)
         [where] = witness.get_addresses(witness.peer_id)
-        failure = only_failure(await examine(second, str(where), witness.peer_id, keeps_identity=True))
-        assert failure.check == "identity"
+        failure = (await examine(second, str(where), witness.peer_id, keeps_identity=True))["identity"]
+        assert failure.verdict is Verdict.FAIL
         assert "already taken by another peer" in failure.text
         [own] = first.get_addresses(first.peer_id)
         failure = only_failure(await examine(second, str(own), first.peer_id, keeps_identity=True))
@@ -319,6 +332,26 @@ async def test_a_peer_without_these_checks() -> None:
         found = await examine(caller, str(address), there.peer_id)
         assert found["versions"].verdict is Verdict.WARN
         assert "too old" in found["versions"].text
+
+
+async def test_a_peer_that_is_no_node_of_a_table() -> None:
+    async with Peers("tcp") as peers:
+        there, caller = await peers.two()
+        [address] = there.get_addresses(there.peer_id)
+        failure = only_failure(await examine(caller, str(address), there.peer_id))
+        assert failure.check == "table"
+        assert "no handler" in failure.text
+
+
+async def test_a_table_for_members_only() -> None:
+    async with Peers("tcp") as peers:
+        there, caller = await peers.two()
+        node = await DHTNode.create(p2p=there, authorizer=Member(Authority()))
+        [address] = there.get_addresses(there.peer_id)
+        found = (await examine(caller, str(address), there.peer_id))["table"]
+        assert found.verdict is Verdict.WARN
+        assert "members only" in found.fix
+        await node.shutdown()
 
 
 async def test_a_slow_line(monkeypatch: pytest.MonkeyPatch) -> None:

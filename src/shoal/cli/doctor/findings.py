@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 WIDTH = 80
+MAX_CHARACTERS = 1000
 INDENT = 23
 """Where texts begin, after the verdict and the name of the check."""
 
@@ -59,8 +60,10 @@ def fail(check: str, text: str, fix: str, **values: Any) -> Finding:
 
 
 def _wrap(text: str, hanging: str = "") -> list[str]:
+    """Lines that fit; what other peers have told may hold anything, also codes that terminals obey."""
     lines: list[str] = []
-    for paragraph in text.splitlines():
+    for paragraph in text[:MAX_CHARACTERS].split("\n"):
+        paragraph = "".join(character if character.isprintable() else "?" for character in paragraph)
         lines += textwrap.wrap(
             paragraph, WIDTH - INDENT, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
         )

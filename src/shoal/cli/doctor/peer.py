@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator
 from shoal.cli.doctor.findings import Finding, fail, ok, warn
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, UNNOTICEABLE_SECONDS
 from shoal.clock import timeout as time_limit
-from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, ShoalError
+from shoal.dht.messages import PingRequest, PingResponse
+from shoal.dht.protocol import DHTProtocol
+from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, P2PHandlerError, ShoalError
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.checkup import (
     CALL_BACK_SECONDS,
@@ -73,6 +75,7 @@ async def look_at_peer(p2p: P2P, address: Multiaddr, peer: PeerID, *, keeps_iden
         yield _does_not_answer(error)
         return
     yield _versions(found)
+    yield await _table(p2p, peer)
     round_trip, finding = await _round_trip(p2p, peer)
     yield finding
     yield _clock(p2p, peer)
@@ -160,6 +163,20 @@ def _versions(there: Description) -> Finding:
     if there.shoal != here.shoal:
         return warn("versions", f"{text}; here: shoal {here.shoal}", "use the same version at all peers", **values)
     return ok("versions", text, **values)
+
+
+async def _table(p2p: P2P, peer: PeerID) -> Finding:
+    """Joining needs a node of the table there."""
+    handle = DHTProtocol.handle_name("rpc_ping", None)
+    try:
+        answer = await p2p.call(peer, handle, PingRequest(), PingResponse, timeout=ANSWER_SECONDS)
+    except P2PHandlerError as error:
+        return warn("table", str(error), "it may be for members only: use the same authorizer")
+    except NO_ANSWER as error:
+        fix = "join through another peer, or start a DHT there that is not in client mode"
+        return fail("table", str(error) or "no answer", fix)
+    node_id = None if answer.node_id is None else answer.node_id.hex()
+    return ok("table", f"node {node_id} of the DHT", node_id=node_id)
 
 
 async def _round_trip(p2p: P2P, peer: PeerID) -> tuple[float, Finding]:
