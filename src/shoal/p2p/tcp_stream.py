@@ -116,6 +116,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         disown_socket(self._descriptor, self)
+        if self._transport is not None:
+            self._transport.close()  # Python 3.10 takes it for forgotten otherwise
         if self._closing is not None:
             self._closing.cancel()
         if exc is not None and not self._closed and not isinstance(exc, ConnectionResetError):
