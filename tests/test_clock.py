@@ -102,6 +102,26 @@ def test_machines_that_are_right_set_the_time_whoever_came_first():
     assert machine.error == pytest.approx(0, abs=1e-6)
 
 
+def test_who_knows_only_initial_peers_does_as_they_do():
+    """Otherwise these would find that the newcomer has the wrong time, and not let it in."""
+    machine = Laboratory()
+    for source in "ab":
+        machine.clock.join_through(source)
+        machine.hear(source, 300, offset=-300)
+    assert machine.error == pytest.approx(300)
+    machine.hear("c", 300, offset=-300)
+    assert machine.error == pytest.approx(0, abs=1e-6)
+
+
+def test_initial_peers_that_disagree_are_judged_by_the_own_clock():
+    machine = Laboratory()
+    for source, ahead in (("a", 300), ("b", 0)):
+        machine.clock.join_through(source)
+        machine.hear(source, ahead)
+    assert machine.error == 0
+    assert not machine.clock.is_disputed
+
+
 def test_what_most_take_for_the_time_counts_where_all_clocks_are_off():
     machine = Laboratory(ahead=77)
     for number, offset in enumerate([0, 100, -30, 250, 12]):

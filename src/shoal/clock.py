@@ -9,12 +9,12 @@ How an offset is found
     Each exchange with a peer tells two differences: to that peer's own clock, and to what it takes for the time of the
     swarm. A peer has one vote, from its exchange with the shortest round trip.
 
-    1. If two thirds of all clocks that are known, this machine's included, agree, then they are right. So the machines
+    1. Who knows only the peers through which it joined takes over what most of them take for the time of the swarm.
+    2. If two thirds of all clocks that are known, this machine's included, agree, then they are right. So the machines
        that are kept right by NTP set the time, whoever came first, and are themselves never corrected.
-    2. Otherwise the time of the swarm is what most peers take for it, so that there is one even if most clocks are off
-       by different amounts. A peer that knows only those through which it joined takes over theirs; any other one has
-       a vote of its own, and follows no single peer.
-    3. Without a majority nothing changes.
+    3. Otherwise the time of the swarm is what most peers take for it, this one included, so that there is one even if
+       most clocks are off by different amounts. No single peer is followed.
+    4. Without a majority nothing changes.
 
 How it is applied
     Differences below a quarter of a second are left alone: they may be errors of measurement. What is found in the
@@ -204,17 +204,20 @@ class SwarmClock:
     # --- deciding -----------------------------------------------------------------------------------------------------
 
     def _estimate(self) -> float | None:
-        samples = self._samples.values()
-        clocks = [_Vote(0.0, 0.0), *(_Vote(each.ahead_of_clock, each.round_trip) for each in samples)]
-        if len(clocks) >= 3:
-            estimate = _agreement(clocks, math.ceil(len(clocks) * 2 / 3))
-            if estimate is not None:
-                return estimate
-        opinions = [_Vote(each.ahead_of_swarm, each.round_trip) for each in samples]
-        if not all(source in self._joined_through for source in self._samples):
-            if len(opinions) < 2:
-                return None
-            opinions.append(_Vote(self.offset, 0.0))
+        if all(source in self._joined_through for source in self._samples):
+            found = self._agreement_of_opinions([])
+            return self._agreement_of_clocks() if found is None else found
+        found = self._agreement_of_clocks()
+        if found is None and len(self._samples) > 1:
+            found = self._agreement_of_opinions([_Vote(self.offset, 0.0)])
+        return found
+
+    def _agreement_of_clocks(self) -> float | None:
+        clocks = [_Vote(0.0, 0.0), *(_Vote(each.ahead_of_clock, each.round_trip) for each in self._samples.values())]
+        return _agreement(clocks, math.ceil(len(clocks) * 2 / 3)) if len(clocks) >= 3 else None
+
+    def _agreement_of_opinions(self, own: list[_Vote]) -> float | None:
+        opinions = [*own, *(_Vote(each.ahead_of_swarm, each.round_trip) for each in self._samples.values())]
         return _agreement(opinions, len(opinions) // 2 + 1)
 
     def _follow(self, offset: float) -> None:

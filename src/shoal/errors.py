@@ -100,10 +100,10 @@ class ValidationError(DHTError):
     def __init__(self, text: str, verdicts: dict[str, str] | None = None) -> None:
         self.verdicts = verdicts or {}
         self._text = text
-        super().__init__(text, self.verdicts)
+        super().__init__(text + _list_verdicts(self.verdicts))
 
-    def __str__(self) -> str:
-        return self._text + _list_verdicts(self.verdicts)
+    def __reduce__(self) -> tuple[type[ValidationError], tuple[str, dict[str, str]]]:
+        return type(self), (self._text, self.verdicts)
 
 
 class AveragingError(ShoalError):

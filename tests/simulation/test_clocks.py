@@ -212,6 +212,23 @@ def test_a_stranger_alone_does_not_move_the_first_peer(seconds):
     run(main())
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_newcomer_is_not_kept_out_by_clocks_that_are_right(seed):
+    """It knows but a few peers, so it is not for the newcomer to know better what time it is."""
+
+    async def main() -> None:
+        swarm = ClockSwarm()
+        for offset in (300.0, 300.0, 300.0, 0.0, 0.0):
+            await swarm.join(offset)
+        assert_same_time(swarm, expected=300)
+        await swarm.join(0.0, swarm.nodes[3:5])
+        for node in swarm.nodes:
+            await swarm.store(node, f"by {node.peer_id}", 60)
+        assert_same_time(swarm, expected=300)
+
+    run(main(), seed=seed)
+
+
 async def two_swarms_with_different_times(swarm: ClockSwarm) -> list[DHTNode]:
     await swarm.join(0.0)
     await swarm.join(500.0, [])
