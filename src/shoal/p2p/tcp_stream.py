@@ -170,9 +170,10 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
     def _resume_reading(self) -> None:
         if self._read_paused and self._transport is not None and not self._closed:
             self._read_paused = False
-            self._transport.resume_reading()
             if self._paused_check is not None:
                 self._paused_check.cancel()
+            if self._transport.get_extra_info("socket") is not None:  # None: it is over, connection_lost is on its way
+                self._transport.resume_reading()
 
     async def write(self, *buffers: Buffer) -> None:
         if self.closed or self._transport is None:
@@ -233,8 +234,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
 
     def _reset_connection(self, transport: asyncio.Transport) -> None:
         """End it in a way that overtakes what is still under way, which may be held up where nobody reads."""
-        if not transport.is_closing():
-            connection: socket.socket = transport.get_extra_info("socket")
+        connection: socket.socket | None = transport.get_extra_info("socket")
+        if connection is not None and not transport.is_closing():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         transport.abort()
 
