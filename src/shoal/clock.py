@@ -165,30 +165,36 @@ class SwarmClock:
         if round_trip > MAX_ROUND_TRIP_SECONDS:
             return
         round_trip = max(0.0, round_trip)
+        wall, now = self._wall(), self._monotonic()
         if self._first_heard_at is None:
-            self._first_heard_at = self._monotonic()
-        self._forget_what_is_outdated()
-        ahead = self._wall() - (swarm_time + round_trip / 2)
-        self._note(source, _Sample(ahead - their_offset, ahead, round_trip, self._monotonic()))
+            self._first_heard_at = now
+        if abs(wall - now - self._sampled_beyond_monotonic) > WORTH_A_WARNING_SECONDS:
+            self._samples.clear()  # the machine's clock was set, so they compare others with something that is gone
+            self._sampled_beyond_monotonic = wall - now
+        ahead = wall - (swarm_time + round_trip / 2)
+        new = _Sample(ahead - their_offset, ahead, round_trip, now)
+        self._note(source, new)
+        if self._course is not None or self._told_offset or not _is_unnoticeable(new):
+            self._decide(now)  # otherwise one more peer says that all is well
+
+    def _decide(self, now: float) -> None:
+        self._forget_what_is_older(now - MAX_AGE_SECONDS)
         estimate = self._estimate()
         if estimate is not None:
             self._follow(0.0 if abs(estimate) <= UNNOTICEABLE_SECONDS else estimate)
         self._tell()
 
-    def _forget_what_is_outdated(self) -> None:
-        now = self._monotonic()
-        beyond = self._wall() - now
-        if abs(beyond - self._sampled_beyond_monotonic) > WORTH_A_WARNING_SECONDS:
-            self._samples.clear()  # the machine's clock was set, so they compare others with something that is gone
-            self._sampled_beyond_monotonic = beyond
+    def _forget_what_is_older(self, oldest: float) -> None:
         for source, sample in list(self._samples.items()):
-            if sample.heard_at < now - MAX_AGE_SECONDS:
+            if sample.heard_at < oldest:
                 del self._samples[source]
 
     def _note(self, source: Hashable, new: _Sample) -> None:
         old = self._samples.get(source)
         if old is None and len(self._samples) >= MAX_SOURCES:
-            return
+            self._forget_what_is_older(new.heard_at - MAX_AGE_SECONDS)
+            if len(self._samples) >= MAX_SOURCES:
+                return
         if old is not None and self._is_better(old, new):
             new = old._replace(ahead_of_swarm=new.ahead_of_swarm)
         self._samples[source] = new
@@ -248,6 +254,10 @@ class SwarmClock:
             "ahead of" if offset > 0 else "behind",
             len(self._samples),
         )
+
+
+def _is_unnoticeable(sample: _Sample) -> bool:
+    return max(abs(sample.ahead_of_clock), abs(sample.ahead_of_swarm)) <= UNNOTICEABLE_SECONDS
 
 
 def _agreement(votes: Sequence[_Vote], needed: int) -> float | None:
