@@ -29,7 +29,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from shoal.clock import get_dht_time
-from shoal.dht import DHTNode
+from shoal.dht import DHTID, DHTNode
 from shoal.testing import Link, Network, Trace, run, start_dht_nodes
 
 SECONDS_TO_LIVE = 86400.0
@@ -58,6 +58,8 @@ class Figures:
     """Gets of records that were stored."""
     found: int
     """Gets that returned what was stored."""
+    lost: int
+    """Records that could not be found, because all nodes that held them are dead."""
     median_hops: float
     most_hops: int
     median_store_seconds: float
@@ -88,6 +90,7 @@ class Swarm:
         self.stored: list[int] = []
         self.asked = 0
         self.found = 0
+        self.lost = 0
         self.store_seconds: list[float] = []
         self.get_seconds: list[float] = []
         self._now = asyncio.get_running_loop().time
@@ -116,6 +119,9 @@ class Swarm:
         self.living = [(node, host) for node, host in self.living if host not in dying]
 
     async def get_everything(self) -> None:
+        """Each record that was stored, once, at a node chosen at random."""
+        held = {key for node, _ in self.living for key, _ in node.protocol.storage.items()}
+        self.lost = sum(DHTID.generate(f"key {number}") not in held for number in self.stored)
         await _a_few_at_a_time(self.get, sorted(self.stored))
 
 
@@ -190,6 +196,7 @@ def simulate(scenario: str, nodes: int, operations: int, seed: int = 0) -> Figur
             stored=len(swarm.stored),
             asked=swarm.asked,
             found=swarm.found,
+            lost=swarm.lost,
             median_hops=median(hops.elements()),
             most_hops=max(hops),
             median_store_seconds=median(swarm.store_seconds),

@@ -42,6 +42,7 @@ async def test_searches_for_the_same_key_share_the_first_result():
     before = calls_made(node)
     alone = await node.get("key")
     cost_of_one = calls_made(node) - before
+    swarm.fall_silent(next(n for n in swarm.nodes if n is not node and KEY not in n.protocol.storage))
     before = calls_made(node)
     first = asyncio.ensure_future(node.get("key", latest=True))
     others = [asyncio.ensure_future(node.get("key")) for _ in range(10)]

@@ -4,8 +4,8 @@ One traversal serves many queries at once, with few requests in flight. For each
 nearest nodes that it has heard of and that did not fail, and asks them, nearest first. A request about one query takes
 others along: those whose targets are nearest to the node that is being asked.
 
-When the very nearest nodes have answered, the rest of the beam is known, and asked all at once. A node from which
-nothing was heard for suspiciously long is not waited for if most of those that matter have answered.
+When most of the very nearest nodes have answered, the rest of the beam is known, and asked all at once. A node from
+which nothing was heard for suspiciously long is then not waited for.
 
 Everything here is plain bookkeeping on numbers; how a node is asked is the caller's business.
 """
@@ -126,10 +126,12 @@ class Query:
 
     def may_end_without_stalled(self, num_replicas: int) -> bool:
         """Whether only suspicious nodes have not answered yet, and most of those that should hold a record have."""
-        if self.active > len(self.stalled):
-            return False
-        holders = heapq.nsmallest(num_replicas, (*self.nearest[:num_replicas], *self.stalled))
-        return sum(distance in self.responded for distance in holders) * 2 > len(holders)
+        return self.active == len(self.stalled) and self.has_responses_of_most(num_replicas)
+
+    def has_responses_of_most(self, count: int) -> bool:
+        """Whether most of the ``count`` nearest nodes have responded, also if others of them take suspiciously long."""
+        nearest = heapq.nsmallest(count, (*self.nearest[:count], *self.stalled))
+        return sum(distance in self.responded for distance in nearest) * 2 > len(nearest)
 
     def best_nodes(self) -> list[DHTID]:
         """The beam, nearest first."""
@@ -160,9 +162,9 @@ class Traversal:
         queries_per_call: most targets in one request.
         own_id: this node is never asked.
         enough_responses: end a query when this many of the nearest nodes have responded; ``None`` = ask the whole beam.
-        num_replicas: how many of the nearest nodes should have what is looked for. When they have answered, the rest
-            of the beam is asked at once; when most of them have, suspicious nodes are not waited for. ``None`` = a
-            query ends when its whole beam has answered or failed.
+        num_replicas: how many of the nearest nodes should have what is looked for. When most of them have answered, the
+            rest of the beam is asked at once, and suspicious nodes are not waited for. ``None`` = a query ends when its
+            whole beam has answered or failed.
         stall_after: least seconds after which a request is suspicious: another one may start beside it, and the node
             counts as gone until it answers after all.
         spawn: starts the requests; they may outlive the walk.
@@ -250,7 +252,7 @@ class Traversal:
             return False
         if self._slots_taken < self._num_workers:
             return True
-        return self._num_replicas is not None and query.has_responses_of_nearest(self._num_replicas)
+        return self._num_replicas is not None and query.has_responses_of_most(self._num_replicas)
 
     def _has_ended(self, query: Query) -> bool:
         if self._enough_responses is not None and query.has_responses_of_nearest(self._enough_responses):
