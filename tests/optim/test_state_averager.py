@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
+from shoal.averaging import DecentralizedAverager
 from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.conftest import in_parallel, wait_until
 
@@ -290,6 +292,28 @@ def test_without_a_donor_nothing_changes(make_averagers):
     (averager,) = make_averagers([make_model()])
     assert averager.load_state_from_peers(timeout=10) is False
     assert averager.load_state_from_peers(wait=False, timeout=10).result(10) is False
+
+
+def test_a_download_in_the_background_cannot_be_cancelled_once_it_has_begun(make_averagers, monkeypatch):
+    (averager,) = make_averagers([make_model()])
+    began, release = threading.Event(), threading.Event()
+    crashes: list[object] = []
+
+    def download(*args, **kwargs) -> None:
+        began.set()
+        assert release.wait(10)
+
+    monkeypatch.setattr(DecentralizedAverager, "load_state_from_peers", download)
+    monkeypatch.setattr(threading, "excepthook", crashes.append)
+    others = set(threading.enumerate())
+    outcome = averager.load_state_from_peers(wait=False)
+    assert began.wait(10)
+    assert not outcome.cancel()
+    release.set()
+    assert outcome.result(10) is False
+    for thread in set(threading.enumerate()) - others:
+        thread.join(10)
+    assert not crashes
 
 
 def test_newcomers_never_get_half_a_step(make_averagers):

@@ -400,7 +400,7 @@ class TrainingStateAverager(DecentralizedAverager):
         """Download the state of another peer and put it into the model, the optimizer and the scheduler.
 
         Args:
-            wait: return the outcome; otherwise a future of it.
+            wait: return the outcome; otherwise a future of it, which cannot be cancelled once the download has begun.
             timeout: seconds for the download.
 
         Returns:
@@ -423,6 +423,8 @@ class TrainingStateAverager(DecentralizedAverager):
             self._contents.adopt_statistics()
 
     def _load_into(self, outcome: AwaitableFuture[bool], timeout: float | None) -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return
         try:
             outcome.set_result(self.load_state_from_peers(timeout=timeout))
         except Exception as e:
