@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import pickle
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from shoal.dht import DHTNode
-from shoal.errors import BootstrapError, P2PDaemonError, ValidationError
+from shoal.errors import BootstrapError, InterruptedDialError, P2PDaemonError, ValidationError
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID, PeerInfo
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, AddressBook
-from shoal.p2p.joining import DIAL_ATTEMPTS, explain_unreachable
+from shoal.p2p.joining import DIAL_ATTEMPTS, explain_unreachable, reach_first
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream
 from tests.p2p.peers import Number, Peers, assert_clean, serving, stub, until
@@ -200,6 +201,31 @@ async def test_a_start_gives_up_when_connections_go_on_breaking() -> None:
         assert "closed during the handshake" in error.value.verdicts[address]
 
 
+async def test_the_last_thing_that_went_wrong_is_told_when_time_is_over() -> None:
+    """Also if at that moment another attempt is under way."""
+    loop = asyncio.get_running_loop()
+    tried = asyncio.Event()
+
+    async def reach(peer: PeerID, address: Multiaddr) -> None:
+        if tried.is_set():
+            await loop.create_future()
+        tried.set()
+        raise InterruptedDialError(f"{address}: it broke")
+
+    address = Multiaddr("/ip4/192.0.2.1/tcp/1")
+    with pytest.raises(BootstrapError) as error:
+        await reach_first([(address, STRANGER)], reach, 0.3)
+    assert error.value.verdicts == {f"{address}/p2p/{STRANGER}": "it broke"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where no route leads is up to the system")
+async def test_no_route() -> None:
+    address = f"/ip4/255.255.255.255/tcp/1/p2p/{STRANGER}"
+    with pytest.raises(BootstrapError) as error:
+        await P2P.create(initial_peers=[address])
+    assert error.value.verdicts[address].startswith("no route to that host")
+
+
 async def test_what_is_refused_is_dialled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     dialled = []
     dial = TcpTransport.dial
@@ -221,7 +247,8 @@ async def test_retries_keep_to_the_time_limit(monkeypatch: pytest.MonkeyPatch) -
             with pytest.raises(BootstrapError) as error:
                 await P2P.create(initial_peers=[address], startup_timeout=0.05)
         assert relay.arrived < DIAL_ATTEMPTS
-        assert error.value.verdicts == {address: "no answer within 0.05 s"}
+        [verdict] = error.value.verdicts.values()
+        assert verdict.startswith(("no answer within 0.05 s", "the connection was closed"))
 
 
 # --- peers that cannot be dialled back --------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ async def reach_first(targets: Sequence[Target], reach: Reach, limit: float) -> 
     Raises:
         BootstrapError: none could be within ``limit`` seconds; it says why, for each of them.
     """
-    tasks = {target: asyncio.ensure_future(_keep_trying(target, reach)) for target in targets}
+    broken: dict[Target, InterruptedDialError] = {}
+    tasks = {target: asyncio.ensure_future(_keep_trying(target, reach, broken)) for target in targets}
     deadline = asyncio.get_running_loop().time() + limit
     pending = list(tasks.values())
     try:
@@ -60,23 +61,26 @@ async def reach_first(targets: Sequence[Target], reach: Reach, limit: float) -> 
     finally:
         await cancel_and_wait(*pending)
     raise BootstrapError(
-        {f"{address}/p2p/{peer}": _verdict(task, address, limit) for (address, peer), task in tasks.items()}
+        {f"{target[0]}/p2p/{target[1]}": _verdict(task, target, broken, limit) for target, task in tasks.items()}
     )
 
 
-async def _keep_trying(target: Target, reach: Reach) -> None:
+async def _keep_trying(target: Target, reach: Reach, broken: dict[Target, InterruptedDialError]) -> None:
     address, peer = target
     for attempt in range(DIAL_ATTEMPTS - 1):
         try:
             return await reach(peer, address)
-        except InterruptedDialError:
+        except InterruptedDialError as e:
+            broken[target] = e  # in case that there is no time for a better answer
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
     return await reach(peer, address)
 
 
-def _verdict(task: asyncio.Future[None], address: Multiaddr, limit: float) -> str:
-    error = None if task.cancelled() else task.exception()
-    return f"no answer within {limit:g} s" if error is None else str(error).removeprefix(f"{address}: ")
+def _verdict(
+    task: asyncio.Future[None], target: Target, broken: dict[Target, InterruptedDialError], limit: float
+) -> str:
+    error = broken.get(target) if task.cancelled() else task.exception()
+    return f"no answer within {limit:g} s" if error is None else str(error).removeprefix(f"{target[0]}: ")
 
 
 def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str) -> tuple[str, str]:
