@@ -16,6 +16,7 @@ from shoal.p2p import P2P
 from shoal.p2p.checkup import (
     BULK_BURST_BYTES,
     BULK_TOTAL_BURST_BYTES,
+    CALLS_BACK_BURST,
     MAX_AT_ONCE,
     MAX_BULK_BYTES,
     Bulk,
@@ -68,6 +69,18 @@ async def test_calling_back() -> None:
         assert answer.reached == {str(address): True}
         client = await peers.start(no_listen=True)
         assert (await checkup(client, server).rpc_call_back(Question())).reached == {}
+
+
+async def test_calls_back_are_limited() -> None:
+    """Otherwise a stranger could let this peer dial others as often as it likes."""
+    async with Peers("tcp") as peers:
+        server, caller = await peers.two()
+        for _ in range(CALLS_BACK_BURST):
+            await checkup(caller, server).rpc_call_back(Question())
+        dialled = server.metrics.connections_dialled
+        with pytest.raises(P2PHandlerError, match="enough has been measured"):
+            await checkup(await peers.start(), server).rpc_call_back(Question())  # another identity, the same host
+        assert server.metrics.connections_dialled == dialled == CALLS_BACK_BURST
 
 
 async def test_calling_back_where_nobody_or_somebody_else_listens() -> None:

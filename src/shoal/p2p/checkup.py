@@ -1,8 +1,8 @@
 """What a peer does for another one that wants to know how well the two can reach each other.
 
-Anybody may ask, so nothing here can be turned against others: a peer is called back only where it says that it listens
-itself and only so that it is told yes or no, and what is sent for measuring the bandwidth goes to the asking peer alone
-and is limited for each host and for all together.
+Anybody may ask, so nothing here can be turned against others: a peer that asks to be called back is told no more than
+yes or no, what is sent for measuring the bandwidth goes to the asking peer alone, and both are limited for each host
+and for all together.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PeerID
 from shoal.p2p.servicer import P2PContext, ServicerBase
 from shoal.p2p.wire import VERSION, Header
+from shoal.reactor import run_in_worker
 
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P
@@ -35,6 +36,11 @@ BULK_BURST_BYTES = 32 * 2**20
 BULK_TOTAL_BYTES_PER_SECOND = 8 * 2**20
 """What all hosts together may cause on average."""
 BULK_TOTAL_BURST_BYTES = 128 * 2**20
+CALLS_BACK_PER_SECOND = 0.2
+"""For one host on average; each dials the few addresses that the caller claims to be its own."""
+CALLS_BACK_BURST = 5
+CALLS_BACK_TOTAL_PER_SECOND = 2.0
+CALLS_BACK_TOTAL_BURST = 20
 MAX_AT_ONCE = 8
 """Exchanges and calls back in progress; who comes then is told to try again."""
 CALL_BACK_SECONDS = 4.0
@@ -72,13 +78,19 @@ class Checkup(ServicerBase):
 
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
-        self._by_host = HostRates(BULK_BYTES_PER_SECOND, BULK_BURST_BYTES)
-        self._by_all = HostRates(BULK_TOTAL_BYTES_PER_SECOND, BULK_TOTAL_BURST_BYTES)
+        self._bulk = _Budget(
+            HostRates(BULK_BYTES_PER_SECOND, BULK_BURST_BYTES),
+            HostRates(BULK_TOTAL_BYTES_PER_SECOND, BULK_TOTAL_BURST_BYTES),
+        )
+        self._calls_back = _Budget(
+            HostRates(CALLS_BACK_PER_SECOND, CALLS_BACK_BURST),
+            HostRates(CALLS_BACK_TOTAL_PER_SECOND, CALLS_BACK_TOTAL_BURST),
+        )
         self._at_work = 0
 
     async def rpc_describe(self, request: Question, context: P2PContext) -> Description:
         """Say which versions run here."""
-        found = describe_software()
+        found = await run_in_worker(describe_software)  # it reads files
         found.seen_at = self._p2p.address_seen_of(context.remote_id)
         return found
 
@@ -86,6 +98,7 @@ class Checkup(ServicerBase):
         """Dial the caller at the addresses that it has told."""
         self._begin()
         try:
+            self._calls_back.spend(self._host_of(context.remote_id), 1)
             addresses = self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
             reached = await asyncio.gather(*(self._can_dial(context.remote_id, address) for address in addresses))
             return CallBack(reached=dict(zip(map(str, addresses), reached, strict=True)))
@@ -108,7 +121,7 @@ class Checkup(ServicerBase):
             if request is None:
                 return
             wanted = max(0, min(request.wanted, MAX_BULK_BYTES))
-            self._spend(context.remote_id, min(call.payload_size, MAX_BULK_BYTES) + wanted)
+            self._bulk.spend(self._host_of(context.remote_id), min(call.payload_size, MAX_BULK_BYTES) + wanted)
             await call.read_payload(MAX_BULK_BYTES)
             await call.send(Bulk(), bytes(wanted))
         finally:
@@ -119,18 +132,24 @@ class Checkup(ServicerBase):
             raise BusyError("too many others are checked at the moment: try again in a few seconds")
         self._at_work += 1
 
-    def _spend(self, peer: PeerID, amount: int) -> None:
-        now = asyncio.get_running_loop().time()
-        host = self._host_of(peer)
-        if self._by_host.is_exhausted(host, now) or self._by_all.is_exhausted(_EVERYBODY, now):
-            raise BusyError("enough has been measured for now: try again in a minute")
-        self._by_host.spend(host, now, amount)
-        self._by_all.spend(_EVERYBODY, now, amount)
-
     def _host_of(self, peer: PeerID) -> str:
         """Identities cost nothing, hosts do."""
         seen = self._p2p.address_seen_of(peer)
         return str(Multiaddr(seen).values()[0]) if seen else str(peer)
+
+
+class _Budget:
+    """How much of something is done for one host and for all together."""
+
+    def __init__(self, by_host: HostRates, by_all: HostRates) -> None:
+        self._by_host, self._by_all = by_host, by_all
+
+    def spend(self, host: str, amount: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._by_host.is_exhausted(host, now) or self._by_all.is_exhausted(_EVERYBODY, now):
+            raise BusyError("enough has been measured for now: try again in a minute")
+        self._by_host.spend(host, now, amount)
+        self._by_all.spend(_EVERYBODY, now, amount)
 
 
 def describe_software() -> Description:

@@ -28,6 +28,7 @@ from shoal.p2p.checkup import (
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain
 from shoal.p2p.joining import explain_unreachable
 from shoal.p2p.presence import check_identity_is_free
+from shoal.reactor import run_in_worker
 
 ANSWER_SECONDS = 5.0
 ROUND_TRIPS = 5
@@ -74,7 +75,7 @@ async def look_at_peer(p2p: P2P, address: Multiaddr, peer: PeerID, *, keeps_iden
     except NO_ANSWER as error:
         yield _does_not_answer(error)
         return
-    yield _versions(found)
+    yield _versions(await run_in_worker(describe_software), found)
     yield await _table(p2p, peer)
     round_trip, finding = await _round_trip(p2p, peer)
     yield finding
@@ -156,8 +157,7 @@ def _does_not_answer(error: BaseException) -> Finding:
     return fail("answers", text, "look at the peer's own log: it may be overloaded or about to end")
 
 
-def _versions(there: Description) -> Finding:
-    here = describe_software()
+def _versions(here: Description, there: Description) -> Finding:
     text = f"shoal {there.shoal}, protocol {there.wire}, Python {there.python}, torch {there.torch}"
     values = {"shoal": there.shoal, "python": there.python, "torch": there.torch, "protocol": there.wire}
     if there.shoal != here.shoal:
