@@ -146,10 +146,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a CPU tensor. Large ones fill three times as fast as those of torch: numpy asks for huge pages."""
-    count = math.prod(size)
-    if count == 0:
+    nbytes = math.prod(size) * dtype.itemsize
+    if nbytes < 2**22:  # where huge pages begin
         return torch.empty(tuple(size), dtype=dtype)
-    return torch.from_numpy(np.empty(count * dtype.itemsize, dtype=np.uint8)).view(dtype).view(tuple(size))
+    return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(dtype).view(tuple(size))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

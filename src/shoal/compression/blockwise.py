@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from shoal.compression.descriptor import CompressionType
-from shoal.compression.floating import FloatingPointCompression, chunks, finite, saturate, scratch, typed
+from shoal.compression.floating import FloatingPointCompression, chunks, cut, finite, saturate, scratch, typed
 
 
 def dynamic_levels() -> tuple[list[float], list[float]]:
@@ -37,6 +37,9 @@ NEGATIVE_4BIT = [-250 / 4096, -0.1391, -0.2350, -0.3467, -0.4779, -0.6374, -0.84
 """Levels of least squared error (Lloyd's algorithm) on blocks of 64 signed-scaled values: a mixture of normal, Laplace,
 Student-t and row-scaled values and of gradients of a small network; docs/compression.md compares other tables. The
 first negative one is such that half of it, the border to 0, is exact in :class:`LevelTable`."""
+
+
+_SIXTEEN_BITS: torch.dtype = getattr(torch, "uint16", torch.int16)
 
 
 class LevelTable:
@@ -65,7 +68,9 @@ class LevelTable:
 
     def look_up_pairs(self, codes: torch.Tensor, levels: torch.Tensor) -> None:
         """Fill in the levels of pairs of codes, of which the first is in the lower bits: half as many looks."""
-        index = scratch("index", torch.int32, len(codes)).copy_(codes).bitwise_and_(len(self._pairs) - 1)
+        index = scratch("index", torch.int32, len(codes)).copy_(codes)
+        if codes.dtype == torch.int16:  # uint16 would spare this, where torch knows it (since 2.3)
+            index.bitwise_and_(len(self._pairs) - 1)
         torch.index_select(self._pairs, 0, index, out=levels.view(torch.float64))  # in name only: 64 bits
 
 
@@ -119,18 +124,19 @@ class BlockwiseCompression(FloatingPointCompression):
     def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
         scales, codes = self._sections(payload, len(values))
         for chunk, blocks, packed, padded in self._chunks(len(values)):
-            part = values[chunk]
+            part = cut(values, chunk)
             if part.dtype != torch.float32 or len(part) < padded:
                 whole = scratch("values", torch.float32, padded)
                 whole[: len(part)].copy_(part)
                 whole[len(part) :].zero_()
                 part = whole
             rows = part.view(-1, self.block_size)
-            rows = self._write_scales(rows, scales[blocks])
-            factors = scales[blocks].float().reciprocal().nan_to_num_(posinf=0.0, neginf=0.0)
+            own = cut(scales, blocks)
+            rows = self._write_scales(rows, own)
+            factors = own.float().reciprocal().nan_to_num_(posinf=0.0, neginf=0.0)
             scaled = scratch("scaled", torch.float32, padded)
             torch.mul(rows, factors.unsqueeze(1), out=scaled.view_as(rows))
-            self._write_codes(scaled, codes[packed])
+            self._write_codes(scaled, cut(codes, packed))
 
     def _write_scales(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Write down the scale of each block, and return the blocks without what is not finite."""
@@ -158,15 +164,15 @@ class BlockwiseCompression(FloatingPointCompression):
     def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
         scales, codes = self._sections(payload, len(values))
         for chunk, blocks, packed, padded in self._chunks(len(values)):
-            part = values[chunk]
+            part = cut(values, chunk)
             in_place = part.dtype == torch.float32 and len(part) == padded
             whole = part if in_place else scratch("values", torch.float32, padded)
-            some = codes[packed]
+            some = cut(codes, packed)
             if len(some) * self.codes_per_byte < padded:
                 some = scratch("codes", torch.uint8, padded // self.codes_per_byte)
                 some[: packed.stop - packed.start].copy_(codes[packed])
-            self.table().look_up_pairs(some if self.codes_per_byte == 2 else some.view(torch.int16), whole)
-            whole.view(-1, self.block_size).mul_(scales[blocks].float().unsqueeze(1))
+            self.table().look_up_pairs(some if self.codes_per_byte == 2 else some.view(_SIXTEEN_BITS), whole)
+            whole.view(-1, self.block_size).mul_(cut(scales, blocks).float().unsqueeze(1))
             if not in_place:
                 saturate(part, whole[: len(part)])
 

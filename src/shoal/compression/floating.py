@@ -43,13 +43,19 @@ class _Scratch(threading.local):
 
     def __call__(self, purpose: str, dtype: torch.dtype, count: int) -> torch.Tensor:
         """At most :data:`CHUNK` values, valid until the same purpose is asked for again."""
-        memory = self._kept.get((purpose, dtype))
-        if memory is None:
-            memory = self._kept[purpose, dtype] = torch.empty(CHUNK, dtype=dtype)
-        return memory[:count]
+        kept = self._kept.get((purpose, dtype))
+        if kept is None or len(kept) != count:
+            memory = torch.empty(CHUNK, dtype=dtype) if kept is None else kept
+            kept = self._kept[purpose, dtype] = memory.as_strided((count,), (1,), 0)
+        return kept
 
 
 scratch = _Scratch()
+
+
+def cut(values: torch.Tensor, chunk: slice) -> torch.Tensor:
+    """A chunk of a one-dimensional tensor; for small tensors, it is faster than slicing."""
+    return values if chunk.stop - chunk.start == len(values) else values[chunk]
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:
@@ -132,7 +138,7 @@ class Float16Compression(FloatingPointCompression):
     def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
         short, largest = payload.view(self._wire), torch.finfo(self._wire).max
         for chunk in chunks(len(values)):
-            short[chunk].copy_(values[chunk]).clamp_(-largest, largest)
+            cut(short, chunk).copy_(cut(values, chunk)).clamp_(-largest, largest)
 
     def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
         values.copy_(typed(payload, self._wire))

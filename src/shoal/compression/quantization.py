@@ -11,10 +11,11 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache
 
+import numpy as np
 import torch
 
 from shoal.compression.descriptor import CompressionType
-from shoal.compression.floating import FloatingPointCompression, chunks, finite, scratch, typed
+from shoal.compression.floating import FloatingPointCompression, chunks, cut, finite, scratch, typed
 
 LEVELS = 256
 CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
@@ -39,8 +40,8 @@ class CodebookQuantization(FloatingPointCompression):
         codebook = typed(payload[:CODEBOOK_NBYTES], torch.float32).to(values.dtype)
         codes = payload[CODEBOOK_NBYTES:]
         for chunk in chunks(len(codes)):
-            index = scratch("index", torch.int32, chunk.stop - chunk.start).copy_(codes[chunk])
-            torch.index_select(codebook, 0, index, out=values[chunk])
+            index = scratch("index", torch.int32, chunk.stop - chunk.start).copy_(cut(codes, chunk))
+            torch.index_select(codebook, 0, index, out=cut(values, chunk))
 
     @abstractmethod
     def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
@@ -72,7 +73,7 @@ def _readable(values: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Each chunk's range, and its values in a type that one can calculate with: in their own memory where possible."""
     dtype = _working_type(values)
     for chunk in chunks(len(values)):
-        part = values[chunk]
+        part = cut(values, chunk)
         yield chunk, part if part.dtype == dtype else scratch("values", dtype, len(part)).copy_(part)
 
 
@@ -89,7 +90,7 @@ def _working_type(values: torch.Tensor) -> torch.dtype:
 def _mean(values: torch.Tensor) -> float:
     """As a number of the working type, so that it can be taken off and put back exactly."""
     mean = sum(float(part.sum()) for _, part in _readable(values)) / len(values)
-    return float(torch.tensor(mean, dtype=_working_type(values)))
+    return mean if values.dtype == torch.float64 else float(np.float32(mean))
 
 
 def _deviation(values: torch.Tensor, mean: float) -> float:
@@ -125,7 +126,7 @@ class Uniform8BitQuantization(CodebookQuantization):
             bins = scratch("bins", torch.float32, len(distance))
             torch.add(_MIDDLE_BIN, distance, alpha=bins_per_unit, out=bins)
             bins.clamp_(_BIN_ZERO, _BIN_ZERO + LEVELS - 1)
-            averages.add(codes[chunk].copy_(bins.view(torch.int32)), distance)
+            averages.add(cut(codes, chunk).copy_(bins.view(torch.int32)), distance)
         return averages
 
 
@@ -154,7 +155,7 @@ class Quantile8BitQuantization(CodebookQuantization):
         code_of_cell = _codes_of_cells(counts)
         averages = _Averages(mean)
         for chunk, distance, cells in _cells(values, mean, scale):
-            averages.add(torch.index_select(code_of_cell, 0, cells, out=codes[chunk]), distance)
+            averages.add(torch.index_select(code_of_cell, 0, cells, out=cut(codes, chunk)), distance)
         return averages
 
 
