@@ -13,8 +13,11 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests import blocking_calls
+
 settings.register_profile("shoal", deadline=None)  # how long one example takes says little on a busy machine
 settings.load_profile("shoal")
+blocking_calls.watch()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests and their processes share few cores
 
@@ -113,6 +116,15 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail("left behind: " + "; ".join(left), pytrace=False)
         time.sleep(0.02)  # closing runs in the background; there is no event to wait for
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks_the_loop() -> Iterator[None]:
+    """Fail a test in which shoal called something in an event loop that blocks."""
+    blocking_calls.found.clear()
+    yield
+    if blocking_calls.found:
+        pytest.fail("blocking calls in an event loop: " + "; ".join(dict.fromkeys(blocking_calls.found)), pytrace=False)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -99,7 +99,7 @@ class TcpTransport(Transport):
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
         host, port, family = self._host_and_port(address)
         if self._tls is None:
-            self._tls = listener_context(self.identity)
+            self._tls = await asyncio.to_thread(listener_context, self.identity)  # it writes and reads a file
 
         def arrive(accepted: socket.socket, remote_host: str) -> None:
             self._arrive(accepted, host_of(remote_host), on_stream)
