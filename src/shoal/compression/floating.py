@@ -194,7 +194,9 @@ class ScaledFloat16Compression(FloatingPointCompression):
         at_once = max(1, CHUNK // rows.shape[1])
         for start in range(0, len(rows), at_once):
             some = slice(start, start + at_once)
-            saturate(rows[some], torch.addcmul(means[some], short[some].float(), deviations[some]))
+            for chunk in chunks(rows.shape[1]):
+                restored = torch.addcmul(means[some], short[some, chunk].float(), deviations[some])
+                saturate(rows[some, chunk], restored)
 
     def _sections(self, payload: torch.Tensor, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         length = _row_length(size)

@@ -77,10 +77,10 @@ def _readable(values: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         yield chunk, part if part.dtype == dtype else scratch("values", dtype, len(part)).copy_(part)
 
 
-def _centred(values: torch.Tensor, mean: float) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Each chunk's range, and the distance of its values from the mean."""
+def _centred(values: torch.Tensor, centre: float) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Each chunk's range, and the distance of its values from the centre."""
     for chunk, part in _readable(values):
-        yield chunk, torch.sub(part, mean, out=scratch("centred", part.dtype, len(part)))
+        yield chunk, torch.sub(part, centre, out=scratch("centred", part.dtype, len(part))) if centre else part
 
 
 def _working_type(values: torch.Tensor) -> torch.dtype:
@@ -102,6 +102,11 @@ def _deviation(values: torch.Tensor, mean: float) -> float:
     return math.sqrt(squares - mean * mean)
 
 
+def _centre(mean: float, deviation: float) -> float:
+    """What to take off the values so that little precision is lost: mostly nothing, which is fastest."""
+    return mean if abs(mean) > deviation / 2 else 0.0
+
+
 def _is_safe(magnitude: float, values: torch.Tensor) -> bool:
     """Whether the working type holds squares and sums of values of this magnitude; not if it is NaN."""
     if values.dtype == torch.float64:
@@ -110,29 +115,31 @@ def _is_safe(magnitude: float, values: torch.Tensor) -> bool:
 
 
 class Uniform8BitQuantization(CodebookQuantization):
-    """256 bins of equal width over six standard deviations around the mean; values further out take the last bins."""
+    """256 bins of equal width, 255 over six standard deviations around the mean; values further out take the last ones.
+
+    The bin to spare is there because all are shifted, so that 0, of which gradients have many, is amid one.
+    """
 
     compression_type = CompressionType.UNIFORM_8BIT
-    _WIDTH = 6.0
 
     def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
         mean = _mean(values)
         deviation = _deviation(values, mean)
         if not _is_safe(deviation, values):
             return None
-        bins_per_unit = LEVELS / (self._WIDTH * deviation) if deviation else 0.0
-        averages = _Averages(mean)
-        for chunk, distance in _centred(values, mean):
+        centre = _centre(mean, deviation)
+        bins_per_unit = (LEVELS - 1) / (6 * deviation) if deviation else 0.0
+        shift = torch.tensor(_BIN_ZERO + LEVELS // 2 - round((mean - centre) * bins_per_unit))
+        averages = _Averages(centre)
+        for chunk, distance in _centred(values, centre):
             bins = scratch("bins", torch.float32, len(distance))
-            torch.add(_MIDDLE_BIN, distance, alpha=bins_per_unit, out=bins)
-            bins.clamp_(_BIN_ZERO, _BIN_ZERO + LEVELS - 1)
+            torch.add(shift, distance, alpha=bins_per_unit, out=bins).clamp_(_BIN_ZERO, _BIN_ZERO + LEVELS - 1)
             averages.add(cut(codes, chunk).copy_(bins.view(torch.int32)), distance)
         return averages
 
 
 _BIN_ZERO = 2.0**23
 """From here on float32 holds only whole numbers, so that adding it rounds and leaves the number in the last bits."""
-_MIDDLE_BIN = torch.tensor(_BIN_ZERO + LEVELS // 2)
 
 
 class Quantile8BitQuantization(CodebookQuantization):
@@ -145,16 +152,17 @@ class Quantile8BitQuantization(CodebookQuantization):
 
     def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
         mean = _mean(values)
-        largest = max(max(float(part.amax()), -float(part.amin())) for _, part in _centred(values, mean))
+        centre = _centre(mean, _deviation(values, mean))
+        largest = max(max(float(part.amax()), -float(part.amin())) for _, part in _centred(values, centre))
         if not _is_safe(largest, values):
             return None
         scale = 2.0**15 / largest if largest else 0.0
         counts = scratch("counts", torch.int64, CELLS).zero_()
-        for _, _, cells in _cells(values, mean, scale):
+        for _, _, cells in _cells(values, centre, scale):
             counts += torch.bincount(cells, minlength=CELLS)
         code_of_cell = _codes_of_cells(counts)
-        averages = _Averages(mean)
-        for chunk, distance, cells in _cells(values, mean, scale):
+        averages = _Averages(centre)
+        for chunk, distance, cells in _cells(values, centre, scale):
             averages.add(torch.index_select(code_of_cell, 0, cells, out=cut(codes, chunk)), distance)
         return averages
 
@@ -164,9 +172,9 @@ CELLS = 2**16
 _REFINEMENTS = 2
 
 
-def _cells(values: torch.Tensor, mean: float, scale: float) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Each chunk's range, its values' distance from the mean, and the rank of that among all float16, scaled."""
-    for chunk, distance in _centred(values, mean):
+def _cells(values: torch.Tensor, centre: float, scale: float) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Each chunk's range, its values' distance from the centre, and the rank of that among all float16, scaled."""
+    for chunk, distance in _centred(values, centre):
         count = len(distance)
         short, ranks = scratch("short", torch.float16, count), scratch("ranks", torch.int16, count)
         short.copy_(torch.mul(distance, scale, out=scratch("scaled", distance.dtype, count)))
