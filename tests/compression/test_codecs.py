@@ -74,7 +74,7 @@ def test_bfloat16_travels_as_float32_or_as_it_is(legacy, monkeypatch):
 
 def test_the_environment_tells_how_bfloat16_travels():
     script = "from shoal.compression import base; print(base.USE_LEGACY_BFLOAT16)"
-    for value, expected in ((None, "True"), ("1", "True"), ("0", "False")):
+    for value, expected in ((None, "True"), ("", "True"), ("1", "True"), ("0", "False"), ("False", "False")):
         environment = {name: text for name, text in os.environ.items() if name != "USE_LEGACY_BFLOAT16"}
         environment |= {} if value is None else {"USE_LEGACY_BFLOAT16": value}
         result = subprocess.run(

@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The element types that may travel, by the name that goes over the wire."""
 
-USE_LEGACY_BFLOAT16 = os.environ.get("USE_LEGACY_BFLOAT16", "1") not in ("0", "")
+USE_LEGACY_BFLOAT16 = (os.environ.get("USE_LEGACY_BFLOAT16") or "1").lower() not in ("0", "false")
 """Whether :class:`NoCompression` sends bfloat16 as float32, in twice the bytes; what arrives is read either way.
 
 Set the environment variable of this name to 0 to send two bytes per value; all peers of a swarm must agree.
