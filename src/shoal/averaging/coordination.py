@@ -13,7 +13,7 @@ from shoal.averaging.following import Resigned
 from shoal.averaging.protocol import RoundKind, RoundMessage, RoundStatus, StatusRequest
 from shoal.averaging.recovery import Line, Plan, Recovery, make_plan, show_life
 from shoal.clock import timeout
-from shoal.errors import P2PDaemonError, ProtocolError
+from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError
 from shoal.p2p import Call
 from shoal.reactor import cancel_and_wait, first_completed
 
@@ -234,6 +234,9 @@ class Coordination:
             try:
                 reply = await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=self._silence)
                 status = RoundStatus(reply.status)
+            except InterruptedDialError as e:  # by chance, it may be: the next question will tell
+                logger.debug("could not ask %s about the round: %r", self.group.peer_ids[member], e)
+                return
             except P2PDaemonError as e:
                 self._declare_failed(member, reason_of(e))
                 return

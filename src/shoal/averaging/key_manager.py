@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 GroupKey = str
 GROUP_PATTERN = re.compile(r"^(([^.])+)[.]0b[01]*$")
 _MAX_ADDRESSES = 8
+_FEW_NODES = 6
+"""Those that hold a record by default, and one more."""
 
 
 def is_valid_group(key: str) -> bool:
@@ -33,7 +35,7 @@ def is_valid_group(key: str) -> bool:
 class _Table(Protocol):
     """What is needed of a :class:`~shoal.dht.DHTNode`."""
 
-    async def get(self, key: Any, latest: bool = False) -> Any: ...
+    async def get(self, key: Any, latest: bool = False, **how: Any) -> Any: ...
     async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool: ...
 
 
@@ -79,14 +81,18 @@ class GroupKeyManager:
         value = addresses if looking_for_group else None
         return await self._node.store(group_key, value, expiration_time, subkey=peer_id.to_bytes())
 
-    async def get_averagers(self, group_key: GroupKey, only_active: bool) -> list[tuple[PeerID, DHTExpiration]]:
+    async def get_averagers(
+        self, group_key: GroupKey, only_active: bool, quickly: bool = False
+    ) -> list[tuple[PeerID, DHTExpiration]]:
         """Averagers under a key with the time until which they promise to start.
 
         Args:
             only_active: leave out those that have withdrawn.
+            quickly: ask few nodes, just those that should hold the records.
         """
         assert is_valid_group(group_key), f"{group_key!r} is not a group key such as 'my_run.0b01'"
-        found = await self._node.get(group_key, latest=True)
+        beam_size = _FEW_NODES if quickly else None
+        found = await self._node.get(group_key, latest=True, beam_size=beam_size, keep_copies=False)
         if found is None or not isinstance(found.value, dict):
             return []
         averagers = []

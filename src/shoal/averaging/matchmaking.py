@@ -12,7 +12,7 @@ A leader starts as soon as the group is complete (it has the target size, or as 
 expects), or at its promised time if it has enough members. It waits a little longer for followers whose connection
 broke shortly before; one that had no time to return is a member nevertheless, and hears of it when it does. Because
 records spread with a delay, a peer that sees others without seeing a smaller one also invites them, so that of two
-peers it is enough if one sees the other.
+peers it is enough if one sees the other (see :mod:`shoal.averaging.invitations`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from typing import Any
 from shoal.averaging.allreduce import AveragingMode
 from shoal.averaging.control import StepControl
 from shoal.averaging.group_info import GROUP_ID_BYTES, GroupInfo
+from shoal.averaging.invitations import PEER_FAILURES, Invitations, learn, record_of
 from shoal.averaging.key_manager import GroupKeyManager
 from shoal.averaging.load_balancing import load_balance_peers
-from shoal.averaging.protocol import Code, GroupStart, Invitation, JoinReply, JoinRequest, Member, PeerRecord
-from shoal.averaging.search import Follower, MatchmakingSettings, Search, StartedGroup
+from shoal.averaging.protocol import Code, GroupStart, Invitation, InvitationReply, JoinReply, JoinRequest, Member
+from shoal.averaging.search import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.clock import get_dht_time, timeout
-from shoal.errors import AllreduceException, MatchmakingException, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.errors import AllreduceException, MatchmakingException, P2PHandlerError, ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.reactor import cancel_and_wait, first_completed
 
@@ -42,8 +43,8 @@ __all__ = ["Matchmaking", "MatchmakingException", "MatchmakingSettings"]
 
 FIRST_LOOKUP_PAUSE = 0.1
 MAX_LOOKUP_PAUSE = 1.0
-MAX_GROUP_SIZE = 4096
-_PEER_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, asyncio.TimeoutError, TimeoutError)
+MAX_LOOKUPS = 3
+"""Lookups at the same time: one that waits for slow nodes does not keep the next one from being made."""
 
 
 class Matchmaking:
@@ -58,6 +59,7 @@ class Matchmaking:
     ) -> None:
         self.p2p, self.keys, self.settings = p2p, keys, settings
         self._get_stub = get_stub
+        self._invitations = Invitations(p2p, get_stub, self.answer_join)
         self._one_at_a_time = asyncio.Lock()
         self._search: Search | None = None
         self._started: StartedGroup | None = None
@@ -101,6 +103,7 @@ class Matchmaking:
         finally:
             self._search = None
             await cancel_and_wait(*tasks)
+            self._invitations.end(search)
             self._send_followers_away(search, None)
             if self.settings.leads and search.declared.is_set():
                 me = self.p2p.peer_id
@@ -128,34 +131,35 @@ class Matchmaking:
             search.redeclare.clear()
 
     async def _discover(self, search: Search) -> None:
-        """Look who else is there, at first often."""
-        if self.settings.leads:  # who looks only after declaring is seen, or sees: two peers cannot miss each other
-            await first_completed(search.declared.wait(), timeout=MAX_LOOKUP_PAUSE)
+        """Look who else is there, at first often and only where it is quick."""
+        lookups: dict[asyncio.Task[None], None] = {}
         pause = FIRST_LOOKUP_PAUSE
-        while True:
-            if search.leader is None:
-                for peer, expiration in await self.keys.get_averagers(search.key, only_active=True):
-                    if peer != self.p2p.peer_id:
-                        search.offer(peer, expiration)
-                self._invite_others(search)
-            await asyncio.sleep(pause * (0.75 + 0.5 * self.p2p.rng.random()))
-            pause = min(2 * pause, MAX_LOOKUP_PAUSE)
-
-    def _invite_others(self, search: Search) -> None:
-        if not self.settings.leads or search.best_candidate() is not None:
-            return
-        for peer, expiration in search.candidates.items():
-            already = peer in search.followers or search.invited.get(peer) == search.expiration
-            if not already and search.leads_before(peer, expiration):
-                search.invited[peer] = search.expiration
-                self._in_background(self._invite(search, peer))
-
-    async def _invite(self, search: Search, peer: PeerID) -> None:
-        invitation = Invitation(group_key=search.key, expiration=search.expiration)
         try:
-            await self._get_stub(peer).rpc_invite(invitation, timeout=self.settings.request_timeout)
-        except _PEER_FAILURES as e:
-            logger.debug("could not invite %s: %s", peer, e)
+            while True:
+                # who looks after declaring is seen, or sees: two peers cannot miss each other
+                has_declared = search.declared.is_set() or not self.settings.leads
+                if not has_declared:
+                    await first_completed(search.declared.wait(), timeout=pause)
+                    has_declared = search.declared.is_set()
+                if search.leader is None and len(lookups) < MAX_LOOKUPS:
+                    lookup = asyncio.ensure_future(self._look(search, quickly=pause < MAX_LOOKUP_PAUSE))
+                    lookups[lookup] = None
+                    await asyncio.wait([lookup], timeout=MAX_LOOKUP_PAUSE)
+                seconds = pause * (0.75 + 0.5 * self.p2p.rng.random())
+                if has_declared:
+                    await asyncio.sleep(seconds)
+                    pause = min(2 * pause, MAX_LOOKUP_PAUSE)
+                for done in [lookup for lookup in lookups if lookup.done()]:
+                    del lookups[done]
+                    done.result()
+        finally:
+            await cancel_and_wait(*lookups)
+
+    async def _look(self, search: Search, quickly: bool) -> None:
+        for peer, expiration in await self.keys.get_averagers(search.key, only_active=True, quickly=quickly):
+            if peer != self.p2p.peer_id:
+                search.offer(peer, expiration)
+        self._invitations.invite_followers(search)
 
     async def _lead_or_follow(self, search: Search) -> None:
         while not search.group.done():
@@ -201,7 +205,8 @@ class Matchmaking:
                 await first_completed(
                     asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_start)
                 )
-                if search.leader is None and not ask.done() and self._may_start(search):
+                is_open = search.leader is None and not ask.done()
+                if is_open and (self._may_start(search) or search.has_shorter_way(leader)):
                     return
             ask.result()
         finally:
@@ -210,11 +215,17 @@ class Matchmaking:
     async def _ask(self, search: Search, leader: PeerID) -> None:
         """Ask to be led; returns when there is a group, or nothing to hope for from this peer at the moment."""
         promised = search.candidates[leader]
+        search.has_asked = False
+        line = search.lines.get(leader)
         try:
             async with AsyncExitStack() as stack:
                 async with timeout(self.settings.request_timeout):
-                    call = await stack.enter_async_context(self._get_stub(leader).rpc_join_group())
-                    reply = await self._request_to_join(search, call)
+                    way = self._get_stub(leader).rpc_join_group() if line is None else line.taken()
+                    call = await stack.enter_async_context(way)
+                    request = self._request(search)
+                    await call.send(request if line is None else InvitationReply(request=request), end=True)
+                    search.has_asked = True
+                    reply = await _receive(call)
                 if reply.code == Code.ACCEPTED:
                     search.note_acceptance(leader, reply.expiration)
                     self._send_followers_away(search, leader)
@@ -224,7 +235,7 @@ class Matchmaking:
         except (P2PHandlerError, ProtocolError) as e:
             logger.debug("asked %s to lead: %r", leader, e)
             search.spent[leader] = promised
-        except _PEER_FAILURES as e:
+        except PEER_FAILURES as e:
             logger.debug("asked %s to lead: %r", leader, e)
             search.note_failure(leader, e)
         else:
@@ -232,9 +243,9 @@ class Matchmaking:
         finally:
             search.leader = None
 
-    async def _request_to_join(self, search: Search, call: Call) -> JoinReply:
+    def _request(self, search: Search) -> JoinRequest:
         control = search.control
-        request = JoinRequest(
+        return JoinRequest(
             group_key=search.key,
             settings=self.settings.agreed,
             expiration=search.expiration if self.settings.leads else control.deadline,
@@ -243,8 +254,6 @@ class Matchmaking:
             bandwidth=self.settings.bandwidth,
             expected_group_size=control.expected_group_size,
         )
-        await call.send(request, end=True)
-        return await _receive(call)
 
     def _take_answer(self, search: Search, leader: PeerID, promised: float, reply: JoinReply) -> None:
         search.spent[leader] = promised
@@ -255,9 +264,8 @@ class Matchmaking:
                 logger.warning("refused the group that %s leads: %s", leader, e)
             return
         if reply.better_leader is not None:
-            better = PeerID(reply.better_leader.peer_id)
+            better = learn(self.p2p, reply.better_leader)
             if better != self.p2p.peer_id:
-                self.p2p.add_addresses(better, reply.better_leader.addresses[:8])
                 search.note_redirection(better, reply.expiration)
         elif reply.code == Code.BAD_EXPIRATION_TIME:
             search.offer(leader, reply.expiration)
@@ -303,7 +311,7 @@ class Matchmaking:
             return JoinReply(code=Code.SETTINGS_DIFFER, text=difference)
         if search.leader is not None:
             leader, expiration = search.leader
-            return JoinReply(code=Code.NOT_A_LEADER, better_leader=self._record(leader), expiration=expiration)
+            return JoinReply(code=Code.NOT_A_LEADER, better_leader=record_of(self.p2p, leader), expiration=expiration)
         if search.expiration > request.expiration:
             return JoinReply(code=Code.BAD_EXPIRATION_TIME, expiration=search.expiration)
         if remote == self.p2p.peer_id or remote in search.followers:
@@ -312,20 +320,16 @@ class Matchmaking:
             return JoinReply(code=Code.GROUP_IS_FULL)
         return None
 
-    def answer_invitation(self, invitation: Invitation, remote: PeerID) -> None:
-        """A peer that may lead says that it is there."""
+    async def answer_invitation(self, call: Call, invitation: Invitation) -> None:
+        """A peer that may lead says that it is there, and waits on this call for this one to come."""
         search = self._search
         if search is not None and invitation.group_key == search.key and math.isfinite(invitation.expiration):
-            search.offer(remote, invitation.expiration)
-
-    def _record(self, peer: PeerID) -> PeerRecord:
-        addresses = [str(address) for address in self.p2p.get_addresses(peer)]
-        return PeerRecord(peer_id=peer.to_bytes(), addresses=addresses)
+            await self._invitations.hold(search, call, invitation)
 
     def _send_followers_away(self, search: Search, leader: PeerID | None) -> None:
         reply = JoinReply(code=Code.GROUP_DISBANDED)
         if leader is not None and search.leader is not None:
-            reply.better_leader, reply.expiration = self._record(leader), search.leader[1]
+            reply.better_leader, reply.expiration = record_of(self.p2p, leader), search.leader[1]
         for follower in search.followers.values():
             if not follower.outcome.done():
                 follower.outcome.set_result(reply)
@@ -344,7 +348,7 @@ class Matchmaking:
         self.p2p.rng.shuffle(entries)
         shares = _split(own.total_size, [(mode, bandwidth) for _, mode, bandwidth, _ in entries], own.min_vector_size)
         members = [
-            Member(peer=self._record(peer), mode=mode, share=share, gathered=gathered)
+            Member(peer=record_of(self.p2p, peer), mode=mode, share=share, gathered=gathered)
             for (peer, mode, _, gathered), share in zip(entries, shares, strict=True)
         ]
         start = GroupStart(group_id=self.p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
@@ -394,9 +398,10 @@ class Matchmaking:
 
     async def close(self) -> None:
         """Finish what runs in the background, such as withdrawing from the DHT."""
-        if self._background:
-            await asyncio.wait(list(self._background), timeout=1.0)
-            await cancel_and_wait(*self._background)
+        running = [*self._background, *self._invitations.tasks]
+        if running:
+            await asyncio.wait(running, timeout=1.0)
+            await cancel_and_wait(*running)
 
 
 async def _receive(call: Call) -> JoinReply:

@@ -17,7 +17,6 @@ from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.key_manager import GroupKeyManager
 from shoal.averaging.matchmaking import Matchmaking, MatchmakingSettings
 from shoal.averaging.protocol import (
-    Acknowledged,
     BeginReduce,
     Code,
     DownloadRequest,
@@ -315,11 +314,11 @@ class AveragerNode(ServicerBase):
         else:
             await lane.matchmaking.answer_join(call, request, context.remote_id)
 
-    async def rpc_invite(self, request: Invitation, context: P2PContext) -> Acknowledged:
-        lane = self._lane_of(request.group_key)
-        if lane is not None:
-            lane.matchmaking.answer_invitation(request, context.remote_id)
-        return Acknowledged()
+    async def rpc_invite(self, call: Call, context: P2PContext) -> None:
+        invitation = await call.receive(Invitation)
+        lane = None if invitation is None else self._lane_of(invitation.group_key)
+        if invitation is not None and lane is not None:
+            await lane.matchmaking.answer_invitation(call, invitation)
 
     def _lane_of(self, group_key: str) -> Lane | None:
         return self._lane_of_prefix.get(group_key.partition(".")[0])

@@ -81,8 +81,15 @@ class Invitation(Header):
     expiration: float
 
 
-class Acknowledged(Header):
-    """Nothing to say."""
+class InvitationReply(Header):
+    """Whether it comes. Without any of the fields: it does not, or has asked to join already."""
+
+    request: JoinRequest | None = None
+    """It comes; what follows is what follows a request to join."""
+    better_leader: PeerRecord | None = None
+    """It does not, because it follows this one, or leads itself."""
+    expiration: float = 0.0
+    """When that one will start, in DHT time."""
 
 
 class BeginReduce(Header):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from shoal.averaging.allreduce import AveragingMode
@@ -11,7 +13,7 @@ from shoal.averaging.control import StepControl
 from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.protocol import GroupStart, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
-from shoal.p2p import PeerID
+from shoal.p2p import Call, PeerID
 
 MAX_RETURN_SECONDS = 2.0
 """How long a leader waits for a follower whose connection broke: time to notice, connect and ask again."""
@@ -20,6 +22,7 @@ RETURN_SHARE = 2 / 3
 RETRY_PAUSE = 0.5
 """Seconds for which a candidate that could not be reached is left alone; twice as long after each further failure."""
 MAX_RETRY_PAUSE = 2.0
+MAX_GROUP_SIZE = 4096
 
 
 @dataclass
@@ -52,6 +55,32 @@ class Follower:
 
     request: JoinRequest
     outcome: asyncio.Future[JoinReply]
+
+
+@dataclass
+class Line:
+    """The call of a peer that offers to lead this one, as long as this one has not decided."""
+
+    call: Call
+    outcome: asyncio.Future[tuple[PeerID, float] | None]
+    """Whom this peer follows instead, and when that one starts; or nothing more to say."""
+    is_used: bool = False
+
+    def close(self, better: tuple[PeerID, float] | None) -> None:
+        """The call is not needed any more."""
+        if not self.outcome.done():
+            self.outcome.set_result(better)
+
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[Call]:
+        """Ask to be led on this call; leaving the block before both sides have ended cuts the connection."""
+        self.is_used = True
+        try:
+            yield self.call
+        finally:
+            if not self.call.clean:
+                self.call.connection.abort()
+            self.close(None)
 
 
 @dataclass(frozen=True)
@@ -91,7 +120,16 @@ class Search:
     """Candidates that could not be reached, and until when others come first."""
     silent: dict[PeerID, None] = field(default_factory=dict)
     """Candidates that did not answer in time."""
-    invited: dict[PeerID, float] = field(default_factory=dict)
+    invited: dict[PeerID, tuple[float, float]] = field(default_factory=dict)
+    """Whom this peer has invited, with which promise, and when for the first time."""
+    uninvited: dict[PeerID, None] = field(default_factory=dict)
+    """Whom it could not reach with that."""
+    pending: dict[PeerID, asyncio.Task[None]] = field(default_factory=dict)
+    """Invitations without an answer."""
+    lines: dict[PeerID, Line] = field(default_factory=dict)
+    """Invitations to this peer."""
+    has_asked: bool = False
+    """The candidate that this peer wants to follow has got its request."""
     lost: dict[PeerID, tuple[float, Follower]] = field(default_factory=dict)
     """Followers whose connection broke, and when."""
     refusals: dict[str, str] = field(default_factory=dict)
@@ -109,6 +147,61 @@ class Search:
         expected = [self.control.expected_group_size, *(f.request.expected_group_size for f in self.followers.values())]
         known = [number for number in expected if number is not None]
         return bool(known) and size >= max(known)
+
+    # --- whom to invite -----------------------------------------------------------------------------------------------
+
+    def whom_to_invite(self) -> list[PeerID]:
+        """Those who should follow this peer and have not come, if it seems to be the one that leads."""
+        if not self.settings.leads or self.leader is not None or self.best_candidate() is not None:
+            return []
+        now = get_dht_time()
+        room = (self.settings.target_group_size or MAX_GROUP_SIZE) - 1 - len(self.followers) - len(self.pending)
+        fitting = sorted(
+            (expiration, peer.to_bytes(), peer)
+            for peer, expiration in self.candidates.items()
+            if expiration > now
+            and peer not in self.followers
+            and peer not in self.pending
+            and (self._has_not_been_invited(peer) or peer in self.uninvited)
+            and self.leads_before(peer, expiration)
+        )
+        return [peer for _, _, peer in fitting[: max(0, room)]]
+
+    def _has_not_been_invited(self, peer: PeerID) -> bool:
+        return peer not in self.invited or self.invited[peer][0] != self.expiration
+
+    def note_invitation(self, peer: PeerID, task: asyncio.Task[None]) -> None:
+        """This peer is being invited."""
+        self.pending[peer] = task
+        self.uninvited.pop(peer, None)
+        if self._has_not_been_invited(peer):
+            self.invited[peer] = (self.expiration, get_dht_time())
+
+    def allow_invitation(self, peer: PeerID) -> None:
+        """The invitation did not reach this peer: it may be tried again, but is not waited for again."""
+        self.uninvited[peer] = None
+
+    # --- who invites --------------------------------------------------------------------------------------------------
+
+    def add_line(self, peer: PeerID, line: Line, expiration: float) -> None:
+        """A peer offers to lead this one."""
+        self.lines[peer] = line
+        self.offer(peer, expiration)
+        self.control.changed.set()
+        if self.settings.leads and self.leads_before(peer, expiration):
+            line.close((self.own, self.expiration) if self.leader is None else self.leader)
+        self._decline()
+
+    def _decline(self) -> None:
+        """Tell those who wait in vain whom this peer follows."""
+        for peer, line in self.lines.items():
+            if self.leader is not None and not line.is_used:
+                line.close(None if peer == self.leader[0] else self.leader)
+
+    def has_shorter_way(self, leader: PeerID) -> bool:
+        """Whether the peer that this one is about to ask has called meanwhile."""
+        line = self.lines.get(leader)
+        return line is not None and not line.is_used and not line.outcome.done() and not self.has_asked
 
     # --- whom to ask --------------------------------------------------------------------------------------------------
 
@@ -164,6 +257,7 @@ class Search:
         """This peer follows another one, which starts then."""
         self.leader, self.accepted_by = (peer, expiration), peer
         self.failures.pop(peer, None)
+        self._decline()
 
     # --- when to start ------------------------------------------------------------------------------------------------
 
@@ -173,12 +267,14 @@ class Search:
         return min(MAX_RETURN_SECONDS, self.settings.request_timeout * RETURN_SHARE)
 
     def start_time(self) -> float:
-        """When this peer starts with those who are there: as promised, or when the lost have had time to return.
+        """When this peer starts with those who are there: as promised, or when those who are coming had time to come.
 
-        If this peer's leader was lost, those are all who followed it, or tried to. A group that was kept open gives
-        those who hear of its end a moment to come.
+        These are followers that were lost, those who were invited a moment ago, and, if this peer's own leader was
+        lost, all who followed that one or tried to. A group that was kept open gives those who hear of its end a moment
+        to come.
         """
-        last_loss = max([self.leader_lost_at, *(lost_at for lost_at, _ in self.lost.values())])
+        called = [self.invited[peer][1] for peer in self.pending]
+        last_loss = max([self.leader_lost_at, *called, *(lost_at for lost_at, _ in self.lost.values())])
         released_at = -math.inf if self.control.released_at is None else self.control.released_at
         last_call = released_at + self.return_seconds
         return max(self.expiration, last_call, min(last_loss, self.expiration) + self.return_seconds)

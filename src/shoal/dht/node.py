@@ -303,6 +303,7 @@ class DHTNode:
         num_workers: int | None = None,
         beam_size: int | None = None,
         return_futures: bool = False,
+        keep_copies: bool = True,
     ) -> dict[DHTID, Any]:
         """Like :meth:`get_many`, for keys that are hashed already.
 
@@ -312,9 +313,10 @@ class DHTNode:
             num_workers: requests in flight, until the nearest nodes have answered; then the rest is asked at once.
             beam_size: how many of the nearest nodes are asked before a key counts as missing.
             return_futures: return at once; cancelling a future stops the search for its key.
+            keep_copies: cache what is found, here and at a node nearby; not worth it for what changes all the time.
         """
         self._check_alive()
-        searches = self._reader.start_searches(key_ids, sufficient_expiration_time)
+        searches = self._reader.start_searches(key_ids, sufficient_expiration_time, keep_copies=keep_copies)
         if any(not search.finished for search in searches.values()):
             search_all = self._reader.finish_searches(searches, num_workers, beam_size)
             if return_futures:

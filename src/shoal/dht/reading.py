@@ -44,11 +44,12 @@ class Reader:
         sufficient_expiration_time: DHTExpiration | None = None,
         *,
         is_refresh: bool = False,
+        keep_copies: bool = True,
     ) -> dict[DHTID, Search]:
         """Begin a search for each key; those that this node can answer by itself are finished on return."""
         sufficient = get_dht_time() if sufficient_expiration_time is None else sufficient_expiration_time
         validator = self._protocol.record_validator
-        searches = {key_id: Search(key_id, sufficient, validator, is_refresh) for key_id in key_ids}
+        searches = {key_id: Search(key_id, sufficient, validator, is_refresh, keep_copies) for key_id in key_ids}
         for search in searches.values():
             if self._config.reuse_get_requests:
                 self.pending.join(search)
@@ -128,7 +129,7 @@ class Reader:
             self._protocol.p2p.metrics.hops_to_records[hops] += 1
         if search.source is None:
             self._plan_refresh(search)
-        elif lookup is not None and self._is_news(search):
+        elif lookup is not None and search.keep_copies and self._is_news(search):
             self._spread_copies(search, nearest, lookup)
 
     def _plan_refresh(self, search: Search) -> None:

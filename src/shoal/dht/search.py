@@ -26,6 +26,7 @@ class Search:
         sufficient_expiration_time: stop looking at the first value that lives at least this long.
         validator: knows what to strip from values before the application sees them.
         is_refresh: the result goes into the cache only, nobody waits for it.
+        keep_copies: of what is found, here and at a node where it may be wanted next.
     """
 
     def __init__(
@@ -34,10 +35,11 @@ class Search:
         sufficient_expiration_time: DHTExpiration,
         validator: RecordValidatorBase | None,
         is_refresh: bool = False,
+        keep_copies: bool = True,
     ) -> None:
         self.key_id = key_id
         self.sufficient_expiration_time = sufficient_expiration_time
-        self.is_refresh = is_refresh
+        self.is_refresh, self.keep_copies = is_refresh, keep_copies
         self.future: asyncio.Future[GetResult] = asyncio.get_running_loop().create_future()
         self.found: StoredValue | None = None
         self.expiration_time: DHTExpiration = -math.inf

@@ -32,8 +32,8 @@ class SharedTable:
         self.delay = delay
         self.records: dict[Any, dict[Any, ValueWithExpiration[Any]]] = {}
 
-    async def get(self, key: Any, latest: bool = False) -> ValueWithExpiration[Any] | None:
-        """The dictionary under a key, as :meth:`DHTNode.get` returns it."""
+    async def get(self, key: Any, latest: bool = False, **how: Any) -> ValueWithExpiration[Any] | None:
+        """The dictionary under a key, as :meth:`DHTNode.get` returns it, whose further arguments make no difference."""
         await asyncio.sleep(self.delay)
         now = get_dht_time()
         alive = {k: v for k, v in self.records.get(key, {}).items() if v.expiration_time > now}

@@ -1,0 +1,124 @@
+"""Invitations: a peer that may lead calls those who may follow it, and they join on that very call.
+
+Whoever sees the other first makes the connection, so that two peers meet if one of them sees the other, and if one of
+them can connect to the other. Who declines tells whom it follows instead: so groups of one window find each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+
+from shoal.averaging.protocol import Invitation, InvitationReply, JoinRequest, PeerRecord
+from shoal.averaging.search import Line, Search
+from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.p2p import P2P, Call, PeerID, StubBase
+
+logger = logging.getLogger(__name__)
+
+PEER_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, asyncio.TimeoutError, TimeoutError)
+_MAX_ADDRESSES = 8
+
+AnswerJoin = Callable[[Call, JoinRequest, PeerID], Awaitable[None]]
+
+
+def record_of(p2p: P2P, peer: PeerID) -> PeerRecord:
+    """A peer and where it can be dialled, for others."""
+    return PeerRecord(peer_id=peer.to_bytes(), addresses=[str(address) for address in p2p.get_addresses(peer)])
+
+
+def learn(p2p: P2P, record: PeerRecord) -> PeerID:
+    """A peer that somebody told of; it can be dialled from now on.
+
+    Raises:
+        ValueError: that is no peer, or no address.
+    """
+    peer = PeerID(record.peer_id)
+    if peer != p2p.peer_id:
+        p2p.add_addresses(peer, record.addresses[:_MAX_ADDRESSES])
+    return peer
+
+
+class Invitations:
+    """Invites others, and takes the invitations of others.
+
+    Args:
+        get_stub: makes a stub of the averager protocol.
+        answer_join: what is done with a request to join, wherever it comes in.
+    """
+
+    def __init__(self, p2p: P2P, get_stub: Callable[[PeerID], StubBase], answer_join: AnswerJoin) -> None:
+        self._p2p, self._get_stub, self._answer_join = p2p, get_stub, answer_join
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that simulations can be repeated
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Calls that are not over, also those of followers who came on them."""
+        return list(self._tasks)
+
+    def invite_followers(self, search: Search) -> None:
+        """Invite everybody who should follow this peer and has not come, as far as there is room."""
+        for peer in search.whom_to_invite():
+            task = asyncio.ensure_future(self._invite(search, peer))
+            search.note_invitation(peer, task)
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
+
+    async def _invite(self, search: Search, peer: PeerID) -> None:
+        try:
+            async with self._get_stub(peer).rpc_invite() as call:
+                await call.send(Invitation(group_key=search.key, expiration=search.expiration), end=False)
+                reply = await call.receive(InvitationReply)
+                search.pending.pop(peer, None)
+                if reply is not None and reply.request is not None:
+                    await self._let_in(call, reply.request)
+                else:
+                    await call.send_end()
+                    self._take_refusal(search, reply)
+        except (*PEER_FAILURES, ValueError) as e:
+            logger.debug("could not invite %s: %r", peer, e)
+            search.allow_invitation(peer)
+        finally:
+            search.pending.pop(peer, None)
+            search.control.changed.set()
+
+    async def _let_in(self, call: Call, request: JoinRequest) -> None:
+        """Answer one who comes; when its connection ends it has left, as with one who has called by itself."""
+        me = asyncio.current_task()
+        assert me is not None
+        call.connection.stream.on_closed(me.cancel)
+        try:
+            await self._answer_join(call, request, call.remote)
+        finally:
+            call.connection.stream.on_closed(None)
+
+    def _take_refusal(self, search: Search, reply: InvitationReply | None) -> None:
+        if reply is not None and reply.better_leader is not None and math.isfinite(reply.expiration):
+            leader = learn(self._p2p, reply.better_leader)
+            if leader != self._p2p.peer_id:
+                search.offer(leader, reply.expiration)
+
+    async def hold(self, search: Search, call: Call, invitation: Invitation) -> None:
+        """A peer offers to lead this one: hold its call until this one comes on it, or has decided otherwise."""
+        line = Line(call, asyncio.get_running_loop().create_future())
+        search.add_line(call.remote, line, invitation.expiration)
+        try:
+            better = await line.outcome
+            if better is not None:
+                leader, expiration = better
+                reply = InvitationReply(better_leader=record_of(self._p2p, leader), expiration=expiration)
+                await call.send(reply, end=True)
+        finally:
+            if search.lines.get(call.remote) is line:
+                del search.lines[call.remote]
+
+    @staticmethod
+    def end(search: Search) -> None:
+        """This peer looks for nobody any more; who has come gets an answer first."""
+        for task in list(search.pending.values()):
+            task.cancel()
+        for line in list(search.lines.values()):
+            if not line.is_used:
+                line.close(None)
