@@ -156,14 +156,9 @@ class AveragerPeer(Peer):
         if self.index != 0:
             self.dht = self.library.DHT(initial_peers=address, start=True, **self.listen)
         tensors = [torch.zeros_like(tensor) for tensor in self.base]
+        size = {"target_group_size": self.peers, "min_group_size": self.peers}
         self.averager = self.library.DecentralizedAverager(
-            tensors,
-            self.dht,
-            start=True,
-            prefix="benchmark",
-            target_group_size=self.peers,
-            min_group_size=self.peers,
-            **self.options,
+            tensors, self.dht, start=True, prefix="benchmark", **{**size, **self.options}
         )
 
     def fill(self) -> None:
