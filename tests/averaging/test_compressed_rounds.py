@@ -1,0 +1,83 @@
+"""Rounds with every codec: parts of all types and sizes arrive, and averages are as good as the codec."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from shoal.averaging.partition import part_length
+from shoal.compression import (
+    CompressionInfo,
+    NoCompression,
+    PerTensorCompression,
+    SizeAdaptiveCompression,
+    Uniform8BitQuantization,
+)
+from tests.averaging.swarm import Swarm, make_control
+from tests.compression.codecs import ALL, LOSSY, name_of
+
+SHAPES = [(100, 260), (7,), (), (0, 5), (5, 1)]
+TOLERANCE = {"BFloat16Compression": 0.01, "BlockwiseQuantization": 0.05, "Blockwise4BitQuantization": 0.3}
+"""Root of the mean squared error; peers' values have a variance of 1."""
+
+
+async def average(tensors, **settings):
+    swarm = Swarm()
+    for each in tensors:
+        await swarm.add(each, **settings)
+    controls = [make_control(node, expected_group_size=len(tensors)) for node in swarm.nodes]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+    assert all(len(control.result()) == len(tensors) for control in controls)
+    await swarm.close()
+
+
+@pytest.mark.parametrize("codec", ALL, ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+async def test_every_codec_averages(codec, dtype):
+    torch.manual_seed(0)
+    tensors = [[torch.randn(shape).to(dtype) for shape in SHAPES] for _ in range(3)]
+    means = [sum(each.double() for each in column) / 3 for column in zip(*tensors, strict=True)]
+    await average(tensors, compression=codec, part_size_bytes=10_000)
+    limit = TOLERANCE.get(name_of(codec), 0.03 if codec in LOSSY else 1e-6)
+    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+    for each in tensors:
+        for tensor, mean in zip(each, means, strict=True):
+            error = (tensor.double() - mean).square().mean().sqrt() if tensor.numel() else torch.tensor(0.0)
+            assert error <= limit + 2 * rounding, tensor.shape
+            assert tensor.dtype == dtype
+
+
+class Recorder(Uniform8BitQuantization):
+    """Notes the size of each part and what the codec was told of it."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, int | None]] = []
+
+    def compress(self, tensor, info, allow_inplace=False):
+        self.parts.append((tensor.numel(), info.part_size))
+        return super().compress(tensor, info, allow_inplace)
+
+
+@pytest.mark.parametrize("kind", ["by size", "by key"])
+async def test_the_codec_of_each_tensor_gets_parts_of_the_size_that_was_asked_for(kind):
+    torch.manual_seed(0)
+    recorder = Recorder()
+    exact = NoCompression()
+    codec = {
+        "by size": SizeAdaptiveCompression(10_000, exact, recorder),
+        "by key": PerTensorCompression([exact, exact, recorder]),
+    }[kind]
+    tensors = [[torch.randn(100), torch.randn(9_999), torch.randn(20_000)] for _ in range(2)]
+    means = [sum(column) / 2 for column in zip(*tensors, strict=True)]
+    await average(tensors, compression=codec, part_size_bytes=5_000)
+    for each in tensors:
+        assert torch.allclose(each[0], means[0], atol=1e-6)
+        assert torch.allclose(each[1], means[1], atol=1e-6)
+        assert 0 < (each[2] - means[2]).abs().max() < 2
+    length = part_length(CompressionInfo.from_tensor(tensors[0][2]), recorder, 5_000)
+    rest = 20_000 % length
+    assert 20_000 // length >= 4
+    # each part is sent by one of the two, and its difference comes back from the other
+    assert sorted(recorder.parts) == sorted(2 * [*[(length, length)] * (20_000 // length), (rest, length)])
