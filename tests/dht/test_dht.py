@@ -93,6 +93,43 @@ def test_futures(two):
         latest.result(5)
 
 
+@pytest.mark.parametrize("operation", ["get", "store"])
+def test_futures_are_cancelled_from_any_thread(two, operation):
+    one, other = two
+    asked, go_on = threading.Event(), asyncio.Event()
+
+    async def hold_up(dht, node):
+        call = node.protocol.call_find
+
+        async def call_when_told(*args):
+            asked.set()
+            await go_on.wait()
+            return await call(*args)
+
+        node.protocol.call_find = call_when_told
+
+    async def let_go(dht, node):
+        assert len(node.pending_get_requests) == 0, "nobody looks for it any more"
+        del node.protocol.call_find
+        go_on.set()
+
+    other.run_coroutine(hold_up)
+    if operation == "get":
+        futures = [other.get("key", latest=True, return_future=True) for _ in range(8)]
+    else:
+        futures = [other.store("key", n, later(30 + n), return_future=True) for n in range(8)]
+    assert asked.wait(10)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda future: future.cancel(), futures))
+    for future in futures:
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.result(10)
+    other.run_coroutine(let_go)
+    assert other.get("key", latest=True) is None
+    assert other.store("key", "kept", later(30))
+    assert one.get("key", latest=True).value == "kept"
+
+
 def test_many_threads_at_once(two):
     one, other = two
     with concurrent.futures.ThreadPoolExecutor(8) as pool:

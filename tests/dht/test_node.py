@@ -431,6 +431,20 @@ async def test_cancelling_a_get_cancels_its_search():
 
 
 @in_virtual_time
+async def test_cancelling_a_store_ends_the_walk_and_stores_nothing():
+    swarm = Swarm(seed=19, delay=0.2)
+    *_, node = await swarm.grow(8)
+    storing = asyncio.ensure_future(node.store("a", 1, later(100)))
+    await asyncio.sleep(0.05)
+    storing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await storing
+    await asyncio.sleep(5)
+    assert holders(swarm, DHTID.generate("a")) == []
+    assert await node.store("a", 2, later(100))
+
+
+@in_virtual_time
 async def test_shutdown_ends_what_is_in_progress():
     swarm = Swarm(seed=20)
     await swarm.grow(5)

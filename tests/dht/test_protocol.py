@@ -31,7 +31,7 @@ from shoal.dht.records import NewRecord, split_into_requests
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, RecordValidatorBase
-from shoal.errors import P2PHandlerError, ProtocolError, StreamClosedError, ValidationError
+from shoal.errors import InterruptedDialError, P2PHandlerError, ProtocolError, StreamClosedError, ValidationError
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from shoal.p2p.wire import decode_header
 from shoal.serializer import MSGPackSerializer
@@ -174,6 +174,37 @@ async def test_unknown_or_dead_peers_do_not_answer_and_leave_the_table():
     assert await caller.call_find(server.p2p.peer_id, [KEY]) is None
     assert server.node_id not in caller.routing_table
     assert await caller.call_store(server.p2p.peer_id, [plain(b"v", later(5))]) is None
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+@pytest.mark.parametrize("method", ["call_find", "call_store", "call_ping"])
+@pytest.mark.parametrize("when", ["dialling", "calling"])
+@in_virtual_time
+async def test_a_broken_connection_is_no_proof_that_a_node_is_gone(when, method, failures):
+    swarm = Swarm()
+    one, other = await swarm.grow(2)
+    call, left = one.p2p.call, failures
+
+    async def call_over_bad_connections(*args):
+        nonlocal left
+        left -= 1
+        if left >= 0 and when == "dialling":
+            raise InterruptedDialError("the connection was closed during the handshake")
+        answer = await call(*args)
+        if left >= 0:
+            raise StreamClosedError("the connection broke")
+        return answer
+
+    one.p2p.call = call_over_bad_connections
+    record = NewRecord(KEY, PLAIN_VALUE, b"1", later(10))
+    argument = {"call_find": [[KEY]], "call_store": [[record]], "call_ping": []}[method]
+    answer = await getattr(one.protocol, method)(other.peer_id, *argument)
+    is_tried_again = when == "dialling" or method != "call_store"
+    assert (answer is not None) is (is_tried_again and failures < 3)
+    assert (other.node_id in one.protocol.routing_table) is (answer is not None)
+    assert (KEY in other.protocol.storage) is (method == "call_store" and (when == "calling" or failures < 3))
+    if method == "call_store" and answer:
+        assert answer == [True]
 
 
 @in_virtual_time

@@ -34,7 +34,7 @@ from shoal.dht.records import LocalRecords, NewRecord, check_expiration, pack_va
 from shoal.dht.routing import DHTID, RoutingTable
 from shoal.dht.storage import DHTLocalStorage, StoredValue
 from shoal.dht.validation import WHOLE_DICTIONARY, RecordValidatorBase
-from shoal.errors import DHTError, ProtocolError, ShoalError, ValidationError
+from shoal.errors import DHTError, InterruptedDialError, ProtocolError, ShoalError, StreamClosedError, ValidationError
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from shoal.p2p.joining import explain_unreachable
 
@@ -51,6 +51,8 @@ REPLY_BYTES = 3 * 2**18
 
 STALL_SHARE = 0.25
 """Part of the waiting time after which a walk goes on beside a node that has not answered yet."""
+CALL_ATTEMPTS = 3
+"""A connection may break by chance; only then is a node asked again."""
 PING_BACK_ATTEMPTS = 3
 SECONDS_BETWEEN_ATTEMPTS = 0.1
 PING_BACK_SHARE = 0.5
@@ -227,21 +229,37 @@ class DHTProtocol(ServicerBase):
     async def _call(
         self, peer: PeerID, method: str, request: Header, response_type: type[ResponseT], timeout: float
     ) -> ResponseT:
-        """Call another node and note if it does not answer.
+        """Call another node, again if the connection breaks, and note if it does not answer.
 
         Raises:
             NO_ANSWER: one of these.
         """
+        now = asyncio.get_running_loop().time
+        attempts_left = CALL_ATTEMPTS
         try:
             async with self._rpc_limit:
-                if self._authorizer is not None:
-                    response: ResponseT = await self._call_member(self._authorizer, peer, method, request, timeout)
-                    return response
-                return await self.p2p.call(peer, self.handle_name(method, None), request, response_type, timeout)
+                deadline = now() + timeout
+                while True:
+                    attempts_left -= 1
+                    try:
+                        return await self._call_once(peer, method, request, response_type, max(0.0, deadline - now()))
+                    except (InterruptedDialError, StreamClosedError) as e:
+                        # a store may have been carried out, and a second time the same record would be refused
+                        if not attempts_left or (isinstance(e, StreamClosedError) and method == "rpc_store"):
+                            raise
+                        logger.debug("%s at peer %s is tried again: %s", method, peer, e)
         except NO_ANSWER as e:
             self.note_failure(peer)
             logger.debug("%s at peer %s failed: %s: %s", method, peer, type(e).__name__, e)
             raise
+
+    async def _call_once(
+        self, peer: PeerID, method: str, request: Header, response_type: type[ResponseT], timeout: float
+    ) -> ResponseT:
+        if self._authorizer is not None:
+            response: ResponseT = await self._call_member(self._authorizer, peer, method, request, timeout)
+            return response
+        return await self.p2p.call(peer, self.handle_name(method, None), request, response_type, timeout)
 
     async def _call_member(
         self, authorizer: AuthorizerBase, peer: PeerID, method: str, request: Header, timeout: float
