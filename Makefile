@@ -31,6 +31,7 @@ bench: install
 	$(BIN)/python benchmarks/allreduce.py --library gloo --peers 2 --megabytes 200
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/rpc.py
+	$(BIN)/python benchmarks/compression.py --library shoal
 
 format: install
 	$(BIN)/ruff check --fix .

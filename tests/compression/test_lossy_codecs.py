@@ -288,6 +288,24 @@ def test_threads_do_not_get_in_each_others_way(codec):
 
 
 @every_codec
+def test_inference_mode_makes_no_difference(codec):
+    torch.manual_seed(0)
+    tensor = torch.randn(5000)
+    expected, results = compressed(codec, tensor), []
+
+    def work():  # in a thread of its own, which has not compressed anything before
+        with torch.inference_mode():
+            results.append(compressed(codec, tensor * 1))
+        results.append(compressed(codec, tensor))
+        results.append(compressed(codec, tensor[:4000]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results == [expected, expected, compressed(codec, tensor[:4000])]
+
+
+@every_codec
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_tensors_give_the_same_bytes(codec):
     for dtype, shape in itertools.product(FLOATING, SHAPES):

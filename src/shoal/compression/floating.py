@@ -13,6 +13,7 @@ from shoal.compression.base import (
     CompressionBase,
     CompressionInfo,
     SerializedTensor,
+    TensorMetadata,
     bytes_of,
     empty,
     plain,
@@ -45,8 +46,9 @@ class _Scratch(threading.local):
         """At most :data:`CHUNK` values, valid until the same purpose is asked for again."""
         kept = self._kept.get((purpose, dtype))
         if kept is None or len(kept) != count:
-            memory = torch.empty(CHUNK, dtype=dtype) if kept is None else kept
-            kept = self._kept[purpose, dtype] = memory.as_strided((count,), (1,), 0)
+            with torch.inference_mode(False):  # or the memory could not be used outside of that mode
+                memory = torch.empty(CHUNK, dtype=dtype) if kept is None else kept
+                kept = self._kept[purpose, dtype] = memory.as_strided((count,), (1,), 0)
         return kept
 
 
@@ -79,6 +81,17 @@ class FloatingPointCompression(CompressionBase):
     """Base class of codecs whose bytes are a function of the floating point values and the shape alone."""
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
+        metadata, payload = self._compress(tensor)
+        return SerializedTensor(metadata, bytes_of(payload))
+
+    def compress_and_decode(
+        self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
+    ) -> tuple[SerializedTensor, torch.Tensor]:
+        metadata, payload = self._compress(tensor)
+        decoded = self._restored(metadata, tensor.dtype, payload)
+        return SerializedTensor(metadata, bytes_of(payload)), decoded.to(tensor.device)
+
+    def _compress(self, tensor: torch.Tensor) -> tuple[TensorMetadata, torch.Tensor]:
         if tensor.dtype not in FLOATING_TYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
             raise ValueError(
@@ -89,7 +102,13 @@ class FloatingPointCompression(CompressionBase):
         payload = empty((self._nbytes(metadata.size),), torch.uint8)
         if len(payload):
             self._encode(plain(tensor).view(-1), metadata.size, payload)
-        return SerializedTensor(metadata, bytes_of(payload))
+        return metadata, payload
+
+    def _restored(self, metadata: TensorMetadata, dtype: torch.dtype, payload: torch.Tensor) -> torch.Tensor:
+        values = empty(metadata.size, dtype)
+        if len(payload):
+            self._decode(payload, metadata.size, values.view(-1))
+        return values.requires_grad_(metadata.requires_grad)
 
     def extract(self, serialized_tensor: SerializedTensor) -> torch.Tensor:
         dtype, _ = self._read_metadata(serialized_tensor)
@@ -97,10 +116,7 @@ class FloatingPointCompression(CompressionBase):
         if dtype not in FLOATING_TYPES:
             raise ValueError(f"{type(self).__name__} cannot have made a tensor of type {metadata.dtype}")
         payload = tensor_over(serialized_tensor.buffer, torch.uint8, (self._nbytes(metadata.size),))
-        values = empty(metadata.size, dtype)
-        if len(payload):
-            self._decode(payload, metadata.size, values.view(-1))
-        return values.requires_grad_(metadata.requires_grad)
+        return self._restored(metadata, dtype, payload)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
         return ratio_of(self._nbytes(info.size), info)
