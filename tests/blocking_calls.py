@@ -59,7 +59,7 @@ def _listen(event: str, arguments: tuple[Any, ...]) -> None:
     blocks = BLOCKING.get(event)
     if blocks is None or asyncio._get_running_loop() is None or not blocks(arguments):
         return
-    stack = list(traceback.walk_stack(sys._getframe(1)))
+    stack = [each for each in traceback.walk_stack(sys._getframe(1)) if each[0].f_code.co_filename != __file__]
     if any(frame.f_code.co_filename == "<frozen importlib._bootstrap>" for frame, _ in stack):
         return
     place, is_coroutine = "", False
