@@ -143,8 +143,7 @@ class P2P:
         announced = [_checked_announcement(Multiaddr(address)) for address in announce_maddrs or ()]
         metrics = Metrics()
         if transport is None:
-            identity = Identity.generate() if identity_path is None else Identity.load_or_create(identity_path)
-            transport = TcpTransport(identity, metrics, limits)
+            transport = TcpTransport(await _identity(identity_path), metrics, limits)
         p2p = cls(transport, rng or random.Random(), metrics, idle_timeout, limits)
         p2p.client_mode = no_listen
         try:
@@ -362,6 +361,10 @@ class P2P:
         self._pool.close()
         await self._dialler.close()
         await self._server.close()
+
+
+async def _identity(path: str | os.PathLike[str] | None) -> Identity:
+    return Identity.generate() if path is None else await asyncio.to_thread(Identity.load_or_create, path)
 
 
 def _checked_announcement(address: Multiaddr) -> Multiaddr:
