@@ -169,6 +169,7 @@ async def partition(swarm: Swarm, operations: int) -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[Swarm, int], Awaitable[None]], Link, dict[str, Any]]] = {
     "plain": (plain, QUIET, {}),
+    # over 200 ms each way, making sure that a newcomer can be called back takes longer than a join may
     "faults": (faults, ROUGH, {"ensure_bootstrap_success": False}),
     "partition": (partition, QUIET, {"refresh_timeout": REFRESH_SECONDS}),
 }

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from benchmarks.dht_simulation import Figures, simulate
+from shoal.clock import get_dht_time
+from shoal.dht import DHTNode
+from shoal.testing import Link, Network, run, start_dht_nodes
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,3 +60,43 @@ def test_the_same_seed_gives_the_same_events_whatever_the_hash_seed():
         there = in_another_process(hash_seed)
         assert (there.events, there.trace) == (here.events, here.trace)
     assert simulate("faults", nodes=30, operations=60, seed=1).trace != here.trace
+
+
+# --- the latest value -------------------------------------------------------------------------------------------------
+
+WIDE_AREA = Link(delay=(0.02, 0.15), jitter=0.01, dial_failure=0.01)
+POLLS = 3
+
+
+@pytest.mark.parametrize("share_of_dead", [0.0, 0.3])
+def test_dictionaries_are_read_completely_and_quickly(share_of_dead):
+    """As peers do that look for each other: all write an entry of one dictionary and read it again and again."""
+    seconds: dict[int, list[float]] = defaultdict(list)
+
+    async def main() -> None:
+        network = Network(WIDE_AREA)
+        nodes = await start_dht_nodes(network, 48)
+        hosts = {node: network.host_of(node.peer_id) for node in nodes}
+        writers = network.rng.sample(nodes, 16)
+        now = asyncio.get_running_loop().time
+
+        async def write(node: DHTNode) -> bool:
+            store = node.store("group", "here", get_dht_time() + 600, subkey=node.node_id.to_bytes())
+            return await hosts[node].run(store)
+
+        async def poll(node: DHTNode) -> None:
+            for number in range(POLLS):
+                start = now()
+                found = await hosts[node].run(node.get("group", latest=True))
+                seconds[number].append(now() - start)
+                assert set(found.value) == {writer.node_id.to_bytes() for writer in writers}
+                await asyncio.sleep(0.5)
+
+        assert all(await asyncio.gather(*map(write, writers)))
+        for node in network.rng.sample(nodes, round(share_of_dead * len(nodes))):
+            hosts[node].power_off()
+        await asyncio.gather(*(poll(node) for node in writers if hosts[node].is_up))
+
+    run(main(), seed=2)
+    assert max(seconds[0]) < (6 if share_of_dead else 3), "the first time, most nodes have to be dialled"
+    assert median(seconds[POLLS - 1]) < 0.8
