@@ -64,10 +64,10 @@ async def test_who_sends_too_slowly_gets_the_result(monkeypatch, seed):
     before = [tensor.clone() for tensor in tensors]
     send_parts = AllReduce._send_parts
 
-    async def slow(self, call, member):
+    async def slow(self, call, member, indices):
         if self.group.peer_ids[self.own_index] == swarm.nodes[0].p2p.peer_id:
             await asyncio.Event().wait()  # for ever, it must be interrupted
-        await send_parts(self, call, member)
+        await send_parts(self, call, member, indices)
 
     monkeypatch.setattr(AllReduce, "_send_parts", slow)
     controls = [make_control(node, expected_group_size=4) for node in swarm.nodes]

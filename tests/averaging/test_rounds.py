@@ -242,16 +242,16 @@ class Fault:
         original_send, original_reply = AllReduce._send_parts, AllReduce._give_averages
         fault = self
 
-        async def send(self, call, parts):
+        async def send(self, call, member, indices):
             if fault.hits(self, "sending"):
-                await original_send(self, call, parts[: len(parts) // 2])
+                await original_send(self, call, member, indices[: len(indices) // 2])
                 await fault.fail(self)
-            await original_send(self, call, parts)
+            await original_send(self, call, member, indices)
 
-        async def give(self, call, sender):
+        async def give(self, call, sender, indices):
             if fault.hits(self, "reducing"):
                 await fault.fail(self)
-            await original_reply(self, call, sender)
+            await original_reply(self, call, sender, indices)
 
         monkeypatch.setattr(AllReduce, "_send_parts", send)
         monkeypatch.setattr(AllReduce, "_give_averages", give)
@@ -267,6 +267,7 @@ class Fault:
             if each is not asyncio.current_task():
                 each.cancel()
         node.p2p._pool.close()
+        node.p2p._handlers.clear()  # nor does it answer anybody who connects again
         raise ConnectionAbortedError("killed")
 
 

@@ -4,6 +4,9 @@ All parts are in flight at once, each reducer averages a part as soon as it has 
 straight back on the connection on which the part came. Afterwards the members make sure that all of them have
 everything (:mod:`shoal.averaging.completion`), and finish what a dead member has left undone.
 
+Over a long link one connection is slow to reach its speed and limited by what may be under way on it. There the parts
+for a reducer are spread over several connections, the stripes.
+
 A sender that fails is excluded from the parts that it has not delivered. Failure is the end of a connection, at once,
 or silence for longer than a time limit.
 """
@@ -49,6 +52,11 @@ PEER_FAILURES = (
 MAX_DIALS = 3
 REDIAL_PAUSE = 0.1
 """Seconds before a dial is repeated the first time."""
+MAX_STRIPES = 8
+SECONDS_PER_STRIPE = 0.025
+"""A stripe for so much of the time to the reducer and back."""
+PARTS_PER_STRIPE = 4
+"""At least: with fewer parts a further connection does not pay."""
 
 
 class AveragingMode(IntEnum):
@@ -121,6 +129,11 @@ class AllReduce:
         self._reducer = self._make_reducer()
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         self._handlers: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
+        self._begun: dict[int, set[int]] = {}
+        """Stripes of each sender that have begun."""
+        self._stripes_left: dict[int, int] = {}
+        """How many stripes of each sender have not been completed."""
+        self._stripes_of: dict[int, int] = {}
 
     def _make_reducer(self) -> PartReducer:
         parts = self.vector.parts[self.own_index]
@@ -148,11 +161,13 @@ class AllReduce:
                 if parts and member != self.own_index:
                     self._exchanges[member] = asyncio.ensure_future(self._exchange_with(member))
         self._undelivered = set(self._exchanges)
+        self._unsent = {member: len(self.vector.parts[member]) for member in self._exchanges}
         self._note_delivery()
         watchdog, *rest = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *work)]
         try:
             await asyncio.gather(*rest)
             await asyncio.gather(*self._exchanges.values(), return_exceptions=True)
+            self.vector.drop_early()
             self.exchanged.set()
         finally:
             await cancel_and_wait(watchdog, *rest, *self._exchanges.values(), *self._handlers)
@@ -217,18 +232,26 @@ class AllReduce:
 
     async def _exchange_with(self, member: int) -> None:
         """Let another member reduce its parts; whatever it does wrong costs these parts and no more."""
+        round_trip = self.get_stub(self.group.peer_ids[member]).round_trip
+        wanted = min(MAX_STRIPES, round(round_trip / SECONDS_PER_STRIPE))
+        stripes = max(1, min(wanted, len(self.vector.parts[member]) // PARTS_PER_STRIPE))
         try:
-            async with self._dial(member) as call:
-                await call.send(BeginReduce(group_id=self.group.group_id, weight=self.weight))
-                await both(self._send_parts(call, member), self._receive_averages(call, member))
-                await call.send_end()
-                async with timeout(self.settings.reducer_timeout):
-                    if await call.receive(PartMessage) is not None:
-                        raise ProtocolError("more averages than parts")
+            await all_of(*[self._exchange_stripe(member, stripe, stripes) for stripe in range(stripes)])
         except PEER_FAILURES as e:
             self.member_failed(member, reason_of(e))
         finally:
             self._note_delivery(member)
+
+    async def _exchange_stripe(self, member: int, stripe: int, stripes: int) -> None:
+        begin = BeginReduce(group_id=self.group.group_id, weight=self.weight, stripe=stripe, stripes=stripes)
+        indices = range(stripe, len(self.vector.parts[member]), stripes)
+        async with self._dial(member) as call:
+            await call.send(begin)
+            await all_of(self._send_parts(call, member, indices), self._receive_averages(call, member, indices))
+            await call.send_end()
+            async with timeout(self.settings.reducer_timeout):
+                if await call.receive(PartMessage) is not None:
+                    raise ProtocolError("more averages than parts")
 
     @asynccontextmanager
     async def _dial(self, member: int) -> AsyncIterator[Call]:
@@ -244,24 +267,29 @@ class AllReduce:
                     await asyncio.sleep(attempt * REDIAL_PAUSE)
             yield call
 
-    async def _send_parts(self, call: Call, member: int) -> None:
-        for index, part in enumerate(self.vector.parts[member]):
-            await send_part(call, index, PartStatus.VALUES, self.vector.encode(part))
-        self._note_delivery(member)
+    async def _send_parts(self, call: Call, member: int, indices: range) -> None:
+        parts = self.vector.parts[member]
+        for index in indices:
+            await send_part(call, index, PartStatus.VALUES, self.vector.encode(parts[index]))
+            self._unsent[member] -= 1
+        if not self._unsent[member]:
+            self._note_delivery(member)
 
-    async def _receive_averages(self, call: Call, member: int) -> None:
-        for index, part in enumerate(self.vector.parts[member]):
+    async def _receive_averages(self, call: Call, member: int, indices: range) -> None:
+        for index in indices:
             async with timeout(self.settings.reducer_timeout):
                 message = await _next_part(call, index)
-                values = await self.vector.receive(call, message, part)
-            self.vector.take(member, values, is_delta=message.status == PartStatus.DELTA)
+                values = await self.vector.receive(call, message, self.vector.parts[member][index])
+            self.vector.take(member, index, values, is_delta=message.status == PartStatus.DELTA)
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
     async def _apply_own_parts(self) -> None:
         for index in range(len(self._reducer)):
             average, is_shared = await self._reducer.average(index)
-            self.vector.take(self.own_index, average, is_shared=is_shared)
+            if not is_shared:  # all others have failed: if some live after all, it is theirs to average the rest
+                return
+            self.vector.take(self.own_index, index, average)
 
     async def _give_up_absent_senders(self) -> None:
         """Whoever has not even begun within the time limit is not waited for."""
@@ -280,9 +308,10 @@ class AllReduce:
         task = asyncio.current_task()
         assert task is not None
         self._handlers[task] = None
-        self._reducer.begin(index, begin.weight)
+        self._begin_stripe(index, begin)
+        indices = range(begin.stripe, len(self._reducer), begin.stripes)
         try:
-            await both(self._take_parts(call, index), self._give_averages(call, index))
+            await all_of(self._take_parts(call, index, indices), self._give_averages(call, index, indices))
             await call.send_end()
             async with timeout(self.settings.sender_timeout):
                 if await call.receive(PartMessage) is not None:
@@ -292,30 +321,51 @@ class AllReduce:
             self.member_failed(index, reason_of(e))
             raise
         self._handlers.pop(task, None)
-        self._reducer.delivered_everything(index)
+        self._stripes_left[index] -= 1
+        if not self._stripes_left[index]:
+            self._reducer.delivered_everything(index)
 
     def _check_sender(self, begin: BeginReduce, sender: PeerID) -> int:
         if sender not in self.group.peer_ids:
             raise ProtocolError("not a member of this group")
         index = self.group.peer_ids.index(sender)
-        if index not in self._reducer.waiting_for or self._reducer.has_begun(index):
+        if index not in self._reducer.waiting_for or begin.stripe in self._begun.get(index, ()):
             raise ProtocolError("nothing is expected from this member: it began before, was given up, or is no sender")
         if not 0 <= begin.weight < float("inf"):
             raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
+        if not 0 <= begin.stripe < begin.stripes <= MAX_STRIPES:
+            raise ProtocolError(f"stripe {begin.stripe} of {begin.stripes} does not exist")
+        known = self._begun.get(index)
+        if known and (self._reducer.weights[index], self._stripes_of[index]) != (begin.weight, begin.stripes):
+            raise ProtocolError("the stripes of this member contradict each other")
         return index
 
-    async def _take_parts(self, call: Call, sender: int) -> None:
-        for index, part in enumerate(self.vector.parts[self.own_index]):
+    def _begin_stripe(self, sender: int, begin: BeginReduce) -> None:
+        if sender not in self._begun:
+            self._begun[sender], self._stripes_left[sender] = set(), begin.stripes
+            self._stripes_of[sender] = begin.stripes
+            self._reducer.begin(sender, begin.weight)
+            if begin.stripes > 1:
+                asyncio.get_running_loop().call_later(self.settings.sender_timeout, self._give_up_if_partial, sender)
+        self._begun[sender].add(begin.stripe)
+
+    def _give_up_if_partial(self, sender: int) -> None:
+        if len(self._begun[sender]) < self._stripes_of[sender]:
+            self.member_failed(sender, "did not begin to send on all its connections in time")
+
+    async def _take_parts(self, call: Call, sender: int, indices: range) -> None:
+        parts = self.vector.parts[self.own_index]
+        for index in indices:
             await self._reducer.wait_for_room(index)
             async with timeout(self.settings.sender_timeout):
                 message = await _next_part(call, index)
-                values = await self.vector.receive(call, message, part)
+                values = await self.vector.receive(call, message, parts[index])
             if message.status != PartStatus.VALUES or values is None:
                 raise ProtocolError(f"sent a part with status {message.status}")
             self._reducer.deliver(sender, index, values)
 
-    async def _give_averages(self, call: Call, sender: int) -> None:
-        for index in range(len(self._reducer)):
+    async def _give_averages(self, call: Call, sender: int, indices: range) -> None:
+        for index in indices:
             encoded, is_delta = await self._reducer.reply(index, sender)
             await send_part(call, index, PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded)
 
@@ -346,9 +396,9 @@ async def _next_part(call: Call, index: int) -> PartMessage:
     return message
 
 
-async def both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) -> None:
-    """Run two coroutines together; the failure of one cancels the other."""
-    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
+async def all_of(*work: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines together; the failure of one cancels the others."""
+    tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.gather(*tasks)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ class _Link:
     """A member that is connected to this one."""
 
     line: Line
+    handler: asyncio.Task[Any]
     weight: float
     held: list[int] | None = None
     """What it has reported; ``None`` while it is still busy."""
@@ -73,9 +75,10 @@ class Coordination:
 
     async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
         """Hold a member's call until the round is over; runs in the handler of its call."""
-        link = _Link(
-            Line(call), hello.weight, late=hello.late or (self.closed_early and member in self.allreduce.failed)
-        )
+        handler = asyncio.current_task()
+        assert handler is not None
+        is_late = hello.late or (self.closed_early and member in self.allreduce.failed)
+        link = _Link(Line(call), handler, hello.weight, late=is_late)
         await link.line.send(RoundMessage(kind=RoundKind.ALIVE))
         self._links[member] = link
         self._changed.set()
@@ -196,10 +199,19 @@ class Coordination:
     async def _all_reported(self, wait_for_absent: bool) -> None:
         while True:
             self._changed.clear()
-            present = all(link.held is not None for link in self._punctual.values())
-            if present and (not wait_for_absent or self._expected() <= self._links.keys()):
+            busy = [member for member, link in self._punctual.items() if link.held is None]
+            complete = not wait_for_absent or self._expected() <= self._links.keys()
+            if complete and not busy:
                 return
-            await self._changed.wait()
+            # the last one has nothing to wait for any more: all others are done, also with what it needs from them
+            patience = self._silence if complete and len(busy) == 1 else None
+            await first_completed(self._changed.wait(), timeout=patience)
+            if patience is not None and not self._changed.is_set():
+                self._drop(busy[0], "did not report in time")
+
+    def _drop(self, member: int, reason: str) -> None:
+        self._links.pop(member).handler.cancel()
+        self._declare_failed(member, reason)
 
     async def _spread_failures(self) -> None:
         """Tell everybody of deaths, so that nobody has to find out by waiting."""

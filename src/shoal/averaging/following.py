@@ -140,7 +140,7 @@ class Following:
         if part.index >= len(self.vector.parts[reducer]):
             raise ProtocolError("the coordinator sent a part that does not exist")
         values = await self.vector.receive(call, part, self.vector.parts[reducer][part.index])
-        self.vector.take(reducer, values)
+        self.vector.take(reducer, part.index, values)
         self._changed.set()
 
 

@@ -97,6 +97,10 @@ class BeginReduce(Header):
 
     group_id: bytes
     weight: float
+    stripe: int = 0
+    """Which of the sender's calls this is."""
+    stripes: int = 1
+    """Over how many calls the sender spreads its parts, in turn."""
 
 
 class PartStatus(IntEnum):

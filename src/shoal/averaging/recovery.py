@@ -170,7 +170,7 @@ class Recovery:
 
     async def _fill_own(self) -> None:
         for key in self._plan.parts_missing(self._own):
-            self._vector.take(key[0], await self._average(key))
+            self._vector.take(*key, await self._average(key))
 
     async def _average(self, key: PartKey) -> torch.Tensor | None:
         if key not in self._averages:

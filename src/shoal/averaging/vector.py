@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,11 @@ from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import SerializedTensor, bytes_of, dtype_name
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
+
+
+class _Average(NamedTuple):
+    values: torch.Tensor | None
+    is_delta: bool
 
 
 class RoundVector:
@@ -44,6 +50,8 @@ class RoundVector:
             self.parts[part.reducer].append(part)
         self.held = [0] * len(shares)
         """How many parts of each reducer, from the first one on, hold the average here."""
+        self._early: list[dict[int, _Average]] = [{} for _ in shares]
+        """Averages that came before those of earlier parts, by reducer and index."""
 
     @property
     def share_averaged(self) -> float:
@@ -55,6 +63,12 @@ class RoundVector:
         """Forget what has been averaged: all of it is going to come."""
         self.held = [0] * len(self.held)
         self._values_averaged = 0
+        self.drop_early()
+
+    def drop_early(self) -> None:
+        """Forget averages whose predecessors have not come."""
+        for early in self._early:
+            early.clear()
 
     def copy_values(self) -> list[torch.Tensor]:
         """The values of all tensors now, flat; :meth:`Part.of` finds a part in them."""
@@ -68,21 +82,22 @@ class RoundVector:
         """The values of a part, ready to be sent."""
         return self.codec.compress(self.values(part), part.info)
 
-    def take(
-        self, reducer: int, values: torch.Tensor | None, *, is_delta: bool = False, is_shared: bool = True
-    ) -> None:
-        """The average of the next part of a reducer is here.
+    def take(self, reducer: int, index: int, values: torch.Tensor | None, *, is_delta: bool = False) -> None:
+        """The average of a reducer's part is here; it is applied when those of all earlier parts are.
 
         Args:
             values: ``None`` = there is none, the local values stay.
             is_delta: what is given is the difference to the local values.
-            is_shared: it is not just this member's own.
         """
-        part = self.parts[reducer][self.held[reducer]]
-        self._values_averaged += part.length if is_shared else 0
-        if values is not None:
-            self._apply(self.values(part), values, is_delta=is_delta)
-        self.held[reducer] += 1
+        early = self._early[reducer]
+        early[index] = _Average(values, is_delta)
+        while self.held[reducer] in early:
+            average = early.pop(self.held[reducer])
+            part = self.parts[reducer][self.held[reducer]]
+            self._values_averaged += part.length
+            if average.values is not None:
+                self._apply(self.values(part), average.values, is_delta=average.is_delta)
+            self.held[reducer] += 1
 
     def _apply(self, target: torch.Tensor, values: torch.Tensor, *, is_delta: bool) -> None:
         if is_delta:

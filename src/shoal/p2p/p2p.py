@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 H = TypeVar("H", bound=Header)
 
 AGENT = "shoal"
+MAX_ROUND_TRIPS = 4096
 INSTANCE_BYTES = 16
 _WITHOUT_EFFECT = {
     "auto_nat": True,
@@ -78,6 +80,7 @@ class P2P:
         self._pool = ConnectionPool(self._connect, idle_timeout)
         self._server = Server(self.peer_id, metrics, limits, self._greet)
         self._handlers = self._server.handlers
+        self._round_trips: dict[PeerID, float] = {}
         self.clock = get_clock()
         """The time by which this peer lives."""
         self.clock.add_own(self.peer_id)
@@ -249,8 +252,18 @@ class P2P:
         if hello.addresses and connection.remote != self.peer_id:
             self._addresses.replace(connection.remote, hello.addresses)
         if connection.round_trip is not None:
+            self._note_round_trip(connection.remote, connection.round_trip)
             self.clock.hear(connection.remote, hello.time, hello.clock_offset, connection.round_trip)
             self.metrics.clock_offset = self.clock.offset
+
+    def _note_round_trip(self, peer: PeerID, seconds: float) -> None:
+        self._round_trips[peer] = min(seconds, self._round_trips.pop(peer, math.inf))
+        while len(self._round_trips) > MAX_ROUND_TRIPS:
+            del self._round_trips[next(iter(self._round_trips))]
+
+    def round_trip_to(self, peer: PeerID) -> float:
+        """Seconds to a peer and back, the shortest time that was seen; 0 if none was."""
+        return self._round_trips.get(peer, 0.0)
 
     async def _connect(self, peer: PeerID) -> Connection:
         if not self.is_alive:

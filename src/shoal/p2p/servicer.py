@@ -112,6 +112,11 @@ class StubBase:
                 return caller
         raise AttributeError(f"{self.servicer.__name__} has no remote method {name}")
 
+    @property
+    def round_trip(self) -> float:
+        """Seconds to the other peer and back, the shortest time that was seen; 0 if none was."""
+        return self._p2p.round_trip_to(self._peer)
+
     def context_of(self, method: str) -> P2PContext:
         """What is called by whom, seen from the caller."""
         return P2PContext(self.servicer.handle_name(method, self._namespace), self._p2p.peer_id, self._peer)

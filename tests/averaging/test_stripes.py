@@ -1,0 +1,190 @@
+"""Parts that travel to a reducer over several connections at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+
+from shoal.averaging.allreduce import MAX_STRIPES, SECONDS_PER_STRIPE, AllReduce
+from shoal.averaging.protocol import BeginReduce, PartMessage
+from shoal.averaging.vector import RoundVector
+from shoal.compression import CompressionInfo, NoCompression
+from shoal.errors import P2PHandlerError
+from shoal.p2p import P2P
+from tests.averaging.swarm import Swarm, make_control
+
+SIZE = 40_000
+
+
+@pytest.fixture
+def far_away(monkeypatch):
+    """Peers believe that they are far from each other."""
+
+    def set_round_trip(seconds):
+        monkeypatch.setattr(P2P, "round_trip_to", lambda self, peer: seconds)
+
+    return set_round_trip
+
+
+def count_stripes(monkeypatch):
+    seen, exchange = set(), AllReduce._exchange_stripe
+
+    async def counted(self, member, stripe, stripes):
+        seen.add((stripe, stripes))
+        await exchange(self, member, stripe, stripes)
+
+    monkeypatch.setattr(AllReduce, "_exchange_stripe", counted)
+    return seen
+
+
+async def start(number=3, **changes):
+    swarm = Swarm()
+    tensors = [torch.randn(SIZE, generator=torch.Generator().manual_seed(i)) for i in range(number)]
+    for tensor in tensors:
+        await swarm.add([tensor], part_size_bytes=2**10, **changes)
+    return swarm, tensors
+
+
+async def run(swarm, **changes):
+    controls = [make_control(node, expected_group_size=len(swarm.nodes), **changes) for node in swarm.nodes]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+    return controls
+
+
+@pytest.mark.parametrize(("round_trip", "stripes"), [(0.0, 1), (0.01, 1), (0.06, 2), (0.1, 4), (5.0, MAX_STRIPES)])
+async def test_longer_links_get_more_stripes(monkeypatch, far_away, round_trip, stripes):
+    far_away(round_trip)
+    seen = count_stripes(monkeypatch)
+    swarm, tensors = await start()
+    mean = sum(tensors) / 3
+    for control in await run(swarm):
+        assert control.result()
+        assert control.round.share_averaged == 1
+    for tensor in tensors:
+        torch.testing.assert_close(tensor, mean)
+        assert torch.equal(tensor, tensors[0])
+    assert seen == {(stripe, stripes) for stripe in range(stripes)}
+    await swarm.close()
+
+
+async def test_few_parts_take_one_connection(monkeypatch, far_away):
+    far_away(1.0)
+    seen = count_stripes(monkeypatch)
+    swarm = Swarm()
+    for i in range(2):
+        await swarm.add([torch.full((300,), float(i))])
+    await run(swarm)
+    assert seen == {(0, 1)}
+    await swarm.close()
+
+
+@pytest.mark.parametrize("broken_stripe", [0, 1, 3])
+async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far_away, broken_stripe):
+    """The others end with the same bytes, and each value is a mean over those who delivered it to its reducer.
+
+    The member whose connections break lives on and reduces its share with those that still reach it.
+    """
+    far_away(4 * SECONDS_PER_STRIPE)
+    swarm, tensors = await start(4)
+    before = [tensor.clone() for tensor in tensors]
+    victim, send_parts = swarm.nodes[0].p2p.peer_id, AllReduce._send_parts
+
+    async def break_one(self, call, member, indices):
+        if self.group.peer_ids[self.own_index] == victim and indices.start == broken_stripe:
+            await send_parts(self, call, member, indices[:2])
+            raise ConnectionAbortedError("killed")
+        await send_parts(self, call, member, indices)
+
+    monkeypatch.setattr(AllReduce, "_send_parts", break_one)
+    controls = [make_control(node, expected_group_size=4, allow_retries=False) for node in swarm.nodes]
+    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
+    await asyncio.gather(*running)
+    found = torch.zeros(SIZE, dtype=torch.bool)
+    for size in (2, 3, 4):  # never what only the broken one has
+        for members in itertools.combinations(before, size):
+            found |= torch.isclose(tensors[1], sum(members) / size, atol=1e-6)
+    assert found.all()
+    for i in (1, 2, 3):
+        assert controls[i].round.share_averaged == 1
+        assert torch.equal(tensors[i], tensors[1])
+    await swarm.close()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"stripe": 2, "stripes": 2},
+        {"stripe": -1, "stripes": 2},
+        {"stripe": 0, "stripes": MAX_STRIPES + 1},
+        {"stripe": 0, "stripes": 2},
+        {"stripe": 1, "stripes": 3},
+        {"stripe": 1, "stripes": 2, "weight": 2.0},
+    ],
+)
+async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
+    swarm, _ = await start(2, sender_timeout=0.5, reducer_timeout=1.0)
+    refused = []
+
+    async def contradict(self, member, stripe, stripes):
+        stub = self.get_stub(self.group.peer_ids[member])
+        common = {"group_id": self.group.group_id, "weight": self.weight}
+        async with stub.rpc_reduce() as first_call, stub.rpc_reduce() as second_call:
+            await first_call.send(BeginReduce(**common, stripe=0, stripes=2))
+            while not swarm.nodes[1 - swarm_index(swarm, self)]._rounds._running:  # noqa: ASYNC110 (no event)
+                await asyncio.sleep(0)
+            await second_call.send(BeginReduce(**{**common, **second}))
+            try:
+                await second_call.receive(PartMessage)
+            except P2PHandlerError as e:
+                refused.append(str(e))
+
+    monkeypatch.setattr(AllReduce, "_exchange_stripe", contradict)
+    await run(swarm, allow_retries=False)
+    assert refused
+    await swarm.close()
+
+
+def swarm_index(swarm, allreduce):
+    peer = allreduce.group.peer_ids[allreduce.own_index]
+    return next(i for i, node in enumerate(swarm.nodes) if node.p2p.peer_id == peer)
+
+
+async def test_a_member_that_opens_only_some_of_its_stripes_is_given_up(monkeypatch, far_away):
+    far_away(2 * SECONDS_PER_STRIPE)
+    swarm, tensors = await start(3, sender_timeout=0.3, reducer_timeout=0.6)
+    victim, exchange = swarm.nodes[0].p2p.peer_id, AllReduce._exchange_stripe
+
+    async def half(self, member, stripe, stripes):
+        if self.group.peer_ids[self.own_index] != victim or stripe == 0:
+            await exchange(self, member, stripe, stripes)
+        else:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(AllReduce, "_exchange_stripe", half)
+    controls = [make_control(node, expected_group_size=3, allow_retries=False) for node in swarm.nodes]
+    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
+    await asyncio.gather(*running[1:])
+    assert torch.equal(tensors[1], tensors[2])
+    assert victim in controls[1].round.failed_peers
+    running[0].cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await swarm.close()
+
+
+def test_averages_are_applied_in_order():
+    tensor = torch.zeros(30)
+    info = CompressionInfo.from_tensor(tensor, key=0)
+    vector = RoundVector([tensor], [info], NoCompression(), 40, [30], 1.0)
+    assert len(vector.parts[0]) == 3
+    vector.take(0, 2, torch.full((10,), 3.0))
+    assert vector.held == [0]
+    assert not tensor.any()
+    vector.take(0, 0, torch.full((10,), 1.0))
+    assert vector.held == [1]
+    vector.drop_early()
+    vector.take(0, 1, torch.full((10,), 2.0))
+    assert vector.held == [2]
+    assert tensor.tolist() == [1.0] * 10 + [2.0] * 10 + [0.0] * 10
