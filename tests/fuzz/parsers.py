@@ -40,7 +40,7 @@ PEER = str(IDENTITY.peer_id)
 BINARY_ADDRESSES = [Multiaddr(address).to_bytes() for address in [*ADDRESSES, f"/p2p/{PEER}"]]
 FULL_ADDRESSES = [f"{address}/p2p/{PEER}" for address in ADDRESSES]
 
-for room in ("dht.messages", "p2p.presence"):
+for room in ("dht.messages", "dht.authorization", "p2p.checkup", "p2p.presence"):
     importlib.import_module(f"shoal.{room}")  # where types of headers are defined
 
 
@@ -63,9 +63,9 @@ def parser(
 
 
 def all_headers(base: type[Header] = Header) -> Iterator[type[Header]]:
-    """Every type of header that is loaded."""
+    """Every type of header of these rooms, whatever else has been loaded."""
     for each in base.__subclasses__():
-        if each.__module__.startswith("shoal."):
+        if each.__module__.startswith(("shoal.p2p.", "shoal.dht.")):
             yield each
         yield from all_headers(each)
 
