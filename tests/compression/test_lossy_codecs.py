@@ -199,10 +199,11 @@ def test_scaled_float16_takes_the_largest_finite_value_of_the_row_for_an_infinit
 @pytest.mark.parametrize("count", [10, 5000, CHUNK + 5000])
 def test_quantizations_take_0_for_nan_and_the_largest_finite_value_for_infinities(codec, count):
     torch.manual_seed(0)
-    broken = torch.randn(count, dtype=torch.float64)
-    repaired = broken.clone()
-    broken[3], repaired[3] = torch.nan, 0.0
-    assert compressed(codec, broken) == compressed(codec, repaired)
+    values = torch.randn(count, dtype=torch.float64)
+    for place in (3, count - 5):
+        broken, repaired = values.clone(), values.clone()
+        broken[place], repaired[place] = torch.nan, 0.0
+        assert compressed(codec, broken) == compressed(codec, repaired)
     start = (count - 1) // 4096 * 4096 if codec in BLOCKWISE and codec.block_size == 4096 else (count - 1) // 64 * 64
     neighbours = repaired[start:] if codec in BLOCKWISE else repaired
     broken[-1], broken[-2] = torch.inf, -torch.inf

@@ -154,7 +154,7 @@ class Quantile8BitQuantization(CodebookQuantization):
         mean = _mean(values)
         centre = _centre(mean, _deviation(values, mean))
         largest = max(max(float(part.amax()), -float(part.amin())) for _, part in _centred(values, centre))
-        if not _is_safe(largest, values):
+        if not _is_safe(largest, values) or math.isnan(mean):
             return None
         scale = 2.0**15 / largest if largest else 0.0
         counts = scratch("counts", torch.int64, CELLS).zero_()
