@@ -494,3 +494,21 @@ def test_ctrl_c_ends_a_script_that_waits(waiting: str) -> None:
         process.kill()
         process.wait()
     assert (process.returncode, output, errors) == (0, "interrupted False\n", "")
+
+
+def test_errors_that_reach_nobody_are_logged_but_for_the_end_of_a_connection(caplog: pytest.LogCaptureFixture) -> None:
+    portal = Portal("test")
+
+    async def report(message: str) -> None:
+        error = RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+        asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+
+    try:
+        portal.call(report("Fatal error on SSL protocol"))
+        assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
+        portal.call(report("something else"))
+        assert [record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG] == [
+            "something else"
+        ]
+    finally:
+        portal.close(timeout=5)

@@ -60,6 +60,19 @@ async def _end_remaining_tasks() -> None:
         await asyncio.wait(tasks, timeout=TASK_GRACE_SECONDS)
 
 
+def _report(loop: asyncio.AbstractEventLoop, report: dict[str, Any]) -> None:
+    """Errors that reach nobody are logged as ever, but for one that is no error.
+
+    uvloop cannot write what TLS still has to say when a connection has ended a moment ago. Its stream is told of the
+    end all the same.
+    """
+    error = report.get("exception")
+    if report.get("message") == "Fatal error on SSL protocol" and isinstance(error, RuntimeError):
+        logger.debug("a connection ended while TLS was at work on it: %s", error)
+    else:
+        loop.default_exception_handler(report)
+
+
 class Reactor:
     """The loop and its thread. Use :meth:`get`; do not construct."""
 
@@ -69,6 +82,7 @@ class Reactor:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = _new_event_loop()
+        self.loop.set_exception_handler(_report)
         self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(thread_name_prefix="shoal-worker"))
         self.portals: weakref.WeakSet[Portal] = weakref.WeakSet()
         self.portal_numbers = itertools.count()
