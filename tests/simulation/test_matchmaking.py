@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from shoal.testing import START_OF_TIME, Link, Network
+from tests.simulation.meetings import meet
 from tests.simulation.rounds import (
     STAGGER,
     WIDE_AREA,
@@ -32,6 +33,15 @@ def test_all_meet_in_one_group_and_average_exactly(size):
         assert_same_bytes(members)
         assert left_out(members[0], size, ()) == {frozenset()}
         assert max(member.ended for member in members) < WINDOW + STAGGER + ALLREDUCE_SECONDS
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_many_meet_whatever_the_table(distributed):
+    size = 32
+    for seed in range(3):
+        meeting = meet(seed, size, distributed=distributed)
+        assert meeting.group_sizes == {size: size}, f"seed {seed}"
+        assert meeting.seconds < WINDOW + STAGGER + 1
 
 
 def test_all_meet_in_one_group_although_connections_break():

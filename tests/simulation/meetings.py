@@ -1,0 +1,79 @@
+"""Many peers that look for a group in the same window, and whom they find."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from shoal.averaging.control import StepControl
+from shoal.averaging.node import AveragerNode
+from shoal.clock import get_dht_time
+from shoal.errors import AllreduceException
+from shoal.testing import Link, Network, SharedTable, run, start_averager, start_averagers, start_dht_nodes
+from tests.simulation.rounds import STAGGER, TABLE_DELAY, WIDE_AREA, WINDOW
+
+SETTLING_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What came of one window. Seconds are virtual ones."""
+
+    group_sizes: Counter[int]
+    """How many peers were in groups of each size; 0 = found nobody."""
+    seconds: float
+    """From the first peer's beginning until the last one had its group, or gave up."""
+    calls: int
+    """Between peers, those for the table included."""
+
+
+def meet(seed: int, size: int, *, distributed: bool, link: Link = WIDE_AREA) -> Meeting:
+    """Let peers begin within a second of each other, with a window of five seconds, and wait for their groups.
+
+    Args:
+        distributed: they find each other by the distributed table, of which each peer is a node; otherwise there is one
+            table that knows everything, and is asked over the network.
+    """
+
+    async def main() -> Meeting:
+        network = Network(link)
+        nodes = await _start(network, size, distributed)
+        await asyncio.sleep(SETTLING_SECONDS)
+        calls_before, loop = _calls(nodes), asyncio.get_running_loop()
+        began = loop.time()
+        sizes = await asyncio.gather(*(network.host_of(node.p2p.peer_id).run(_look(network, node)) for node in nodes))
+        return Meeting(Counter(sizes), loop.time() - began, _calls(nodes) - calls_before)
+
+    return run(main(), seed=seed, time_limit=600)
+
+
+async def _start(network: Network, size: int, distributed: bool) -> list[AveragerNode]:
+    if not distributed:
+        tensors = [[torch.zeros(size)] for _ in range(size)]
+        return await start_averagers(network, tensors, SharedTable(TABLE_DELAY), min_matchmaking_time=WINDOW)
+    tables = await start_dht_nodes(network, size)
+    return [
+        await start_averager(network.host_of(table.peer_id), [torch.zeros(size)], table, min_matchmaking_time=WINDOW)
+        for table in tables
+    ]
+
+
+def _calls(nodes: list[AveragerNode]) -> int:
+    return sum(node.p2p.metrics.calls_made for node in nodes)
+
+
+async def _look(network: Network, node: AveragerNode) -> int:
+    """Look for a group; returns its size, or 0."""
+    await asyncio.sleep(STAGGER * network.rng.random())
+    now = get_dht_time()
+    control = StepControl(now + WINDOW, now + 3 * WINDOW)
+    control.bind(asyncio.get_running_loop())
+    control.allow_allreduce()
+    try:
+        group = await node.lanes[""].matchmaking.look_for_group(control)
+    except AllreduceException:
+        return 0
+    return group.group_size
