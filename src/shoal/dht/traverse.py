@@ -59,6 +59,7 @@ class Query:
         "beam_size",
         "finished",
         "front",
+        "has_arrived",
         "known",
         "nearest",
         "next_distance",
@@ -78,6 +79,8 @@ class Query:
         self.active = 0
         self.stalled: set[int] = set()
         """Nodes that take suspiciously long."""
+        self.has_arrived = False
+        """Most of the nearest nodes have responded: the rest of the beam can be asked at once."""
         self.finished = False
         self.next_distance: int | None = None
         """The nearest node of the beam that has not been asked."""
@@ -252,7 +255,7 @@ class Traversal:
             return False
         if self._slots_taken < self._num_workers:
             return True
-        return self._num_replicas is not None and query.has_responses_of_most(self._num_replicas)
+        return query.has_arrived
 
     def _has_ended(self, query: Query) -> bool:
         if self._enough_responses is not None and query.has_responses_of_nearest(self._enough_responses):
@@ -287,6 +290,7 @@ class Traversal:
         for query in request.queries:
             query.give_up(request.node)
             query.stalled.add(request.node ^ query.target)
+            self._note_progress(query)
         self._advance()
 
     def _choose_companions(self, node: DHTID, first: Query) -> list[Query]:
@@ -317,8 +321,13 @@ class Traversal:
                 continue
             query.mark_responded(request.node)
             query.add(answer.neighbors)
+            self._note_progress(query)
             if answer.is_enough:
                 self.finish(query.target)
+
+    def _note_progress(self, query: Query) -> None:
+        if self._num_replicas is not None:
+            query.has_arrived = query.has_responses_of_most(self._num_replicas)
 
     def _on_request_done(self, request: _Request, task: asyncio.Task[None]) -> None:
         if request.stall_timer is not None:
