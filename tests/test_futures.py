@@ -112,3 +112,20 @@ def test_a_coroutine_that_cancels_itself_cancels_its_future() -> None:
     with pytest.raises(concurrent.futures.CancelledError):
         portal.submit(give_up()).result(10)
     portal.close(1.0)
+
+
+def test_waiting_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than one slice, shorter than one, and errors that look like the end of one."""
+    monkeypatch.setattr("shoal.futures.SECONDS_AT_A_TIME", 0.001)
+    future: AwaitableFuture[int] = AwaitableFuture()
+    for seconds in (0, 0.0005, 0.01, -1):
+        with pytest.raises(concurrent.futures.TimeoutError):
+            future.result(seconds)
+    timer = threading.Timer(0.05, future.set_result, [7])
+    timer.start()
+    assert future.result() == future.result(0) == 7
+    timer.join()
+    failed: AwaitableFuture[int] = AwaitableFuture()
+    failed.set_exception(concurrent.futures.TimeoutError("its own"))
+    with pytest.raises(concurrent.futures.TimeoutError, match="its own"):
+        failed.result(60)
