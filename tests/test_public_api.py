@@ -218,9 +218,11 @@ SIGNATURES = {
     "shoal.averaging.control.StepControl.exception": "self, timeout=None",
     "shoal.averaging.control.StepControl.cancel": "self",
     "shoal.averaging.load_balancing.load_balance_peers": "vector_size, bandwidths, min_size=0",
+    "shoal.averaging.key_manager.GroupKeyManager": "dht, prefix, initial_group_bits, target_group_size",
     "shoal.averaging.key_manager.GroupKeyManager.declare_averager": """
         self, group_key, peer_id, expiration_time, looking_for_group=True
     """,
+    "shoal.averaging.key_manager.GroupKeyManager.get_averagers": "self, group_key, only_active",
     # --- compression
     "shoal.CompressionInfo": "key, descriptor, role=shoal.TensorRole.UNSPECIFIED, part_index=0, part_size=None",
     "shoal.CompressionInfo.from_tensor": "tensor, key=None, descriptor=None, **kwargs",

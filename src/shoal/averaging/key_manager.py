@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from shoal.averaging.group_info import GroupInfo
 from shoal.clock import DHTExpiration
+from shoal.dht import DHT, DHTNode
 from shoal.p2p import P2P, PeerID
 
 logger = logging.getLogger(__name__)
@@ -43,18 +44,29 @@ class GroupKeyManager:
     """Declares and finds averagers under the keys of one prefix.
 
     Args:
-        node: the distributed table.
-        p2p: this peer; learns the addresses of the averagers that are found.
+        dht: the distributed table; a node of the caller's event loop, or a :class:`~shoal.DHT`, with which the
+            coroutines may be awaited in any loop.
         prefix: name space of the keys, without dots.
         initial_group_bits: bucket to begin with, such as ``"010"``; empty = one bucket for all.
         target_group_size: size of a full group, if there is one.
+        p2p: this peer; learns the addresses of the averagers that are found. By default that of the table.
     """
 
     def __init__(
-        self, node: _Table, p2p: P2P, prefix: str, initial_group_bits: str, target_group_size: int | None
+        self,
+        dht: DHT | DHTNode | _Table,
+        prefix: str,
+        initial_group_bits: str,
+        target_group_size: int | None,
+        p2p: P2P | None = None,
     ) -> None:
         assert re.fullmatch("[01]*", initial_group_bits), f"group bits are 0 and 1 only, got {initial_group_bits!r}"
-        self._node, self._p2p = node, p2p
+        if p2p is None:
+            assert isinstance(dht, (DHT, DHTNode)), "with another kind of table it must be said which peer this is"
+            p2p = dht.p2p
+        self._p2p = p2p
+        self._node: _Table = dht.node if isinstance(dht, DHT) else dht
+        self._portal = dht.portal if isinstance(dht, DHT) else None
         self.prefix = prefix
         self.group_bits = initial_group_bits
         self.target_group_size = target_group_size
@@ -75,6 +87,12 @@ class GroupKeyManager:
         Returns:
             Whether the record was accepted.
         """
+        work = self._declare(group_key, peer_id, expiration_time, looking_for_group)
+        return await (work if self._portal is None else self._portal.submit(work))
+
+    async def _declare(
+        self, group_key: GroupKey, peer_id: PeerID, expiration_time: DHTExpiration, looking_for_group: bool
+    ) -> bool:
         if not looking_for_group:  # must be later than what it replaces
             expiration_time = math.nextafter(expiration_time, math.inf)
         addresses = [str(address) for address in self._p2p.get_addresses(peer_id)][:_MAX_ADDRESSES]
@@ -91,6 +109,10 @@ class GroupKeyManager:
             quickly: ask few nodes, just those that should hold the records.
         """
         assert is_valid_group(group_key), f"{group_key!r} is not a group key such as 'my_run.0b01'"
+        work = self._find(group_key, only_active, quickly)
+        return await (work if self._portal is None else self._portal.submit(work))
+
+    async def _find(self, group_key: GroupKey, only_active: bool, quickly: bool) -> list[tuple[PeerID, DHTExpiration]]:
         beam_size = _FEW_NODES if quickly else None
         found = await self._node.get(group_key, latest=True, beam_size=beam_size, keep_copies=False)
         if found is None or not isinstance(found.value, dict):

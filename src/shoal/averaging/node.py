@@ -112,7 +112,7 @@ class Lane:
         self.indices = indices
         self.tensors, self.infos = [tensors[i] for i in indices], [infos[i] for i in indices]
         prefix = config.lane_prefix(tag)
-        self.keys = GroupKeyManager(dht_node, p2p, prefix, config.initial_group_bits, config.target_group_size)
+        self.keys = GroupKeyManager(dht_node, prefix, config.initial_group_bits, config.target_group_size, p2p)
         settings = MatchmakingSettings(
             target_group_size=config.target_group_size,
             min_group_size=config.min_group_size,

@@ -1,0 +1,112 @@
+"""Keys under which averagers find each other, and what is declared there."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+
+import pytest
+
+from shoal import DHT
+from shoal.averaging.group_info import GroupInfo
+from shoal.averaging.key_manager import GroupKeyManager, is_valid_group, next_group_bits
+from shoal.clock import get_dht_time
+from shoal.p2p import Identity, PeerID
+
+
+def some_peer(number: int) -> PeerID:
+    return Identity.generate(random.Random(number)).peer_id
+
+
+@pytest.fixture
+def dht():
+    dht = DHT(start=True)
+    yield dht
+    dht.shutdown()
+
+
+async def test_averagers_are_declared_refreshed_and_withdrawn(dht):
+    keys = GroupKeyManager(dht, "run", initial_group_bits="10110", target_group_size=2)
+    assert keys.current_key == "run.0b10110"
+    alice, bob = some_peer(1), some_peer(2)
+    now = get_dht_time()
+    assert await keys.declare_averager(keys.current_key, alice, expiration_time=now + 60)
+    assert await keys.declare_averager(keys.current_key, bob, expiration_time=now + 61)
+    found = await keys.get_averagers(keys.current_key, only_active=True)
+    assert sorted(found, key=lambda item: item[1]) == [(alice, now + 60), (bob, now + 61)]
+
+    assert await keys.declare_averager(keys.current_key, alice, expiration_time=now + 66)
+    assert (alice, now + 66) in await keys.get_averagers(keys.current_key, only_active=True)
+
+    assert await keys.declare_averager(keys.current_key, bob, expiration_time=now + 61, looking_for_group=False)
+    assert await keys.get_averagers(keys.current_key, only_active=True) == [(alice, now + 66)]
+    with_bob = dict(await keys.get_averagers(keys.current_key, only_active=False))
+    assert with_bob == {alice: now + 66, bob: math.nextafter(now + 61, math.inf)}
+
+
+async def test_nobody_is_declared_under_another_key(dht):
+    keys = GroupKeyManager(dht, "run", "0", None)
+    assert await keys.declare_averager(keys.current_key, some_peer(1), get_dht_time() + 60)
+    for key in ("run.0b", "run.0b1", "run.0b00", "other.0b0"):
+        assert await keys.get_averagers(key, only_active=False) == []
+
+
+async def test_a_node_serves_as_well_as_the_object_of_its_users(dht):
+    expiration = get_dht_time() + 60
+
+    async def declare(_: object, node: object) -> list[tuple[PeerID, float]]:
+        keys = GroupKeyManager(node, "run", "", None)
+        await keys.declare_averager(keys.current_key, some_peer(1), expiration)
+        return await keys.get_averagers(keys.current_key, only_active=True)
+
+    assert dht.run_coroutine(declare) == [(some_peer(1), expiration)]
+
+
+async def test_records_that_make_no_sense_are_skipped_and_said(dht, caplog):
+    keys = GroupKeyManager(dht, "run", "", None)
+    expiration = get_dht_time() + 60
+    assert await keys.declare_averager(keys.current_key, some_peer(1), expiration)
+    assert await dht.store(keys.current_key, ["/nowhere"], expiration, subkey=b"no peer", return_future=True)
+    assert await dht.store(keys.current_key, 5, expiration, subkey=some_peer(2).to_bytes(), return_future=True)
+    with caplog.at_level(logging.WARNING):
+        assert await keys.get_averagers(keys.current_key, only_active=True) == [(some_peer(1), expiration)]
+    assert caplog.text.count("skipped a malformed record") == 2
+
+
+def test_what_is_a_key():
+    assert is_valid_group("run.0b")
+    assert is_valid_group("run.0b0101")
+    for wrong in ("run", "run.0b2", "run.01", "a.b.0b1", ".0b1", "run.0b1 "):
+        assert not is_valid_group(wrong)
+
+
+async def test_bad_bits_and_keys_are_refused(dht):
+    with pytest.raises(AssertionError, match="0 and 1 only"):
+        GroupKeyManager(dht, "run", "012", None)
+    with pytest.raises(AssertionError, match="not a group key"):
+        await GroupKeyManager(dht, "run", "", None).get_averagers("run", only_active=True)
+
+
+@pytest.mark.parametrize(("size", "target"), [(16, 16), (15, 16), (2, 2), (5, None), (16, None), (20, 16)])
+def test_members_of_a_group_go_to_different_buckets(size, target):
+    group_id = b"g" * 20
+    bits = [next_group_bits("110010", group_id, position, size, target) for position in range(size)]
+    assert len(set(bits)) == size
+    assert {len(each) for each in bits} == {6}
+    added = math.ceil(math.log2(max(size, target or 1)))
+    assert {each[: 6 - added] for each in bits} == {"110010"[added:]}
+    assert bits == [next_group_bits("110010", group_id, position, size, target) for position in range(size)]
+    assert bits != [next_group_bits("110010", b"h" * 20, position, size, target) for position in range(size)]
+
+
+def test_without_bits_all_stay_in_one_bucket():
+    assert next_group_bits("", b"g" * 20, 1, 4, 4) == ""
+
+
+async def test_a_group_moves_its_members(dht):
+    keys = GroupKeyManager(dht, "run", "0101", 2)
+    peers = (some_peer(1), dht.peer_id)
+    keys.update_key_on_group_assembled(GroupInfo(b"g" * 20, peers, (b"", b"")))
+    assert keys.group_bits == next_group_bits("0101", b"g" * 20, 1, 2, 2)
+    assert keys.current_key == f"run.0b{keys.group_bits}"
