@@ -187,16 +187,22 @@ class DHTNode:
         await self.find_nearest_nodes(targets)
 
     async def _refresh_stale_buckets(self, period: float) -> None:
-        """Look for random ids in buckets from which nothing was heard for a while, so that they stay filled."""
+        """Look for random ids in buckets from which nothing was heard for a while, so that they stay filled.
+
+        Far away a few living nodes are enough; who is near has to be known exactly.
+        """
         while True:
             due = get_dht_time() - period
             stale = [bucket for bucket in self.protocol.routing_table.buckets if bucket.last_updated <= due]
             stale.sort(key=lambda bucket: bucket.last_updated)
-            targets = []
-            for bucket in stale[: self.config.chunk_size]:
+            due_now = stale[: self.config.chunk_size]
+            for bucket in due_now:
                 bucket.last_updated = get_dht_time()
-                targets.append(DHTID(self.p2p.rng.randrange(bucket.lower, bucket.upper)))
-            await self._look_for(targets)
+            far = [bucket for bucket in due_now if not bucket.has_in_range(self.node_id)]
+            targets = [DHTID(self.p2p.rng.randrange(bucket.lower, bucket.upper)) for bucket in far]
+            if len(far) < len(due_now):
+                await self._look_for([self.node_id])
+            await self.find_nearest_nodes(targets, k_nearest=self.config.num_replicas)
             oldest = min(bucket.last_updated for bucket in self.protocol.routing_table.buckets)
             await asyncio.sleep(max(oldest + period - get_dht_time(), 0.01 * period))
 
