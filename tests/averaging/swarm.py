@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -76,4 +77,10 @@ def make_control(node: AveragerNode, *, gather: Any = None, timeout: float = 20.
     return control
 
 
-__all__ = ["Swarm", "make_config", "make_control"]
+async def until(condition):
+    """Wait until something has become true in this loop; the test's time limit ends the wait."""
+    while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+        await asyncio.sleep(0.01)
+
+
+__all__ = ["Swarm", "make_config", "make_control", "until"]

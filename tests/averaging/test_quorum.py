@@ -11,7 +11,7 @@ from shoal.averaging import DecentralizedAverager
 from shoal.averaging.allreduce import AllReduce, AveragingMode
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
-from tests.averaging.swarm import Swarm, make_control
+from tests.averaging.swarm import Swarm, make_control, until
 
 SIZE = 30_000
 
@@ -84,7 +84,7 @@ async def test_nobody_is_late_if_all_deliver_within_the_grace():
         asyncio.gather(*[node.run_step(c) for node, c in zip(swarm.nodes, controls, strict=True)]), 10
     )  # not even the grace is waited for
     check(controls, swarm, tensors, before, (0, 1, 2, 3), late=None)
-    assert all(len(node._rounds) == 0 for node in swarm.nodes)
+    await until(lambda: all(len(node._rounds) == 0 for node in swarm.nodes))
     await swarm.close()
 
 
@@ -125,8 +125,7 @@ async def test_the_result_is_not_kept_for_ever(monkeypatch):
     ]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     await asyncio.gather(*running[1:])
-    while any(len(node._rounds) for node in swarm.nodes[1:]):  # noqa: ASYNC110 (what is waited for has no event)
-        await asyncio.sleep(0.05)
+    await until(lambda: not any(len(node._rounds) for node in swarm.nodes[1:]))
     mine = tensors[0].clone()
     controls[0].allow_allreduce()
     await running[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from shoal.averaging.protocol import RoundStatus
 from shoal.averaging.round import MAX_REMEMBERED_ROUNDS, MAX_WAITING_CALLS, Rounds
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.errors import AllreduceException
-from tests.averaging.swarm import Swarm, make_control
+from tests.averaging.swarm import Swarm, make_control, until
 
 GROUP = b"g" * 20
 
@@ -54,7 +53,7 @@ async def test_second_phase_sees_the_average_of_the_first(weights):
         assert torch.equal(tensor, tensors[0])
         assert control.round.share_averaged == 1
         assert control.round.failed_peers == ()
-    assert all(len(node._rounds) == 0 for node in swarm.nodes)
+    await until(lambda: all(len(node._rounds) == 0 for node in swarm.nodes))
     await swarm.close()
 
 
@@ -138,16 +137,35 @@ def test_an_empty_split_does_not_fit_values():
         rescale_shares((0, 0), 3)
 
 
+class ShortRound:
+    """A round that ends when it is told to."""
+
+    def __init__(self):
+        self.has_result, self.may_finish = asyncio.Event(), asyncio.Event()
+
+    async def run(self, failed_before):
+        await self.has_result.wait()
+        return "result"
+
+    async def finish(self, linger):
+        await self.may_finish.wait()
+
+
 async def test_a_call_may_come_before_its_round():
-    rounds, current = Rounds(), SimpleNamespace(closed_early=False)
+    rounds, current = Rounds(), ShortRound()
     early = asyncio.ensure_future(rounds.find(GROUP + b"\x01", patience=60))
     await asyncio.sleep(0)
     assert rounds.status(GROUP + b"\x01") is RoundStatus.UNKNOWN
-    with rounds.running(GROUP + b"\x01", current):
-        assert rounds.status(GROUP + b"\x01") is RoundStatus.RUNNING
-        assert await early is current
-        assert await rounds.find(GROUP + b"\x01", patience=60) is current
+    running = asyncio.ensure_future(rounds.run(GROUP + b"\x01", current))
+    assert await early is current
+    assert rounds.status(GROUP + b"\x01") is RoundStatus.RUNNING
+    assert await rounds.find(GROUP + b"\x01", patience=60) is current
+    current.has_result.set()
+    assert await running == "result"
     assert rounds.status(GROUP + b"\x01") is RoundStatus.FINISHED
+    assert await rounds.find(GROUP + b"\x01", patience=60) is current  # it still has to end politely
+    current.may_finish.set()
+    await asyncio.gather(*[task for _, task in rounds._lingering.values()])
     with pytest.raises(AllreduceException, match="finished"):
         await rounds.find(GROUP + b"\x01", patience=60)
     assert rounds.status(GROUP + b"\x02") is RoundStatus.UNKNOWN  # a later phase may still come

@@ -7,6 +7,9 @@ everything (:mod:`shoal.averaging.completion`), and finish what a dead member ha
 Over a long link one connection is slow to reach its speed and limited by what may be under way on it. There the parts
 for a reducer are spread over several connections, the stripes.
 
+A sender ends its side of the calls when it holds all averages, of all reducers. So a reducer whose senders have all
+ended knows, without asking anybody, that the round is over everywhere.
+
 A sender that fails is excluded from the parts that it has not delivered. Failure is the end of a connection, at once,
 or silence for longer than a time limit.
 """
@@ -33,7 +36,7 @@ from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import SerializedTensor
 from shoal.errors import AllreduceException, DialError, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
-from shoal.reactor import cancel_and_wait
+from shoal.reactor import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 
@@ -122,18 +125,32 @@ class AllReduce:
         """This member has sent its parts to all members, or with a quorum, to all but as many as may be late."""
         self.exchanged = asyncio.Event()
         """This member has delivered and received all that it will."""
+        self.complete = asyncio.Event()
+        """This member holds all averages, without any help."""
+        self.all_complete = asyncio.Event()
+        """All members do; known to those that reduce."""
+        self.ended = asyncio.Event()
+        """The round is over."""
         self.weights: list[float] = []
         """Of all members' values in the average, as the coordinator says."""
         self.late = False
         """The others have gone on without this member."""
         self._reducer = self._make_reducer()
         self._exchanges: dict[int, asyncio.Task[None]] = {}
+        self._unfinished: dict[int, int] = {}
+        """On how many stripes to each reducer there is still something to receive."""
         self._handlers: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
         self._begun: dict[int, set[int]] = {}
         """Stripes of each sender that have begun."""
         self._stripes_left: dict[int, int] = {}
         """How many stripes of each sender have not been completed."""
         self._stripes_of: dict[int, int] = {}
+        self._stripes_open: dict[int, int] = {}
+        """How many stripes of each sender it has not ended."""
+        self._incomplete = set(self.senders)
+        """Senders that are not known to hold all averages."""
+        self._received = asyncio.Event()
+        """No further averages will come from others."""
 
     def _make_reducer(self) -> PartReducer:
         parts = self.vector.parts[self.own_index]
@@ -160,15 +177,22 @@ class AllReduce:
             for member, parts in enumerate(self.vector.parts):
                 if parts and member != self.own_index:
                     self._exchanges[member] = asyncio.ensure_future(self._exchange_with(member))
-        self._undelivered = set(self._exchanges)
+        self._undelivered, self._unreceived = set(self._exchanges), set(self._exchanges)
         self._unsent = {member: len(self.vector.parts[member]) for member in self._exchanges}
         self._note_delivery()
+        self._note_received()
         watchdog, *rest = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *work)]
         try:
             await asyncio.gather(*rest)
-            await asyncio.gather(*self._exchanges.values(), return_exceptions=True)
+            await self._received.wait()
             self.vector.drop_early()
             self.exchanged.set()
+            if self.is_sender and self.vector.is_complete:
+                self.complete.set()
+                self._note_complete(self.own_index)
+            await self.ended.wait()
+            if self._exchanges:
+                await asyncio.wait(self._exchanges.values(), timeout=self.settings.sender_timeout)
         finally:
             await cancel_and_wait(watchdog, *rest, *self._exchanges.values(), *self._handlers)
 
@@ -178,6 +202,18 @@ class AllReduce:
         quorum = self.settings.quorum
         if len(self._undelivered) <= (0 if quorum is None else max(0, self.group.group_size - quorum)):
             self.delivered.set()
+
+    def _note_received(self, member: int | None = None) -> None:
+        """Nothing more will come from a reducer."""
+        self._unreceived.discard(-1 if member is None else member)
+        if not self._unreceived:
+            self._received.set()
+
+    def _note_complete(self, member: int) -> None:
+        """A sender holds all averages."""
+        self._incomplete.discard(member)
+        if not self._incomplete and self.vector.parts[self.own_index]:
+            self.all_complete.set()
 
     async def abandon(self) -> None:
         """The others have gone on without this member: stop exchanging, and forget what came of it."""
@@ -235,12 +271,14 @@ class AllReduce:
         round_trip = self.get_stub(self.group.peer_ids[member]).round_trip
         wanted = min(MAX_STRIPES, round(round_trip / SECONDS_PER_STRIPE))
         stripes = max(1, min(wanted, len(self.vector.parts[member]) // PARTS_PER_STRIPE))
+        self._unfinished[member] = stripes
         try:
             await all_of(*[self._exchange_stripe(member, stripe, stripes) for stripe in range(stripes)])
         except PEER_FAILURES as e:
             self.member_failed(member, reason_of(e))
         finally:
             self._note_delivery(member)
+            self._note_received(member)
 
     async def _exchange_stripe(self, member: int, stripe: int, stripes: int) -> None:
         begin = BeginReduce(group_id=self.group.group_id, weight=self.weight, stripe=stripe, stripes=stripes)
@@ -248,10 +286,20 @@ class AllReduce:
         async with self._dial(member) as call:
             await call.send(begin)
             await all_of(self._send_parts(call, member, indices), self._receive_averages(call, member, indices))
-            await call.send_end()
-            async with timeout(self.settings.reducer_timeout):
-                if await call.receive(PartMessage) is not None:
-                    raise ProtocolError("more averages than parts")
+            self._unfinished[member] -= 1
+            if not self._unfinished[member]:
+                self._note_received(member)
+            await first_completed(self.complete.wait(), self.ended.wait())
+            try:
+                await self._end(call)
+            except PEER_FAILURES as e:  # everything is here: it does not matter any more
+                logger.debug("a call to %s ended badly: %r", call.remote, e)
+
+    async def _end(self, call: Call) -> None:
+        await call.send_end()
+        async with timeout(self.settings.reducer_timeout):
+            if await call.receive(PartMessage) is not None:
+                raise ProtocolError("more averages than parts")
 
     @asynccontextmanager
     async def _dial(self, member: int) -> AsyncIterator[Call]:
@@ -313,9 +361,6 @@ class AllReduce:
         try:
             await all_of(self._take_parts(call, index, indices), self._give_averages(call, index, indices))
             await call.send_end()
-            async with timeout(self.settings.sender_timeout):
-                if await call.receive(PartMessage) is not None:
-                    raise ProtocolError("more parts than agreed")
         except BaseException as e:
             self._handlers.pop(task, None)
             self.member_failed(index, reason_of(e))
@@ -324,6 +369,21 @@ class AllReduce:
         self._stripes_left[index] -= 1
         if not self._stripes_left[index]:
             self._reducer.delivered_everything(index)
+        await self._wait_for_end(call, index)
+
+    async def _wait_for_end(self, call: Call, sender: int) -> None:
+        """A sender ends its side when it holds all averages; when the round is over it has to, soon."""
+        end = asyncio.ensure_future(call.receive(PartMessage))
+        try:
+            await first_completed(asyncio.shield(end), self.ended.wait())
+            async with timeout(self.settings.sender_timeout):
+                if await end is not None:
+                    raise ProtocolError("more parts than agreed")
+        finally:
+            await cancel_and_wait(end)
+        self._stripes_open[sender] -= 1
+        if not self._stripes_open[sender]:
+            self._note_complete(sender)
 
     def _check_sender(self, begin: BeginReduce, sender: PeerID) -> int:
         if sender not in self.group.peer_ids:
@@ -342,8 +402,8 @@ class AllReduce:
 
     def _begin_stripe(self, sender: int, begin: BeginReduce) -> None:
         if sender not in self._begun:
-            self._begun[sender], self._stripes_left[sender] = set(), begin.stripes
-            self._stripes_of[sender] = begin.stripes
+            self._begun[sender] = set()
+            self._stripes_of[sender] = self._stripes_left[sender] = self._stripes_open[sender] = begin.stripes
             self._reducer.begin(sender, begin.weight)
             if begin.stripes > 1:
                 asyncio.get_running_loop().call_later(self.settings.sender_timeout, self._give_up_if_partial, sender)

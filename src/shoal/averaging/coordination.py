@@ -277,7 +277,8 @@ class Coordination:
         if self.closed_early:
             self._result.set_result(self.vector.copy_values())
         self.allreduce.weights = self.allreduce.weights or self._final_weights()
-        await self._broadcast(RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights), end=True)
+        commit = RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights, members=sorted(self._dead))
+        await self._broadcast(commit, end=True)
 
     def _final_weights(self) -> list[float]:
         weights = [0.0] * self.group.group_size

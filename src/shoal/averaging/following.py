@@ -60,6 +60,7 @@ class Following:
                     if message.kind == RoundKind.PART:
                         await self._take_part(call, message)
                 if message.kind == RoundKind.COMMIT:
+                    self._drop(message.members)
                     self.allreduce.weights = self._check_weights(message.weights)
                     return
                 if message.kind == RoundKind.RESIGNED:

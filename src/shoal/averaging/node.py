@@ -212,7 +212,7 @@ class AveragerNode(ServicerBase):
             await self.remove_p2p_handlers(self.p2p, namespace=self.config.prefix)
             if self.p2p.is_alive:
                 await self.state_sharing.withdraw()
-        self._rounds.close()
+        await self._rounds.close()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from shoal.averaging.allreduce import AllReduce
+from shoal.averaging.allreduce import AllReduce, all_of
 from shoal.averaging.completion import Completion
 from shoal.averaging.control import RoundResult
 from shoal.averaging.group_info import GROUP_ID_BYTES
@@ -16,7 +15,7 @@ from shoal.averaging.protocol import BeginReduce, RoundKind, RoundMessage, Round
 from shoal.clock import timeout
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID
-from shoal.reactor import cancel_and_wait
+from shoal.reactor import cancel_and_wait, first_completed
 
 MAX_WAITING_CALLS = 1024
 MAX_REMEMBERED_ROUNDS = 256
@@ -27,9 +26,10 @@ class Round:
 
     def __init__(self, allreduce: AllReduce) -> None:
         self._allreduce, self._completion = allreduce, Completion(allreduce)
+        self._work: asyncio.Future[None] | None = None
 
     async def run(self, failed_before: Sequence[int] = ()) -> RoundResult:
-        """Average; afterwards the tensors hold the result.
+        """Average; afterwards the tensors hold the result. :meth:`finish` must follow.
 
         Args:
             failed_before: members that are not waited for, because they failed in an earlier phase.
@@ -40,17 +40,36 @@ class Round:
         started = asyncio.get_running_loop().time()
         for member in failed_before:
             self._allreduce.member_failed(member, "failed in an earlier phase")
-        tasks = [asyncio.ensure_future(self._allreduce.run()), asyncio.ensure_future(self._completion.run())]
+        self._work = work = asyncio.ensure_future(all_of(self._allreduce.run(), self._complete()))
         try:
-            await asyncio.gather(*tasks)
-        finally:
-            await cancel_and_wait(*tasks)
+            await first_completed(asyncio.shield(work), self._allreduce.all_complete.wait())
+            if work.done():
+                work.result()
+        except BaseException:
+            await cancel_and_wait(work)
+            raise
         return self._allreduce.result(asyncio.get_running_loop().time() - started)
 
-    @property
-    def closed_early(self) -> bool:
-        """The round was over before all members had delivered: some may come for the result."""
-        return self._completion.closed_early
+    async def _complete(self) -> None:
+        try:
+            await self._completion.run()
+        finally:
+            self._allreduce.ended.set()
+
+    async def finish(self, linger: float) -> None:
+        """End politely; the result is there, and the tensors are not touched any more.
+
+        Args:
+            linger: seconds for which members that were late may come for the result.
+        """
+        if self._work is None:
+            return
+        try:
+            await asyncio.wait([self._work])
+            if self._completion.closed_early:
+                await asyncio.sleep(linger)
+        finally:
+            await cancel_and_wait(self._work)
 
     async def serve_sender(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
         """A member sends the parts that this one reduces."""
@@ -78,29 +97,38 @@ class Rounds:
         self._running: dict[bytes, Round] = {}
         self._waiting: dict[bytes, set[asyncio.Future[Round]]] = {}
         """Calls that are earlier than the round, by its id."""
-        self._lingering: dict[bytes, tuple[Round, asyncio.TimerHandle]] = {}
-        """Rounds that are over, but some members were late for them."""
+        self._lingering: dict[bytes, tuple[Round, asyncio.Task[None]]] = {}
+        """Rounds whose result is there, until they have ended politely."""
         self._finished: OrderedDict[bytes, None] = OrderedDict()
         """Ids of rounds, and of groups that this averager has left."""
 
     def __len__(self) -> int:
         return len(self._running) + len(self._waiting) + len(self._lingering)
 
-    @contextmanager
-    def running(self, round_id: bytes, current: Round, linger: float = 0.0) -> Iterator[None]:
-        """Let others find a round while it runs, and members that are late for it so many seconds longer."""
+    async def run(
+        self, round_id: bytes, current: Round, failed_before: Sequence[int] = (), linger: float = 0.0
+    ) -> RoundResult:
+        """Run a round while others can find it, and members that are late for it so many seconds longer.
+
+        Raises:
+            AllreduceException: nothing was averaged.
+        """
         self._running[round_id] = current
         for call in self._waiting.get(round_id, ()):
             if not call.done():
                 call.set_result(current)
         try:
-            yield
+            return await current.run(failed_before)
         finally:
             del self._running[round_id]
             self._remember(round_id)
-            if current.closed_early:
-                timer = asyncio.get_running_loop().call_later(linger, self._lingering.pop, round_id)
-                self._lingering[round_id] = current, timer
+            self._lingering[round_id] = current, asyncio.ensure_future(self._finish(round_id, current, linger))
+
+    async def _finish(self, round_id: bytes, current: Round, linger: float) -> None:
+        try:
+            await current.finish(linger)
+        finally:
+            self._lingering.pop(round_id, None)
 
     def leave_group(self, group_id: bytes) -> None:
         """No further round will begin in this group."""
@@ -109,13 +137,11 @@ class Rounds:
                 self._refuse(calls, "this member has left the group")
         self._remember(group_id)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """No further round will begin at all."""
-        for _, timer in self._lingering.values():
-            timer.cancel()
-        self._lingering.clear()
         for calls in self._waiting.values():
             self._refuse(calls, "this averager was shut down")
+        await cancel_and_wait(*[task for _, task in self._lingering.values()])
 
     def _refuse(self, calls: set[asyncio.Future[Round]], reason: str) -> None:
         for call in calls:

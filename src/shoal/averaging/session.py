@@ -93,8 +93,7 @@ class GroupSession:
         direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
         current = Round(AllReduce(group, self.own_index, working, infos, settings, self.weight, self._get_stub))
-        with self._rounds.running(round_id, current, linger=settings.sender_timeout):
-            result = await current.run(self._failed_members())
+        result = await self._rounds.run(round_id, current, self._failed_members(), linger=settings.sender_timeout)
         self._phases.append(result)
         if not direct and self.mode is not AveragingMode.AUX:
             await run_in_worker(_copy_back, working, tensors)

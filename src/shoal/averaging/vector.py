@@ -59,6 +59,11 @@ class RoundVector:
         total = sum(flat.numel() for flat in self._flat)
         return self._values_averaged / total if total else 1.0
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts hold the average."""
+        return all(held == len(parts) for held, parts in zip(self.held, self.parts, strict=True))
+
     def restart(self) -> None:
         """Forget what has been averaged: all of it is going to come."""
         self.held = [0] * len(self.held)
