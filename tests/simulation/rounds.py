@@ -13,6 +13,7 @@ import torch
 
 from shoal.averaging.control import RoundResult, StepControl
 from shoal.averaging.node import AveragerNode
+from shoal.reactor import await_cancelled
 from shoal.testing import Host, Link, Network, SharedTable, run, start_averagers, start_step
 
 WINDOW = 5.0
@@ -86,7 +87,7 @@ async def _take_part(network: Network, member: Member) -> None:
     if not member.host.is_up:
         return
     member.step = start_step(network, member.node, timeout=3 * WINDOW)
-    await asyncio.wait([asyncio.wrap_future(member.step)])
+    await await_cancelled(asyncio.wrap_future(member.step))
     member.ended = asyncio.get_running_loop().time()
 
 

@@ -91,6 +91,7 @@ class Invitations:
         call.connection.stream.on_closed(me.cancel)
         try:
             await self._answer_join(call, request, call.remote)
+            await call.drain()
         finally:
             call.connection.stream.on_closed(None)
 

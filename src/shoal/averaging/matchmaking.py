@@ -21,7 +21,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from shoal.averaging.allreduce import AveragingMode
@@ -30,10 +30,19 @@ from shoal.averaging.group_info import GROUP_ID_BYTES, GroupInfo
 from shoal.averaging.invitations import PEER_FAILURES, Invitations, learn, record_of
 from shoal.averaging.key_manager import GroupKeyManager
 from shoal.averaging.load_balancing import load_balance_peers
-from shoal.averaging.protocol import Code, GroupStart, Invitation, InvitationReply, JoinReply, JoinRequest, Member
+from shoal.averaging.protocol import (
+    Code,
+    Expectation,
+    GroupStart,
+    Invitation,
+    InvitationReply,
+    JoinReply,
+    JoinRequest,
+    Member,
+)
 from shoal.averaging.search import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.clock import get_dht_time, timeout
-from shoal.errors import AllreduceException, MatchmakingException, P2PHandlerError, ProtocolError
+from shoal.errors import AllreduceException, MatchmakingException, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.reactor import cancel_and_wait, first_completed
 
@@ -208,6 +217,7 @@ class Matchmaking:
                 is_open = search.leader is None and not ask.done()
                 if is_open and (self._may_start(search) or search.has_shorter_way(leader)):
                     return
+                await self._tell_expectation(search)
             ask.result()
         finally:
             await cancel_and_wait(ask)
@@ -215,7 +225,7 @@ class Matchmaking:
     async def _ask(self, search: Search, leader: PeerID) -> None:
         """Ask to be led; returns when there is a group, or nothing to hope for from this peer at the moment."""
         promised = search.candidates[leader]
-        search.has_asked = False
+        search.asked = None
         line = search.lines.get(leader)
         try:
             async with AsyncExitStack() as stack:
@@ -223,8 +233,8 @@ class Matchmaking:
                     way = self._get_stub(leader).rpc_join_group() if line is None else line.taken()
                     call = await stack.enter_async_context(way)
                     request = self._request(search)
-                    await call.send(request if line is None else InvitationReply(request=request), end=True)
-                    search.has_asked = True
+                    await call.send(request if line is None else InvitationReply(request=request))
+                    search.asked, search.told_expectation = call, request.expected_group_size
                     reply = await _receive(call)
                 if reply.code == Code.ACCEPTED:
                     search.note_acceptance(leader, reply.expiration)
@@ -232,6 +242,9 @@ class Matchmaking:
                     patience = max(0.0, reply.expiration - get_dht_time()) + self.settings.request_timeout
                     async with timeout(patience):
                         reply = await _receive(call)
+                search.asked = None
+                with suppress(StreamClosedError):  # the leader has left, but what it said holds
+                    await call.send_end()
         except (P2PHandlerError, ProtocolError) as e:
             logger.debug("asked %s to lead: %r", leader, e)
             search.spent[leader] = promised
@@ -242,6 +255,14 @@ class Matchmaking:
             self._take_answer(search, leader, promised, reply)
         finally:
             search.leader = None
+
+    async def _tell_expectation(self, search: Search) -> None:
+        """Keep the leader informed of how many this peer expects."""
+        expected = search.control.expected_group_size
+        if search.leader is not None and search.asked is not None and expected != search.told_expectation:
+            search.told_expectation = expected
+            with suppress(StreamClosedError):  # who waits for the leader's answer notices
+                await search.asked.send(Expectation(expected_group_size=expected))
 
     def _request(self, search: Search) -> JoinRequest:
         control = search.control
@@ -288,18 +309,31 @@ class Matchmaking:
         if refusal is not None or search is None:
             await call.send(refusal or JoinReply(code=Code.NOT_LOOKING_FOR_GROUP), end=True)
             return
-        follower = Follower(request, asyncio.get_running_loop().create_future())
+        follower = Follower(request, asyncio.get_running_loop().create_future(), request.expected_group_size)
         search.followers[remote] = follower
         search.lost.pop(remote, None)
+        news = asyncio.ensure_future(self._hear(search, call, follower))
         try:
             await call.send(JoinReply(code=Code.ACCEPTED, expiration=search.expiration))
             search.control.changed.set()
             await call.send(await follower.outcome, end=True)
+            await first_completed(asyncio.shield(news), timeout=self.settings.request_timeout)
         finally:  # also when the follower has left, which cancels this
+            await cancel_and_wait(news)
             if search.followers.get(remote) is follower:
                 del search.followers[remote]
                 search.lost[remote] = (get_dht_time(), follower)
                 search.control.changed.set()
+
+    async def _hear(self, search: Search, call: Call, follower: Follower) -> None:
+        """Take note of what a follower expects by now, until it has ended its side of the call."""
+        try:
+            while (news := await call.receive(Expectation)) is not None:
+                follower.expected_group_size = news.expected_group_size
+                search.control.changed.set()
+        except PEER_FAILURES as e:
+            if not follower.outcome.done():
+                follower.outcome.set_exception(e)
 
     def _reason_to_refuse(self, search: Search | None, request: JoinRequest, remote: PeerID) -> JoinReply | None:
         if math.isnan(request.expiration) or not 0 <= request.mode <= 2 or not self.settings.leads:

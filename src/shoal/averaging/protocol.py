@@ -46,6 +46,12 @@ class JoinRequest(Header):
     expected_group_size: int | None = None
 
 
+class Expectation(Header):
+    """A follower has changed its mind about the size of the group."""
+
+    expected_group_size: int | None
+
+
 class Member(Header):
     """One member of a group that starts."""
 

@@ -55,6 +55,8 @@ class Follower:
 
     request: JoinRequest
     outcome: asyncio.Future[JoinReply]
+    expected_group_size: int | None
+    """How large a group it expects by now."""
 
 
 @dataclass
@@ -128,8 +130,10 @@ class Search:
     """Invitations without an answer."""
     lines: dict[PeerID, Line] = field(default_factory=dict)
     """Invitations to this peer."""
-    has_asked: bool = False
-    """The candidate that this peer wants to follow has got its request."""
+    asked: Call | None = None
+    """On which the candidate that this peer wants to follow has got its request."""
+    told_expectation: int | None = None
+    """How large a group that one has been told to expect."""
     lost: dict[PeerID, tuple[float, Follower]] = field(default_factory=dict)
     """Followers whose connection broke, and when."""
     refusals: dict[str, str] = field(default_factory=dict)
@@ -144,7 +148,7 @@ class Search:
 
     def complete(self, size: int) -> bool:
         """Whether as many as anybody in this group expects are here."""
-        expected = [self.control.expected_group_size, *(f.request.expected_group_size for f in self.followers.values())]
+        expected = [self.control.expected_group_size, *(f.expected_group_size for f in self.followers.values())]
         known = [number for number in expected if number is not None]
         return bool(known) and size >= max(known)
 
@@ -201,7 +205,7 @@ class Search:
     def has_shorter_way(self, leader: PeerID) -> bool:
         """Whether the peer that this one is about to ask has called meanwhile."""
         line = self.lines.get(leader)
-        return line is not None and not line.is_used and not line.outcome.done() and not self.has_asked
+        return line is not None and not line.is_used and not line.outcome.done() and self.asked is None
 
     # --- whom to ask --------------------------------------------------------------------------------------------------
 

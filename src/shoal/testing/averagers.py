@@ -130,12 +130,13 @@ def start_step(
             ``min_matchmaking_time``.
 
     Returns:
-        The step; wait for it with ``asyncio.wrap_future``. It is cancelled if the host dies.
+        The step; wait for it with ``asyncio.wrap_future``. Cancelling it ends it; so does the death of the host.
     """
     now = network.host_of(node.p2p.peer_id).dht_time()
     settings.setdefault("scheduled_time", now + node.config.min_matchmaking_time)
     settings.setdefault("weight", 0.0 if node.config.mode is AveragingMode.AUX else 1.0)
     control = StepControl(deadline=now + timeout, data_for_gather=MSGPackSerializer.dumps(gather), **settings)
     control.allow_allreduce()
-    network.host_of(node.p2p.peer_id).spawn(node.run_step(control))
+    running = network.host_of(node.p2p.peer_id).spawn(node.run_step(control))
+    control.add_done_callback(lambda step: running.cancel() if step.cancelled() else None)
     return control

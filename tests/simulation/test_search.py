@@ -1,0 +1,498 @@
+"""What happens to a step while it looks for a group, to the moment: cancelled, changed, triggered, abandoned."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from shoal.averaging.allreduce import AveragingMode
+from shoal.averaging.control import AveragingStage, StepControl
+from shoal.averaging.node import AveragerNode
+from shoal.averaging.protocol import Code, JoinReply, JoinRequest
+from shoal.clock import get_dht_time
+from shoal.errors import AllreduceException
+from shoal.reactor import await_cancelled
+from shoal.testing import Host, Link, Network, SharedTable, run, start_averager, start_step
+
+T = TypeVar("T")
+
+DELAY = 0.05
+WINDOW = 5.0
+PROMPTLY = 1.5
+"""Seconds for a few lookups, a connection and some round trips."""
+
+
+class Swarm:
+    """A few averagers, each with its own number as its value."""
+
+    def __init__(self) -> None:
+        self.network = Network(Link(delay=DELAY))
+        self.table = SharedTable(DELAY)
+        self.nodes: list[AveragerNode] = []
+        self.tensors: list[torch.Tensor] = []
+
+    async def add(self, count: int = 1, **settings: Any) -> None:
+        for _ in range(count):
+            tensor = torch.full((32,), float(len(self.nodes)))
+            settings = {"min_matchmaking_time": WINDOW, **settings}
+            self.nodes.append(await start_averager(self.network.add_host(), [tensor], self.table, **settings))
+            self.tensors.append(tensor)
+
+    def host(self, index: int) -> Host:
+        return self.network.host_of(self.nodes[index].p2p.peer_id)
+
+    def step(self, index: int, **settings: Any) -> StepControl:
+        return start_step(self.network, self.nodes[index], **settings)
+
+    def steps(self, **settings: Any) -> list[StepControl]:
+        return [self.step(index, **settings) for index in range(len(self.nodes))]
+
+    async def records(self) -> dict[Any, Any]:
+        """What the table says about those who look for a group."""
+        found = await self.table.get("simulation.0b", latest=True)
+        return {} if found is None else {key: entry.value for key, entry in found.value.items()}
+
+
+def simulate(story: Callable[[Swarm], Awaitable[T]], seed: int = 0) -> T:
+    async def main() -> T:
+        return await story(Swarm())
+
+    return run(main(), seed=seed, time_limit=1000)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def done(*steps: StepControl) -> float:
+    """Wait until steps have ended, one way or the other; returns when."""
+    await asyncio.gather(*(await_cancelled(asyncio.wrap_future(step)) for step in steps))
+    return now()
+
+
+async def at_stage(stage: AveragingStage, *steps: StepControl) -> None:
+    while any(step.stage != stage for step in steps):
+        await asyncio.sleep(0.01)
+
+
+def size(step: StepControl) -> int:
+    step.result()
+    assert step.round is not None
+    return len(step.round.peers)
+
+
+def leader_of(swarm: Swarm) -> int:
+    """Who leads the others at the moment."""
+    searches = [node.lanes[""].matchmaking._search for node in swarm.nodes]
+    return next(i for i, search in enumerate(searches) if search is not None and search.followers)
+
+
+# --- steps that are changed on the way --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [AveragingMode.NODE, AveragingMode.CLIENT])
+@pytest.mark.parametrize("when", [0.01, 0.3, 2.0, WINDOW - 0.2])
+def test_a_step_that_is_cancelled_leaves_the_others_to_meet(mode, when):
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(3)
+        await swarm.add(1, mode=mode)
+        steps = swarm.steps()
+        await asyncio.sleep(when)
+        steps[3].cancel()
+        await done(*steps)
+        assert steps[3].cancelled()
+        assert {size(step) for step in steps[:3]} == {3}
+        assert all(torch.equal(tensor, torch.full((32,), 1.0)) for tensor in swarm.tensors[:3])
+        assert swarm.tensors[3].unique().tolist() == [3.0]
+
+    simulate(story)
+
+
+def test_a_leader_that_is_cancelled_is_replaced():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(4)
+        steps = swarm.steps()
+        await asyncio.sleep(3.0)
+        leader = leader_of(swarm)
+        steps[leader].cancel()
+        ended = await done(*steps)
+        assert steps[leader].cancelled()
+        assert {size(step) for i, step in enumerate(steps) if i != leader} == {3}
+        assert ended < WINDOW + PROMPTLY
+
+    simulate(story)
+
+
+def test_who_was_cancelled_says_so_in_the_table():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(1)
+        step = swarm.step(0)
+        await asyncio.sleep(1.0)
+        own = swarm.nodes[0].p2p.peer_id.to_bytes()
+        assert (await swarm.records())[own]
+        step.cancel()
+        await asyncio.sleep(1.0)
+        assert (await swarm.records())[own] is None
+
+    simulate(story)
+
+
+def test_a_newcomer_is_not_kept_by_those_who_have_left():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(6)
+        early = [swarm.step(i) for i in range(3)]
+        await asyncio.sleep(0.5)
+        for step in early:
+            step.cancel()
+        await asyncio.sleep(1.0)
+        begun = now()
+        late = [swarm.step(i) for i in range(3, 6)]
+        for step in late:
+            step.expected_group_size = 3
+        ended = await done(*late)
+        assert {size(step) for step in late} == {3}
+        assert ended - begun < PROMPTLY
+
+    simulate(story)
+
+
+def test_the_next_step_of_one_who_was_cancelled_finds_others():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        first = swarm.step(0, expected_group_size=2)
+        await asyncio.sleep(0.5)
+        first.cancel()
+        steps = swarm.steps(expected_group_size=2)
+        ended = await done(*steps)
+        assert {size(step) for step in steps} == {2}
+        assert ended < 0.5 + PROMPTLY
+
+    simulate(story)
+
+
+def test_a_scheduled_time_that_is_moved_counts_from_the_next_declaration():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        alone = swarm.step(0)
+        await asyncio.sleep(1.0)
+        alone.scheduled_time = get_dht_time() + 20.0  # the first promise, for 5 s, is given already
+        await asyncio.sleep(WINDOW)
+        search = swarm.nodes[0].lanes[""].matchmaking._search
+        assert search is not None
+        assert search.expiration == pytest.approx(alone.scheduled_time)
+        other = swarm.step(1, scheduled_time=get_dht_time() + 60.0)
+        ended = await done(alone, other)
+        assert size(alone) == 2
+        assert 21.0 <= ended < 21.0 + PROMPTLY
+
+    simulate(story)
+
+
+@pytest.mark.parametrize("who", ["all", "the leader last", "the leader first"])
+def test_a_group_starts_as_soon_as_nobody_expects_more(who):
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(4)
+        steps = swarm.steps(expected_group_size=5)
+        await asyncio.sleep(2.0)
+        assert {step.stage for step in steps} == {AveragingStage.LOOKING_FOR_GROUP}
+        leader = leader_of(swarm)
+        others = [step for index, step in enumerate(steps) if index != leader]
+        first, last = ([steps[leader]], others) if who == "the leader first" else (others, [steps[leader]])
+        for step in first:
+            step.expected_group_size = 4
+        if who != "all":
+            await asyncio.sleep(0.5)
+            assert {step.stage for step in steps} == {AveragingStage.LOOKING_FOR_GROUP}
+        begun = now()
+        for step in last:
+            step.expected_group_size = None
+        ended = await done(*steps)
+        assert {size(step) for step in steps} == {4}
+        assert ended - begun < PROMPTLY
+
+    simulate(story)
+
+
+def test_a_group_waits_for_more_if_one_of_its_members_comes_to_expect_them():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(4)
+        steps = [swarm.step(index, expected_group_size=4) for index in range(3)]
+        await asyncio.sleep(2.0)
+        leader = leader_of(swarm)
+        steps[(leader + 1) % 3].expected_group_size = 5
+        await asyncio.sleep(0.5)
+        steps.append(swarm.step(3, expected_group_size=4))
+        ended = await done(*steps)
+        assert {size(step) for step in steps} == {4}
+        assert ended > WINDOW
+
+    simulate(story)
+
+
+def test_weights_may_change_until_the_all_reduce_begins():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        steps = [StepControl(get_dht_time() + WINDOW, get_dht_time() + 60) for _ in range(2)]
+        for index, step in enumerate(steps):
+            swarm.host(index).spawn(swarm.nodes[index].run_step(step))
+        await at_stage(AveragingStage.AWAITING_TRIGGER, *steps)
+        steps[1].weight = 3.0
+        for step in steps:
+            step.allow_allreduce()
+        await done(*steps)
+        assert all(torch.equal(tensor, torch.full((32,), 0.75)) for tensor in swarm.tensors)
+
+    simulate(story)
+
+
+def test_members_wait_for_triggers_with_the_group_already_made():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(4)
+        steps = swarm.steps()
+        waiting = [StepControl(get_dht_time() + WINDOW, get_dht_time() + 60) for _ in range(2)]
+        await swarm.add(2)
+        for index, step in enumerate(waiting, start=4):
+            swarm.host(index).spawn(swarm.nodes[index].run_step(step))
+        await asyncio.sleep(WINDOW + 1.0)
+        assert {step.stage for step in steps} == {AveragingStage.RUNNING_ALLREDUCE}
+        assert {step.stage for step in waiting} == {AveragingStage.AWAITING_TRIGGER}
+        for step in waiting:
+            step.allow_allreduce()
+        await done(*steps, *waiting)
+        assert {size(step) for step in (*steps, *waiting)} == {6}
+
+    simulate(story)
+
+
+def test_a_step_ends_at_its_deadline():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(1)
+        step = swarm.step(0, timeout=7.0)
+        assert await done(step) == pytest.approx(7.0, abs=0.1)
+        with pytest.raises(AllreduceException, match="could not find a group of at least 2 peers"):
+            step.result()
+
+    simulate(story)
+
+
+def test_a_second_step_waits_for_the_first():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        steps = [swarm.step(index, expected_group_size=2) for _ in range(2) for index in range(2)]
+        await done(*steps)
+        assert {size(step) for step in steps} == {2}
+        groups = Counter(step.round.group_id for step in steps if step.round is not None)
+        assert sorted(groups.values()) == [2, 2]
+
+    simulate(story)
+
+
+# --- members that die, and those that cannot be reached ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["crash", "power_off"])
+@pytest.mark.parametrize("before_start", [2.0, 0.5, 0.05])
+def test_a_leader_that_dies_before_it_starts_is_replaced(kind, before_start):
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(5)
+        steps = swarm.steps()
+        await asyncio.sleep(WINDOW - before_start)
+        leader = leader_of(swarm)
+        getattr(swarm.host(leader), kind)()
+        living = [step for i, step in enumerate(steps) if i != leader]
+        ended = await done(*living)
+        if kind == "crash":
+            assert ended < WINDOW + 3.0  # they notice at once, and give each other time to come
+        else:
+            assert ended < WINDOW + 2 * WINDOW + 3.0  # they have to wait for its answer, and then for a new window
+        assert {size(step) for step in living} == {4}
+
+    simulate(story)
+
+
+@pytest.mark.parametrize("kind", ["crash", "power_off"])
+def test_followers_that_die_are_not_members_or_fail(kind):
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(5)
+        steps = swarm.steps()
+        await asyncio.sleep(3.0)
+        leader = leader_of(swarm)
+        victims = [index for index in range(5) if index != leader][:2]
+        for index in victims:
+            getattr(swarm.host(index), kind)()
+        living = [index for index in range(5) if index not in victims]
+        ended = await done(*(steps[index] for index in living))
+        for index in living:
+            assert size(steps[index]) == (3 if kind == "crash" else 5)
+            assert swarm.tensors[index].unique().tolist() == [sum(living) / 3]
+        assert ended < WINDOW + (3.0 if kind == "crash" else 20.0)
+
+    simulate(story)
+
+
+@pytest.mark.parametrize("firewalled", [0, 1, 2])
+def test_who_cannot_be_connected_to_leads_those_whom_it_calls(firewalled):
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(3)
+        swarm.host(firewalled).firewalled = True
+        first = swarm.step(firewalled)
+        await asyncio.sleep(0.2)
+        others = [swarm.step(index) for index in range(3) if index != firewalled]
+        search = swarm.nodes[firewalled].lanes[""].matchmaking._search
+        await asyncio.sleep(WINDOW - 1.0)
+        assert search is not None
+        assert len(search.followers) == 2
+        swarm.host(firewalled).firewalled = False
+        await done(first, *others)
+        assert {size(step) for step in (first, *others)} == {3}
+
+    simulate(story)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("peers", "target"), [(8, 4), (12, 4), (6, 2), (16, 16)])
+def test_full_groups_start_at_once_and_the_others_make_the_next_ones(peers, target):
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(peers, target_group_size=target, min_group_size=target)
+        steps = swarm.steps()
+        ended = await done(*steps)
+        assert {size(step) for step in steps} == {target}
+        groups = {step.round.group_id for step in steps if step.round is not None}
+        assert len(groups) == peers // target
+        assert ended < WINDOW  # nobody had to wait for the end of its window
+
+    for seed in range(3):
+        simulate(story, seed)
+
+
+def test_who_finds_no_seat_makes_a_group_with_the_rest():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(7, target_group_size=4)
+        steps = swarm.steps()
+        await done(*steps)
+        assert Counter(size(step) for step in steps) == {4: 4, 3: 3}
+
+    for seed in range(3):
+        simulate(story, seed)
+
+
+def test_too_few_make_no_group():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(3, min_group_size=4)
+        steps = swarm.steps(timeout=12.0)
+        assert await done(*steps) < 12.0 + PROMPTLY
+        for step in steps:
+            with pytest.raises(AllreduceException, match="at least 4 peers"):
+                step.result()
+
+    simulate(story)
+
+
+# --- requests that are refused ----------------------------------------------------------------------------------------
+
+
+async def ask(swarm: Swarm, request: JoinRequest, *, by: int, at: int) -> JoinReply:
+    """Ask an averager to lead another one; returns its first answer."""
+
+    async def call() -> JoinReply:
+        stub = swarm.nodes[by]._stub(swarm.nodes[at].p2p.peer_id)
+        async with stub.rpc_join_group() as line:
+            await line.send(request, end=True)
+            reply = await line.receive(JoinReply)
+            assert reply is not None
+            return reply
+
+    asked = swarm.nodes[at].p2p
+    swarm.nodes[by].p2p.add_addresses(asked.peer_id, asked.get_addresses(asked.peer_id))
+    return await swarm.host(by).run(call())
+
+
+def request_of(swarm: Swarm, **changes: Any) -> JoinRequest:
+    agreed = swarm.nodes[0].lanes[""].matchmaking.settings.agreed
+    fields = {"group_key": "simulation.0b", "settings": agreed, "expiration": math.inf, "mode": 0, **changes}
+    return JoinRequest(**fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({}, Code.ACCEPTED),
+        ({"group_key": "simulation.0b1"}, Code.NOT_LOOKING_FOR_GROUP),
+        ({"group_key": "other.0b"}, Code.NOT_LOOKING_FOR_GROUP),
+        ({"group_key": ""}, Code.NOT_LOOKING_FOR_GROUP),
+        ({"expiration": math.nan}, Code.PROTOCOL_VIOLATION),
+        ({"expiration": -math.inf}, Code.BAD_EXPIRATION_TIME),
+        ({"expiration": 0.0}, Code.BAD_EXPIRATION_TIME),
+        ({"mode": 7}, Code.PROTOCOL_VIOLATION),
+        ({"mode": -1}, Code.PROTOCOL_VIOLATION),
+        ({"settings": {}}, Code.SETTINGS_DIFFER),
+        ({"settings": {"compression": "other"}}, Code.SETTINGS_DIFFER),
+    ],
+)
+def test_answers_to_requests(changes, code):
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        swarm.step(0)
+        await asyncio.sleep(1.0)
+        reply = await ask(swarm, request_of(swarm, **changes), by=1, at=0)
+        assert reply.code == code
+
+    simulate(story)
+
+
+def test_who_does_not_look_for_a_group_says_so():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        assert (await ask(swarm, request_of(swarm), by=1, at=0)).code == Code.NOT_LOOKING_FOR_GROUP
+
+    simulate(story)
+
+
+def test_a_follower_tells_who_leads_it():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(3)
+        for index in range(2):
+            swarm.step(index)
+        await asyncio.sleep(2.0)
+        leader = leader_of(swarm)
+        reply = await ask(swarm, request_of(swarm), by=2, at=1 - leader)
+        assert reply.code == Code.NOT_A_LEADER
+        assert reply.better_leader is not None
+        assert reply.better_leader.peer_id == swarm.nodes[leader].p2p.peer_id.to_bytes()
+
+    simulate(story)
+
+
+def test_who_follows_already_is_refused_and_stays():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        steps = swarm.steps()
+        await asyncio.sleep(2.0)
+        leader = leader_of(swarm)
+        reply = await ask(swarm, request_of(swarm), by=1 - leader, at=leader)
+        assert reply.code == Code.DUPLICATE_PEER_ID
+        await done(*steps)
+        assert {size(step) for step in steps} == {2}
+
+    simulate(story)
+
+
+def test_a_full_group_refuses():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(3, target_group_size=2)
+        for index in range(2):
+            control = StepControl(get_dht_time() + WINDOW, get_dht_time() + 60)
+            swarm.host(index).spawn(swarm.nodes[index].run_step(control))
+        await asyncio.sleep(2.0)  # the group is made, and waits for its triggers
+        for index in range(2):
+            assert (await ask(swarm, request_of(swarm), by=2, at=index)).code == Code.NOT_LOOKING_FOR_GROUP
+
+    simulate(story)
