@@ -32,7 +32,6 @@ from tests.simulation.deaths import run_round_with_deaths
 from tests.simulation.meetings import meet
 from tests.simulation.mixing import mix
 
-RUNS_BEFORE_MEMORY_COUNTS = 50
 REPORT_EVERY = 50
 
 
@@ -61,14 +60,13 @@ def deaths(arguments: argparse.Namespace) -> dict[str, object]:
             averaged += run_round_with_deaths(seed, arguments.peers, dying)
         except AssertionError as error:
             failures.append({"seed": seed, "what": str(error)[:500]})
-        memory.append(psutil.Process().memory_info().rss)
-    begin = min(RUNS_BEFORE_MEMORY_COUNTS, len(memory) // 2)
+        memory.append(round(psutil.Process().memory_info().rss / 1e6, 1))
     return {
         "peers": arguments.peers,
         "of which die": dying,
         "survivors who averaged with others": averaged / (arguments.runs * (arguments.peers - dying)),
         "failed runs": failures,
-        "growth of memory in MB": round((max(memory[begin:]) - memory[begin]) / 1e6, 1),
+        "memory in MB after each tenth of the runs": memory[:: max(1, arguments.runs // 10)] + memory[-1:],
     }
 
 

@@ -96,25 +96,34 @@ def own_value(index: int) -> float:
     return math.sqrt(2 + index) * 10
 
 
-def left_out(member: Member, size: int, possible: Iterable[int], at_most: int | None = None) -> set[frozenset[int]]:
+def left_out(
+    member: Member, size: int, possible: Iterable[int], *, surely: Iterable[int] = (), at_most: int | None = None
+) -> set[frozenset[int]]:
     """Who is missing in the means that a member has after the round: for each value, nobody or some of ``possible``.
+
+    Args:
+        surely: are missing in any case.
 
     Raises:
         AssertionError: a value is the mean of something else.
     """
-    suspects = frozenset(possible)
+    always = frozenset(surely)
+    suspects = frozenset(possible) - always
     limit = len(suspects) if at_most is None else at_most
-    return {_left_out(mean, size, suspects, limit) for mean in member.values.tolist()}
+    return {_left_out(mean, size, suspects, always, limit) for mean in member.values.tolist()}
 
 
-@functools.cache
-def _left_out(mean: float, size: int, possible: frozenset[int], at_most: int) -> frozenset[int]:
+@functools.lru_cache(maxsize=1000)
+def _left_out(mean: float, size: int, possible: frozenset[int], surely: frozenset[int], at_most: int) -> frozenset[int]:
     for count in range(at_most + 1):
         for absent in itertools.combinations(sorted(possible), count):
-            present = [own_value(index) for index in range(size) if index not in absent]
+            missing = surely.union(absent)
+            present = [own_value(index) for index in range(size) if index not in missing]
             if math.isclose(mean, sum(present) / len(present), rel_tol=3e-7):
-                return frozenset(absent)
-    raise AssertionError(f"{mean} is not the mean of {size} members without up to {at_most} of {sorted(possible)}")
+                return missing
+    raise AssertionError(
+        f"{mean} is not the mean of {size} members without {sorted(surely)} and up to {at_most} of {sorted(possible)}"
+    )
 
 
 def assert_same_bytes(members: Sequence[Member]) -> None:
