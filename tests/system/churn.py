@@ -104,9 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     churn = run(args.peers, args.rounds, args.megabytes, args.kill_every, args.seed)
     seconds = median(each["seconds"] for each in churn.rounds)
-    print(
-        f"{churn.killed} peers were killed and replaced; the others did {len(churn.rounds)} rounds, {seconds:.2f} s each"
-    )
+    print(f"{churn.killed} peers were killed and replaced; {len(churn.rounds)} rounds of others, {seconds:.2f} s each")
     print(f"succeeded: {100 * churn.success:.2f} %; not sound: {sum(not each['sound'] for each in churn.rounds)}")
     print(f"memory at the end by that after {FIRST_ROUNDS} rounds: {', '.join(f'{each:.3f}' for each in churn.growth)}")
     print(f"threads and sockets more at the end: {churn.left_over}")
