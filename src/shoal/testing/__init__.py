@@ -2,6 +2,7 @@
 
 ::
 
+    from shoal import get_dht_time
     from shoal.testing import Link, Network, run, start_dht_nodes
 
     async def main() -> None:
