@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -84,7 +84,7 @@ class DecentralizedAverager:
     """
 
     serializer = MSGPackSerializer
-    phases: ClassVar[str] = "one all-reduce"
+    phases: str = "one all-reduce"
     """What :meth:`average_in_group` does, in words; peers in which it differs do not form groups."""
 
     def __init__(

@@ -264,7 +264,7 @@ class AveragerNode(ServicerBase):
             self._rounds.leave_group(group.group_id)
         control.round = self.last_round = session.result
         self._count(control.round)
-        return self._gathered(group)
+        return self._gathered(session.group)
 
     def _session(self, group: GroupInfo, weight: float) -> GroupSession:
         config = self.config

@@ -46,11 +46,21 @@ class GroupSession:
         self.own_index = group.peer_ids.index(own)
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
         self._phases: list[RoundResult] = []
+        self._main_weights: list[tuple[float, ...]] = []
+        """Of all members, in the phases that have the weights of the step."""
 
     @property
     def mode(self) -> AveragingMode:
         """What this member does in the group."""
         return AveragingMode(self.group.modes[self.own_index])
+
+    def show_gathered(self, gathered: Sequence[bytes]) -> None:
+        """Let the result of the step contain this instead of what the members gave, which was not all for the user.
+
+        Args:
+            gathered: for each member, serialized.
+        """
+        self.group = dataclasses.replace(self.group, gathered=tuple(gathered))
 
     @property
     def result(self) -> RoundResult:
@@ -61,7 +71,7 @@ class GroupSession:
             group_id=self.group.group_id,
             peers=self.group.peer_ids,
             failed_peers=tuple(peer for peer in self.group.peer_ids if peer in failed),
-            weights=tuple(map(min, zip(*[phase.weights for phase in self._phases], strict=True))),
+            weights=tuple(map(min, zip(*(self._main_weights or [self._phases[0].weights]), strict=True))),
             share_averaged=min(phase.share_averaged for phase in self._phases),
             late=any(phase.late for phase in self._phases),
             duration=sum(phase.duration for phase in self._phases),
@@ -72,6 +82,7 @@ class GroupSession:
         tensors: Sequence[torch.Tensor],
         infos: Sequence[CompressionInfo] | None = None,
         alpha: float | None = None,
+        weight: float | None = None,
     ) -> RoundResult:
         """Replace tensors by their weighted mean over the members.
 
@@ -79,6 +90,7 @@ class GroupSession:
             tensors: of the same shapes and types in all members; changed in place, unless this member is an auxiliary.
             infos: one for each tensor, for the codec.
             alpha: move values by this fraction of the way to the mean; default: as the averager is set.
+            weight: of this member's values in this phase; default: as in the step.
 
         Raises:
             AllreduceException: nothing was averaged, the tensors are as they were.
@@ -92,9 +104,12 @@ class GroupSession:
         group = dataclasses.replace(self.group, group_id=round_id, shares=shares)
         direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
-        current = Round(AllReduce(group, self.own_index, working, infos, settings, self.weight, self._get_stub))
+        own_weight = self.weight if weight is None else weight
+        current = Round(AllReduce(group, self.own_index, working, infos, settings, own_weight, self._get_stub))
         result = await self._rounds.run(round_id, current, self._failed_members(), linger=settings.sender_timeout)
         self._phases.append(result)
+        if weight is None:
+            self._main_weights.append(result.weights)
         if not direct and self.mode is not AveragingMode.AUX:
             await run_in_worker(_copy_back, working, tensors)
         return result

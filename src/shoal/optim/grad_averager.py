@@ -119,11 +119,12 @@ class GradientAverager(DecentralizedAverager):
     def _grad_accumulators(self) -> Iterator[torch.Tensor]:
         yield from self.accumulator.buffers
 
-    def accumulate_grads_(self, batch_size: int) -> None:
+    def accumulate_grads_(self, batch_size: int, loss_scale: float = 1.0) -> None:
         """Count the present gradients as those of one more batch.
 
         Args:
             batch_size: samples over which the loss of this batch is the mean.
+            loss_scale: the gradients are so many times too large; see :class:`~shoal.GradScaler`.
         """
         if self._accumulators_used and self.warn:
             logger.warning(
@@ -131,7 +132,7 @@ class GradientAverager(DecentralizedAverager):
                 "call reset_accumulated_grads_() after a step"
             )
             self._accumulators_used = False  # once for each round
-        self.accumulator.add(batch_size)
+        self.accumulator.add(batch_size, loss_scale)
 
     def reset_accumulated_grads_(self) -> None:
         """Forget what was accumulated."""
@@ -202,7 +203,7 @@ class GradientAverager(DecentralizedAverager):
         control.weight = self.local_samples_accumulated if weight is None else weight
         if reset_accumulators:
             self.reset_accumulated_grads_()
-        control.allow_allreduce()
+        self._trigger(control)
         if not wait:
             return control
         try:
@@ -210,6 +211,26 @@ class GradientAverager(DecentralizedAverager):
         except BaseException:
             control.cancel()
             raise
+
+    def _trigger(self, control: StepControl) -> None:
+        control.allow_allreduce()
+
+    # --- for newcomers ------------------------------------------------------------------------------------------------
+
+    def get_buffers(self) -> list[torch.Tensor]:
+        """What a newcomer must know of earlier rounds; not to be changed. This averager needs nothing."""
+        return []
+
+    def set_buffers(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take over what another peer's :meth:`get_buffers` gave.
+
+        Raises:
+            ValueError: it does not fit; nothing has been changed.
+        """
+        if tensors:
+            raise ValueError(f"{type(self).__name__} has no buffers, got {len(tensors)}")
+
+    # --- using the result ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def use_averaged_gradients(self) -> Iterator[None]:
@@ -228,3 +249,8 @@ class GradientAverager(DecentralizedAverager):
     def notify_used_averaged_gradients(self) -> None:
         """The results of the last round have been read in another way than :meth:`use_averaged_gradients`."""
         self._new_averaged_grads = False
+
+    def shutdown(self) -> None:
+        """Leave, and let go of the parameters. Idempotent."""
+        self.accumulator.close()
+        super().shutdown()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +18,8 @@ class GradientAccumulator:
     Args:
         parameters: whose ``.grad`` is accumulated.
         reuse_grad_buffers: the sum is kept in ``.grad`` itself, where ``backward`` puts it unless gradients are zeroed.
-            That takes no memory, but there every batch counts the same whatever its size.
+            What ``backward`` adds is remembered until :meth:`add`, where it is weighted if its batch has another size
+            than the first one.
         device: where the sums are kept; default: beside each parameter.
     """
 
@@ -33,7 +36,10 @@ class GradientAccumulator:
         self._first_batch_size = 0
         self._warned = False
         self._sums: list[torch.Tensor] | None = None
-        if not reuse_grad_buffers:
+        self._latest: LatestGradients | None = None
+        if reuse_grad_buffers:
+            self._latest = LatestGradients(self.parameters)
+        else:
             self._sums = [
                 torch.zeros_like(p, device=p.device if device is None else device, dtype=_wide(p.dtype)).detach()
                 for p in self.parameters
@@ -52,11 +58,13 @@ class GradientAccumulator:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     @torch.no_grad()
-    def add(self, batch_size: int) -> None:
+    def add(self, batch_size: int, loss_scale: float = 1.0) -> None:
         """Count the gradients in ``.grad`` as those of one more batch with a mean loss.
 
         Args:
             batch_size: number of samples in it.
+            loss_scale: the gradients are so many times too large. Only with sums of their own: what accumulates in
+                ``.grad`` is unscaled there.
         """
         if batch_size <= 0:
             raise ValueError(f"batch_size must be positive, got {batch_size}")
@@ -64,21 +72,32 @@ class GradientAccumulator:
             self._first_batch_size = batch_size
         self.samples += batch_size
         self.batches += 1
+        weight = batch_size / self._first_batch_size
         if self._sums is None:
-            if batch_size != self._first_batch_size and not self._warned:
-                self._warned = True
-                logger.warning(
-                    "batches of %d and %d samples were accumulated with reuse_grad_buffers=True, where every batch "
-                    "counts the same: use reuse_grad_buffers=False to weight them by their size",
-                    self._first_batch_size,
-                    batch_size,
-                )
+            self._weigh_latest(weight)
             return
         present = [(s, p.grad) for s, p in zip(self._sums, self.parameters, strict=True) if p.grad is not None]
         if present:
             sums = [s for s, _ in present]
             grads = [grad.to(s.device, non_blocking=True) for s, grad in present]
-            torch._foreach_add_(sums, grads, alpha=batch_size / self._first_batch_size)
+            torch._foreach_add_(sums, grads, alpha=weight / loss_scale)
+
+    def _weigh_latest(self, weight: float) -> None:
+        """``backward`` has added the latest gradients to those in ``.grad`` with weight 1."""
+        assert self._latest is not None
+        latest = self._latest.take()
+        if weight == 1:
+            return
+        added = [(p.grad, grad) for p, grad in zip(self.parameters, latest, strict=True) if p.grad is not None]
+        for total, grad in added:
+            if grad is not None:
+                total.add_(grad, alpha=weight - 1)
+        if added and all(grad is None for _, grad in added) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the gradients of a batch of another size than the first were not made by backward(): with "
+                "reuse_grad_buffers=True they cannot be weighted by it"
+            )
 
     @torch.no_grad()
     def write_mean(self, targets: Sequence[torch.Tensor]) -> None:
@@ -87,7 +106,7 @@ class GradientAccumulator:
             for target in targets:
                 target.zero_()
             return
-        in_units_of_the_first = self.batches if self._sums is None else self.samples / self._first_batch_size
+        in_units_of_the_first = self.samples / self._first_batch_size
         sources = self.buffers
         if all(s.dtype == t.dtype and s.device == t.device for s, t in zip(sources, targets, strict=True)):
             torch._foreach_copy_(list(targets), sources)
@@ -105,6 +124,68 @@ class GradientAccumulator:
             present = [p.grad for p in self.parameters if p.grad is not None]
         if present:
             torch._foreach_zero_(present)
+        if self._latest is not None:
+            self._latest.take()
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        if self._latest is not None:
+            self._latest.close()
+
+
+class LatestGradients:
+    """What ``backward`` has added to ``.grad`` since the last look: the tensors that it had made anyway.
+
+    They live a little longer for that, until :meth:`take`, but are not copied.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._arriving: list[torch.Tensor | None] = [None] * len(parameters)
+        """On their way to ``.grad``, or to whoever has called ``torch.autograd.grad``."""
+        self._added: list[torch.Tensor | None] = [None] * len(parameters)
+        self._handles: list[RemovableHandle] = []
+        own = weakref.ref(self)  # parameters outlive whoever trains them
+        for index, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                before, after = _hooks(own, index)
+                self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+                self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+
+    def arrives(self, index: int, grad: torch.Tensor) -> None:
+        self._arriving[index] = grad.detach()
+
+    def is_added(self, index: int) -> None:
+        grad, before = self._arriving[index], self._added[index]
+        self._arriving[index] = None
+        self._added[index] = grad if before is None or grad is None else before + grad
+
+    def take(self) -> list[torch.Tensor | None]:
+        """One for each parameter, ``None`` where nothing was added; from now on they begin anew."""
+        added, count = self._added, len(self._added)
+        self._arriving, self._added = [None] * count, [None] * count
+        return added
+
+    def close(self) -> None:
+        """Remember nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        self.take()
+
+
+def _hooks(
+    latest: weakref.ref[LatestGradients], index: int
+) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+    def before(grad: torch.Tensor) -> None:
+        remembering = latest()
+        if remembering is not None:
+            remembering.arrives(index, grad)
+
+    def after(_: torch.Tensor) -> None:
+        remembering = latest()
+        if remembering is not None:
+            remembering.is_added(index)
+
+    return before, after
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

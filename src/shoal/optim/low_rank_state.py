@@ -1,0 +1,126 @@
+"""What all peers that average low-rank approximations know in common, and how they make sure of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shoal.averaging.group_info import GROUP_ID_BYTES
+from shoal.serializer import MSGPackSerializer
+
+NEVER = bytes(GROUP_ID_BYTES)
+"""Stands for no rounds at all."""
+MAX_ROUNDS = 2**53
+
+
+class LowRankState(NamedTuple):
+    """Never changed, only replaced as a whole: a round that fails leaves nothing behind."""
+
+    bases: tuple[torch.Tensor, ...]
+    """For each compressed tensor, a matrix of (rows, columns): (columns, rank), the directions to begin with."""
+    estimates: tuple[torch.Tensor, ...]
+    """For each compressed tensor, if there are any: (rows, columns), what all peers take for the average."""
+    made_by: bytes = NEVER
+    """Stands for the rounds that led here: equal in two peers if these were the same ones."""
+    rounds: int = 0
+    """How many there have been."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it as tensors; :meth:`replaced_by` understands them."""
+        origin = bytearray(self.made_by + self.rounds.to_bytes(8, "big"))
+        return [*self.bases, *self.estimates, torch.frombuffer(origin, dtype=torch.uint8)]
+
+    def replaced_by(self, tensors: Sequence[torch.Tensor]) -> LowRankState:
+        """Another peer's state.
+
+        Raises:
+            ValueError: it does not fit into the place of this one.
+        """
+        own = self.tensors()
+        shapes, own_shapes = [tuple(t.shape) for t in tensors], [tuple(t.shape) for t in own]
+        if shapes != own_shapes:
+            raise ValueError(f"buffers for low-rank averaging have shapes {shapes}, expected {own_shapes}")
+        copies = tuple(theirs.detach().to(mine.dtype, copy=True) for theirs, mine in zip(tensors, own, strict=True))
+        if not all(bool(tensor.isfinite().all()) for tensor in copies):
+            raise ValueError("buffers for low-rank averaging are not finite")
+        origin, split = bytes(copies[-1].tolist()), len(self.bases)
+        rounds = min(int.from_bytes(origin[GROUP_ID_BYTES:], "big"), MAX_ROUNDS)
+        return LowRankState(copies[:split], copies[split:-1], origin[:GROUP_ID_BYTES], rounds)
+
+
+def after_round(made_by: bytes, round_id: bytes) -> bytes:
+    """What stands for the same rounds and one more."""
+    return hashlib.sha256(made_by + round_id).digest()[:GROUP_ID_BYTES]
+
+
+def first_basis(name: str, columns: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Directions to begin with: (columns, rank), spread evenly over [-1, 1], the same bits on every machine.
+
+    Args:
+        name: other names give other directions.
+    """
+    digest = hashlib.shake_256(name.encode()).digest(2 * columns * rank)
+    values = np.frombuffer(digest, dtype="<i2").astype(np.float32)
+    return torch.from_numpy((values + 0.5) / 2**15).reshape(columns, rank).to(dtype)
+
+
+# --- what members tell each other before a round ----------------------------------------------------------------------
+
+
+class Statement(NamedTuple):
+    """What a member says before a round."""
+
+    for_user: bytes
+    """What its user gave for the other users."""
+    made_by: bytes | None
+    """The rounds that made its state; ``None`` if it has none, or one that is about to change."""
+    rounds: int
+
+    @classmethod
+    def parse(cls, blob: bytes) -> Statement:
+        """Read what another member says; from whoever says nothing that makes sense nothing follows."""
+        try:
+            value = MSGPackSerializer.loads(blob)
+        except ValueError:
+            value = None
+        if not isinstance(value, (list, tuple)) or len(value) != 3:
+            return cls(b"", None, 0)
+        for_user, made_by, rounds = value
+        is_origin = isinstance(made_by, bytes) and len(made_by) == GROUP_ID_BYTES
+        is_count = isinstance(rounds, int) and not isinstance(rounds, bool) and 0 <= rounds < MAX_ROUNDS
+        return cls(
+            for_user if isinstance(for_user, bytes) else b"",
+            made_by if is_origin and is_count else None,
+            rounds if is_count else 0,
+        )
+
+    def packed(self) -> list[Any]:
+        """As a plain value."""
+        return list(self)
+
+
+class Agreement(NamedTuple):
+    """What follows from all statements; the same for all members, because all have the same statements."""
+
+    made_by: bytes | None
+    """Of the state that counts; ``None`` if nobody could tell."""
+    differs: bool
+    """Not all members have it."""
+    rounds: int
+    """How many there have been before this one."""
+
+
+def agree(statements: Sequence[Statement]) -> Agreement:
+    """The state with most rounds behind it counts, of several that of most members."""
+    rounds = max((statement.rounds for statement in statements), default=0)
+    known = Counter((s.rounds, s.made_by) for s in statements if s.made_by is not None)
+    if not known:
+        return Agreement(None, False, rounds)
+    origins = {made_by for _, made_by in known}
+    (_, made_by), _ = max(known.items(), key=lambda item: (item[0][0], item[1], item[0][1]))
+    return Agreement(made_by, len(origins) > 1, rounds)

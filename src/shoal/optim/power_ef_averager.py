@@ -1,0 +1,94 @@
+"""PowerEF: what all peers take for the gradient, corrected by matrices of low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.optim.low_rank_averager import LowRankAverager, LowRankRound
+from shoal.optim.low_rank_state import LowRankState
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+__all__ = ["PowerEFGradientAverager"]
+
+
+class PowerEFGradientAverager(LowRankAverager):
+    """Averages the differences between gradients and a common estimate of them, by matrices of low rank.
+
+    All peers have the same estimate of the average gradient. In each round they average what their own gradients
+    differ from it, as PowerSGD averages gradients, and correct the estimate: that is the result (error feedback as in
+    EF21, Richtárik et al., 2021, https://arxiv.org/abs/2106.05203). No peer has a memory of its own, so nothing is lost
+    when one leaves, and a newcomer has everything after its first round.
+
+    On different machines the same computation may give slightly different last bits. Therefore every
+    ``grad_averaging_interval`` rounds the estimates themselves are averaged first. Members agree on the number of the
+    round before it begins.
+
+    Args:
+        parameters: whose gradients are averaged.
+        averager_rank: more costs more bytes and is more exact. The same in all peers.
+        dht: how averagers find each other.
+        prefix: name of the run.
+        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; never zero gradients then.
+        accumulate_grads_on: device of the accumulators.
+        client_mode: only connect to others; default: as the DHT.
+        warn: tell when results are not used, or accumulators are not reset.
+        min_compression_ratio: tensors of which less than this share would be saved are averaged as they are. The same
+            in all peers.
+        averaged_grads: CPU tensors that receive the averages; default: new ones.
+        grad_averaging_interval: average the estimates every so many rounds. The same in all peers.
+        min_comprasion_ratio: old name of ``min_compression_ratio``.
+        averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
+    """
+
+    method = "PowerEF"
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        averager_rank: int,
+        *,
+        dht: DHT,
+        prefix: str,
+        reuse_grad_buffers: bool = False,
+        accumulate_grads_on: torch.device | str | None = None,
+        client_mode: bool | None = None,
+        warn: bool = True,
+        min_compression_ratio: float = 0.5,
+        averaged_grads: Sequence[torch.Tensor] | None = None,
+        grad_averaging_interval: int = 10,
+        min_comprasion_ratio: float | None = None,
+        **averager_kwargs: Any,
+    ) -> None:
+        if grad_averaging_interval < 1:
+            raise ValueError(f"grad_averaging_interval must be at least 1, got {grad_averaging_interval}")
+        self.synchronize_every = self.grad_averaging_interval = grad_averaging_interval
+        super().__init__(
+            parameters,
+            averager_rank,
+            dht=dht,
+            prefix=prefix,
+            reuse_grad_buffers=reuse_grad_buffers,
+            accumulate_grads_on=accumulate_grads_on,
+            client_mode=client_mode,
+            warn=warn,
+            min_compression_ratio=min_compression_ratio if min_comprasion_ratio is None else min_comprasion_ratio,
+            averaged_grads=averaged_grads,
+            **averager_kwargs,
+        )
+
+    def _first_state(self) -> LowRankState:
+        estimates = tuple(torch.zeros(m.rows, m.columns, dtype=m.dtype) for m in self._matrices)
+        return LowRankState(self._first_bases, estimates)
+
+    def _difference(self, position: int, gradient: torch.Tensor, state: LowRankState, weight: float) -> torch.Tensor:
+        return gradient - state.estimates[position]
+
+    def _results(self, work: LowRankRound) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+        rounds = zip(work.state.estimates, work.left, work.right, strict=True)
+        estimates = [torch.addmm(estimate, left, right.t()) for estimate, left, right in rounds]
+        return estimates, tuple(estimates)

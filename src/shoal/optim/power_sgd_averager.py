@@ -1,0 +1,91 @@
+"""PowerSGD: gradients sent as matrices of low rank; what does not fit is sent later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.optim.low_rank_averager import LowRankAverager, LowRankRound
+from shoal.optim.low_rank_state import LowRankState
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+__all__ = ["PowerSGDGradientAverager"]
+
+
+class PowerSGDGradientAverager(LowRankAverager):
+    """Averages gradients by PowerSGD (Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
+
+    Each large tensor of (rows, columns) costs rank · (rows + columns) values instead of rows · columns. What the
+    approximation leaves out of a peer's gradients stays with this peer and is added to its next ones (error feedback),
+    weighted by the samples from which it came. This memory is this peer's own: it is lost when the peer leaves.
+
+    Args:
+        parameters: whose gradients are averaged.
+        averager_rank: 1 to 4 is usual; more costs more bytes and is more exact. The same in all peers.
+        dht: how averagers find each other.
+        prefix: name of the run.
+        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; never zero gradients then.
+        accumulate_grads_on: device of the accumulators.
+        client_mode: only connect to others; default: as the DHT.
+        warn: tell when results are not used, or accumulators are not reset.
+        min_compression_ratio: tensors of which less than this share would be saved are averaged as they are. The same
+            in all peers.
+        averaged_grads: CPU tensors that receive the averages; default: new ones.
+        averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
+    """
+
+    method = "PowerSGD"
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        averager_rank: int,
+        *,
+        dht: DHT,
+        prefix: str,
+        reuse_grad_buffers: bool = False,
+        accumulate_grads_on: torch.device | str | None = None,
+        client_mode: bool | None = None,
+        warn: bool = True,
+        min_compression_ratio: float = 0.5,
+        averaged_grads: Sequence[torch.Tensor] | None = None,
+        **averager_kwargs: Any,
+    ) -> None:
+        self._errors: list[torch.Tensor] | None = None
+        """For each compressed tensor: what was left out so far, summed over samples; ``None`` = nothing."""
+        super().__init__(
+            parameters,
+            averager_rank,
+            dht=dht,
+            prefix=prefix,
+            reuse_grad_buffers=reuse_grad_buffers,
+            accumulate_grads_on=accumulate_grads_on,
+            client_mode=client_mode,
+            warn=warn,
+            min_compression_ratio=min_compression_ratio,
+            averaged_grads=averaged_grads,
+            **averager_kwargs,
+        )
+
+    def _difference(self, position: int, gradient: torch.Tensor, state: LowRankState, weight: float) -> torch.Tensor:
+        if self._errors is None or weight == 0:
+            return gradient.clone()
+        return torch.add(gradient, self._errors[position], alpha=1 / weight)
+
+    @torch.no_grad()
+    def _project(self, work: LowRankRound) -> None:
+        super()._project(work)
+        for difference, left, right in zip(work.differences, work.left, work.right, strict=True):
+            difference.addmm_(left, right.t(), alpha=-1)  # what is left out
+
+    def _results(self, work: LowRankRound) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+        return [left @ right.t() for left, right in zip(work.left, work.right, strict=True)], ()
+
+    def _contributed(self, work: LowRankRound) -> None:
+        if work.differences:
+            torch._foreach_mul_(work.differences, work.weight)
+        self._errors = work.differences
