@@ -172,7 +172,7 @@ class AllGatherGrad(torch.autograd.Function):
     """Gather equally shaped tensors of all processes so that gradients flow back to where they came from."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any | None = None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: Tensor, group: Any | None = None) -> Tensor:
         """Stack the tensors of all processes: ``(processes of the group, *shape)``."""
         ctx.group = group
         return torch.stack(_gather_equal(tensor.contiguous(), group))
@@ -196,7 +196,7 @@ def all_gather_ddp_if_available(tensor: Tensor, group: Any | None = None, sync_g
     if not distributed_available():
         return tensor
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-        stacked: Tensor = AllGatherGrad.apply(tensor, group)
+        stacked: Tensor = AllGatherGrad.apply(tensor, group)  # type: ignore[no-untyped-call]
     return stacked
 
 

@@ -1,0 +1,106 @@
+"""Lightning comes as two packages with the same content: ``lightning`` and ``pytorch_lightning``.
+
+Their classes are not related, so a strategy must be of the package from which the user's ``Trainer`` comes. Which one
+that is, shows when the strategy is made: by then the ``Trainer`` has been imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from typing import Any
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+"""In order of preference, for programs that have imported both."""
+
+TARGET_BATCH_SIZE_ENV = "PL_TARGET_BATCH_SIZE"
+"""Used where a strategy is given by its name alone."""
+NAMED_TARGET_BATCH_SIZE = 8192
+"""Used where even that is not set; all peers of a run must agree."""
+
+
+class Flavour:
+    """One of the packages: where its classes are."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find(self, module: str, name: str) -> Any:
+        """An attribute of one of the package's modules."""
+        return getattr(importlib.import_module(f"{self.package}.{module}"), name)
+
+    @property
+    def strategy_class(self) -> type[Any]:
+        """What every strategy derives from."""
+        base: type[Any] = self.find("strategies", "Strategy")
+        return base
+
+    def misconfigured(self, text: str) -> Exception:
+        """An error as Lightning raises it for wrong use."""
+        error: Exception = self.find("utilities.exceptions", "MisconfigurationException")(text)
+        return error
+
+
+def imported_flavours() -> list[Flavour]:
+    """Packages that the program uses already."""
+    return [Flavour(package) for package in PACKAGES if package in sys.modules]
+
+
+def installed_flavours() -> list[Flavour]:
+    """Packages that could be imported."""
+    return [Flavour(package) for package in PACKAGES if importlib.util.find_spec(package.partition(".")[0]) is not None]
+
+
+def current_flavour() -> Flavour:
+    """The package that the program uses.
+
+    Raises:
+        ModuleNotFoundError: none is installed.
+    """
+    flavours = imported_flavours() or installed_flavours()
+    if not flavours:
+        raise ModuleNotFoundError("Lightning is not installed: pip install 'shoal[lightning]'", name="lightning")
+    return flavours[0]
+
+
+@functools.cache
+def in_flavour(strategy: type[object], package: str) -> type[Any]:
+    """The strategy as a class that a ``Trainer`` of this package accepts."""
+    base = Flavour(package).strategy_class
+    return strategy if issubclass(strategy, base) else types.new_class(strategy.__name__, (strategy, base))
+
+
+def register_by_name(strategy: type[object], names: tuple[str, ...]) -> None:
+    """Let ``Trainer(strategy=name)`` know the strategy: the ``Trainer`` imported so far, or all that are installed."""
+    for flavour in imported_flavours() or installed_flavours():
+        registry = flavour.find("strategies", "StrategyRegistry")
+        for name in names:
+            registry.register(
+                name,
+                functools.partial(_make_named, strategy, flavour.package),
+                description="Trains together with peers on other machines, over the internet",
+                override=True,
+            )
+
+
+def _make_named(strategy: type[object], package: str, **options: Any) -> Any:
+    if "target_batch_size" not in options:
+        options["target_batch_size"] = _named_target_batch_size(package)
+    return in_flavour(strategy, package)(**options)
+
+
+def _named_target_batch_size(package: str) -> int:
+    given = os.environ.get(TARGET_BATCH_SIZE_ENV)
+    if given is None:
+        Flavour(package).find("utilities", "rank_zero_warn")(
+            f"the strategy was given by its name alone: all peers together make a step of {NAMED_TARGET_BATCH_SIZE} "
+            f"samples. Set {TARGET_BATCH_SIZE_ENV} to another number, or use HivemindStrategy(target_batch_size=...)"
+        )
+        return NAMED_TARGET_BATCH_SIZE
+    if not given.isdigit():
+        raise Flavour(package).misconfigured(f"{TARGET_BATCH_SIZE_ENV} must be a number of samples, got {given!r}")
+    return int(given)

@@ -1,0 +1,423 @@
+"""A Lightning strategy: the same ``LightningModule`` trains together with peers on other machines."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import shoal
+from shoal.lightning.clipping import GradientClipping
+from shoal.lightning.flavours import Flavour, current_flavour, imported_flavours, in_flavour
+from shoal.lightning.joining import INITIAL_PEERS_ENV, initial_peer_addresses, joining_instructions
+from shoal.lightning.progress import SwarmProgress
+from shoal.lightning.schedule import HiveMindScheduler, forget_schedule, joint_schedule, move_optimizer
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+else:  # the base class of the user's Lightning is added when a strategy is made
+    Strategy = object
+
+__all__ = ["HiveMindScheduler", "HivemindStrategy"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic")
+DEFAULT_AVERAGER_OPTS = {"request_timeout": 1.0}
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
+
+
+class HivemindStrategy(Strategy):
+    """Trains with all peers of a run: each process has one device, and steps are made by all of them together.
+
+    Every peer is a whole ``Trainer`` of its own, with its own data order, loggers and checkpoints. Peers may join and
+    leave at any time. See :class:`shoal.Optimizer` for how a step is made.
+
+    Args:
+        target_batch_size: samples of all peers together that make a step.
+        run_id: name of the run; peers with the same name train together.
+        batch_size: samples for each step of this process' optimizer; default: counted in the batches.
+        delay_state_averaging: average parameters in the background.
+        delay_optimizer_step: step in the background, one step later; implies ``offload_optimizer``.
+        delay_grad_averaging: average gradients in the background, too; needs ``delay_optimizer_step``, which it turns
+            on if ``offload_optimizer`` is.
+        offload_optimizer: keep single precision parameters and optimizer statistics on the CPU.
+        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; ``optimizer_zero_grad`` is disabled meanwhile.
+        scheduler_fn: makes the learning rate scheduler of an optimizer, instead of those that ``configure_optimizers``
+            returns. It moves once for each step of the swarm.
+        matchmaking_time: seconds for which a group waits for members that do not come.
+        averaging_timeout: seconds after which a round of averaging is given up.
+        verbose: log what happens at level INFO.
+        averager_opts: further options of averagers; default: ``{"request_timeout": 1.0}``.
+        host_maddrs: where to listen; default: all network interfaces.
+        initial_peers: addresses of peers of the run, a list or separated by commas; the environment variable
+            ``PL_INITIAL_PEERS`` comes first. None = begin a run; what others need to join is printed.
+        use_ipfs, wait_timeout, bootstrap_timeout, use_relay, use_auto_relay, identity_path: as for :class:`shoal.DHT`.
+        optimizer_kwargs: further options of :class:`shoal.Optimizer`.
+
+    Raises:
+        ValueError: options that contradict each other.
+        BootstrapError: no initial peer could be reached; it says why for each address.
+        ModuleNotFoundError: Lightning is not installed.
+    """
+
+    INITIAL_PEERS_ENV = INITIAL_PEERS_ENV
+    strategy_name = "hivemind"
+    _flavour: Flavour
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> HivemindStrategy:
+        """An instance that the ``Trainer`` of the user's Lightning accepts."""
+        flavour = next((f for f in imported_flavours() if issubclass(cls, f.strategy_class)), None) or current_flavour()
+        strategy: HivemindStrategy = object.__new__(in_flavour(cls, flavour.package))
+        strategy._flavour = flavour
+        return strategy
+
+    def __init__(
+        self,
+        target_batch_size: int,
+        run_id: str = "lightning_run",
+        batch_size: int | None = None,
+        delay_state_averaging: bool = False,
+        delay_optimizer_step: bool | None = None,
+        delay_grad_averaging: bool = False,
+        offload_optimizer: bool | None = None,
+        reuse_grad_buffers: bool = False,
+        scheduler_fn: Callable[[torch.optim.Optimizer], Any] | None = None,
+        matchmaking_time: float = 5.0,
+        averaging_timeout: float = 30.0,
+        verbose: bool = False,
+        averager_opts: dict[str, Any] | None = None,
+        host_maddrs: Sequence[str] | None = None,
+        initial_peers: str | Sequence[str] | None = None,
+        use_ipfs: bool = False,
+        wait_timeout: float = 3,
+        bootstrap_timeout: float | None = None,
+        use_relay: bool = True,
+        use_auto_relay: bool = False,
+        identity_path: str | None = None,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        _check_delays(delay_grad_averaging, delay_state_averaging, delay_optimizer_step, offload_optimizer)
+        if batch_size is not None and batch_size <= 0:
+            raise ValueError(f"batch_size must be positive, got {batch_size}")
+        if target_batch_size <= 0:
+            raise ValueError(f"target_batch_size must be positive, got {target_batch_size}")
+        if delay_grad_averaging and delay_optimizer_step is None:
+            delay_optimizer_step = True
+        self._makes_optimizer = bool(delay_optimizer_step or delay_state_averaging or offload_optimizer)
+        """The swarm's optimizer gets parameters and a function instead of an optimizer."""
+        self._scheduler_fn = scheduler_fn
+        self._reuse_grad_buffers = reuse_grad_buffers
+        self._batch_size = batch_size
+        self._optimizer_options: dict[str, Any] = {
+            "run_id": run_id,
+            "target_batch_size": target_batch_size,
+            "matchmaking_time": matchmaking_time,
+            "averaging_timeout": averaging_timeout,
+            "delay_optimizer_step": delay_optimizer_step,
+            "delay_grad_averaging": delay_grad_averaging,
+            "delay_state_averaging": delay_state_averaging,
+            "offload_optimizer": bool(delay_optimizer_step) if offload_optimizer is None else offload_optimizer,
+            "reuse_grad_buffers": reuse_grad_buffers,
+            "averager_opts": dict(DEFAULT_AVERAGER_OPTS) if averager_opts is None else averager_opts,
+            "verbose": verbose,
+            **optimizer_kwargs,
+        }
+        self._initial_peers = initial_peer_addresses(initial_peers)
+        self._dht_options: dict[str, Any] = {
+            "host_maddrs": list(DEFAULT_HOST_MADDRS if host_maddrs is None else host_maddrs),
+            "use_ipfs": use_ipfs,
+            "wait_timeout": wait_timeout,
+            "bootstrap_timeout": bootstrap_timeout,
+            "use_relay": use_relay,
+            "use_auto_relay": use_auto_relay,
+            "identity_path": identity_path,
+        }
+        self._optimizer: shoal.Optimizer | None = None
+        self._clipping: GradientClipping | None = None
+        self._zero_grad_is_off = False
+        self._restored_epoch: int | None = None
+        self._batch_samples = self._samples_since_step = 0
+        self.dht = self._start_dht()
+
+    # --- the swarm ----------------------------------------------------------------------------------------------------
+
+    def _start_dht(self) -> shoal.DHT:
+        dht = shoal.DHT(
+            initial_peers=self._initial_peers, start=True, ensure_bootstrap_success=True, **self._dht_options
+        )
+        if not self._initial_peers:
+            lines = joining_instructions(map(str, dht.get_visible_maddrs()))
+            self._flavour.find("utilities", "rank_zero_info")(lines)
+        return dht
+
+    @property
+    def num_peers(self) -> int:
+        """Peers of the run, as far as they are known; 1 before training begins."""
+        return 1 if self._optimizer is None else max(1, self._optimizer.tracker.global_progress.num_peers)
+
+    def swarm_progress(self) -> dict[str, float]:
+        """What is shown while training: peers, steps that the swarm has made, this peer's samples per second."""
+        if self._optimizer is None:
+            return {}
+        tracker = self._optimizer.tracker
+        return {
+            "peers": self.num_peers,
+            "global_epoch": max(tracker.global_epoch, self._optimizer.local_epoch),
+            "samples/s": tracker.local_progress.samples_per_second,
+        }
+
+    # --- before training ----------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Prepare the model, and refuse early what cannot work.
+
+        Raises:
+            MisconfigurationException: more than one optimizer, or a precision that is not supported.
+            ValueError: a scheduler that cannot follow the swarm.
+        """
+        self.model_to_device()
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        self._check_precision()
+        self._check_optimizers()
+        if not self.dht.is_alive():  # an earlier call of the trainer has ended it
+            self.dht = self._start_dht()
+        self._optimizer = None
+        if not any(isinstance(callback, SwarmProgress) for callback in trainer.callbacks):
+            callback_class = type(
+                SwarmProgress.__name__, (SwarmProgress, self._flavour.find("callbacks", "Callback")), {}
+            )
+            trainer.callbacks.append(callback_class())
+
+    def _check_precision(self) -> None:
+        precision = str(self.precision_plugin.precision)
+        if precision not in PRECISIONS:
+            raise self._flavour.misconfigured(
+                f"HivemindStrategy does not support precision={precision!r}: use one of {', '.join(PRECISIONS)}"
+            )
+
+    def _check_optimizers(self) -> None:
+        if len(self.optimizers) != 1:
+            raise self._flavour.misconfigured(
+                f"Hivemind only supports training with one optimizer. configure_optimizers returned "
+                f"{len(self.optimizers)}"
+            )
+        for config in self.lr_scheduler_configs:
+            if isinstance(config.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise ValueError(
+                    "`ReduceLROnPlateau` is not supported with `HivemindStrategy`: its metric differs between peers. "
+                    "Use a schedule that depends on steps alone"
+                )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count the batch's samples; before the first batch, join the run."""
+        if self._batch_size is None:
+            self._batch_samples = self._count_samples(batch)
+            self._samples_since_step += self._batch_samples
+        if self._optimizer is None:
+            self._join_run()
+
+    def _count_samples(self, batch: Any) -> int:
+        misconfiguration = self._flavour.find("utilities.exceptions", "MisconfigurationException")
+        try:
+            samples: int = self._flavour.find("utilities.data", "extract_batch_size")(batch)
+        except (misconfiguration, RecursionError) as e:
+            raise misconfiguration(
+                "We tried to infer the batch size from the batch, but found no tensor in it. "
+                "Please provide the batch size as an argument: `HivemindStrategy(batch_size=x)`"
+            ) from e
+        return samples
+
+    def _join_run(self) -> None:
+        (torch_optimizer,) = self.optimizers
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        if self._makes_optimizer and self._scheduler_fn is None:
+            warnings.warn(
+                "Enabling `delay_optimizer_step`, `delay_state_averaging` or `offload_optimizer` requires a "
+                "`scheduler_fn` to be passed to the strategy if the learning rate is to follow a schedule of its own. "
+                "Schedulers of `configure_optimizers` are used as they are",
+                stacklevel=2,
+            )
+        if self._scheduler_fn is not None:
+            forget_schedule(torch_optimizer)
+        factory = functools.partial(move_optimizer, torch_optimizer)
+        optimizer = shoal.Optimizer(
+            dht=self.dht,
+            batch_size_per_step=self._batch_size,
+            optimizer=factory if self._makes_optimizer else torch_optimizer,
+            params=torch_optimizer.param_groups if self._makes_optimizer else None,
+            scheduler=self._scheduler_fn or joint_schedule(schedulers),
+            **self._optimizer_options,
+        )
+        self._optimizer = optimizer
+        self.optimizers = [optimizer]
+        self._clipping = GradientClipping(self.precision_plugin)
+        self._clipping.install(optimizer.opt)
+        self._wrap_schedulers(optimizer)
+        if self._reuse_grad_buffers:
+            self._disable_zero_grad()
+        self._resume(optimizer)
+        optimizer.load_state_from_peers()
+
+    def _wrap_schedulers(self, optimizer: shoal.Optimizer) -> None:
+        configs: list[Any] = self.lr_scheduler_configs
+        if self._scheduler_fn is not None and configs:
+            del configs[1:]
+            configs[0].scheduler = optimizer.state_averager.scheduler
+        for config in configs:
+            config.scheduler = HiveMindScheduler(optimizer, config.scheduler)
+
+    def _disable_zero_grad(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self._flavour.find("utilities.model_helpers", "is_overridden")("optimizer_zero_grad", module):
+            warnings.warn(
+                "You have overridden `optimizer_zero_grad` which will be disabled. With "
+                "`HivemindStrategy(reuse_grad_buffers=True)` gradients accumulate in place until the swarm steps: "
+                "zeroing them would delete them before they are averaged",
+                stacklevel=2,
+            )
+        module.__dict__["optimizer_zero_grad"] = _do_nothing
+        self._zero_grad_is_off = True
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    ) -> Any:
+        """Tell the swarm's optimizer how many samples the gradients are of."""
+        if self._batch_size is None and optimizer is self._optimizer:
+            kwargs.setdefault("batch_size", self._samples_since_step or self._batch_samples)
+            self._samples_since_step = 0
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """State for a checkpoint. Steps in the background are finished first, so that model and optimizer agree."""
+        if optimizer is self._optimizer and self._optimizer is not None and self._optimizer.is_alive():
+            self._optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+        return super().optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Restore the optimizer from a checkpoint; the swarm's epoch follows when training begins."""
+        states = []
+        for state in checkpoint["optimizer_states"]:
+            statistics = dict(state["state"])
+            self._restored_epoch = statistics.pop("local_epoch", None)
+            states.append({**state, "state": statistics})
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    def _resume(self, optimizer: shoal.Optimizer) -> None:
+        """Go on with the epoch and the learning rate of the checkpoint."""
+        if self._restored_epoch is None:
+            return
+        optimizer.state_averager.local_epoch = self._restored_epoch
+        optimizer.tracker.update_epoch(self._restored_epoch)
+        self._restored_epoch = None
+        if optimizer.state_averager.scheduler is not None:
+            HiveMindScheduler(optimizer, optimizer.state_averager.scheduler).step()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Leave the run."""
+        if self._zero_grad_is_off and self.lightning_module is not None:
+            del self.lightning_module.__dict__["optimizer_zero_grad"]
+            self._zero_grad_is_off = False
+        if self._clipping is not None:
+            self._clipping.remove()
+            self._clipping = None
+        if self._optimizer is not None:
+            self._optimizer.shutdown()
+        logger.debug("leaving the run")
+        self.dht.shutdown()
+        super().teardown()
+
+    # --- one process, one device: every peer is the first of one ------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process.
+
+        Raises:
+            MisconfigurationException: neither a CPU nor one CUDA device.
+        """
+        accelerators = "CPUAccelerator", "CUDAAccelerator"
+        cpu, cuda = (self._flavour.find("accelerators", name) for name in accelerators)
+        if isinstance(self.accelerator, cpu):
+            return torch.device("cpu")
+        if not isinstance(self.accelerator, cuda):
+            raise self._flavour.misconfigured(
+                f"HivemindStrategy trains on CPU or CUDA devices, not with {type(self.accelerator).__name__}"
+            )
+        return torch.device("cuda", self._cuda_index())
+
+    def _cuda_index(self) -> int:
+        module = self.lightning_module
+        chosen = [] if module is None or module._trainer is None else module.trainer.device_ids
+        if len(chosen) > 1:
+            raise self._flavour.misconfigured(
+                f"HivemindStrategy has one device in each process, the Trainer has {len(chosen)}: "
+                "start one process for each, with devices=[index]"
+            )
+        return chosen[0] if chosen else torch.cuda.current_device()
+
+    def model_to_device(self) -> None:
+        """Move the model to the device of this process."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @property
+    def global_rank(self) -> int:
+        """0 on every peer: each writes its own logs and checkpoints."""
+        return 0
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on every peer."""
+        return True
+
+    def barrier(self, name: str | None = None) -> None:
+        """Peers do not wait for each other here."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object itself: every peer decides for itself."""
+        return obj
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """The tensor itself: metrics are those of this peer."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Not used: ``import shoal.lightning`` registers the strategy."""
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of ``optimizer_zero_grad``."""
+
+
+def _check_delays(grads: bool, state: bool, step: bool | None, offload: bool | None) -> None:
+    """Contradictions are told here, not when the first batch comes.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if grads and step is False:
+        raise ValueError("delay_grad_averaging=True needs delay_optimizer_step=True: the step needs the gradients")
+    if grads and not (step or state or offload):
+        raise ValueError("delay_grad_averaging=True needs delay_optimizer_step=True and offload_optimizer=True")
+    if (grads or step) and offload is False:
+        raise ValueError("delay_optimizer_step=True needs offload_optimizer=True")
