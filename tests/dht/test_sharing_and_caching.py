@@ -125,6 +125,19 @@ async def test_keeping_copies_can_be_switched_off():
 
 
 @in_virtual_time
+async def test_one_search_may_do_without_copies():
+    swarm = Swarm(seed=6)
+    node = await spectator(swarm, cache_on_store=False)
+    await swarm.nodes[0].store("key", 1, later(100))
+    for _ in range(3):
+        assert (await node.get("key", latest=True, keep_copies=False)).value == 1
+    await asyncio.sleep(1)
+    assert not any(KEY in each.protocol.cache for each in swarm.nodes)
+    await node.get("key", latest=True)
+    assert KEY in node.protocol.cache
+
+
+@in_virtual_time
 async def test_a_cached_copy_may_be_outdated_but_not_when_the_latest_is_asked_for():
     swarm = Swarm(seed=7)
     node = await spectator(swarm)

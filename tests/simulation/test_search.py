@@ -16,6 +16,7 @@ from shoal.averaging.control import AveragingStage, StepControl
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.protocol import Code, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
+from shoal.dht import ValueWithExpiration
 from shoal.errors import AllreduceException
 from shoal.reactor import await_cancelled
 from shoal.testing import Host, Link, Network, SharedTable, run, start_averager, start_step
@@ -355,6 +356,40 @@ def test_who_cannot_be_connected_to_leads_those_whom_it_calls(firewalled):
     simulate(story)
 
 
+class BlindTable(SharedTable):
+    """A table on which some averagers are never seen."""
+
+    def __init__(self, table: SharedTable) -> None:
+        super().__init__(table.delay)
+        self.records = table.records
+        self.hidden: set[bytes] = set()
+
+    async def get(self, key: Any, latest: bool = False, **how: Any) -> Any:
+        found = await super().get(key, latest)
+        if found is None:
+            return None
+        visible = {key: entry for key, entry in found.value.items() if key not in self.hidden}
+        return ValueWithExpiration(visible, found.expiration_time)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_that_do_not_see_each_other_meet_through_who_knows_both(seed):
+    async def story(swarm: Swarm) -> None:
+        shared = swarm.table
+        blind = [BlindTable(shared) for _ in range(2)]
+        for table in (*blind, shared):
+            swarm.table = table
+            await swarm.add()
+        first, second, _ = (node.p2p.peer_id.to_bytes() for node in swarm.nodes)
+        blind[0].hidden, blind[1].hidden = {second}, {first}
+        steps = swarm.steps(expected_group_size=3)
+        ended = await done(*steps)
+        assert {size(step) for step in steps} == {3}
+        assert ended < WINDOW / 2
+
+    simulate(story, seed)
+
+
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +406,21 @@ def test_full_groups_start_at_once_and_the_others_make_the_next_ones(peers, targ
 
     for seed in range(3):
         simulate(story, seed)
+
+
+def test_members_read_what_the_others_of_their_group_gave():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(8, target_group_size=4)
+        steps = [swarm.step(index, gather={"index": index, "text": "x" * index}) for index in range(8)]
+        await done(*steps)
+        of_peer = {node.p2p.peer_id: {"index": i, "text": "x" * i} for i, node in enumerate(swarm.nodes)}
+        for index, step in enumerate(steps):
+            gathered = step.result()
+            assert len(gathered) == 4
+            assert swarm.nodes[index].p2p.peer_id in gathered
+            assert gathered == {peer: of_peer[peer] for peer in gathered}
+
+    simulate(story)
 
 
 def test_who_finds_no_seat_makes_a_group_with_the_rest():
