@@ -14,6 +14,7 @@ from shoal.averaging.control import StepControl
 from shoal.averaging.node import Average, AveragerConfig, AveragerNode, average_once
 from shoal.averaging.snapshot import GetState
 from shoal.averaging.tensor_lock import TensorLock
+from shoal.averaging.vector import RoundVector
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionInfo
 from shoal.p2p import P2P, Identity
@@ -83,4 +84,13 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-__all__ = ["Swarm", "make_config", "make_control", "until"]
+def owner_of(swarm: Swarm, vector: RoundVector) -> AveragerNode:
+    """Whose values these are."""
+    for node in swarm.nodes:
+        rounds = [*node._rounds._running.values(), *(current for current, _ in node._rounds._lingering.values())]
+        if any(current._allreduce.vector is vector for current in rounds):
+            return node
+    raise AssertionError("nobody averages these values now")
+
+
+__all__ = ["Swarm", "make_config", "make_control", "owner_of", "until"]

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.allreduce import AllReduce, AveragingMode
+from shoal.averaging.allreduce import AveragingMode
+from shoal.averaging.exchange import Exchange
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
-from tests.averaging.swarm import Swarm, make_control, until
+from tests.averaging.swarm import Swarm, make_control, owner_of, until
 
 SIZE = 30_000
 
@@ -62,14 +63,14 @@ async def test_who_is_triggered_late_gets_the_result(seed):
 async def test_who_sends_too_slowly_gets_the_result(monkeypatch, seed):
     swarm, tensors = await start(seed, part_size_bytes=2**12)
     before = [tensor.clone() for tensor in tensors]
-    send_parts = AllReduce._send_parts
+    send_parts = Exchange._send_parts
 
-    async def slow(self, call, member, indices):
-        if self.group.peer_ids[self.own_index] == swarm.nodes[0].p2p.peer_id:
+    async def slow(self, call):
+        if owner_of(swarm, self._vector) is swarm.nodes[0]:
             await asyncio.Event().wait()  # for ever, it must be interrupted
-        await send_parts(self, call, member, indices)
+        await send_parts(self, call)
 
-    monkeypatch.setattr(AllReduce, "_send_parts", slow)
+    monkeypatch.setattr(Exchange, "_send_parts", slow)
     controls = [make_control(node, expected_group_size=4) for node in swarm.nodes]
     await asyncio.gather(*[node.run_step(c) for node, c in zip(swarm.nodes, controls, strict=True)])
     check(controls, swarm, tensors, before, (1, 2, 3), late=0)

@@ -8,11 +8,14 @@ import math
 import pytest
 import torch
 
-from shoal.averaging.allreduce import AllReduce, AveragingMode
+from shoal.averaging.allreduce import AveragingMode
+from shoal.averaging.calls import send_part
 from shoal.averaging.control import AveragingStage
+from shoal.averaging.exchange import Exchange, Intake
+from shoal.averaging.protocol import PartStatus
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
-from tests.averaging.swarm import Swarm, make_control, until
+from tests.averaging.swarm import Swarm, make_control, owner_of, until
 
 NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SHAPES = [(1000, 13), (7,), (), (0, 5)]
@@ -233,30 +236,32 @@ class Fault:
 
     def __init__(self, monkeypatch, swarm, kind, victims):
         self.swarm, self.kind, self.victims = swarm, kind, {swarm.nodes[i].p2p.peer_id for i in victims}
-        original_send, original_reply = AllReduce._send_parts, AllReduce._give_averages
+        original_send, original_reply = Exchange._send_parts, Intake._give_averages
         fault = self
 
-        async def send(self, call, member, indices):
+        async def send(self, call):
             if fault.hits(self, "sending"):
-                await original_send(self, call, member, indices[: len(indices) // 2])
+                for part in self._parts[: len(self._parts) // 2]:
+                    await send_part(call, self._next, PartStatus.VALUES, self._vector.encode(part))
+                    self._next += 1
                 await fault.fail(self)
-            await original_send(self, call, member, indices)
+            await original_send(self, call)
 
-        async def give(self, call, sender, indices):
+        async def give(self, call):
             if fault.hits(self, "reducing"):
                 await fault.fail(self)
-            await original_reply(self, call, sender, indices)
+            await original_reply(self, call)
 
-        monkeypatch.setattr(AllReduce, "_send_parts", send)
-        monkeypatch.setattr(AllReduce, "_give_averages", give)
+        monkeypatch.setattr(Exchange, "_send_parts", send)
+        monkeypatch.setattr(Intake, "_give_averages", give)
 
-    def hits(self, allreduce, where):
-        return allreduce.group.peer_ids[allreduce.own_index] in self.victims and where in self.kind
+    def hits(self, side, where):
+        return owner_of(self.swarm, side._vector).p2p.peer_id in self.victims and where in self.kind
 
-    async def fail(self, allreduce):
+    async def fail(self, side):
         if self.kind.startswith("stall"):
             await asyncio.sleep(math.inf)
-        node = next(n for n in self.swarm.nodes if n.p2p.peer_id == allreduce.group.peer_ids[allreduce.own_index])
+        node = owner_of(self.swarm, side._vector)
         for each in list(node.p2p._serving):  # what the kernel does to a killed process: every connection ends
             if each is not asyncio.current_task():
                 each.cancel()

@@ -8,13 +8,14 @@ import itertools
 import pytest
 import torch
 
-from shoal.averaging.allreduce import MAX_STRIPES, SECONDS_PER_STRIPE, AllReduce
-from shoal.averaging.protocol import BeginReduce, PartMessage
+from shoal.averaging.calls import send_part
+from shoal.averaging.exchange import MAX_STRIPES, SECONDS_PER_STRIPE, Exchange
+from shoal.averaging.protocol import BeginReduce, PartMessage, PartStatus
 from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import P2PHandlerError
 from shoal.p2p import P2P
-from tests.averaging.swarm import Swarm, make_control
+from tests.averaging.swarm import Swarm, make_control, owner_of, until
 
 SIZE = 40_000
 
@@ -30,13 +31,13 @@ def far_away(monkeypatch):
 
 
 def count_stripes(monkeypatch):
-    seen, exchange = set(), AllReduce._exchange_stripe
+    seen, run_stripe = set(), Exchange._run_stripe
 
-    async def counted(self, member, stripe, stripes):
-        seen.add((stripe, stripes))
-        await exchange(self, member, stripe, stripes)
+    async def counted(self, begin):
+        seen.add((begin.stripe, begin.stripes))
+        await run_stripe(self, begin)
 
-    monkeypatch.setattr(AllReduce, "_exchange_stripe", counted)
+    monkeypatch.setattr(Exchange, "_run_stripe", counted)
     return seen
 
 
@@ -90,15 +91,18 @@ async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far
     far_away(4 * SECONDS_PER_STRIPE)
     swarm, tensors = await start(4)
     before = [tensor.clone() for tensor in tensors]
-    victim, send_parts = swarm.nodes[0].p2p.peer_id, AllReduce._send_parts
+    send_parts, calls = Exchange._send_parts, {}
 
-    async def break_one(self, call, member, indices):
-        if self.group.peer_ids[self.own_index] == victim and indices.start == broken_stripe:
-            await send_parts(self, call, member, indices[:2])
+    async def break_one(self, call):
+        stripe = calls[self] = calls.get(self, -1) + 1
+        if owner_of(swarm, self._vector) is swarm.nodes[0] and stripe == broken_stripe:
+            for _ in range(2):
+                index, self._next = self._next, self._next + 1
+                await send_part(call, index, PartStatus.VALUES, self._vector.encode(self._parts[index]))
             raise ConnectionAbortedError("killed")
-        await send_parts(self, call, member, indices)
+        await send_parts(self, call)
 
-    monkeypatch.setattr(AllReduce, "_send_parts", break_one)
+    monkeypatch.setattr(Exchange, "_send_parts", break_one)
     controls = [make_control(node, expected_group_size=4, allow_retries=False) for node in swarm.nodes]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     await asyncio.gather(*running)
@@ -128,42 +132,38 @@ async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
     swarm, _ = await start(2, sender_timeout=0.5, reducer_timeout=1.0)
     refused = []
 
-    async def contradict(self, member, stripe, stripes):
-        stub = self.get_stub(self.group.peer_ids[member])
-        common = {"group_id": self.group.group_id, "weight": self.weight}
-        async with stub.rpc_reduce() as first_call, stub.rpc_reduce() as second_call:
+    async def contradict(self, begin):
+        other = next(node for node in swarm.nodes if node is not owner_of(swarm, self._vector))
+        async with self._open_call() as first_call, self._open_call() as second_call:
+            common = {"group_id": begin.group_id, "weight": begin.weight}
             await first_call.send(BeginReduce(**common, stripe=0, stripes=2))
-            while not swarm.nodes[1 - swarm_index(swarm, self)]._rounds._running:  # noqa: ASYNC110 (no event)
-                await asyncio.sleep(0)
+            await until(
+                lambda: other._rounds._running and next(iter(other._rounds._running.values()))._allreduce._intakes
+            )
             await second_call.send(BeginReduce(**{**common, **second}))
             try:
                 await second_call.receive(PartMessage)
             except P2PHandlerError as e:
                 refused.append(str(e))
 
-    monkeypatch.setattr(AllReduce, "_exchange_stripe", contradict)
+    monkeypatch.setattr(Exchange, "_run_stripe", contradict)
     await run(swarm, allow_retries=False)
     assert refused
     await swarm.close()
 
 
-def swarm_index(swarm, allreduce):
-    peer = allreduce.group.peer_ids[allreduce.own_index]
-    return next(i for i, node in enumerate(swarm.nodes) if node.p2p.peer_id == peer)
-
-
 async def test_a_member_that_opens_only_some_of_its_stripes_is_given_up(monkeypatch, far_away):
     far_away(2 * SECONDS_PER_STRIPE)
     swarm, tensors = await start(3, sender_timeout=0.3, reducer_timeout=0.6)
-    victim, exchange = swarm.nodes[0].p2p.peer_id, AllReduce._exchange_stripe
+    victim, run_stripe = swarm.nodes[0].p2p.peer_id, Exchange._run_stripe
 
-    async def half(self, member, stripe, stripes):
-        if self.group.peer_ids[self.own_index] != victim or stripe == 0:
-            await exchange(self, member, stripe, stripes)
+    async def half(self, begin):
+        if owner_of(swarm, self._vector) is not swarm.nodes[0] or begin.stripe == 0:
+            await run_stripe(self, begin)
         else:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(AllReduce, "_exchange_stripe", half)
+    monkeypatch.setattr(Exchange, "_run_stripe", half)
     controls = [make_control(node, expected_group_size=3, allow_retries=False) for node in swarm.nodes]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     await asyncio.gather(*running[1:])
@@ -188,3 +188,26 @@ def test_averages_are_applied_in_order():
     vector.take(0, 1, torch.full((10,), 2.0))
     assert vector.held == [2]
     assert tensor.tolist() == [1.0] * 10 + [2.0] * 10 + [0.0] * 10
+
+
+@pytest.mark.parametrize("what", ["twice", "too few", "of nobody"])
+async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, what):
+    swarm, tensors = await start(3)
+    send_parts = Exchange._send_parts
+
+    async def wrong(self, call):
+        if owner_of(swarm, self._vector) is not swarm.nodes[0]:
+            return await send_parts(self, call)
+        self._next = len(self._parts)  # the other stripes have nothing to send
+        for index in {"twice": [0, 0], "too few": [0], "of nobody": [len(self._parts)]}[what]:
+            await send_part(call, index, PartStatus.VALUES, self._vector.encode(self._parts[0]))
+        await call.send(PartMessage(index=0, status=int(PartStatus.NO_MORE)))
+
+    monkeypatch.setattr(Exchange, "_send_parts", wrong)
+    controls = [make_control(node, expected_group_size=3, allow_retries=False) for node in swarm.nodes]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+    for i in (1, 2):
+        assert swarm.nodes[0].p2p.peer_id in controls[i].round.failed_peers
+        assert controls[i].round.share_averaged == 1
+    assert torch.equal(tensors[1], tensors[2])
+    await swarm.close()

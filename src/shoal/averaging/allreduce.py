@@ -4,9 +4,6 @@ All parts are in flight at once, each reducer averages a part as soon as it has 
 straight back on the connection on which the part came. Afterwards the members make sure that all of them have
 everything (:mod:`shoal.averaging.completion`), and finish what a dead member has left undone.
 
-Over a long link one connection is slow to reach its speed and limited by what may be under way on it. There the parts
-for a reducer are spread over several connections, the stripes.
-
 A sender ends its side of the calls when it holds all averages, of all reducers. So a reducer whose senders have all
 ended knows, without asking anybody, that the round is over everywhere.
 
@@ -18,48 +15,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 
+from shoal.averaging.calls import PEER_FAILURES, reason_of
 from shoal.averaging.control import RoundResult
+from shoal.averaging.exchange import MAX_STRIPES, Exchange, Intake, stripes_for
 from shoal.averaging.group_info import GroupInfo
-from shoal.averaging.protocol import BeginReduce, PartMessage, PartStatus
+from shoal.averaging.protocol import BeginReduce
 from shoal.averaging.reducer import PartReducer
 from shoal.averaging.vector import RoundVector
-from shoal.clock import timeout
 from shoal.compression import CompressionBase, CompressionInfo
-from shoal.compression.base import SerializedTensor
-from shoal.errors import AllreduceException, DialError, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.reactor import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
-
-PEER_FAILURES = (
-    P2PDaemonError,
-    P2PHandlerError,
-    ProtocolError,
-    asyncio.TimeoutError,
-    TimeoutError,
-    ValueError,
-    RuntimeError,
-)
-"""What another member can do to this one; none of it may end the round."""
-
-
-MAX_DIALS = 3
-REDIAL_PAUSE = 0.1
-"""Seconds before a dial is repeated the first time."""
-MAX_STRIPES = 8
-SECONDS_PER_STRIPE = 0.025
-"""A stripe for so much of the time to the reducer and back."""
-PARTS_PER_STRIPE = 4
-"""At least: with fewer parts a further connection does not pay."""
 
 
 class AveragingMode(IntEnum):
@@ -137,16 +112,8 @@ class AllReduce:
         """The others have gone on without this member."""
         self._reducer = self._make_reducer()
         self._exchanges: dict[int, asyncio.Task[None]] = {}
-        self._unfinished: dict[int, int] = {}
-        """On how many stripes to each reducer there is still something to receive."""
         self._handlers: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
-        self._begun: dict[int, set[int]] = {}
-        """Stripes of each sender that have begun."""
-        self._stripes_left: dict[int, int] = {}
-        """How many stripes of each sender have not been completed."""
-        self._stripes_of: dict[int, int] = {}
-        self._stripes_open: dict[int, int] = {}
-        """How many stripes of each sender it has not ended."""
+        self._intakes: dict[int, Intake] = {}
         self._incomplete = set(self.senders)
         """Senders that are not known to hold all averages."""
         self._received = asyncio.Event()
@@ -178,7 +145,6 @@ class AllReduce:
                 if parts and member != self.own_index:
                     self._exchanges[member] = asyncio.ensure_future(self._exchange_with(member))
         self._undelivered, self._unreceived = set(self._exchanges), set(self._exchanges)
-        self._unsent = {member: len(self.vector.parts[member]) for member in self._exchanges}
         self._note_delivery()
         self._note_received()
         watchdog, *rest = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *work)]
@@ -268,67 +234,29 @@ class AllReduce:
 
     async def _exchange_with(self, member: int) -> None:
         """Let another member reduce its parts; whatever it does wrong costs these parts and no more."""
-        round_trip = self.get_stub(self.group.peer_ids[member]).round_trip
-        wanted = min(MAX_STRIPES, round(round_trip / SECONDS_PER_STRIPE))
-        stripes = max(1, min(wanted, len(self.vector.parts[member]) // PARTS_PER_STRIPE))
-        self._unfinished[member] = stripes
+        stub = self.get_stub(self.group.peer_ids[member])
+        exchange = Exchange(
+            self.vector,
+            member,
+            stub.rpc_reduce,
+            timeout=self.settings.reducer_timeout,
+            on_delivered=lambda: self._note_delivery(member),
+            on_received=lambda: self._note_received(member),
+        )
+        ending = asyncio.ensure_future(self._let_end(exchange))
         try:
-            await all_of(*[self._exchange_stripe(member, stripe, stripes) for stripe in range(stripes)])
+            stripes = stripes_for(stub.round_trip, len(self.vector.parts[member]))
+            await exchange.run(self.group.group_id, self.weight, stripes)
         except PEER_FAILURES as e:
             self.member_failed(member, reason_of(e))
         finally:
             self._note_delivery(member)
             self._note_received(member)
+            await cancel_and_wait(ending)
 
-    async def _exchange_stripe(self, member: int, stripe: int, stripes: int) -> None:
-        begin = BeginReduce(group_id=self.group.group_id, weight=self.weight, stripe=stripe, stripes=stripes)
-        indices = range(stripe, len(self.vector.parts[member]), stripes)
-        async with self._dial(member) as call:
-            await call.send(begin)
-            await all_of(self._send_parts(call, member, indices), self._receive_averages(call, member, indices))
-            self._unfinished[member] -= 1
-            if not self._unfinished[member]:
-                self._note_received(member)
-            await first_completed(self.complete.wait(), self.ended.wait())
-            try:
-                await self._end(call)
-            except PEER_FAILURES as e:  # everything is here: it does not matter any more
-                logger.debug("a call to %s ended badly: %r", call.remote, e)
-
-    async def _end(self, call: Call) -> None:
-        await call.send_end()
-        async with timeout(self.settings.reducer_timeout):
-            if await call.receive(PartMessage) is not None:
-                raise ProtocolError("more averages than parts")
-
-    @asynccontextmanager
-    async def _dial(self, member: int) -> AsyncIterator[Call]:
-        """A call to a member's reducer; a dial that fails is repeated, as long as nothing has been sent."""
-        async with AsyncExitStack() as stack:
-            for attempt in range(1, MAX_DIALS + 1):
-                try:
-                    call = await stack.enter_async_context(self.get_stub(self.group.peer_ids[member]).rpc_reduce())
-                    break
-                except DialError:
-                    if attempt == MAX_DIALS:
-                        raise
-                    await asyncio.sleep(attempt * REDIAL_PAUSE)
-            yield call
-
-    async def _send_parts(self, call: Call, member: int, indices: range) -> None:
-        parts = self.vector.parts[member]
-        for index in indices:
-            await send_part(call, index, PartStatus.VALUES, self.vector.encode(parts[index]))
-            self._unsent[member] -= 1
-        if not self._unsent[member]:
-            self._note_delivery(member)
-
-    async def _receive_averages(self, call: Call, member: int, indices: range) -> None:
-        for index in indices:
-            async with timeout(self.settings.reducer_timeout):
-                message = await _next_part(call, index)
-                values = await self.vector.receive(call, message, self.vector.parts[member][index])
-            self.vector.take(member, index, values, is_delta=message.status == PartStatus.DELTA)
+    async def _let_end(self, exchange: Exchange) -> None:
+        await first_completed(self.complete.wait(), self.ended.wait())
+        exchange.may_end.set()
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
@@ -356,110 +284,46 @@ class AllReduce:
         task = asyncio.current_task()
         assert task is not None
         self._handlers[task] = None
-        self._begin_stripe(index, begin)
-        indices = range(begin.stripe, len(self._reducer), begin.stripes)
+        intake = self._begin_stripe(index, begin)
         try:
-            await all_of(self._take_parts(call, index, indices), self._give_averages(call, index, indices))
-            await call.send_end()
+            await intake.exchange(call)
         except BaseException as e:
             self._handlers.pop(task, None)
             self.member_failed(index, reason_of(e))
             raise
         self._handlers.pop(task, None)
-        self._stripes_left[index] -= 1
-        if not self._stripes_left[index]:
+        if not intake.unfinished:
             self._reducer.delivered_everything(index)
-        await self._wait_for_end(call, index)
-
-    async def _wait_for_end(self, call: Call, sender: int) -> None:
-        """A sender ends its side when it holds all averages; when the round is over it has to, soon."""
-        end = asyncio.ensure_future(call.receive(PartMessage))
-        try:
-            await first_completed(asyncio.shield(end), self.ended.wait())
-            async with timeout(self.settings.sender_timeout):
-                if await end is not None:
-                    raise ProtocolError("more parts than agreed")
-        finally:
-            await cancel_and_wait(end)
-        self._stripes_open[sender] -= 1
-        if not self._stripes_open[sender]:
-            self._note_complete(sender)
+        if await intake.wait_for_end(call, self.ended):
+            self._note_complete(index)
 
     def _check_sender(self, begin: BeginReduce, sender: PeerID) -> int:
         if sender not in self.group.peer_ids:
             raise ProtocolError("not a member of this group")
         index = self.group.peer_ids.index(sender)
-        if index not in self._reducer.waiting_for or begin.stripe in self._begun.get(index, ()):
+        known = self._intakes.get(index)
+        if index not in self._reducer.waiting_for or (known is not None and begin.stripe in known.begun):
             raise ProtocolError("nothing is expected from this member: it began before, was given up, or is no sender")
         if not 0 <= begin.weight < float("inf"):
             raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
         if not 0 <= begin.stripe < begin.stripes <= MAX_STRIPES:
             raise ProtocolError(f"stripe {begin.stripe} of {begin.stripes} does not exist")
-        known = self._begun.get(index)
-        if known and (self._reducer.weights[index], self._stripes_of[index]) != (begin.weight, begin.stripes):
+        if known is not None and (known.weight, known.stripes) != (begin.weight, begin.stripes):
             raise ProtocolError("the stripes of this member contradict each other")
         return index
 
-    def _begin_stripe(self, sender: int, begin: BeginReduce) -> None:
-        if sender not in self._begun:
-            self._begun[sender] = set()
-            self._stripes_of[sender] = self._stripes_left[sender] = self._stripes_open[sender] = begin.stripes
+    def _begin_stripe(self, sender: int, begin: BeginReduce) -> Intake:
+        limit = self.settings.sender_timeout
+        if sender not in self._intakes:
+            self._intakes[sender] = Intake(self.vector, self._reducer, self.own_index, sender, begin, limit)
             self._reducer.begin(sender, begin.weight)
             if begin.stripes > 1:
-                asyncio.get_running_loop().call_later(self.settings.sender_timeout, self._give_up_if_partial, sender)
-        self._begun[sender].add(begin.stripe)
+                asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender)
+        intake = self._intakes[sender]
+        intake.begun.add(begin.stripe)
+        return intake
 
     def _give_up_if_partial(self, sender: int) -> None:
-        if len(self._begun[sender]) < self._stripes_of[sender]:
+        intake = self._intakes[sender]
+        if len(intake.begun) < intake.stripes:
             self.member_failed(sender, "did not begin to send on all its connections in time")
-
-    async def _take_parts(self, call: Call, sender: int, indices: range) -> None:
-        parts = self.vector.parts[self.own_index]
-        for index in indices:
-            await self._reducer.wait_for_room(index)
-            async with timeout(self.settings.sender_timeout):
-                message = await _next_part(call, index)
-                values = await self.vector.receive(call, message, parts[index])
-            if message.status != PartStatus.VALUES or values is None:
-                raise ProtocolError(f"sent a part with status {message.status}")
-            self._reducer.deliver(sender, index, values)
-
-    async def _give_averages(self, call: Call, sender: int, indices: range) -> None:
-        for index in indices:
-            encoded, is_delta = await self._reducer.reply(index, sender)
-            await send_part(call, index, PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded)
-
-
-def reason_of(error: BaseException) -> str:
-    """Why a member failed, in words."""
-    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
-        return "silent for too long"
-    if isinstance(error, asyncio.CancelledError):
-        return "the connection ended"
-    return str(error) or type(error).__name__
-
-
-async def send_part(call: Call, index: int, status: PartStatus, encoded: SerializedTensor | None) -> None:
-    """Send one part; ``None`` = there is no average, the receiver keeps its values."""
-    if encoded is None:
-        await call.send(PartMessage(index=index, status=int(PartStatus.UNCHANGED)))
-    else:
-        await call.send(PartMessage(index=index, status=int(status), metadata=encoded.metadata), encoded.buffer)
-
-
-async def _next_part(call: Call, index: int) -> PartMessage:
-    message = await call.receive(PartMessage)
-    if message is None:
-        raise ProtocolError(f"ended before part {index}")
-    if message.index != index:
-        raise ProtocolError(f"sent part {message.index} where part {index} is due")
-    return message
-
-
-async def all_of(*work: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines together; the failure of one cancels the others."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await cancel_and_wait(*tasks)

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.averaging.allreduce import PEER_FAILURES, REDIAL_PAUSE, AllReduce, reason_of
+from shoal.averaging.allreduce import AllReduce
+from shoal.averaging.calls import PEER_FAILURES, REDIAL_PAUSE, reason_of
 from shoal.averaging.coordination import Coordination
 from shoal.averaging.following import Following, Resigned
 from shoal.averaging.protocol import RoundMessage

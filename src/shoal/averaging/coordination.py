@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce import PEER_FAILURES, AllReduce, AveragingMode, reason_of
+from shoal.averaging.allreduce import AllReduce, AveragingMode
+from shoal.averaging.calls import PEER_FAILURES, reason_of
 from shoal.averaging.following import Resigned
 from shoal.averaging.protocol import RoundKind, RoundMessage, RoundStatus, StatusRequest
 from shoal.averaging.recovery import Line, Plan, Recovery, make_plan, show_life

@@ -106,7 +106,7 @@ class BeginReduce(Header):
     stripe: int = 0
     """Which of the sender's calls this is."""
     stripes: int = 1
-    """Over how many calls the sender spreads its parts, in turn."""
+    """Over how many calls the sender spreads its parts."""
 
 
 class PartStatus(IntEnum):
@@ -116,6 +116,8 @@ class PartStatus(IntEnum):
     """The payload holds the difference between the average and what the sender sent, as it was decoded."""
     UNCHANGED = 3
     """There is no average (all weights were 0): keep the local values. No payload."""
+    NO_MORE = 4
+    """The sender has no further part for this call. No payload."""
 
 
 class PartMessage(Header):

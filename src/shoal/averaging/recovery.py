@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce import PEER_FAILURES, AllReduce
+from shoal.averaging.allreduce import AllReduce
+from shoal.averaging.calls import PEER_FAILURES
 from shoal.averaging.partition import Part
 from shoal.averaging.protocol import PartMessage, PartStatus, RoundKind, RoundMessage
 from shoal.averaging.reducer import PartReducer

@@ -7,7 +7,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from shoal.averaging.allreduce import AllReduce, all_of
+from shoal.averaging.allreduce import AllReduce
+from shoal.averaging.calls import all_of
 from shoal.averaging.completion import Completion
 from shoal.averaging.control import RoundResult
 from shoal.averaging.group_info import GROUP_ID_BYTES

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shoal.averaging.allreduce import PEER_FAILURES, reason_of
+from shoal.averaging.calls import PEER_FAILURES, reason_of
 from shoal.averaging.protocol import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.snapshot import GetState, Snapshot, State, version_of
 from shoal.averaging.state_download import Download, open_state

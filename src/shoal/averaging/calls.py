@@ -1,0 +1,70 @@
+"""What calls between the members of a round have in common: how they fail, and how parts travel on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from shoal.averaging.protocol import PartMessage, PartStatus
+from shoal.compression.base import SerializedTensor
+from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.p2p import Call
+from shoal.reactor import cancel_and_wait
+
+PEER_FAILURES = (
+    P2PDaemonError,
+    P2PHandlerError,
+    ProtocolError,
+    asyncio.TimeoutError,
+    TimeoutError,
+    ValueError,
+    RuntimeError,
+)
+"""What another member can do to this one; none of it may end the round."""
+
+MAX_DIALS = 3
+REDIAL_PAUSE = 0.1
+"""Seconds before a dial is repeated the first time."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a member failed, in words."""
+    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+        return "silent for too long"
+    if isinstance(error, asyncio.CancelledError):
+        return "the connection ended"
+    return str(error) or type(error).__name__
+
+
+async def send_part(call: Call, index: int, status: PartStatus, encoded: SerializedTensor | None) -> None:
+    """Send one part; ``None`` = there is no average, the receiver keeps its values."""
+    if encoded is None:
+        await call.send(PartMessage(index=index, status=int(PartStatus.UNCHANGED)))
+    else:
+        await call.send(PartMessage(index=index, status=int(status), metadata=encoded.metadata), encoded.buffer)
+
+
+@asynccontextmanager
+async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Call]]) -> AsyncIterator[Call]:
+    """A call to another member; a dial that fails is repeated, as long as nothing has been sent."""
+    async with AsyncExitStack() as stack:
+        for attempt in range(1, MAX_DIALS + 1):
+            try:
+                call = await stack.enter_async_context(open_call())
+                break
+            except DialError:
+                if attempt == MAX_DIALS:
+                    raise
+                await asyncio.sleep(attempt * REDIAL_PAUSE)
+        yield call
+
+
+async def all_of(*work: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines together; the failure of one cancels the others."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await cancel_and_wait(*tasks)
