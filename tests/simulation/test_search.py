@@ -14,7 +14,7 @@ import torch
 from shoal.averaging.allreduce import AveragingMode
 from shoal.averaging.control import AveragingStage, StepControl
 from shoal.averaging.node import AveragerNode
-from shoal.averaging.protocol import Code, JoinReply, JoinRequest
+from shoal.averaging.protocol import Code, Invitation, InvitationReply, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
 from shoal.dht import ValueWithExpiration
 from shoal.errors import AllreduceException
@@ -544,5 +544,83 @@ def test_a_full_group_refuses():
         await asyncio.sleep(2.0)  # the group is made, and waits for its triggers
         for index in range(2):
             assert (await ask(swarm, request_of(swarm), by=2, at=index)).code == Code.NOT_LOOKING_FOR_GROUP
+
+    simulate(story)
+
+
+# --- invitations ------------------------------------------------------------------------------------------------------
+
+
+async def invite(swarm: Swarm, *, by: int, to: int, expiration: float, key: str = "simulation.0b") -> InvitationReply:
+    """Invite an averager as another one would; returns its answer, an empty one if it just ends the call."""
+
+    async def call() -> InvitationReply:
+        async with swarm.nodes[by]._stub(swarm.nodes[to].p2p.peer_id).rpc_invite() as line:
+            await line.send(Invitation(group_key=key, expiration=expiration))
+            reply = await line.receive(InvitationReply) or InvitationReply()
+            await line.send_end()
+            return reply
+
+    asked = swarm.nodes[to].p2p
+    swarm.nodes[by].p2p.add_addresses(asked.peer_id, asked.get_addresses(asked.peer_id))
+    return await swarm.host(by).run(call())
+
+
+def test_who_does_not_look_declines_invitations():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        assert await invite(swarm, by=1, to=0, expiration=get_dht_time() + 1) == InvitationReply()
+        swarm.step(0)
+        await asyncio.sleep(0.5)
+        for changes in ({"key": "simulation.0b1"}, {"key": "other.0b"}, {"key": ""}, {"expiration": math.nan}):
+            reply = await invite(swarm, by=1, to=0, **{"expiration": get_dht_time() + 1, **changes})
+            assert reply == InvitationReply(), changes
+
+    simulate(story)
+
+
+def test_who_leads_itself_says_so_to_those_who_invite_it():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        swarm.step(0)
+        await asyncio.sleep(0.5)
+        reply = await invite(swarm, by=1, to=0, expiration=get_dht_time() + 60)
+        assert reply.request is None
+        assert reply.better_leader is not None
+        assert reply.better_leader.peer_id == swarm.nodes[0].p2p.peer_id.to_bytes()
+
+    simulate(story)
+
+
+def test_who_is_invited_comes_on_the_same_call():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        swarm.step(0, gather="mine")
+        await asyncio.sleep(0.5)
+        reply = await invite(swarm, by=1, to=0, expiration=get_dht_time() + 1)
+        assert reply.request is not None
+        assert reply.request.group_key == "simulation.0b"
+        assert reply.request.settings == swarm.nodes[0].lanes[""].matchmaking.settings.agreed
+
+    simulate(story)
+
+
+def test_of_two_invitations_of_one_peer_the_later_one_counts():
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(3)
+        swarm.host(2).firewalled = True
+        swarm.network.set_link(swarm.host(0), swarm.host(2), Link(delay=0.5))
+        swarm.step(2, expected_group_size=2)
+        await asyncio.sleep(1.0)
+        swarm.step(0)  # is going to ask the other one, which takes long, and meanwhile holds its invitations
+        await asyncio.sleep(0.5)
+        later = get_dht_time() + 4.0
+        first = asyncio.ensure_future(invite(swarm, by=1, to=0, expiration=later))
+        await asyncio.sleep(0.4)
+        assert not first.done()
+        second = asyncio.ensure_future(invite(swarm, by=1, to=0, expiration=later))
+        assert await first == InvitationReply()
+        assert not second.done()
+        second.cancel()
 
     simulate(story)

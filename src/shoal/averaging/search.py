@@ -189,6 +189,12 @@ class Search:
 
     def add_line(self, peer: PeerID, line: Line, expiration: float) -> None:
         """A peer offers to lead this one."""
+        previous = self.lines.get(peer)
+        if previous is not None and previous.is_used:
+            line.close(None)
+            return
+        if previous is not None:
+            previous.close(None)
         self.lines[peer] = line
         self.offer(peer, expiration)
         self.control.changed.set()
