@@ -44,6 +44,7 @@ def meeting(arguments: argparse.Namespace) -> dict[str, object]:
             seconds.append(result.seconds)
         else:
             others.append({"seed": seed, "peers by size of their group": dict(result.group_sizes)})
+            print(others[-1], file=sys.stderr, flush=True)
     return {
         "table": arguments.table,
         "peers": arguments.peers,
@@ -60,6 +61,7 @@ def deaths(arguments: argparse.Namespace) -> dict[str, object]:
             averaged += run_round_with_deaths(seed, arguments.peers, dying)
         except AssertionError as error:
             failures.append({"seed": seed, "what": str(error)[:500]})
+            print(failures[-1], file=sys.stderr, flush=True)
         memory.append(round(psutil.Process().memory_info().rss / 1e6, 1))
     return {
         "peers": arguments.peers,

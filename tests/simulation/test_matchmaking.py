@@ -44,6 +44,13 @@ def test_many_meet_whatever_the_table(distributed):
         assert meeting.seconds < WINDOW + STAGGER + 1
 
 
+def test_many_meet_on_very_bad_links():
+    link = Link(delay=(0.02, 0.3), jitter=0.05, dial_failure=0.05)
+    size = 64
+    for seed in range(4):
+        assert meet(seed, size, distributed=False, link=link).group_sizes == {size: size}, f"seed {seed}"
+
+
 def test_all_meet_in_one_group_although_connections_break():
     link = Link(delay=WIDE_AREA.delay, jitter=0.01, dial_failure=0.02, break_rate=0.02)  # one in ten breaks
     size = 12

@@ -215,7 +215,7 @@ class Matchmaking:
                     asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_start)
                 )
                 is_open = search.leader is None and not ask.done()
-                if is_open and (self._may_start(search) or search.has_shorter_way(leader)):
+                if is_open and (self._may_start(search) or search.has_shorter_way()):
                     return
                 await self._tell_expectation(search)
             ask.result()

@@ -13,6 +13,7 @@ from shoal.averaging.control import StepControl
 from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.protocol import GroupStart, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
+from shoal.errors import InterruptedDialError, StreamClosedError
 from shoal.p2p import Call, PeerID
 
 MAX_RETURN_SECONDS = 2.0
@@ -196,6 +197,8 @@ class Search:
         if previous is not None:
             previous.close(None)
         self.lines[peer] = line
+        for past in (self.resting, self.failures, self.silent, self.spent):
+            past.pop(peer, None)
         self.offer(peer, expiration)
         self.control.changed.set()
         if self.settings.leads and self.leads_before(peer, expiration):
@@ -208,10 +211,11 @@ class Search:
             if self.leader is not None and not line.is_used:
                 line.close(None if peer == self.leader[0] else self.leader)
 
-    def has_shorter_way(self, leader: PeerID) -> bool:
-        """Whether the peer that this one is about to ask has called meanwhile."""
-        line = self.lines.get(leader)
-        return line is not None and not line.is_used and not line.outcome.done() and self.asked is None
+    def has_shorter_way(self) -> bool:
+        """Whether the best candidate has called, while this peer still tries to connect to it or to another one."""
+        best = self.best_candidate() if self.asked is None else None
+        line = None if best is None else self.lines.get(best)
+        return line is not None and not line.is_used and not line.outcome.done()
 
     # --- whom to ask --------------------------------------------------------------------------------------------------
 
@@ -243,12 +247,13 @@ class Search:
         """A candidate could not be reached, or its connection broke: others come first for a while.
 
         If it lives, they follow it and send this peer back to it. One that has accepted this peer is asked again at
-        once, because it may be about to start.
+        once, because it may be about to start; so is one to which a connection broke by chance, as it seems.
         """
         is_silent = isinstance(error, (asyncio.TimeoutError, TimeoutError))
         if self.leader is not None or is_silent:
             self.leader_lost_at = get_dht_time()
-        if peer == self.accepted_by and peer not in self.failures:
+        is_worth_another_try = peer == self.accepted_by or isinstance(error, (StreamClosedError, InterruptedDialError))
+        if is_worth_another_try and peer not in self.failures:
             self.failures[peer] = 0
             return
         self.failures[peer] = failures = self.failures.get(peer, 0) + 1
