@@ -142,25 +142,22 @@ class Matchmaking:
     async def _discover(self, search: Search) -> None:
         """Look who else is there, at first often and only where it is quick."""
         lookups: dict[asyncio.Task[None], None] = {}
-        pause = FIRST_LOOKUP_PAUSE
+        has_declared, pause = not self.settings.leads, 0.0
         try:
             while True:
-                # who looks after declaring is seen, or sees: two peers cannot miss each other
-                has_declared = search.declared.is_set() or not self.settings.leads
-                if not has_declared:
-                    await first_completed(search.declared.wait(), timeout=pause)
+                if has_declared:
+                    await asyncio.sleep(pause * (0.75 + 0.5 * self.p2p.rng.random()))
+                else:  # who looks after declaring is seen, or sees: two peers cannot miss each other
+                    await first_completed(search.declared.wait(), timeout=max(pause, FIRST_LOOKUP_PAUSE))
                     has_declared = search.declared.is_set()
                 if search.leader is None and len(lookups) < MAX_LOOKUPS:
                     lookup = asyncio.ensure_future(self._look(search, quickly=pause < MAX_LOOKUP_PAUSE))
                     lookups[lookup] = None
                     await asyncio.wait([lookup], timeout=MAX_LOOKUP_PAUSE)
-                seconds = pause * (0.75 + 0.5 * self.p2p.rng.random())
-                if has_declared:
-                    await asyncio.sleep(seconds)
-                    pause = min(2 * pause, MAX_LOOKUP_PAUSE)
                 for done in [lookup for lookup in lookups if lookup.done()]:
                     del lookups[done]
                     done.result()
+                pause = min(max(2 * pause, FIRST_LOOKUP_PAUSE), MAX_LOOKUP_PAUSE)
         finally:
             await cancel_and_wait(*lookups)
 
