@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from shoal.optim import Optimizer
+from tests.optim.conftest import wait_until
+
 BATCH = 4
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 
@@ -38,6 +41,7 @@ def make_model(pl: ModuleType, configure: MakeOptimizers = sgd) -> Any:
             self.epochs: list[int] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            await_introduction(self.trainer.optimizers[0])
             x, y = batch
             loss = nn.functional.mse_loss(self.layer(x), y)
             self.log("loss", loss)
@@ -59,6 +63,12 @@ def make_model(pl: ModuleType, configure: MakeOptimizers = sgd) -> Any:
             return configure(self)
 
     return Regression()
+
+
+def await_introduction(optimizer: Any) -> None:
+    """A peer steps only after it has looked for others, which takes some time in the background."""
+    if isinstance(optimizer, Optimizer):
+        wait_until(lambda: optimizer.tracker.is_introduced, "the peer has looked for others")
 
 
 def data(batches: int = 8, batch_size: int = BATCH) -> DataLoader:

@@ -18,10 +18,12 @@ from torch import nn
 
 import shoal
 from shoal.errors import BootstrapError
+from shoal.optim.progress_board import ProgressBoard
 from tests.lightning.models import (
     BATCH,
     LOOPBACK,
     adam_with_decay,
+    await_introduction,
     data,
     import_lightning,
     make_model,
@@ -59,6 +61,20 @@ def make(pl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         strategy.dht.shutdown()
 
 
+@pytest.fixture
+def by_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer without speed: steps are made when the samples are there, not when by the clock they should be."""
+    for name in ("report", "finish_update"):
+        original = getattr(ProgressBoard, name)
+
+        def without_speed(
+            board: ProgressBoard, epoch: int, samples: Any, speed: float, now: float, original: Any = original
+        ) -> None:
+            original(board, epoch, samples, 0.0, now)
+
+        monkeypatch.setattr(ProgressBoard, name, without_speed)
+
+
 def weights(model: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
@@ -75,6 +91,7 @@ def warned_of(text: str) -> Iterator[None]:
 # --- training is the same ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("by_count")
 @pytest.mark.parametrize(
     ("options", "trainer_options", "accumulate"),
     [
@@ -114,6 +131,7 @@ def test_as_without_the_strategy(
     assert not strategy.dht.is_alive(), "the end of training is the end of this peer"
 
 
+@pytest.mark.usefixtures("by_count")
 def test_half_precision_with_a_scaler(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     """On the CPU; with CUDA, precision="16-mixed" makes the same plugin."""
     plugin_class = import_lightning("lightning.pytorch.plugins").MixedPrecision
@@ -126,6 +144,7 @@ def test_half_precision_with_a_scaler(make: Make, pl: ModuleType, tmp_path: Path
     assert models[1].epochs[-1] == 4
 
 
+@pytest.mark.usefixtures("by_count")
 def test_everything_in_the_background(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     strategy = make(
         delay_optimizer_step=True,
@@ -140,6 +159,7 @@ def test_everything_in_the_background(make: Make, pl: ModuleType, tmp_path: Path
     assert not torch.equal(weights(model), weights(make_model(pl)))
 
 
+@pytest.mark.usefixtures("by_count")
 def test_uneven_batches_are_counted_one_by_one(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     model = make_model(pl)
     loader = torch.utils.data.DataLoader(data().dataset, batch_size=12)  # 12, 12, 8 samples
@@ -147,6 +167,7 @@ def test_uneven_batches_are_counted_one_by_one(make: Make, pl: ModuleType, tmp_p
     assert model.epochs == [0, 0, 1]
 
 
+@pytest.mark.usefixtures("by_count")
 def test_several_steps_in_one_batch(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     """Manual optimization: each step counts the whole batch."""
     model = make_model(pl)
@@ -154,6 +175,7 @@ def test_several_steps_in_one_batch(make: Make, pl: ModuleType, tmp_path: Path) 
 
     def training_step(batch: Any, batch_idx: int) -> None:
         optimizer = model.optimizers()
+        await_introduction(model.trainer.optimizers[0])
         for _ in range(2):
             optimizer.zero_grad()
             model.manual_backward(nn.functional.mse_loss(model.layer(batch[0]), batch[1]))
@@ -200,6 +222,7 @@ def test_optimizer_and_schedulers_while_training(make: Make, pl: ModuleType, tmp
     assert {"peers", "global_epoch", "samples/s", "lr-Adam"} <= set(columns)
 
 
+@pytest.mark.usefixtures("by_count")
 def test_validating_in_between_and_again_afterwards(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     model = make_model(pl)
     trainer = make_trainer(pl, tmp_path, strategy=make(), val_check_interval=3, max_epochs=2)
@@ -223,6 +246,7 @@ def test_early_stopping_and_checkpoints(make: Make, pl: ModuleType, tmp_path: Pa
     assert (tmp_path / "last.ckpt").exists()
 
 
+@pytest.mark.usefixtures("by_count")
 @pytest.mark.parametrize(
     "options",
     [
@@ -358,6 +382,7 @@ def test_options_reach_the_optimizer(make: Make, pl: ModuleType, tmp_path: Path)
 # --- names and packages -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("by_count")
 def test_by_name(make: Make, pl: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PL_TARGET_BATCH_SIZE", str(STEP))
     trainer = make_trainer(pl, tmp_path, strategy="hivemind")

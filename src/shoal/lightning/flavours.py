@@ -90,7 +90,7 @@ def register_by_name(strategy: type[object], names: tuple[str, ...]) -> None:
 def _make_named(strategy: type[object], package: str, **options: Any) -> Any:
     if "target_batch_size" not in options:
         options["target_batch_size"] = _named_target_batch_size(package)
-    return in_flavour(strategy, package)(**options)
+    return in_flavour(strategy, package)(**options)  # type: ignore[arg-type]  # classes can be hashed
 
 
 def _named_target_batch_size(package: str) -> int:

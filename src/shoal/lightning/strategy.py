@@ -194,7 +194,7 @@ class HivemindStrategy(Strategy):
             callback_class = type(
                 SwarmProgress.__name__, (SwarmProgress, self._flavour.find("callbacks", "Callback")), {}
             )
-            trainer.callbacks.append(callback_class())
+            trainer.callbacks.insert(0, callback_class())  # so that other callbacks see what it logs
 
     def _check_precision(self) -> None:
         precision = str(self.precision_plugin.precision)
@@ -320,7 +320,8 @@ class HivemindStrategy(Strategy):
         if self._restored_epoch is None:
             return
         optimizer.state_averager.local_epoch = self._restored_epoch
-        optimizer.tracker.update_epoch(self._restored_epoch)
+        with optimizer.tracker.pause_updates():
+            optimizer.tracker.update_epoch(self._restored_epoch)
         self._restored_epoch = None
         if optimizer.state_averager.scheduler is not None:
             HiveMindScheduler(optimizer, optimizer.state_averager.scheduler).step()
