@@ -27,6 +27,8 @@ PEER_FAILURES = (
 MAX_DIALS = 3
 REDIAL_PAUSE = 0.1
 """Seconds before a dial is repeated the first time."""
+REDIAL_WITHIN = 2.0
+"""Seconds after which it is not repeated any more: who answers nothing has been waited for long enough."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -48,14 +50,16 @@ async def send_part(call: Call, index: int, status: PartStatus, encoded: Seriali
 
 @asynccontextmanager
 async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Call]]) -> AsyncIterator[Call]:
-    """A call to another member; a dial that fails is repeated, as long as nothing has been sent."""
+    """A call to another member; a dial that fails quickly is repeated, as long as nothing has been sent."""
+    now = asyncio.get_running_loop().time
+    begun = now()
     async with AsyncExitStack() as stack:
         for attempt in range(1, MAX_DIALS + 1):
             try:
                 call = await stack.enter_async_context(open_call())
                 break
             except DialError:
-                if attempt == MAX_DIALS:
+                if attempt == MAX_DIALS or now() - begun > REDIAL_WITHIN:
                     raise
                 await asyncio.sleep(attempt * REDIAL_PAUSE)
         yield call

@@ -1,0 +1,79 @@
+"""What calls between the members of a round have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from shoal.averaging.calls import MAX_DIALS, REDIAL_WITHIN, open_patiently
+from shoal.errors import DialError, StreamClosedError
+from shoal.testing import run
+
+
+def calls(failures: int, seconds: float, dials: list[float]) -> Callable[[], AbstractAsyncContextManager[Any]]:
+    """Calls of which the first ones fail after so many seconds; notes when each was begun."""
+
+    @asynccontextmanager
+    async def open_call() -> AsyncIterator[Any]:
+        dials.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(seconds)
+        if len(dials) <= failures:
+            raise DialError("not now")
+        yield "a call"
+
+    return open_call
+
+
+@pytest.mark.parametrize("failures", range(MAX_DIALS))
+def test_dials_that_fail_quickly_are_repeated(failures):
+    dials: list[float] = []
+
+    async def main() -> None:
+        async with open_patiently(calls(failures, 0.5, dials)) as call:
+            assert call == "a call"
+
+    run(main())
+    assert len(dials) == failures + 1
+    assert all(later > earlier + 0.5 for earlier, later in itertools.pairwise(dials))
+
+
+def test_dials_are_not_repeated_for_ever():
+    dials: list[float] = []
+
+    async def main() -> None:
+        with pytest.raises(DialError, match="not now"):
+            async with open_patiently(calls(100, 0.1, dials)):
+                pass
+
+    run(main())
+    assert len(dials) == MAX_DIALS
+
+
+def test_who_answers_nothing_is_dialled_once():
+    """Otherwise one silent member would take so long that the others took this one for dead."""
+    dials: list[float] = []
+
+    async def main() -> None:
+        with pytest.raises(DialError, match="not now"):
+            async with open_patiently(calls(100, REDIAL_WITHIN + 0.1, dials)):
+                pass
+
+    run(main())
+    assert len(dials) == 1
+
+
+def test_a_call_that_has_begun_is_not_repeated():
+    dials: list[float] = []
+
+    async def main() -> None:
+        with pytest.raises(StreamClosedError):
+            async with open_patiently(calls(0, 0.1, dials)):
+                raise StreamClosedError("gone")
+
+    run(main())
+    assert len(dials) == 1
