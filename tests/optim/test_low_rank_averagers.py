@@ -447,29 +447,30 @@ def test_bytes_on_the_wire(make_averagers, cls):
 
 
 def train(averagers: Sequence[GradientAverager], steps: int) -> float:
-    """A linear map learned from two halves of the data; the loss that is left."""
+    """A linear map learned from two halves of the data; the share of the loss that is left."""
     rng = torch.Generator().manual_seed(0)
-    data = torch.randn(2, 64, 24, generator=rng)
+    data = torch.randn(2, 256, 24, generator=rng)
     target = data @ torch.randn(24, 20, generator=rng)
     models = [averager.parameters[0] for averager in averagers]
     for _ in range(steps):
         for i, (averager, model) in enumerate(zip(averagers, models, strict=True)):
             loss = (data[i] @ model - target[i]).square().mean()
-            contribute(averager, torch.autograd.grad(loss, [model]), 64)
+            contribute(averager, torch.autograd.grad(loss, [model]), 256)
         run_round(averagers)
         for averager, model in zip(averagers, models, strict=True):
             with torch.no_grad():
                 model -= 2.0 * averages(averager)[0]
     assert torch.equal(models[0], models[1])
-    return (data[0] @ models[0] - target[0]).square().mean().item()
+    return ((data @ models[0] - target).square().mean() / target.square().mean()).item()
 
 
 @pytest.mark.parametrize("cls", BOTH)
 def test_training_converges_as_without_compression(make_averagers, cls):
-    loss = train(make_averagers(cls, 2, shapes=[(24, 20)]), steps=60)
-    plain = train(make_averagers(GradientAverager, 2, shapes=[(24, 20)], prefix="plain"), steps=60)
-    assert loss < 0.01
-    assert plain < 0.01
+    shapes = [(24, 20)]
+    loss = train(make_averagers(cls, 2, shapes=shapes), steps=60)
+    plain = train(make_averagers(GradientAverager, 2, shapes=shapes, prefix="plain"), steps=60)
+    assert loss < 1e-2
+    assert plain < 1e-2
 
 
 def test_arguments_are_checked(make_dhts):

@@ -9,6 +9,7 @@ from shoal.compression import Float16Compression, NoCompression
 from shoal.optim import Optimizer
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings
+from shoal.optim.power_ef_averager import PowerEFGradientAverager
 
 
 def make_model() -> torch.nn.Linear:
@@ -73,7 +74,9 @@ def test_contradictions(options, error, text):
 def test_defaults_depend_on_each_other():
     settings = resolve()
     assert settings.offload_optimizer
-    assert settings.grad_averager_factory is GradientAverager
+    assert settings.grad_averager_factory.func is PowerEFGradientAverager
+    assert settings.grad_averager_factory.keywords == {"averager_rank": 32}
+    assert resolve(grad_averager_factory=GradientAverager).grad_averager_factory is GradientAverager
     assert settings.use_ext_grad_buffer
     assert not settings.delay_optimizer_step
     assert not resolve(**INSTANCE).offload_optimizer

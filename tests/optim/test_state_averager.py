@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from shoal.averaging import DecentralizedAverager
+from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.conftest import in_parallel, wait_until
 
@@ -401,5 +402,6 @@ def test_contradicting_steps(make_averagers):
     for arguments in bad_steps:
         with pytest.raises(ValueError, match=r"."):
             averager.step(**arguments)
-    with pytest.raises(NotImplementedError, match="grad_scaler"):
-        averager.step(grad_scaler=object())
+    scaler = GradScaler(device="cpu")
+    with pytest.raises(RuntimeError, match="unscaled"):
+        averager.step(optimizer_step=True, grad_scaler=scaler)

@@ -12,6 +12,7 @@ import torch
 from shoal.averaging import AveragingStage, StepControl
 from shoal.clock import get_dht_time
 from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.round_watch import RoundWatch, let_go, log_failure, usable
 from shoal.optim.state_averager import TrainingStateAverager
@@ -100,8 +101,12 @@ class GlobalStep:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Bring this peer to the next epoch. Never raises because of other peers."""
+    def run(self, grad_scaler: GradScaler | None = None) -> None:
+        """Bring this peer to the next epoch. Never raises because of other peers.
+
+        Args:
+            grad_scaler: knows whether gradients are finite; they have been unscaled.
+        """
         with self.tracker.pause_updates():
             self.tracker.declare_epoch_over()
             if self.plan.delay_optimizer_step:
@@ -120,7 +125,7 @@ class GlobalStep:
                     self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
                     has_gradients = has_gradients or mates is not None
             mates = self._expected_members() if mates is None else mates
-            self._update_state(mates, has_gradients, trigger)
+            self._update_state(mates, has_gradients, trigger, grad_scaler)
             if self.grad_averager is not None and trigger is None:
                 self.grad_averager.reset_accumulated_grads_()
             self.tracker.update_epoch(self.state_averager.local_epoch, members=mates)
@@ -190,7 +195,13 @@ class GlobalStep:
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
-    def _update_state(self, mates: set[PeerID], has_gradients: bool, trigger: Callable[[], object] | None) -> None:
+    def _update_state(
+        self,
+        mates: set[PeerID],
+        has_gradients: bool,
+        trigger: Callable[[], object] | None,
+        grad_scaler: GradScaler | None,
+    ) -> None:
         """Step the optimizer and average parameters, as far as it is time for either."""
         plan = self.plan
         control, self.scheduled_state = self.scheduled_state, None
@@ -213,5 +224,6 @@ class GlobalStep:
             delay_averaging=(plan.delay_state_averaging or plan.delay_optimizer_step) and not plan.auxiliary,
             averaging_control=control,
             wait_for_trigger=trigger,
+            grad_scaler=grad_scaler,
             averaging_opts={"timeout": plan.averaging_timeout},
         )

@@ -15,10 +15,20 @@ from shoal.compression import CompressionBase
 from shoal.errors import ShoalError
 from shoal.optim.global_step import GlobalStep, StepPlan
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
+from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.loss_scaling import LossScaling
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, TrainingStateAverager
-from shoal.optim.training_setup import OptimizerFactory, Parameters, ParamGroups, SchedulerFactory, TorchOptimizer
+from shoal.optim.training_setup import (
+    OptimizerFactory,
+    Parameters,
+    ParamGroups,
+    SchedulerFactory,
+    TorchOptimizer,
+    listed,
+    main_parameters,
+)
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -150,6 +160,7 @@ class Optimizer(torch.optim.Optimizer):
         self._closing = threading.Event()
         self._strict_check_due = True
         self._has_looked = False
+        self._scaling = LossScaling(in_place=settings.reuse_grad_buffers)
         # members of a group may be in the middle of a batch when the round begins
         stall_timeout = max(self.matchmaking_time, self.averaging_timeout / 4)
         averager_options: dict[str, Any] = {
@@ -168,6 +179,11 @@ class Optimizer(torch.optim.Optimizer):
             "state_compression": load_state_compression,
             **averager_options,
         }
+        compression = {} if grad_compression is None else {"compression": grad_compression}
+        params = listed(params)
+        self.grad_averager = self._make_grad_averager(
+            main_parameters(optimizer, params), {**compression, **averager_options, "start": False}
+        )
         self.state_averager = TrainingStateAverager(
             prefix=f"{run_id}_state_averager",
             optimizer=optimizer,
@@ -179,11 +195,12 @@ class Optimizer(torch.optim.Optimizer):
             performance_ema_alpha=performance_ema_alpha,
             average_opt_statistics=average_opt_statistics,
             extra_tensors=extra_tensors,
+            shared_buffers=self.grad_averager if settings.use_ext_grad_buffer else None,
             status_loglevel=self.status_loglevel,
             **state_options,
         )
-        compression = {} if grad_compression is None else {"compression": grad_compression}
-        self.grad_averager = self._make_grad_averager({**compression, **averager_options})
+        if self.grad_averager is not None:
+            self._connect_gradients(self.grad_averager)
         tracker_options: dict[str, Any] = {"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})}
         self.tracker = ProgressTracker(
             dht, run_id, target_batch_size, client_mode=self.client_mode, start=True, **tracker_options
@@ -202,24 +219,29 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__([dict(group) for group in self._main_groups()], dict(self.opt.defaults))
         self._groups_under_construction = None
 
-    def _make_grad_averager(self, options: dict[str, Any]) -> GradientAverager | None:
+    def _make_grad_averager(self, main: Sequence[torch.Tensor], options: dict[str, Any]) -> GradientAverager | None:
         factory = self.settings.grad_averager_factory
         if factory is None:
             return None
-        main, stepped = self.state_averager.main_parameters, self.state_averager.optimizer_parameters
-        trained = [(p, s) for p, s in zip(main, stepped, strict=True) if p.requires_grad]
-        if self.settings.offload_optimizer:  # gradients are averaged right where the optimizer reads them
-            options["averaged_grads"] = [torch.zeros_like(s).detach() for _, s in trained]
-        averager = factory(
-            parameters=[p for p, _ in trained],
+        trained = [parameter for parameter in main if parameter.requires_grad]
+        if self.settings.offload_optimizer:  # as wide as the optimizer's copies of the parameters
+            options["averaged_grads"] = [
+                torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained
+            ]
+        return factory(
+            parameters=trained,
             prefix=f"{self.run_id}_grad_averager",
             reuse_grad_buffers=self.settings.reuse_grad_buffers,
             **options,
         )
+
+    def _connect_gradients(self, averager: GradientAverager) -> None:
+        """Let gradients be averaged right where the optimizer reads them, if they are not the user's."""
         if self.settings.offload_optimizer:
-            for (_, stepped_parameter), grad in zip(trained, averager.averaged_grads, strict=True):
-                stepped_parameter.grad = grad
-        return averager
+            trained = [s for s in self.state_averager.optimizer_parameters if s.requires_grad]
+            for parameter, grad in zip(trained, averager.averaged_grads, strict=True):
+                parameter.grad = grad
+        averager.run_in_background()
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -232,7 +254,7 @@ class Optimizer(torch.optim.Optimizer):
             closure: computes the loss and its gradients, if they have not been computed before.
             batch_size: samples over which the loss is the mean; default: ``batch_size_per_step``. 0 = there are no new
                 gradients, only take part in the global step if it is time.
-            grad_scaler: reserved for training in half precision.
+            grad_scaler: has scaled the loss; a batch whose gradients overflow is dropped.
 
         Returns:
             What the closure returned.
@@ -241,6 +263,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: bad arguments.
         """
         batch_size = self._check_step(closure, batch_size, grad_scaler)
+        scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.state_averager.step(apply_delayed_updates=True)
         loss = None
         if closure is not None:
@@ -254,23 +277,20 @@ class Optimizer(torch.optim.Optimizer):
             )
             self.load_state_from_peers()
             return loss
-        if not self.auxiliary:
-            self._count_samples(batch_size)
+        if not self.auxiliary and not self._count_samples(batch_size, scaler):
+            return loss
         self.global_step.schedule_rounds()
         if self.settings.use_local_updates and batch_size > 0:
-            delay = self.settings.delay_optimizer_step
-            self.state_averager.step(
-                optimizer_step=True, delay_optimizer_step=delay, delay_averaging=delay, zero_grad=False
-            )
+            self._make_local_step(scaler)
         if self.tracker.ready_to_update_epoch:
-            self._make_global_step()
+            self._make_global_step(scaler)
         return loss
 
     def _check_step(self, closure: Any, batch_size: int | None, grad_scaler: Any) -> int:
-        if grad_scaler is not None:
-            raise ValueError("grad_scaler must be a shoal.GradScaler, which does not exist yet: train without a scaler")
+        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+            raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
         if self.auxiliary:
-            if closure is not None or batch_size is not None:
+            if closure is not None or batch_size is not None or grad_scaler is not None:
                 raise ValueError("an auxiliary peer has no batches: call step() without arguments")
             return 0
         batch_size = self.batch_size_per_step if batch_size is None else batch_size
@@ -280,19 +300,35 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"batch_size must not be negative, got {batch_size}")
         return batch_size
 
-    def _count_samples(self, batch_size: int) -> None:
+    def _count_samples(self, batch_size: int, scaler: GradScaler | None) -> bool:
+        """Add a batch to those of this epoch, unless its gradients have overflowed; returns whether it is used."""
+        is_used = True
         if self.grad_averager is not None:
             if batch_size > 0:
-                self.grad_averager.accumulate_grads_(batch_size)
+                is_used = self._scaling.accumulate(self.grad_averager, self, batch_size, scaler)
             samples = self.grad_averager.local_samples_accumulated
         else:
             progress = self.tracker.local_progress
             samples = batch_size + (progress.samples_accumulated if progress.epoch == self.local_epoch else 0)
         self.tracker.report_local_progress(self.local_epoch, samples)
+        return is_used
 
-    def _make_global_step(self) -> None:
+    def _make_local_step(self, scaler: GradScaler | None) -> None:
+        if scaler is not None:
+            self._scaling.unscale(self, scaler)
+        delay = self.settings.delay_optimizer_step
+        self.state_averager.step(
+            optimizer_step=True,
+            delay_optimizer_step=delay,
+            delay_averaging=delay,
+            zero_grad=False,
+            grad_scaler=scaler,
+        )
+
+    def _make_global_step(self, scaler: GradScaler | None) -> None:
         groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
-        self.global_step.run()
+        scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, scaler)
+        self.global_step.run(scaler)
         after = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         assert groups == after, "the parameters of the optimizer were exchanged during a global step"
         self._after_new_epoch()
@@ -422,6 +458,11 @@ class Optimizer(torch.optim.Optimizer):
             return tuple(self.opt.param_groups)
         left = iter(self.state_averager.main_parameters)
         return tuple({**group, "params": [next(left) for _ in group["params"]]} for group in self.opt.param_groups)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells torch's gradient scalers to leave gradients scaled that accumulate in place."""
+        return self.settings.reuse_grad_buffers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible: all peers must agree on the parameters.

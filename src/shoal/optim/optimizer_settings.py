@@ -8,9 +8,10 @@ from typing import Any
 
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.lr_schedule import LRSchedulerBase
+from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.training_setup import TorchOptimizer
 
-DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = GradientAverager
+DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = PowerEFGradientAverager.get_factory(averager_rank=32)
 """What averages gradients unless the user says otherwise."""
 
 UNSPECIFIED: Any = object()

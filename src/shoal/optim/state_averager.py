@@ -15,6 +15,7 @@ import torch
 from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.snapshot import OwnedState
 from shoal.futures import AwaitableFuture
+from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.lr_schedule import LRSchedulerBase, catch_up
 from shoal.optim.optimizer_state import (
     dump_optimizer_state,
@@ -26,7 +27,7 @@ from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.round_watch import log_failure
 from shoal.optim.state_jobs import StateJob, StepRequest
 from shoal.optim.state_tensors import StateTensors
-from shoal.optim.state_transfer import TrainingState, apply_state, describe_state
+from shoal.optim.state_transfer import SharedBuffers, TrainingState, apply_state, describe_state
 from shoal.optim.training_setup import (
     OptimizerFactory,
     Parameters,
@@ -77,6 +78,7 @@ class TrainingStateAverager(DecentralizedAverager):
         parameter_names: names for codecs; default: their numbers.
         average_opt_statistics: names of optimizer statistics that are averaged, too, such as ``"exp_avg_sq"``.
         extra_tensors: further tensors that are averaged and given to newcomers.
+        shared_buffers: has tensors that are only given to newcomers.
         status_loglevel: level of messages about steps.
         averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
 
@@ -102,6 +104,7 @@ class TrainingStateAverager(DecentralizedAverager):
         parameter_names: Iterable[str] | None = None,
         average_opt_statistics: Sequence[str] = (),
         extra_tensors: Sequence[torch.Tensor] = (),
+        shared_buffers: SharedBuffers | None = None,
         status_loglevel: int = logging.DEBUG,
         **averager_kwargs: Any,
     ) -> None:
@@ -117,6 +120,7 @@ class TrainingStateAverager(DecentralizedAverager):
         if initialize_optimizer or (initialize_optimizer is None and not has_statistics(self.optimizer)):
             initialize_optimizer_state_(self.optimizer)
         self._contents = StateTensors(self._setup, average_opt_statistics, extra_tensors, reuse_tensors)
+        self._shared_buffers = shared_buffers
         self._state_lock = threading.RLock()
         """Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock."""
         self._local_epoch = 0
@@ -190,7 +194,7 @@ class TrainingStateAverager(DecentralizedAverager):
         delay_averaging: bool | None = None,
         averaging_control: StepControl | None = None,
         wait_for_trigger: Callable[[], object] | None = None,
-        grad_scaler: Any = None,
+        grad_scaler: GradScaler | None = None,
         set_to_none: bool = ZERO_GRAD_SET_TO_NONE_DEFAULT,
         averaging_opts: Mapping[str, Any] | None = None,
     ) -> None:
@@ -208,15 +212,13 @@ class TrainingStateAverager(DecentralizedAverager):
             delay_averaging: do the averaging in the background; default: as ``delay_optimizer_step``.
             averaging_control: from :meth:`schedule_step`.
             wait_for_trigger: called before anything else is done; if it raises, nothing is.
-            grad_scaler: reserved for training in half precision.
+            grad_scaler: has unscaled the optimizer's gradients, and knows whether they are finite.
             set_to_none: how gradients are zeroed.
             averaging_opts: options of the round, and ``timeout`` for its result.
 
         Raises:
             ValueError: arguments that contradict each other.
         """
-        if grad_scaler is not None:
-            raise NotImplementedError("grad_scaler: training with a gradient scaler is not supported yet")
         request = StepRequest(
             optimizer_step,
             zero_grad,
@@ -227,6 +229,7 @@ class TrainingStateAverager(DecentralizedAverager):
             averaging_control,
             dict(averaging_opts or {}),
             set_to_none,
+            grad_scaler,
         )
         request.check(
             is_offloaded=self.offload_optimizer,
@@ -289,7 +292,10 @@ class TrainingStateAverager(DecentralizedAverager):
         if request.wait_for_trigger is not None:
             request.wait_for_trigger()
         with self._optimizer_access(), self._state_lock:
-            if request.optimizer_step:
+            if request.optimizer_step and request.grad_scaler is not None:
+                with request.grad_scaler.running_global_step():
+                    request.grad_scaler.step(self.optimizer)
+            elif request.optimizer_step:
                 self.optimizer.step()
             if request.zero_grad:
                 self.optimizer.zero_grad(set_to_none=request.set_to_none)
@@ -394,7 +400,12 @@ class TrainingStateAverager(DecentralizedAverager):
         """What newcomers download: parameters, extra tensors, optimizer, scheduler and epoch, all of one moment."""
         access = self.get_tensors() if self.reuse_tensors else contextlib.nullcontext()
         with access, self._state_lock:
-            return describe_state(self._setup, self.extra_tensors, self._stepped_epoch, self.node.group_bits)
+            return describe_state(
+                self._setup, self.extra_tensors, self._buffers(), self._stepped_epoch, self.node.group_bits
+            )
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [] if self._shared_buffers is None else self._shared_buffers.get_buffers()
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
         """Download the state of another peer and put it into the model, the optimizer and the scheduler.
@@ -432,7 +443,7 @@ class TrainingStateAverager(DecentralizedAverager):
 
     def _load_state(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> bool:
         try:
-            state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors)
+            state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors, self._buffers())
         except ValueError as e:
             logger.warning("a downloaded training state was refused: %s", e)
             return False
@@ -444,6 +455,12 @@ class TrainingStateAverager(DecentralizedAverager):
                     self._local_epoch,
                 )
                 return False
+            if self._shared_buffers is not None:
+                try:
+                    self._shared_buffers.set_buffers(state.buffers)
+                except ValueError as e:
+                    logger.warning("a downloaded training state was refused: %s", e)
+                    return False
             apply_state(state, self._setup, self.extra_tensors)
             self._contents.load_into_averaged()
             self._contents.update_main_parameters()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.averaging import StepControl
+from shoal.optim.grad_scaler import GradScaler
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class StepRequest:
     averaging_control: StepControl | None
     averaging_opts: Mapping[str, Any]
     set_to_none: bool
+    grad_scaler: GradScaler | None = None
 
     @property
     def has_actions(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,8 +23,28 @@ from shoal.optim.training_setup import TrainingSetup
 MAX_EPOCH = 2**53
 
 
+class SharedBuffers(Protocol):
+    """Something else that a newcomer needs and that has its own idea of when it changes."""
+
+    def get_buffers(self) -> list[torch.Tensor]:
+        """Tensors that will not change any more."""
+        ...
+
+    def set_buffers(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take over those of another peer.
+
+        Raises:
+            ValueError: they do not fit; nothing has been changed.
+        """
+        ...
+
+
 def describe_state(
-    setup: TrainingSetup, extra_tensors: Sequence[torch.Tensor], epoch: int, group_bits: str
+    setup: TrainingSetup,
+    extra_tensors: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    epoch: int,
+    group_bits: str,
 ) -> OwnedState:
     """Copy everything that a newcomer needs."""
     optimizer_metadata, statistics = dump_optimizer_state(setup.optimizer)
@@ -37,6 +57,7 @@ def describe_state(
     groups: list[tuple[Sequence[torch.Tensor], Sequence[Any], TensorRole]] = [
         (setup.optimizer_parameters, setup.parameter_names, TensorRole.PARAMETER),
         (extra_tensors, range(len(extra_tensors)), TensorRole.UNSPECIFIED),
+        (buffers, range(len(extra_tensors), len(extra_tensors) + len(buffers)), TensorRole.UNSPECIFIED),
         (statistics, range(len(statistics)), TensorRole.OPTIMIZER),
     ]
     tensors, infos = [], []
@@ -55,6 +76,7 @@ class TrainingState:
     epoch: int
     parameters: Sequence[torch.Tensor]
     extra_tensors: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
     optimizer_metadata: Any
     statistics: Sequence[torch.Tensor]
     scheduler: Any
@@ -66,6 +88,7 @@ class TrainingState:
         tensors: Sequence[torch.Tensor],
         setup: TrainingSetup,
         extra_tensors: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
     ) -> TrainingState:
         """Check what another peer sent.
 
@@ -77,7 +100,7 @@ class TrainingState:
         epoch = metadata.get("epoch")
         if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 <= epoch < MAX_EPOCH:
             raise ValueError(f"it has no valid epoch: {epoch!r}")
-        own = [*setup.optimizer_parameters, *extra_tensors]
+        own = [*setup.optimizer_parameters, *extra_tensors, *buffers]
         if len(tensors) < len(own):
             raise ValueError(f"it has {len(tensors)} tensors, expected at least {len(own)}")
         for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
@@ -87,7 +110,8 @@ class TrainingState:
         state = cls(
             epoch,
             tensors[:num_parameters],
-            tensors[num_parameters : len(own)],
+            tensors[num_parameters : num_parameters + len(extra_tensors)],
+            tensors[num_parameters + len(extra_tensors) : len(own)],
             metadata.get("optimizer_metadata"),
             tensors[len(own) :],
             metadata.get("scheduler"),

@@ -37,6 +37,22 @@ class TrainingSetup:
         return self.optimizer_parameters is not self.main_parameters
 
 
+def listed(params: Parameters | ParamGroups | None) -> list[Any] | None:
+    """Parameters or groups that may be gone through more than once."""
+    if params is None:
+        return None
+    return [{**item, "params": list(item["params"])} if isinstance(item, dict) else item for item in params]
+
+
+def main_parameters(optimizer: TorchOptimizer | OptimizerFactory, params: list[Any] | None) -> list[torch.Tensor]:
+    """The user's parameters, in the order in which :func:`prepare_training` has them."""
+    if isinstance(optimizer, TorchOptimizer):
+        groups = optimizer.param_groups
+    else:
+        groups, _ = _as_groups(params or ())
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def prepare_training(
     optimizer: TorchOptimizer | OptimizerFactory,
     params: Parameters | ParamGroups | None,
