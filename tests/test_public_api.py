@@ -19,7 +19,7 @@ from shoal.compression import NoCompression
 
 NAMES = {
     "shoal": """
-        DHT DecentralizedAverager Optimizer __version__
+        DHT DecentralizedAverager Optimizer GradScaler TrainingAverager __version__
         averaging compression dht optim p2p utils
         CompressionBase CompressionInfo TensorRole NoCompression Float16Compression ScaledFloat16Compression
         BFloat16Compression Uniform8BitQuantization Quantile8BitQuantization BlockwiseQuantization
@@ -61,9 +61,13 @@ NAMES = {
         serialize_torch_tensor deserialize_torch_tensor deserialize_tensor_stream
     """,
     "shoal.compression.adaptive": "AdaptiveCompressionBase",
-    "shoal.optim": "Optimizer",
+    "shoal.optim": "Optimizer GradScaler TrainingAverager",
+    "shoal.optim.grad_scaler": "GradScaler",
+    "shoal.optim.training_averager": "TrainingAverager",
+    "shoal.optim.power_sgd_averager": "PowerSGDGradientAverager",
+    "shoal.optim.power_ef_averager": "PowerEFGradientAverager",
     "shoal.optim.optimizer": "Optimizer",
-    "shoal.optim.grad_averager": "GradientAverager",
+    "shoal.optim.grad_averager": "GradientAverager GradientAveragerFactory",
     "shoal.optim.state_averager": "TrainingStateAverager ZERO_GRAD_SET_TO_NONE_DEFAULT LRSchedulerBase",
     "shoal.optim.progress_tracker": "ProgressTracker LocalTrainingProgress GlobalTrainingProgress",
     "shoal.p2p": "P2P P2PContext PeerID PeerInfo P2PDaemonError P2PHandlerError ServicerBase StubBase",
@@ -254,6 +258,7 @@ SIGNATURES = {
         load_state_timeout=600.0, reuse_grad_buffers=False, offload_optimizer=None, delay_optimizer_step=None,
         delay_grad_averaging=False, delay_state_averaging=True, average_state_every=1, use_local_updates=False,
         client_mode=None, auxiliary=False, grad_compression=NoCompression(), grad_averager_factory=ANY,
+        grad_averager=ANY, use_ext_grad_buffer=ANY,
         state_averaging_compression=NoCompression(), load_state_compression=NoCompression(),
         average_opt_statistics=(), extra_tensors=(), averager_opts=None, tracker_opts=None, performance_ema_alpha=0.1,
         shutdown_timeout=5, verbose=False
@@ -281,6 +286,29 @@ SIGNATURES = {
     "shoal.optim.grad_averager.GradientAverager.reset_accumulated_grads_": "self",
     "shoal.optim.grad_averager.GradientAverager.use_averaged_gradients": "self",
     "shoal.optim.grad_averager.GradientAverager.notify_used_averaged_gradients": "self",
+    "shoal.optim.power_sgd_averager.PowerSGDGradientAverager": """
+        parameters, averager_rank, *, dht, prefix, reuse_grad_buffers=False, accumulate_grads_on=None,
+        client_mode=None, warn=True, min_compression_ratio=0.5, averaged_grads=None, **kwargs
+    """,
+    "shoal.optim.power_ef_averager.PowerEFGradientAverager": """
+        parameters, averager_rank, *, dht, prefix, reuse_grad_buffers=False, accumulate_grads_on=None,
+        client_mode=None, warn=True, min_compression_ratio=0.5, averaged_grads=None, grad_averaging_interval=10,
+        min_comprasion_ratio=None, **kwargs
+    """,
+    "shoal.GradScaler": """
+        init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True
+    """,
+    "shoal.GradScaler.unscale_": "self, optimizer",
+    "shoal.GradScaler.step": "self, optimizer, *args, **kwargs",
+    "shoal.GradScaler.update": "self, new_scale=None",
+    "shoal.GradScaler.are_grads_finite": "self, optimizer, use_cached=False",
+    "shoal.GradScaler.running_global_step": "self",
+    "shoal.TrainingAverager": """
+        opt, *, average_parameters, average_gradients, average_opt_statistics=(), extra_tensors=(),
+        parameter_names=None, initialize_optimizer=True, **kwargs
+    """,
+    "shoal.TrainingAverager.step": "self, data_lock=None, wait=True, **kwargs",
+    "shoal.TrainingAverager.local_tensors": "self",
     "shoal.optim.state_averager.TrainingStateAverager": """
         *, dht, optimizer, params=None, scheduler=None, initialize_optimizer=None, offload_optimizer=False,
         custom_gradients=False, reuse_tensors=None, delta_rule_averaging=False, performance_ema_alpha=0.1,

@@ -62,7 +62,11 @@ _HOMES = {
         "nested_map",
         "nested_pack",
     ),
-    "shoal.optim": ("Optimizer",),
+    "shoal.optim": (
+        "GradScaler",
+        "Optimizer",
+        "TrainingAverager",
+    ),
     "shoal.optim.performance_ema": ("PerformanceEMA",),
     "shoal.p2p": (
         "P2P",
@@ -116,7 +120,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.futures import MPFuture
     from shoal.logs import get_logger, use_hivemind_log_handler
     from shoal.nested import nested_compare, nested_flatten, nested_map, nested_pack
-    from shoal.optim import Optimizer
+    from shoal.optim import GradScaler, Optimizer, TrainingAverager
     from shoal.optim.performance_ema import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
     from shoal.reactor import switch_to_uvloop
@@ -136,6 +140,7 @@ __all__ = [
     "DHTExpiration",
     "DecentralizedAverager",
     "Float16Compression",
+    "GradScaler",
     "MPFuture",
     "MSGPackSerializer",
     "NoCompression",
@@ -156,6 +161,7 @@ __all__ = [
     "TensorMetadata",
     "TensorRole",
     "TimedStorage",
+    "TrainingAverager",
     "Uniform8BitQuantization",
     "ValueWithExpiration",
     "amap_in_executor",

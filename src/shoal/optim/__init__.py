@@ -2,5 +2,6 @@
 
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.optimizer import Optimizer
+from shoal.optim.training_averager import TrainingAverager
 
-__all__ = ["GradScaler", "Optimizer"]
+__all__ = ["GradScaler", "Optimizer", "TrainingAverager"]

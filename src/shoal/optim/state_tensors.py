@@ -38,7 +38,7 @@ class StateTensors:
         local = self.local()
         if reuse_tensors and any(tensor.device.type != "cpu" for tensor in local):
             raise ValueError("reuse_tensors=True averages tensors in place: they must be on the CPU")
-        self.averaged = [tensor.detach() if reuse_tensors else _copy_for_averaging(tensor) for tensor in local]
+        self.averaged = [tensor.detach() if reuse_tensors else copy_for_averaging(tensor) for tensor in local]
         self._before_averaging: list[torch.Tensor] | None = None
 
     def _check_statistics(self) -> None:
@@ -145,7 +145,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_([tensor.detach() for tensor in targets], [tensor.detach() for tensor in sources])
 
 
-def _copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
+def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU; half precision is averaged in single precision."""
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)

@@ -1,0 +1,207 @@
+"""Average a model with other peers whenever the training loop says so."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from shoal.averaging import DecentralizedAverager, StepControl
+from shoal.averaging.control import Gathered
+from shoal.averaging.snapshot import OwnedState
+from shoal.compression import CompressionInfo, TensorRole
+from shoal.errors import AveragingError
+from shoal.futures import AwaitableFuture
+from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_
+from shoal.optim.state_tensors import copy_all, copy_for_averaging
+from shoal.optim.state_transfer import TrainingState, apply_state, describe_state
+from shoal.optim.training_setup import TorchOptimizer, TrainingSetup, prepare_training
+
+__all__ = ["TrainingAverager"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TrainingAverager(DecentralizedAverager):
+    """Averages parameters, gradients or optimizer statistics of a model with other peers, one round per call.
+
+    For training loops of the user's own; :class:`~shoal.Optimizer` decides by itself when to average and when to step.
+
+    Args:
+        opt: optimizer of the model.
+        average_parameters: average the parameters.
+        average_gradients: average ``parameter.grad``.
+        average_opt_statistics: names of optimizer statistics to average, such as ``"exp_avg_sq"``.
+        extra_tensors: further tensors to average.
+        parameter_names: names for codecs; default: their numbers.
+        initialize_optimizer: make the optimizer's statistics exist at once.
+        averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
+
+    Raises:
+        ValueError: nothing is to be averaged, or a statistic does not exist.
+    """
+
+    def __init__(
+        self,
+        opt: TorchOptimizer,
+        *,
+        average_parameters: bool,
+        average_gradients: bool,
+        average_opt_statistics: Sequence[str] = (),
+        extra_tensors: Sequence[torch.Tensor] = (),
+        parameter_names: Iterable[str] | None = None,
+        initialize_optimizer: bool = True,
+        **averager_kwargs: Any,
+    ) -> None:
+        self.opt, self.extra_tensors = opt, tuple(extra_tensors)
+        self.average_parameters, self.average_gradients = average_parameters, average_gradients
+        self.opt_statistics = tuple(average_opt_statistics)
+        self._setup: TrainingSetup = prepare_training(opt, None, None, parameter_names, offload_optimizer=False)
+        self.parameter_names = self._setup.parameter_names
+        if initialize_optimizer and not has_statistics(opt):
+            initialize_optimizer_state_(opt)
+        self.local_step = 0
+        self._step_lock = threading.Lock()
+        with torch.no_grad():
+            averaged = [copy_for_averaging(tensor) for tensor in self.local_tensors()]
+        if not averaged:
+            raise ValueError("there is nothing to average: choose parameters, gradients, statistics or extra_tensors")
+        averager_kwargs.setdefault("tensor_infos", self._describe(averaged))
+        super().__init__(averaged, **averager_kwargs)
+
+    # --- what is averaged ---------------------------------------------------------------------------------------------
+
+    def _local(self) -> Iterator[tuple[torch.Tensor, Any, TensorRole]]:
+        named = list(zip(self._setup.main_parameters, self.parameter_names, strict=True))
+        if self.average_parameters:
+            yield from ((parameter, name, TensorRole.PARAMETER) for parameter, name in named)
+        if self.average_gradients:
+            for parameter, name in named:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                yield parameter.grad, name, TensorRole.GRADIENT
+        for statistic in self.opt_statistics:
+            for parameter, name in named:
+                if not isinstance(self.opt.state.get(parameter, {}).get(statistic), torch.Tensor):
+                    raise ValueError(f"{type(self.opt).__name__} keeps no statistic {statistic!r} of parameter {name}")
+                yield self.opt.state[parameter][statistic], (name, statistic), TensorRole.OPTIMIZER
+        yield from ((tensor, index, TensorRole.UNSPECIFIED) for index, tensor in enumerate(self.extra_tensors))
+
+    def local_tensors(self) -> Iterator[torch.Tensor]:
+        """The user's tensors, in the order in which they are averaged. Missing gradients are made, full of zeros."""
+        return (tensor for tensor, _, _ in self._local())
+
+    def _describe(self, averaged: Sequence[torch.Tensor]) -> list[CompressionInfo]:
+        return [
+            CompressionInfo.from_tensor(tensor, key=key, role=role)
+            for tensor, (_, key, role) in zip(averaged, self._local(), strict=True)
+        ]
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def step(  # type: ignore[override]
+        self, data_lock: contextlib.AbstractContextManager[Any] | None = None, wait: bool = True, **kwargs: Any
+    ) -> Gathered | concurrent.futures.Future[Gathered | None] | None:
+        """Average once. A round that fails leaves the model as it is.
+
+        Args:
+            data_lock: held while the model is read or changed. With it, what averaging has changed is added to the
+                model, so that training may go on meanwhile; without it, the averages replace the model's values.
+            wait: return the result; otherwise a future of it at once.
+            kwargs: options of the round, see :meth:`DecentralizedAverager.step`.
+
+        Returns:
+            What each member gave as ``gather``; ``None`` if the round failed.
+        """
+        if wait:
+            return self._average(data_lock, kwargs)
+        return _in_thread(functools.partial(self._average, data_lock, kwargs))
+
+    @torch.no_grad()
+    def _average(
+        self, data_lock: contextlib.AbstractContextManager[Any] | None, options: dict[str, Any]
+    ) -> Gathered | None:
+        access = contextlib.nullcontext() if data_lock is None else data_lock
+        with self._step_lock:
+            with access, self.get_tensors() as averaged:
+                copy_all(averaged, list(self.local_tensors()))
+                before = None if data_lock is None else [tensor.clone() for tensor in averaged]
+            gathered = self._run_round(options)
+            if gathered is not None:
+                with access, self.get_tensors() as averaged:
+                    local = list(self.local_tensors())
+                    if before is None:
+                        copy_all(local, averaged)
+                    else:
+                        for tensor, new, old in zip(local, averaged, before, strict=True):
+                            tensor.add_((new - old).to(tensor.device))
+            self.local_step += 1
+            return gathered
+
+    def _run_round(self, options: dict[str, Any]) -> Gathered | None:
+        control = super().step(**{**options, "wait": False})
+        assert isinstance(control, StepControl)
+        try:
+            return control.result()
+        except AveragingError as e:
+            logger.warning("the model was not averaged in step %d: %s", self.local_step, e)
+            return None
+        except BaseException:
+            control.cancel()
+            raise
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def get_current_state(self) -> OwnedState:
+        """What newcomers download: parameters, extra tensors, optimizer state and the number of steps."""
+        with self._step_lock:
+            state = describe_state(self._setup, self.extra_tensors, [], self.local_step, self.node.group_bits)
+        metadata = {**state.metadata, "step": self.local_step}
+        return OwnedState(metadata, state.tensors, state.infos)
+
+    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
+        """Download the state of another peer and put it into the model and its optimizer.
+
+        Args:
+            wait: return whether it was done; otherwise a future of that.
+            timeout: seconds for the download.
+        """
+        if not wait:
+            return _in_thread(functools.partial(self.load_state_from_peers, timeout=timeout))
+        downloaded = super().load_state_from_peers(timeout=timeout)
+        if downloaded is None:
+            return False
+        try:
+            state = TrainingState.parse(
+                downloaded.metadata, downloaded.tensors, self._setup, self.extra_tensors, buffers=[]
+            )
+        except ValueError as e:
+            logger.warning("a downloaded training state was refused: %s", e)
+            return False
+        with self._step_lock:
+            apply_state(state, self._setup, self.extra_tensors)
+            self.local_step = max(self.local_step, state.epoch)
+        return True
+
+
+def _in_thread(work: Callable[[], T]) -> AwaitableFuture[T]:
+    """Do something in a thread that does not keep the interpreter from leaving."""
+    outcome: AwaitableFuture[T] = AwaitableFuture()
+
+    def run() -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return
+        try:
+            outcome.set_result(work())
+        except Exception as e:
+            outcome.set_exception(e)
+
+    threading.Thread(target=run, name="shoal-training-averager", daemon=True).start()
+    return outcome
