@@ -4,7 +4,8 @@ First terminal:   python examples/lightning_digits.py
 Second terminal:  the line with PL_INITIAL_PEERS=... that the first one prints
 
 A LightningModule needs no change: only the Trainer gets a strategy. Start the second one while the first trains: it
-takes over the first one's state, and from then on both do half of the work. Needs: pip install 'shoal[lightning,examples]'
+takes over the first one's state, and from then on both do half of the work. Needs Lightning, and scikit-learn for the
+data: pip install 'shoal[lightning,examples]'
 """
 
 import lightning
@@ -32,7 +33,7 @@ class Classifier(lightning.LightningModule):
         self.log("accuracy", (self.network(images).argmax(dim=1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.003)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)]
 
 

@@ -14,4 +14,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings(f"ignore::Warning:{FOREIGN}"), append=False)
-            item.add_marker(pytest.mark.timeout(240))  # importing Lightning alone takes long on a busy machine
+            item.add_marker(pytest.mark.timeout(120))  # importing Lightning alone takes long on a busy machine

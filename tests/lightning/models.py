@@ -66,8 +66,8 @@ def make_model(pl: ModuleType, configure: MakeOptimizers = sgd) -> Any:
 
 
 def await_introduction(optimizer: Any) -> None:
-    """A peer steps only after it has looked for others, which takes some time in the background."""
-    if isinstance(optimizer, Optimizer):
+    """A peer with samples looks for others before the first step, which takes some time in the background."""
+    if isinstance(optimizer, Optimizer) and optimizer.local_progress.samples_accumulated > 0:
         wait_until(lambda: optimizer.tracker.is_introduced, "the peer has looked for others")
 
 

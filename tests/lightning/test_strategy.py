@@ -175,8 +175,8 @@ def test_several_steps_in_one_batch(make: Make, pl: ModuleType, tmp_path: Path) 
 
     def training_step(batch: Any, batch_idx: int) -> None:
         optimizer = model.optimizers()
-        await_introduction(model.trainer.optimizers[0])
         for _ in range(2):
+            await_introduction(model.trainer.optimizers[0])
             optimizer.zero_grad()
             model.manual_backward(nn.functional.mse_loss(model.layer(batch[0]), batch[1]))
             optimizer.step()

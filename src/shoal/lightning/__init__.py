@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.lightning.flavours import installed_flavours, register_by_name
+from shoal.lightning.flavours import imported_flavours, installed_flavours, register_by_name
 
 if TYPE_CHECKING:
     from shoal.lightning.strategy import HiveMindScheduler, HivemindStrategy
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _register() -> None:
-    if installed_flavours():
+    if imported_flavours() or len(installed_flavours()) == 1:
         from shoal.lightning.strategy import HivemindStrategy
 
         register_by_name(HivemindStrategy, ("hivemind", "shoal"))

@@ -71,12 +71,19 @@ def current_flavour() -> Flavour:
 def in_flavour(strategy: type[object], package: str) -> type[Any]:
     """The strategy as a class that a ``Trainer`` of this package accepts."""
     base = Flavour(package).strategy_class
-    return strategy if issubclass(strategy, base) else types.new_class(strategy.__name__, (strategy, base))
+    if issubclass(strategy, base):
+        return strategy
+    names = {"__module__": strategy.__module__, "__doc__": strategy.__doc__}
+    return types.new_class(strategy.__name__, (strategy, base), exec_body=lambda body: body.update(names))
 
 
 def register_by_name(strategy: type[object], names: tuple[str, ...]) -> None:
-    """Let ``Trainer(strategy=name)`` know the strategy: the ``Trainer`` imported so far, or all that are installed."""
-    for flavour in imported_flavours() or installed_flavours():
+    """Let ``Trainer(strategy=name)`` know the strategy: every ``Trainer`` imported so far, or the only one installed.
+
+    With two installed and none imported there is no telling which one the user wants, and importing both would hide it.
+    """
+    installed = installed_flavours()
+    for flavour in imported_flavours() or (installed if len(installed) == 1 else []):
         registry = flavour.find("strategies", "StrategyRegistry")
         for name in names:
             registry.register(
