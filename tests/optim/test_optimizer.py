@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from shoal.optim import Optimizer
+from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.power_ef_averager import PowerEFGradientAverager
+from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
 from tests.optim.conftest import in_parallel, wait_until
 
@@ -348,3 +351,54 @@ def test_an_optimizer_that_is_dropped_shuts_itself_down(make_dhts):
     tracker, averager = opt.tracker, opt.state_averager
     del opt
     wait_until(lambda: not tracker.is_alive() and not averager.is_alive(), "the parts are shut down")
+
+
+def train_until_all_have_met(trainers: list[Trainer]) -> None:
+    """Until the last one has been in a round with all others, and two epochs longer."""
+    goal, pause, last = [10**6], threading.Event(), trainers[-1]
+
+    def train(trainer: Trainer) -> None:
+        while trainer.opt.local_epoch < goal[0]:
+            trainer.step()
+            latest = last.opt.grad_averager.last_round
+            if trainer is last and goal[0] == 10**6 and latest and len(latest.peers) == len(trainers):
+                goal[0] = trainer.opt.local_epoch + 2
+            pause.wait(0.005)
+
+    in_parallel(*(lambda t=t: train(t) for t in trainers))
+
+
+@pytest.mark.parametrize("use_ext_grad_buffer", [True, False])
+@pytest.mark.parametrize("averager", [GradientAverager, PowerSGDGradientAverager, PowerEFGradientAverager])
+@pytest.mark.parametrize("options", [{}, {"offload": True, "delay_optimizer_step": True}], ids=["", "offload"])
+def test_every_gradient_averager_works_with_newcomers(make_trainers, averager, use_ext_grad_buffer, options):
+    preset = {} if averager is GradientAverager else {"averager_rank": 1, "min_compression_ratio": 0.3}
+    options = {"grad_averager": averager.get_factory(**preset), "use_ext_grad_buffer": use_ext_grad_buffer, **options}
+    trainers = make_trainers(2, **options)
+    meet(*trainers)
+    in_parallel(*(lambda t=t: t.train_until(3) for t in trainers))
+    (newcomer,) = make_trainers(1, seeds=[5], **options)
+    own = newcomer.opt.grad_averager.get_buffers()
+    assert newcomer.opt.load_state_from_peers() is True
+    downloaded = newcomer.opt.grad_averager.get_buffers()
+    if averager is GradientAverager:
+        assert downloaded == []
+    else:
+        assert all(map(torch.equal, downloaded, own)) is not use_ext_grad_buffer
+    everybody = [*trainers, newcomer]
+    train_until_all_have_met(everybody)
+    check_identical(everybody)
+    for trainer in everybody:
+        assert len(trainer.opt.grad_averager.last_round.peers) == 3
+        buffers = trainer.opt.grad_averager.get_buffers()
+        assert all(map(torch.equal, buffers, trainers[0].opt.grad_averager.get_buffers()))
+
+
+def test_the_buffers_of_another_setting_are_refused(make_trainers, caplog):
+    (first,) = make_trainers(1, grad_averager=PowerEFGradientAverager.get_factory(averager_rank=1))
+    first.train_until(2)
+    (newcomer,) = make_trainers(1, seeds=[5], grad_averager=GradientAverager)
+    before = values(newcomer.model)
+    assert newcomer.opt.load_state_from_peers(timeout=10) is False
+    assert "refused" in caplog.text
+    assert torch.equal(values(newcomer.model), before)
