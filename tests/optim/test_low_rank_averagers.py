@@ -10,12 +10,14 @@ import torch
 
 from shoal.averaging.node import AveragerNode
 from shoal.clock import get_dht_time
-from shoal.compression import Float16Compression
+from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import AllreduceException, AveragingError, ShoalError
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.low_rank_averager import LowRankAverager
+from shoal.optim.low_rank_state import NEVER, Statement, agree
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
+from shoal.serializer import MSGPackSerializer
 from tests.optim.conftest import in_parallel
 
 RANK = 2
@@ -509,3 +511,67 @@ def test_a_round_that_is_being_put_in_place_cannot_be_cancelled(make_averagers):
     controls[1].result(20)
     check_equal(averages(unlucky), averages(averagers[1]))  # waits for the lock
     check_equal(unlucky.get_buffers(), averagers[1].get_buffers())
+
+
+@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize("codec", [Float16Compression(), Uniform8BitQuantization()], ids=["float16", "8 bits"])
+def test_a_state_that_lost_bits_on_its_way_counts_as_another(make_averagers, cls, codec):
+    averagers = make_averagers(cls, 2, state_compression=codec)
+    for number in range(2):
+        for i, averager in enumerate(averagers):
+            contribute(averager, make_grads(10 * number + i, averager.parameters))
+        run_round(averagers)
+    (newcomer,) = make_averagers(cls, 1)
+    assert newcomer.load_state_from_peers(timeout=20) is not None
+    assert (newcomer._state.rounds, newcomer._state.made_by) == (0, NEVER)
+    assert (newcomer._state.bases[0] - averagers[0]._state.bases[0]).norm() < 0.2 * averagers[0]._state.bases[0].norm()
+    everybody = [*averagers, newcomer]
+    for i, averager in enumerate(everybody):
+        contribute(averager, make_grads(20 + i, averager.parameters))
+    run_round(everybody)
+    for averager in everybody[1:]:
+        check_equal(averager.get_buffers(), averagers[0].get_buffers())
+        check_equal(averages(averager), averages(averagers[0]))
+
+
+@pytest.mark.parametrize("damage", ["shape", "count", "nan"])
+def test_bad_buffers_are_refused(make_averagers, damage):
+    (averager,) = make_averagers(PowerEFGradientAverager, 1)
+    before, tensors = averager._state, averager.get_buffers()
+    if damage == "count":
+        tensors.pop()
+    elif damage == "shape":
+        tensors[0] = tensors[0][1:]
+    else:
+        tensors[0] = tensors[0] * torch.nan
+    with pytest.raises(ValueError, match="buffers for low-rank averaging"):
+        averager.set_buffers(tensors)
+    assert averager._state is before
+
+
+ORIGINS = [bytes([i]) * 20 for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([(ORIGINS[1], 5), (ORIGINS[1], 5)], (ORIGINS[1], False, 5)),
+        ([(ORIGINS[1], 5), (NEVER, 0), (NEVER, 0)], (ORIGINS[1], True, 5)),
+        ([(ORIGINS[1], 5), (ORIGINS[2], 5), (ORIGINS[1], 5)], (ORIGINS[1], True, 5)),
+        ([(ORIGINS[1], 5), (ORIGINS[2], 5)], (ORIGINS[2], True, 5)),
+        ([(None, 7), (ORIGINS[1], 5)], (ORIGINS[1], False, 7)),
+        ([(None, 0), (None, 3)], (None, False, 3)),
+    ],
+)
+def test_what_follows_from_what_members_say(said, expected):
+    statements = [Statement(b"", made_by, rounds) for made_by, rounds in said]
+    assert tuple(agree(statements)) == expected
+    assert tuple(agree(statements[::-1])) == expected, "the order of members makes no difference"
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, [], [1, 2, 3], [b"x", b"short", 1], [b"x", b"x" * 20, -1], [b"x", b"x" * 20, 2**60], {"a": 1}]
+)
+def test_nothing_follows_from_nonsense(value):
+    assert Statement.parse(MSGPackSerializer.dumps(value)).made_by is None
+    assert Statement.parse(b"\xc1 no msgpack") == (b"", None, 0)

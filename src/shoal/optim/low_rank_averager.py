@@ -23,7 +23,7 @@ from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AllreduceException, ShoalError
 from shoal.optim.grad_averager import GradientAverager, logger
 from shoal.optim.low_rank import get_flatten_greedy_dims, orthogonalize_
-from shoal.optim.low_rank_state import Agreement, LowRankState, Statement, after_round, agree, first_basis
+from shoal.optim.low_rank_state import MAX_ROUNDS, Agreement, LowRankState, Statement, after_round, agree, first_basis
 from shoal.reactor import run_in_worker
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class LowRankAverager(GradientAverager):
         if session.mode is AveragingMode.AUX:
             return
         made_by = after_round(state.made_by, session.group.group_id)
-        rounds = max(agreement.rounds, state.rounds) + 1
+        rounds = min(max(agreement.rounds, state.rounds) + 1, MAX_ROUNDS - 1)
         contributed = result.weights[session.own_index] > 0
         await _to_the_end(run_in_worker(self._finish, work, tensors, made_by, rounds, contributed))
 
@@ -264,8 +264,7 @@ class LowRankAverager(GradientAverager):
     def get_current_state(self) -> OwnedState:
         """What newcomers download: what all members know in common."""
         tensors = self.get_buffers()
-        infos = [CompressionInfo.from_tensor(t, key=i, role=TensorRole.GRADIENT) for i, t in enumerate(tensors[:-1])]
-        infos.append(CompressionInfo.from_tensor(tensors[-1], key="origin", role=TensorRole.UNSPECIFIED))
+        infos = [CompressionInfo.from_tensor(t, key=i, role=TensorRole.GRADIENT) for i, t in enumerate(tensors)]
         return OwnedState({"group_bits": self.node.group_bits}, tensors, infos)
 
     async def _download_state(self) -> State | None:

@@ -11,11 +11,15 @@ import numpy as np
 import torch
 
 from shoal.averaging.group_info import GROUP_ID_BYTES
+from shoal.averaging.snapshot import hash_of
 from shoal.serializer import MSGPackSerializer
 
 NEVER = bytes(GROUP_ID_BYTES)
 """Stands for no rounds at all."""
 MAX_ROUNDS = 2**53
+_COUNT_BYTES = 8
+_DIGEST_BYTES = 8
+_ORIGIN_BYTES = GROUP_ID_BYTES + _COUNT_BYTES + _DIGEST_BYTES
 
 
 class LowRankState(NamedTuple):
@@ -31,26 +35,35 @@ class LowRankState(NamedTuple):
     """How many there have been."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of it as tensors; :meth:`replaced_by` understands them."""
-        origin = bytearray(self.made_by + self.rounds.to_bytes(8, "big"))
-        return [*self.bases, *self.estimates, torch.frombuffer(origin, dtype=torch.uint8)]
+        """All of it as tensors of floating point numbers; :meth:`replaced_by` understands them."""
+        matrices = [*self.bases, *self.estimates]
+        origin = self.made_by + self.rounds.to_bytes(_COUNT_BYTES, "big") + _digest(matrices)
+        return [*matrices, torch.tensor(list(origin), dtype=torch.float32)]
 
     def replaced_by(self, tensors: Sequence[torch.Tensor]) -> LowRankState:
-        """Another peer's state.
+        """Another peer's state. If it has lost some bits on its way, it does not count as the same.
 
         Raises:
             ValueError: it does not fit into the place of this one.
         """
-        own = self.tensors()
-        shapes, own_shapes = [tuple(t.shape) for t in tensors], [tuple(t.shape) for t in own]
+        own = [*self.bases, *self.estimates]
+        shapes = [tuple(t.shape) for t in tensors]
+        own_shapes = [*(tuple(t.shape) for t in own), (_ORIGIN_BYTES,)]
         if shapes != own_shapes:
             raise ValueError(f"buffers for low-rank averaging have shapes {shapes}, expected {own_shapes}")
-        copies = tuple(theirs.detach().to(mine.dtype, copy=True) for theirs, mine in zip(tensors, own, strict=True))
-        if not all(bool(tensor.isfinite().all()) for tensor in copies):
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
             raise ValueError("buffers for low-rank averaging are not finite")
-        origin, split = bytes(copies[-1].tolist()), len(self.bases)
-        rounds = min(int.from_bytes(origin[GROUP_ID_BYTES:], "big"), MAX_ROUNDS)
-        return LowRankState(copies[:split], copies[split:-1], origin[:GROUP_ID_BYTES], rounds)
+        copies = tuple(t.detach().to(mine.dtype, copy=True) for t, mine in zip(tensors[:-1], own, strict=True))
+        origin, split = bytes(tensors[-1].round().clamp(0, 255).to(torch.uint8).tolist()), len(self.bases)
+        made_by, rounds = NEVER, 0
+        if origin[-_DIGEST_BYTES:] == _digest(copies):
+            made_by = origin[:GROUP_ID_BYTES]
+            rounds = min(int.from_bytes(origin[GROUP_ID_BYTES:-_DIGEST_BYTES], "big"), MAX_ROUNDS - 1)
+        return LowRankState(copies[:split], copies[split:], made_by, rounds)
+
+
+def _digest(matrices: Sequence[torch.Tensor]) -> bytes:
+    return hash_of([memoryview(m.contiguous().numpy()).cast("B") for m in matrices])[:_DIGEST_BYTES]
 
 
 def after_round(made_by: bytes, round_id: bytes) -> bytes:

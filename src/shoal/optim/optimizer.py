@@ -181,8 +181,10 @@ class Optimizer(torch.optim.Optimizer):
         }
         compression = {} if grad_compression is None else {"compression": grad_compression}
         params = listed(params)
-        self.grad_averager = self._make_grad_averager(
-            main_parameters(optimizer, params), {**compression, **averager_options, "start": False}
+        self.grad_averager = settings.make_grad_averager(
+            main_parameters(optimizer, params),
+            prefix=f"{run_id}_grad_averager",
+            **{**compression, **averager_options, "start": False},
         )
         self.state_averager = TrainingStateAverager(
             prefix=f"{run_id}_state_averager",
@@ -218,22 +220,6 @@ class Optimizer(torch.optim.Optimizer):
         self._groups_under_construction: list[dict[str, Any]] | None = []
         super().__init__([dict(group) for group in self._main_groups()], dict(self.opt.defaults))
         self._groups_under_construction = None
-
-    def _make_grad_averager(self, main: Sequence[torch.Tensor], options: dict[str, Any]) -> GradientAverager | None:
-        factory = self.settings.grad_averager_factory
-        if factory is None:
-            return None
-        trained = [parameter for parameter in main if parameter.requires_grad]
-        if self.settings.offload_optimizer:  # as wide as the optimizer's copies of the parameters
-            options["averaged_grads"] = [
-                torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained
-            ]
-        return factory(
-            parameters=trained,
-            prefix=f"{self.run_id}_grad_averager",
-            reuse_grad_buffers=self.settings.reuse_grad_buffers,
-            **options,
-        )
 
     def _connect_gradients(self, averager: GradientAverager) -> None:
         """Let gradients be averaged right where the optimizer reads them, if they are not the user's."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.lr_schedule import LRSchedulerBase
@@ -96,6 +98,21 @@ class OptimizerSettings:
             auxiliary=auxiliary,
             client_mode=client_mode,
         )
+
+    def make_grad_averager(self, main: Sequence[torch.Tensor], **options: Any) -> GradientAverager | None:
+        """The gradient averager for the user's parameters, if there is to be one.
+
+        Args:
+            options: given to the factory.
+        """
+        if self.grad_averager_factory is None:
+            return None
+        trained = [parameter for parameter in main if parameter.requires_grad]
+        if self.offload_optimizer:  # as wide as the optimizer's copies of the parameters
+            options["averaged_grads"] = [
+                torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained
+            ]
+        return self.grad_averager_factory(parameters=trained, reuse_grad_buffers=self.reuse_grad_buffers, **options)
 
 
 def _resolve_grad_averager(
