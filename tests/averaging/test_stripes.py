@@ -211,3 +211,18 @@ async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, wha
         assert controls[i].round.share_averaged == 1
     assert torch.equal(tensors[1], tensors[2])
     await swarm.close()
+
+
+async def test_connections_are_made_while_the_trigger_is_awaited(far_away):
+    far_away(1.0)
+    swarm, _ = await start(3)
+    controls = [make_control(node, expected_group_size=3, triggered=False) for node in swarm.nodes]
+    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
+    needed = 2 * 3  # to two others: at least two stripes, and one call for the end of the round
+    await until(lambda: all(node.p2p._pool.idle_count >= needed and not node._connecting for node in swarm.nodes))
+    dialled = [node.p2p.metrics.connections_dialled for node in swarm.nodes]
+    for control in controls:
+        control.allow_allreduce()
+    await asyncio.gather(*running)
+    assert [node.p2p.metrics.connections_dialled for node in swarm.nodes] == dialled
+    await swarm.close()

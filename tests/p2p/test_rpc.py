@@ -64,6 +64,21 @@ async def test_one_connection_serves_call_after_call(kind: str) -> None:
         assert caller._pool.idle_count == 1
 
 
+async def test_connections_are_ready_before_they_are_needed(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, caller = await peers.two()
+        await serving(server)
+        await caller.prepare(server.peer_id, 3)
+        await asyncio.gather(*[caller.prepare(server.peer_id, 3) for _ in range(3)])
+        assert caller._pool.idle_count == 3
+        calls = [stub(caller, server).rpc_square(Number(value=value)) for value in range(3)]
+        assert [answer.value for answer in await asyncio.gather(*calls)] == [0, 1, 4]
+        assert caller._pool.idle_count == 3
+        with pytest.raises(DialError):
+            await caller.prepare(Identity.generate().peer_id, 1)
+        assert_clean(server, caller)
+
+
 async def test_calls_in_parallel(kind: str) -> None:
     async with Peers(kind) as peers:
         server, caller = await peers.two()

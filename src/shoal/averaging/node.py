@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from shoal.averaging.allreduce import AllReduceSettings, AveragingMode
+from shoal.averaging.calls import PEER_FAILURES
 from shoal.averaging.control import AveragingStage, Gathered, RoundResult, StepControl
+from shoal.averaging.exchange import stripes_for
 from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.key_manager import GroupKeyManager
 from shoal.averaging.matchmaking import Matchmaking, MatchmakingSettings
@@ -42,6 +44,8 @@ from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
 
+BYTES_PER_VALUE = 4
+"""About: for guessing how many connections a round is going to use."""
 DEFAULT_STALL_TIMEOUT = 30.0
 """Seconds of silence after which a member is given up where the user has set no limit."""
 _RETRIABLE = (AveragingError, P2PDaemonError, P2PHandlerError, ProtocolError, asyncio.TimeoutError, TimeoutError)
@@ -185,6 +189,7 @@ class AveragerNode(ServicerBase):
         )
         self._rounds = Rounds()
         self._tasks: list[asyncio.Task[Any]] = []
+        self._connecting: dict[asyncio.Task[None], None] = {}  # in order, so that simulations can be repeated
 
     @property
     def group_bits(self) -> str:
@@ -206,7 +211,7 @@ class AveragerNode(ServicerBase):
 
     async def close(self) -> None:
         """Stop: withdraw what others know of this averager and serve nobody any more."""
-        await cancel_and_wait(*self._tasks)
+        await cancel_and_wait(*self._tasks, *self._connecting)
         await asyncio.gather(*[lane.matchmaking.close() for lane in self.lanes.values()])
         if self.config.mode is not AveragingMode.CLIENT:
             await self.remove_p2p_handlers(self.p2p, namespace=self.config.prefix)
@@ -253,6 +258,8 @@ class AveragerNode(ServicerBase):
         group = await lane.matchmaking.look_for_group(control)
         try:
             control.stage = AveragingStage.AWAITING_TRIGGER
+            if not control.triggered:
+                self._connect_ahead(group, lane)
             await control.wait_for_trigger()
             control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
             session = self._session(group, control.weight)
@@ -265,6 +272,22 @@ class AveragerNode(ServicerBase):
         control.round = self.last_round = session.result
         self._count(control.round)
         return self._gathered(session.group)
+
+    def _connect_ahead(self, group: GroupInfo, lane: Lane) -> None:
+        """Make the connections of the round while there is time: over long links that takes a while."""
+        for peer, share in zip(group.peer_ids, group.shares, strict=True):
+            if share and peer != self.p2p.peer_id:
+                parts = share * BYTES_PER_VALUE // self.config.part_size_bytes
+                stripes = stripes_for(self.p2p.round_trip_to(peer), parts)
+                task = asyncio.ensure_future(self._connect(peer, stripes + 1))  # one more for what is not parts
+                self._connecting[task] = None
+                task.add_done_callback(self._connecting.pop)
+
+    async def _connect(self, peer: PeerID, connections: int) -> None:
+        try:
+            await self.p2p.prepare(peer, connections)
+        except PEER_FAILURES as e:
+            logger.debug("could not connect to %s ahead of the round: %r", peer, e)
 
     def _session(self, group: GroupInfo, weight: float) -> GroupSession:
         config = self.config

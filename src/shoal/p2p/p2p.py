@@ -265,6 +265,14 @@ class P2P:
         """Seconds to a peer and back, the shortest time that was seen; 0 if none was."""
         return self._round_trips.get(peer, 0.0)
 
+    async def prepare(self, peer: PeerID, connections: int) -> None:
+        """Have connections to a peer ready for calls that are going to be made.
+
+        Raises:
+            DialError: it cannot be reached.
+        """
+        await self._pool.prepare(peer, connections)
+
     async def _connect(self, peer: PeerID) -> Connection:
         if not self.is_alive:
             raise P2PDaemonError("this peer is shut down")

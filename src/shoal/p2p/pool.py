@@ -123,6 +123,21 @@ class ConnectionPool:
         del peer.in_use[connection]
         self._keep(peer, connection)
 
+    async def prepare(self, peer_id: PeerID, count: int) -> None:
+        """Dial until so many connections are idle, for calls that are going to be made.
+
+        Raises:
+            DialError: the peer cannot be reached.
+        """
+        self._check_open()
+        peer = self._peers.setdefault(peer_id, _Peer(peer_id))
+        try:
+            while len(peer.idle) + peer.dialling < min(count, MAX_IDLE_PER_PEER) and peer.may_dial:
+                peer.dialling += 1
+                self.release(await self._dial_new(peer), reusable=True)
+        finally:
+            self._forget_if_possible(peer)
+
     def add(self, connection: Connection) -> None:
         """Take over a connection that was made elsewhere, as an idle one."""
         self._keep(self._peers.setdefault(connection.remote, _Peer(connection.remote)), connection)
