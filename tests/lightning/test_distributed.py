@@ -117,5 +117,11 @@ import sys
 sys.modules.update(dict.fromkeys(["lightning", "lightning.pytorch", "pytorch_lightning", "lightning_fabric"]))
 import shoal.lightning.distributed as d
 assert not d.distributed_available()
+try:
+    shoal.lightning.HivemindStrategy(target_batch_size=1)
+except ModuleNotFoundError as e:
+    assert "pip install 'shoal[lightning]'" in str(e)
+else:
+    raise AssertionError("a strategy without Lightning")
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -132,14 +132,18 @@ def test_as_without_the_strategy(
 
 
 @pytest.mark.usefixtures("by_count")
-def test_half_precision_with_a_scaler(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reuse_grad_buffers", [False, True])
+def test_half_precision_with_a_scaler(make: Make, pl: ModuleType, tmp_path: Path, reuse_grad_buffers: bool) -> None:
     """On the CPU; with CUDA, precision="16-mixed" makes the same plugin."""
     plugin_class = import_lightning("lightning.pytorch.plugins").MixedPrecision
     models = []
-    for options in ({"accumulate_grad_batches": 2}, {"strategy": make()}):
+    strategy = make(reuse_grad_buffers=reuse_grad_buffers)
+    for options in ({"accumulate_grad_batches": 2}, {"strategy": strategy}):
         plugin = plugin_class("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
         models.append(make_model(pl))
         make_trainer(pl, tmp_path, plugins=[plugin], gradient_clip_val=0.5, **options).fit(models[-1], data())
+    assert isinstance(plugin.scaler, shoal.GradScaler)
+    assert plugin.scaler.get_scale() == 64
     torch.testing.assert_close(weights(models[0]), weights(models[1]), rtol=1e-3, atol=1e-4)
     assert models[1].epochs[-1] == 4
 

@@ -47,7 +47,7 @@ class Flavour:
 
 def imported_flavours() -> list[Flavour]:
     """Packages that the program uses already."""
-    return [Flavour(package) for package in PACKAGES if package in sys.modules]
+    return [Flavour(package) for package in PACKAGES if sys.modules.get(package) is not None]
 
 
 def installed_flavours() -> list[Flavour]:

@@ -187,6 +187,7 @@ class HivemindStrategy(Strategy):
             return
         self._check_precision()
         self._check_optimizers()
+        self._install_scaler()
         if not self.dht.is_alive():  # an earlier call of the trainer has ended it
             self.dht = self._start_dht()
         self._optimizer = None
@@ -202,6 +203,21 @@ class HivemindStrategy(Strategy):
             raise self._flavour.misconfigured(
                 f"HivemindStrategy does not support precision={precision!r}: use one of {', '.join(PRECISIONS)}"
             )
+
+    def _install_scaler(self) -> None:
+        """With half precision: a scaler that knows that many batches make one step, set up as Lightning's."""
+        precision: Any = self.precision_plugin
+        given = getattr(precision, "scaler", None)
+        if given is None or isinstance(given, shoal.GradScaler):
+            return
+        precision.scaler = shoal.GradScaler(
+            init_scale=given.get_scale(),
+            growth_factor=given.get_growth_factor(),
+            backoff_factor=given.get_backoff_factor(),
+            growth_interval=given.get_growth_interval(),
+            enabled=given.is_enabled(),
+            device=self.root_device.type,
+        )
 
     def _check_optimizers(self) -> None:
         if len(self.optimizers) != 1:
