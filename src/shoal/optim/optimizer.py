@@ -76,9 +76,11 @@ class Optimizer(torch.optim.Optimizer):
         client_mode: only connect to others; default: as the DHT.
         auxiliary: help others to average, without own batches.
         grad_compression: codec for gradients.
-        grad_averager: function that makes the gradient averager; ``None`` = local updates.
+        grad_averager: function that makes the gradient averager, see its ``get_factory``; ``None`` = local updates.
+            Default: PowerEF of rank 32.
         grad_averager_factory: another name of ``grad_averager``.
-        use_ext_grad_buffer: let newcomers download the gradient averager's buffers, if it has any.
+        use_ext_grad_buffer: let newcomers download the gradient averager's buffers with the parameters, if it has any.
+            The same in all peers.
         state_averaging_compression: codec for averaging parameters.
         load_state_compression: codec for downloads of the state.
         average_opt_statistics: names of optimizer statistics that are averaged with the parameters.
