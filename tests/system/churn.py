@@ -42,10 +42,10 @@ def run(peers: int, rounds: int, megabytes: float, kill_every: float, seed: int 
 
     Args:
         kill_every: seconds between two kills, on average.
-        kills: how many; default: until the end.
+        kills: how many, and only then may the rounds end; default: as many as it takes.
     """
     rng, churn, living = random.Random(seed), Churn(), []
-    options = ["--rounds", rounds, "--megabytes", megabytes]
+    options = ["--rounds", rounds, "--megabytes", megabytes, *([] if kills is None else ["--until-told"])]
     try:
         while len(living) < peers:
             living.append(_start(options, living))
@@ -54,9 +54,11 @@ def run(peers: int, rounds: int, megabytes: float, kill_every: float, seed: int 
         protected = living[:2]  # somebody has to finish
         while any(not peer.all("finished") for peer in protected):
             time.sleep(kill_every * (0.5 + rng.random()))
-            if kills is not None and churn.killed >= kills:
-                protected[0].wait_for("finished", 600)
-                protected[1].wait_for("finished", 600)
+            if churn.killed == kills:
+                for peer in living:
+                    peer.tell("enough")
+                for peer in protected:
+                    peer.wait_for("finished", 600)
                 break
             victim = rng.choice([peer for peer in living if peer not in protected])
             living.remove(victim)

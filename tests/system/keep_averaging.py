@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--initial-peers", nargs="*", default=[])
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--until-told", action="store_true", help="and then go on until told that it is enough")
     parser.add_argument("--megabytes", type=float, default=8)
     parser.add_argument("--matchmaking-time", type=float, default=1.0)
     args = parser.parse_args()
@@ -36,8 +38,13 @@ def main() -> None:
     )
     say(ready=True)
     assert sys.stdin.readline() == "go\n"
+    enough = threading.Event()
+    if args.until_told:
+        threading.Thread(target=lambda: sys.stdin.readline() and enough.set(), daemon=True).start()
+    else:
+        enough.set()
     process = psutil.Process()
-    for number in range(1, args.rounds + 1):
+    for number in itertools.count(1):
         began = time.monotonic()
         error, members = "", 0
         try:
@@ -57,6 +64,8 @@ def main() -> None:
             threads=threading.active_count(),
             sockets=len(process.net_connections()),
         )
+        if number >= args.rounds and enough.is_set():
+            break
     say(finished=True)
     sys.stdin.readline()  # others may still need this peer
     averager.shutdown()
