@@ -70,7 +70,13 @@ async def test_a_member_that_fails_between_phases_is_left_out_of_the_next():
 
     tensors = [[torch.full((100,), float(i)), torch.full((30,), float(i))] for i in range(3)]
     for i, each in enumerate(tensors):
-        await swarm.add(each, average=leave_after_the_first if i == 2 else twice, phases="two", sender_timeout=1.0)
+        await swarm.add(
+            each,
+            average=leave_after_the_first if i == 2 else twice,
+            phases="two",
+            sender_timeout=3.0,
+            reducer_timeout=6.0,
+        )
     controls = [make_control(node, expected_group_size=3, allow_retries=False) for node in swarm.nodes]
     await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
     with pytest.raises(RuntimeError, match="out of memory"):
