@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,8 +32,10 @@ from tests.lightning.models import (
     sgd,
 )
 
-pytest.importorskip("lightning")
-from shoal.lightning import HiveMindScheduler, HivemindStrategy, ShoalStrategy
+PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
+"""Or ``pytorch_lightning``: a program uses one of them, so each needs a run of its own."""
+pytest.importorskip(PACKAGE)
+from shoal.lightning import HiveMindScheduler, HivemindStrategy, ShoalStrategy  # noqa: E402 - after the Trainer
 
 Make = Callable[..., HivemindStrategy]
 STEP = 2 * BATCH
@@ -42,7 +45,7 @@ DECAY = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
 
 @pytest.fixture(scope="module")
 def pl() -> ModuleType:
-    return import_lightning("lightning.pytorch")
+    return import_lightning(PACKAGE)
 
 
 @pytest.fixture
@@ -135,7 +138,7 @@ def test_as_without_the_strategy(
 @pytest.mark.parametrize("reuse_grad_buffers", [False, True])
 def test_half_precision_with_a_scaler(make: Make, pl: ModuleType, tmp_path: Path, reuse_grad_buffers: bool) -> None:
     """On the CPU; with CUDA, precision="16-mixed" makes the same plugin."""
-    plugin_class = import_lightning("lightning.pytorch.plugins").MixedPrecision
+    plugin_class = import_lightning(f"{PACKAGE}.plugins").MixedPrecision
     models = []
     strategy = make(reuse_grad_buffers=reuse_grad_buffers)
     for options in ({"accumulate_grad_batches": 2}, {"strategy": strategy}):
@@ -340,7 +343,7 @@ def test_peers_as_text(make: Make) -> None:
 
 
 def test_lines_for_others_are_printed(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+    with caplog.at_level("INFO", f"{PACKAGE}.utilities.rank_zero"):
         strategy = make()
         address = str(strategy.dht.get_visible_maddrs()[0])
         assert f"PL_INITIAL_PEERS={address} " in caplog.text
@@ -413,7 +416,7 @@ def test_subclasses_are_strategies_too(pl: ModuleType, tmp_path: Path) -> None:
 
 
 def misconfiguration(pl: ModuleType) -> type[Exception]:
-    return sys.modules["lightning.pytorch.utilities.exceptions"].MisconfigurationException
+    return sys.modules[f"{PACKAGE}.utilities.exceptions"].MisconfigurationException
 
 
 def test_two_optimizers(make: Make, pl: ModuleType, tmp_path: Path) -> None:
