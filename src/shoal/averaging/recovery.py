@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shoal.averaging.allreduce import AllReduce
-from shoal.averaging.calls import PEER_FAILURES
+from shoal.averaging.calls import PEER_FAILURES, all_of
 from shoal.averaging.partition import Part
 from shoal.averaging.protocol import PartMessage, PartStatus, RoundKind, RoundMessage
 from shoal.averaging.reducer import PartReducer
@@ -141,8 +141,7 @@ class Recovery:
         work: list[Coroutine[Any, Any, None]] = [self._serve_member(member) for member in self._lines]
         if self._own in self._plan.missing:
             work.append(self._fill_own())
-        tasks = [asyncio.ensure_future(each) for each in work]
-        everything = asyncio.gather(*tasks)
+        everything = asyncio.ensure_future(all_of(*work))
         try:
             await first_completed(asyncio.shield(everything), self._failed.wait())
             if not everything.done() or self._failed.is_set():
@@ -153,8 +152,7 @@ class Recovery:
             logger.debug("could not fill all gaps: %r", e)
             return False
         finally:
-            everything.cancel()
-            await cancel_and_wait(*tasks)
+            await cancel_and_wait(everything)
 
     async def _serve_member(self, member: int) -> None:
         line = self._lines[member]
