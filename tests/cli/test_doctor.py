@@ -436,7 +436,7 @@ def test_ctrl_c_ends_it_at_once() -> None:
             assert process.stdout is not None
             assert any("connection" in line for line in process.stdout)  # now it waits for TLS
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=4)
+            _, errors = process.communicate(timeout=30)
         finally:
             process.kill()
             process.communicate()

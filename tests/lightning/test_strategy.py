@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import warnings
@@ -391,6 +392,7 @@ def test_options_reach_the_optimizer(make: Make, pl: ModuleType, tmp_path: Path)
 
 @pytest.mark.usefixtures("by_count")
 def test_by_name(make: Make, pl: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    importlib.reload(shoal.lightning)  # after the package of the Trainer, as users are told to import it
     monkeypatch.setenv("PL_TARGET_BATCH_SIZE", str(STEP))
     trainer = make_trainer(pl, tmp_path, strategy="hivemind")
     assert isinstance(trainer.strategy, ShoalStrategy)

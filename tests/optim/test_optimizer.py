@@ -117,7 +117,7 @@ def test_speed_is_measured_and_epochs_take_their_time(make_trainers):
     (trainer,) = make_trainers(1, target=32)
     trainer.train_until(3, pace=0.02)
     assert 96 <= trainer.samples <= 96 * 1.2
-    assert 0 < trainer.opt.tracker.performance_ema.samples_per_second <= 8 / 0.02
+    assert 0 < trainer.opt.tracker.performance_ema.samples_per_second <= 1.1 * 8 / 0.02  # clocks are not exact
 
 
 @pytest.mark.parametrize(
