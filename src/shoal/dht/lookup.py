@@ -64,8 +64,9 @@ class Lookup:
             return None
         hops = self.hops_to(node_id) + 1
         for told_id, contact in answer.contacts.items():
-            self._contacts.setdefault(told_id, contact)
-            self._hops.setdefault(told_id, hops)
+            if told_id not in self._contacts:
+                self._contacts[told_id] = contact
+                self._hops.setdefault(told_id, hops)
         return answer.records
 
     def hops_to(self, node_id: int) -> int:

@@ -431,11 +431,12 @@ class DHTProtocol(ServicerBase):
         room = REPLY_BYTES
         for key in map(DHTID.from_bytes, request.keys):
             neighbors = self.routing_table.get_nearest_neighbors(key, count, exclude=asker)
+            nearest = []
             for node_id, peer in neighbors:
-                if node_id not in positions:
-                    positions[node_id] = len(members)
+                position = positions.setdefault(node_id, len(members))
+                nearest.append(position)
+                if position == len(members):
                     members.append(self._packed_nodes.get(node_id) or self._pack_node(node_id, peer))
-            nearest = [positions[node_id] for node_id, _ in neighbors]
             results.append(self._find_here(key, nearest, room))
             room -= len(results[-1].value)
         return FindResponse(

@@ -140,6 +140,8 @@ class TimedStorage(Generic[KeyType, ValueType]):
         if self.frozen or not self._by_expiration:
             return
         now = get_dht_time()
+        if self._by_expiration[0].expiration_time >= now and len(self._data) <= self.maxsize:
+            return  # whether or not that is still the expiration of its key, nothing is due before
         while self._by_expiration:
             first = self._by_expiration[0]
             if not self._is_outdated(first):
@@ -150,6 +152,8 @@ class TimedStorage(Generic[KeyType, ValueType]):
 
     def get(self, key: KeyType) -> ValueWithExpiration[ValueType] | None:
         """The value and its expiration, or ``None`` if there is none (any more)."""
+        if key not in self._data:
+            return None
         self._drop_outdated()
         return self._data.get(key)
 
@@ -179,6 +183,8 @@ class TimedStorage(Generic[KeyType, ValueType]):
         self._by_expiration.clear()
 
     def __contains__(self, key: object) -> bool:
+        if key not in self._data:
+            return False
         self._drop_outdated()
         return key in self._data
 
