@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 
-OPTIONAL_PACKAGES = ("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning")
+OPTIONAL_PACKAGES = ("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning")
 
 PRELUDE = """
 import importlib, logging, multiprocessing, os, pkgutil, signal, sys, threading

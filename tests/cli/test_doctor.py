@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -431,7 +432,8 @@ def test_ctrl_c_ends_it_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{STRANGER}"
         command = [sys.executable, "-m", "shoal.cli", "doctor", "--client-mode", address]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also if started in the background
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
         try:
             assert process.stdout is not None
             assert any("connection" in line for line in process.stdout)  # now it waits for TLS
