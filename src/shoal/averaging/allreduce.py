@@ -32,7 +32,7 @@ from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
-from shoal.reactor import cancel_and_wait, first_completed
+from shoal.reactor import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ class AllReduce:
         """This member has sent its parts to all members, or with a quorum, to all but as many as may be late."""
         self.exchanged = asyncio.Event()
         """This member has delivered and received all that it will."""
-        self.complete = asyncio.Event()
-        """This member holds all averages, without any help."""
+        self._may_end = asyncio.Event()
+        """The calls to reducers may end: this member holds all averages, without any help, or the round is over."""
         self.all_complete = asyncio.Event()
         """All members do; known to those that reduce."""
         self.ended = asyncio.Event()
@@ -145,8 +145,8 @@ class AllReduce:
                 if parts and member != self.own_index:
                     self._exchanges[member] = asyncio.ensure_future(self._exchange_with(member))
         self._undelivered, self._unreceived = set(self._exchanges), set(self._exchanges)
-        self._note_delivery()
-        self._note_received()
+        self._check_delivered()
+        self._check_received()
         watchdog, *rest = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *work)]
         try:
             await asyncio.gather(*rest)
@@ -154,7 +154,7 @@ class AllReduce:
             self.vector.drop_early()
             self.exchanged.set()
             if self.is_sender and self.vector.is_complete:
-                self.complete.set()
+                self._may_end.set()
                 self._note_complete(self.own_index)
             await self.ended.wait()
             if self._exchanges:
@@ -162,16 +162,27 @@ class AllReduce:
         finally:
             await cancel_and_wait(watchdog, *rest, *self._exchanges.values(), *self._handlers)
 
-    def _note_delivery(self, member: int | None = None) -> None:
+    def end(self) -> None:
+        """The round is over."""
+        self.ended.set()
+        self._may_end.set()
+
+    def _note_delivery(self, member: int) -> None:
         """Nothing more is to be sent to a member."""
-        self._undelivered.discard(-1 if member is None else member)
+        self._undelivered.discard(member)
+        self._check_delivered()
+
+    def _check_delivered(self) -> None:
         quorum = self.settings.quorum
         if len(self._undelivered) <= (0 if quorum is None else max(0, self.group.group_size - quorum)):
             self.delivered.set()
 
-    def _note_received(self, member: int | None = None) -> None:
+    def _note_received(self, member: int) -> None:
         """Nothing more will come from a reducer."""
-        self._unreceived.discard(-1 if member is None else member)
+        self._unreceived.discard(member)
+        self._check_received()
+
+    def _check_received(self) -> None:
         if not self._unreceived:
             self._received.set()
 
@@ -239,11 +250,11 @@ class AllReduce:
             self.vector,
             member,
             stub.rpc_reduce,
+            may_end=self._may_end,
             timeout=self.settings.reducer_timeout,
             on_delivered=lambda: self._note_delivery(member),
             on_received=lambda: self._note_received(member),
         )
-        ending = asyncio.ensure_future(self._let_end(exchange))
         try:
             stripes = stripes_for(stub.round_trip, len(self.vector.parts[member]))
             await exchange.run(self.group.group_id, self.weight, stripes)
@@ -252,11 +263,6 @@ class AllReduce:
         finally:
             self._note_delivery(member)
             self._note_received(member)
-            await cancel_and_wait(ending)
-
-    async def _let_end(self, exchange: Exchange) -> None:
-        await first_completed(self.complete.wait(), self.ended.wait())
-        exchange.may_end.set()
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class Exchange:
         vector: this member's values.
         reducer: position of the member that reduces the parts.
         open_call: begins a call to it.
+        may_end: set when the calls may end: this member holds all averages, of all reducers, or will get no more.
         timeout: seconds without the next average after which it is given up.
         on_delivered: called when all parts are sent.
         on_received: called when all averages are here.
@@ -57,12 +58,13 @@ class Exchange:
         reducer: int,
         open_call: Callable[[], AbstractAsyncContextManager[Call]],
         *,
+        may_end: asyncio.Event,
         timeout: float,
         on_delivered: Callable[[], None],
         on_received: Callable[[], None],
     ) -> None:
         self._vector, self._reducer, self._parts = vector, reducer, vector.parts[reducer]
-        self._open_call, self._timeout = open_call, timeout
+        self._open_call, self._may_end, self._timeout = open_call, may_end, timeout
         self._on_delivered, self._on_received = on_delivered, on_received
         self._next = 0
         """The first part that no stripe has taken yet."""
@@ -70,8 +72,6 @@ class Exchange:
         self._missing = set(range(len(self._parts)))
         self._receiving = 0
         """On how many stripes averages may still come."""
-        self.may_end = asyncio.Event()
-        """The calls may end: this member holds all averages, of all reducers, or will get no more."""
 
     async def run(self, group_id: bytes, weight: float, stripes: int) -> None:
         """Exchange everything, then wait until the calls may end.
@@ -87,7 +87,7 @@ class Exchange:
         async with open_patiently(self._open_call) as call:
             await call.send(begin)
             await all_of(self._send_parts(call), self._receive_averages(call))
-            await self.may_end.wait()
+            await self._may_end.wait()
             try:
                 await call.send_end()
             except PEER_FAILURES as e:  # everything is here: it does not matter any more

@@ -55,7 +55,7 @@ class Round:
         try:
             await self._completion.run()
         finally:
-            self._allreduce.ended.set()
+            self._allreduce.end()
 
     async def finish(self, linger: float) -> None:
         """End politely; the result is there, and the tensors are not touched any more.
