@@ -11,17 +11,12 @@ from shoal.averaging.protocol import PartMessage, PartStatus
 from shoal.compression.base import SerializedTensor
 from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import Call
+from shoal.p2p.transport import Buffer
 from shoal.reactor import cancel_and_wait
 
-PEER_FAILURES = (
-    P2PDaemonError,
-    P2PHandlerError,
-    ProtocolError,
-    asyncio.TimeoutError,
-    TimeoutError,
-    ValueError,
-    RuntimeError,
-)
+CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, asyncio.TimeoutError, TimeoutError)
+"""How a call to another peer fails."""
+PEER_FAILURES = (*CALL_FAILURES, ValueError, RuntimeError)
 """What another member can do to this one; none of it may end the round."""
 
 MAX_DIALS = 3
@@ -40,12 +35,19 @@ def reason_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-async def send_part(call: Call, index: int, status: PartStatus, encoded: SerializedTensor | None) -> None:
-    """Send one part; ``None`` = there is no average, the receiver keeps its values."""
+def describe_part(
+    index: int, status: PartStatus, encoded: SerializedTensor | None
+) -> tuple[PartMessage, tuple[Buffer, ...]]:
+    """A part as a message and its payload; ``None`` = there is no average, the receiver keeps its values."""
     if encoded is None:
-        await call.send(PartMessage(index=index, status=int(PartStatus.UNCHANGED)))
-    else:
-        await call.send(PartMessage(index=index, status=int(status), metadata=encoded.metadata), encoded.buffer)
+        return PartMessage(index=index, status=int(PartStatus.UNCHANGED)), ()
+    return PartMessage(index=index, status=int(status), metadata=encoded.metadata), (encoded.buffer,)
+
+
+async def send_part(call: Call, index: int, status: PartStatus, encoded: SerializedTensor | None) -> None:
+    """Send one part on a call that carries nothing else."""
+    message, payload = describe_part(index, status, encoded)
+    await call.send(message, *payload)
 
 
 @asynccontextmanager

@@ -11,15 +11,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 
+from shoal.averaging.calls import CALL_FAILURES
 from shoal.averaging.protocol import Invitation, InvitationReply, JoinRequest, PeerRecord
 from shoal.averaging.search import Line, Search
-from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
+from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 
 logger = logging.getLogger(__name__)
 
-PEER_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, asyncio.TimeoutError, TimeoutError)
-_MAX_ADDRESSES = 8
 
 AnswerJoin = Callable[[Call, JoinRequest, PeerID], Awaitable[None]]
 
@@ -37,7 +36,7 @@ def learn(p2p: P2P, record: PeerRecord) -> PeerID:
     """
     peer = PeerID(record.peer_id)
     if peer != p2p.peer_id:
-        p2p.add_addresses(peer, record.addresses[:_MAX_ADDRESSES])
+        p2p.add_addresses(peer, record.addresses[:MAX_ADDRESSES_PER_PEER])
     return peer
 
 
@@ -77,7 +76,7 @@ class Invitations:
                 else:
                     await call.send_end()
                     self._take_refusal(search, reply)
-        except (*PEER_FAILURES, ValueError) as e:
+        except (*CALL_FAILURES, ValueError) as e:
             logger.debug("could not invite %s: %r", peer, e)
             search.allow_invitation(peer)
         finally:

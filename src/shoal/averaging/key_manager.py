@@ -18,12 +18,12 @@ from shoal.averaging.group_info import GroupInfo
 from shoal.clock import DHTExpiration
 from shoal.dht import DHT, DHTNode
 from shoal.p2p import P2P, PeerID
+from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 
 logger = logging.getLogger(__name__)
 
 GroupKey = str
 GROUP_PATTERN = re.compile(r"^(([^.])+)[.]0b[01]*$")
-_MAX_ADDRESSES = 8
 _FEW_NODES = 6
 """Those that hold a record by default, and one more."""
 
@@ -95,7 +95,7 @@ class GroupKeyManager:
     ) -> bool:
         if not looking_for_group:  # must be later than what it replaces
             expiration_time = math.nextafter(expiration_time, math.inf)
-        addresses = [str(address) for address in self._p2p.get_addresses(peer_id)][:_MAX_ADDRESSES]
+        addresses = [str(address) for address in self._p2p.get_addresses(peer_id)][:MAX_ADDRESSES_PER_PEER]
         value = addresses if looking_for_group else None
         return await self._node.store(group_key, value, expiration_time, subkey=peer_id.to_bytes())
 
@@ -124,7 +124,7 @@ class GroupKeyManager:
             try:
                 peer_id = PeerID(key)
                 if entry.value is not None and peer_id != self._p2p.peer_id:
-                    self._p2p.add_addresses(peer_id, entry.value[:_MAX_ADDRESSES])
+                    self._p2p.add_addresses(peer_id, entry.value[:MAX_ADDRESSES_PER_PEER])
                 averagers.append((peer_id, float(entry.expiration_time)))
             except (TypeError, ValueError) as e:
                 logger.warning("skipped a malformed record of an averager under %s: %s", group_key, e)

@@ -25,9 +25,10 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from shoal.averaging.allreduce import AveragingMode
+from shoal.averaging.calls import CALL_FAILURES
 from shoal.averaging.control import StepControl
 from shoal.averaging.group_info import GROUP_ID_BYTES, GroupInfo
-from shoal.averaging.invitations import PEER_FAILURES, Invitations, learn, record_of
+from shoal.averaging.invitations import Invitations, learn, record_of
 from shoal.averaging.key_manager import GroupKeyManager
 from shoal.averaging.load_balancing import load_balance_peers
 from shoal.averaging.protocol import (
@@ -245,7 +246,7 @@ class Matchmaking:
         except (P2PHandlerError, ProtocolError) as e:
             logger.debug("asked %s to lead: %r", leader, e)
             search.spent[leader] = promised
-        except PEER_FAILURES as e:
+        except CALL_FAILURES as e:
             logger.debug("asked %s to lead: %r", leader, e)
             search.note_failure(leader, e)
         else:
@@ -328,7 +329,7 @@ class Matchmaking:
             while (news := await call.receive(Expectation)) is not None:
                 follower.expected_group_size = news.expected_group_size
                 search.control.changed.set()
-        except PEER_FAILURES as e:
+        except CALL_FAILURES as e:
             if not follower.outcome.done():
                 follower.outcome.set_exception(e)
 
@@ -407,9 +408,8 @@ class Matchmaking:
             raise ProtocolError(
                 f"the leader published shares {shares} for a vector of {self.settings.total_size} values"
             )
-        for peer, member in zip(peers, start.members, strict=True):
-            if peer != self.p2p.peer_id and member.peer.addresses:
-                self.p2p.add_addresses(peer, member.peer.addresses[:8])
+        for member in start.members:
+            learn(self.p2p, member.peer)
         group = GroupInfo(
             start.group_id,
             peers,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.averaging.allreduce import AllReduceSettings, AveragingMode
-from shoal.averaging.calls import PEER_FAILURES
+from shoal.averaging.calls import CALL_FAILURES, PEER_FAILURES
 from shoal.averaging.control import AveragingStage, Gathered, RoundResult, StepControl
 from shoal.averaging.exchange import stripes_for
 from shoal.averaging.group_info import GroupInfo
@@ -37,7 +37,7 @@ from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time, timeout
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import dtype_name
-from shoal.errors import AllreduceException, AveragingError, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.errors import AllreduceException, AveragingError, ProtocolError
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, StubBase
 from shoal.reactor import cancel_and_wait
 from shoal.serializer import MSGPackSerializer
@@ -48,7 +48,7 @@ BYTES_PER_VALUE = 4
 """About: for guessing how many connections a round is going to use."""
 DEFAULT_STALL_TIMEOUT = 30.0
 """Seconds of silence after which a member is given up where the user has set no limit."""
-_RETRIABLE = (AveragingError, P2PDaemonError, P2PHandlerError, ProtocolError, asyncio.TimeoutError, TimeoutError)
+_RETRIABLE = (AveragingError, *CALL_FAILURES)
 _MAX_RETRY_PAUSE = 1.0
 
 

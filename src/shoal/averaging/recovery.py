@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from shoal.averaging.allreduce import AllReduce
-from shoal.averaging.calls import PEER_FAILURES, all_of
+from shoal.averaging.calls import PEER_FAILURES, all_of, describe_part
 from shoal.averaging.partition import Part
-from shoal.averaging.protocol import PartMessage, PartStatus, RoundKind, RoundMessage
+from shoal.averaging.protocol import PartStatus, RoundKind, RoundMessage
 from shoal.averaging.reducer import PartReducer
 from shoal.compression.base import SerializedTensor
 from shoal.p2p import Call
@@ -45,12 +45,8 @@ class Line:
     async def send_part(self, key: PartKey, encoded: SerializedTensor | None) -> None:
         """Send one part; ``None`` = there is no average."""
         reducer, index = key
-        if encoded is None:
-            part = PartMessage(index=index, status=int(PartStatus.UNCHANGED))
-            await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, part=part))
-        else:
-            part = PartMessage(index=index, status=int(PartStatus.VALUES), metadata=encoded.metadata)
-            await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, part=part), encoded.buffer)
+        part, payload = describe_part(index, PartStatus.VALUES, encoded)
+        await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, part=part), *payload)
 
 
 async def show_life(line: Line, silence: float) -> None:

@@ -17,6 +17,7 @@ from shoal.clock import get_dht_time, timeout
 from shoal.compression import CompressionBase
 from shoal.errors import ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
+from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.reactor import cancel_and_wait, first_completed, run_in_worker
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class StateSharing:
                 priority, addresses = entry.value
                 peer = PeerID(key)
                 if peer != self._p2p.peer_id:
-                    self._p2p.add_addresses(peer, addresses[:8])
+                    self._p2p.add_addresses(peer, addresses[:MAX_ADDRESSES_PER_PEER])
                     donors.append((-float(priority), rng.random(), peer))
             except (TypeError, ValueError) as e:
                 logger.warning("skipped a malformed record of a donor under %s: %s", self._key, e)
