@@ -76,7 +76,7 @@ class Crew:
         ]
 
     def _get_ready(self) -> None:
-        self.version: str = self._answers(self.processes)[0]
+        self.version: str = self.answers_of(self.processes)[0]
 
     def __enter__(self) -> Crew:
         try:
@@ -112,24 +112,21 @@ class Crew:
         peers = self.processes if to is None else to
         for process in peers:
             _tell(process, command, *arguments)
-        return self._answers(peers)
+        return self.answers_of(peers)
 
     def tell(self, command: str, *arguments: Any) -> None:
         """Give a command to all peers at once; their answers are still to be read."""
         for process in self.processes:
             _tell(process, command, *arguments)
 
-    def answers_of(self, peers: Sequence[subprocess.Popen[str]]) -> list[Any]:
-        """What these peers answer to what they have been told."""
-        return self._answers(peers)
-
     def ask_each(self, command: Callable[[int], Sequence[Any]]) -> list[Any]:
         """Give each peer a command that depends on its index, all at once, and return their answers."""
         for index, process in enumerate(self.processes):
             _tell(process, *command(index))
-        return self._answers(self.processes)
+        return self.answers_of(self.processes)
 
-    def _answers(self, peers: Sequence[subprocess.Popen[str]]) -> list[Any]:
+    def answers_of(self, peers: Sequence[subprocess.Popen[str]]) -> list[Any]:
+        """What these peers answer to what they have been told."""
         alarm = threading.Timer(ANSWER_LIMIT_SECONDS, lambda: [process.kill() for process in self.processes])
         alarm.start()
         try:

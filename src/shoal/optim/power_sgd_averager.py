@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,7 +10,7 @@ from shoal.optim.low_rank_averager import LowRankAverager, LowRankRound
 from shoal.optim.low_rank_state import LowRankState
 
 if TYPE_CHECKING:
-    from shoal.dht import DHT
+    pass
 
 __all__ = ["PowerSGDGradientAverager"]
 
@@ -40,36 +39,8 @@ class PowerSGDGradientAverager(LowRankAverager):
 
     method = "PowerSGD"
 
-    def __init__(
-        self,
-        parameters: Iterable[torch.nn.Parameter],
-        averager_rank: int,
-        *,
-        dht: DHT,
-        prefix: str,
-        reuse_grad_buffers: bool = False,
-        accumulate_grads_on: torch.device | str | None = None,
-        client_mode: bool | None = None,
-        warn: bool = True,
-        min_compression_ratio: float = 0.5,
-        averaged_grads: Sequence[torch.Tensor] | None = None,
-        **averager_kwargs: Any,
-    ) -> None:
-        self._errors: list[torch.Tensor] | None = None
-        """For each compressed tensor: what was left out so far, summed over samples; ``None`` = nothing."""
-        super().__init__(
-            parameters,
-            averager_rank,
-            dht=dht,
-            prefix=prefix,
-            reuse_grad_buffers=reuse_grad_buffers,
-            accumulate_grads_on=accumulate_grads_on,
-            client_mode=client_mode,
-            warn=warn,
-            min_compression_ratio=min_compression_ratio,
-            averaged_grads=averaged_grads,
-            **averager_kwargs,
-        )
+    _errors: list[torch.Tensor] | None = None
+    """For each compressed tensor: what was left out so far, summed over samples; ``None`` = nothing."""
 
     def _difference(self, position: int, gradient: torch.Tensor, state: LowRankState, weight: float) -> torch.Tensor:
         if self._errors is None or weight == 0:
