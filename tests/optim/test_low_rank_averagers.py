@@ -347,6 +347,43 @@ def test_estimates_are_repaired_at_a_round_on_which_all_agree(make_averagers):
     check_equal(averages(averagers[0]), averages(averagers[1]))
 
 
+def test_estimates_that_are_the_same_need_no_repair(make_averagers):
+    averagers = make_averagers(PowerEFGradientAverager, 2, shapes=[(200, 100)], grad_averaging_interval=2)
+    sent = []
+    for number in range(5):
+        for i, averager in enumerate(averagers):
+            contribute(averager, make_grads(10 * number + i, averager.parameters))
+        before = sum(averager.dht.p2p.metrics.bytes_sent for averager in averagers)
+        run_round(averagers)
+        sent.append(sum(averager.dht.p2p.metrics.bytes_sent for averager in averagers) - before)
+    assert max(sent) < 200 * 100 * 4 / 2, "only what is compressed has been sent"
+    check_equal(averagers[0].get_buffers(), averagers[1].get_buffers())
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_a_step_that_is_scheduled_during_another_one_begins_with_equal_states(make_averagers, cls):
+    averagers = make_averagers(cls, 2)
+    first = [averager.schedule_step(expected_group_size=2, timeout=20) for averager in averagers]
+    for i, averager in enumerate(averagers):
+        contribute(averager, make_grads(i, averager.parameters))
+    averagers[0].step(control=first[0], wait=False)
+    assert not averagers[0].is_ready_to_schedule
+    assert averagers[1].is_ready_to_schedule
+    early = averagers[0].schedule_step(expected_group_size=2, timeout=40)
+    averagers[1].step(control=first[1], timeout=20)
+    first[0].result(20)
+    averagers[1]._state = averagers[1]._first_state()._replace(made_by=b"?" * 20, rounds=1)  # as if it had failed there
+    for i, averager in enumerate(averagers):
+        averager.notify_used_averaged_gradients()
+        contribute(averager, make_grads(10 + i, averager.parameters))
+    in_parallel(
+        lambda: averagers[0].step(control=early, timeout=20),
+        lambda: averagers[1].step(expected_group_size=2, timeout=20),
+    )
+    check_equal(averagers[0].get_buffers(), averagers[1].get_buffers())
+    check_equal(averages(averagers[0]), averages(averagers[1]))
+
+
 def test_estimates_approach_a_steady_gradient(make_averagers):
     averagers = make_averagers(PowerEFGradientAverager, 2, shapes=[(24, 20)])
     grads = [make_grads(i, averagers[0].parameters) for i in range(2)]
@@ -559,19 +596,46 @@ ORIGINS = [bytes([i]) * 20 for i in range(3)]
         ([(ORIGINS[1], 5), (NEVER, 0), (NEVER, 0)], (ORIGINS[1], True, 5)),
         ([(ORIGINS[1], 5), (ORIGINS[2], 5), (ORIGINS[1], 5)], (ORIGINS[1], True, 5)),
         ([(ORIGINS[1], 5), (ORIGINS[2], 5)], (ORIGINS[2], True, 5)),
-        ([(None, 7), (ORIGINS[1], 5)], (ORIGINS[1], False, 7)),
-        ([(None, 0), (None, 3)], (None, False, 3)),
+        ([(None, 7), (ORIGINS[1], 5)], (ORIGINS[1], True, 7)),  # one is in another round and cannot tell
+        ([(None, 0), (ORIGINS[1], 5)], (ORIGINS[1], False, 5)),  # an auxiliary peer has no state
+        ([(None, 0), (None, 3)], (None, True, 3)),
+        ([(None, 0), (None, 0)], (None, False, 0)),
     ],
 )
 def test_what_follows_from_what_members_say(said, expected):
-    statements = [Statement(b"", made_by, rounds) for made_by, rounds in said]
-    assert tuple(agree(statements)) == expected
-    assert tuple(agree(statements[::-1])) == expected, "the order of members makes no difference"
+    statements = [Statement(b"", made_by, rounds, b"") for made_by, rounds in said]
+    assert tuple(agree(statements)) == (*expected, False)
+    assert tuple(agree(statements[::-1])) == (*expected, False), "the order of members makes no difference"
 
 
 @pytest.mark.parametrize(
-    "value", [None, 3, [], [1, 2, 3], [b"x", b"short", 1], [b"x", b"x" * 20, -1], [b"x", b"x" * 20, 2**60], {"a": 1}]
+    ("digests", "same_bits"),
+    [([b"a", b"a"], True), ([b"a", b"b"], False), ([b"", b""], False), ([b"a", b""], False)],
+)
+def test_states_are_the_same_if_all_digests_are(digests, same_bits):
+    statements = [Statement(b"", ORIGINS[1], 5, digest) for digest in digests]
+    auxiliary = Statement(b"", None, 0, b"")
+    assert agree([*statements, auxiliary]) == (ORIGINS[1], False, 5, same_bits)
+    newcomer = Statement(b"", NEVER, 0, digests[0])
+    assert not agree([*statements, newcomer]).same_bits
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        [],
+        [1, 2, 3, 4],
+        [b"x", b"x" * 20, 1],
+        [b"x", b"short", 0, b""],
+        [b"x", b"x" * 20, -1, b""],
+        [b"x", b"x" * 20, 2**60, b""],
+        [b"x", b"x" * 20, 1, "digest"],
+        {"a": 1},
+    ],
 )
 def test_nothing_follows_from_nonsense(value):
-    assert Statement.parse(MSGPackSerializer.dumps(value)).made_by is None
-    assert Statement.parse(b"\xc1 no msgpack") == (b"", None, 0)
+    statement = Statement.parse(MSGPackSerializer.dumps(value))
+    assert statement[1:] == (None, 0, b"")
+    assert Statement.parse(b"\xc1 no msgpack") == (b"", None, 0, b"")

@@ -60,7 +60,7 @@ class GlobalStep:
         if due - now > self.plan.matchmaking_time or not self._expected_members() or not self.tracker.is_introduced:
             return
         if self.grad_averager is not None:
-            if not usable(self.scheduled_grads):
+            if not usable(self.scheduled_grads) and self.grad_averager.is_ready_to_schedule:
                 logger.debug("looking for a group to average gradients in %.2f s", due - now)
                 self.scheduled_grads = self.grad_averager.schedule_step(**self._when(due, now))
                 self.scheduled_grads.keep_open = True

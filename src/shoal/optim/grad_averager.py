@@ -146,6 +146,11 @@ class GradientAverager(DecentralizedAverager):
 
     # --- averaging ----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_ready_to_schedule(self) -> bool:
+        """Whether a step can be scheduled now without extra cost."""
+        return True
+
     def schedule_step(self, scheduled_time: float | None = None, **kwargs: Any) -> StepControl:
         """Begin to look for a group, in advance.
 
@@ -229,6 +234,20 @@ class GradientAverager(DecentralizedAverager):
         """
         if tensors:
             raise ValueError(f"{type(self).__name__} has no buffers, got {len(tensors)}")
+
+    # --- for a restart ------------------------------------------------------------------------------------------------
+
+    def get_memory(self) -> list[torch.Tensor]:
+        """What this peer itself must know of earlier rounds to go on after a restart; not to be changed."""
+        return self.get_buffers()
+
+    def set_memory(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Go on from what :meth:`get_memory` gave.
+
+        Raises:
+            ValueError: it does not fit; nothing has been changed.
+        """
+        self.set_buffers(tensors)
 
     # --- using the result ---------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class LowRankAverager(GradientAverager):
 
     method: str
     synchronize_every: int | None = None
-    """All members get the same state again every so many rounds."""
+    """Every so many rounds all members make sure that they have the same state, bit by bit."""
 
     def __init__(
         self,
@@ -159,14 +159,24 @@ class LowRankAverager(GradientAverager):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs: Any) -> StepControl:
-        in_flight = self._running is not None and not self._running.done()
-        knows_nothing = in_flight or self.mode is AveragingMode.AUX
         for_user = self.serializer.dumps(kwargs.pop("gather", None))
         state = self._state
-        statement = Statement(for_user, None if knows_nothing else state.made_by, state.rounds)
+        statement = Statement(for_user, state.made_by, state.rounds, state.digest)
+        if self.mode is AveragingMode.AUX:
+            statement = Statement(for_user, None, 0, b"")
+        elif not self.is_ready_to_schedule:
+            statement = Statement(for_user, None, state.rounds + 1, b"")
         return super().schedule_step(scheduled_time, gather=statement.packed(), **kwargs)
 
     schedule_step.__doc__ = GradientAverager.schedule_step.__doc__
+
+    @property
+    def is_ready_to_schedule(self) -> bool:
+        """Not while a round is in progress: what this peer says of its state would be wrong when the next one begins.
+
+        If that is done nevertheless, all members get the same state first, which costs as much as a round of repair.
+        """
+        return self._running is None or self._running.done()
 
     def _trigger(self, control: StepControl) -> None:
         self._running = control
@@ -180,8 +190,7 @@ class LowRankAverager(GradientAverager):
         statements = [Statement.parse(blob) for blob in session.group.gathered]
         session.show_gathered([statement.for_user for statement in statements])
         agreement = agree(statements)
-        every = self.synchronize_every
-        if agreement.differs or (every is not None and agreement.rounds > 0 and agreement.rounds % every == 0):
+        if agreement.differs or (self._is_checked(agreement.rounds) and not agreement.same_bits):
             state = await self._synchronize(session, state, agreement)
         work = await run_in_worker(self._begin, state, tensors, session.weight)
         if self._matrices:
@@ -194,6 +203,10 @@ class LowRankAverager(GradientAverager):
         rounds = min(max(agreement.rounds, state.rounds) + 1, MAX_ROUNDS - 1)
         contributed = result.weights[session.own_index] > 0
         await _to_the_end(run_in_worker(self._finish, work, tensors, made_by, rounds, contributed))
+
+    def _is_checked(self, rounds: int) -> bool:
+        """Whether states must be the same, bit by bit, after so many rounds."""
+        return self.synchronize_every is not None and rounds > 0 and rounds % self.synchronize_every == 0
 
     async def _synchronize(self, session: GroupSession, state: LowRankState, agreement: Agreement) -> LowRankState:
         has_it = agreement.made_by is None or state.made_by == agreement.made_by
@@ -249,7 +262,8 @@ class LowRankAverager(GradientAverager):
             tensors[matrix.index].copy_(result.reshape(tensors[matrix.index].shape))
         for index, average in zip(self._uncompressed, work.uncompressed, strict=True):
             tensors[index].copy_(average)
-        self._state = LowRankState(bases, estimates, made_by, rounds)
+        state = LowRankState(bases, estimates, made_by, rounds)
+        self._state = state.with_digest() if self._is_checked(rounds) else state
         if contributed:
             self._contributed(work)
 

@@ -33,6 +33,12 @@ class LowRankState(NamedTuple):
     """Stands for the rounds that led here: equal in two peers if these were the same ones."""
     rounds: int = 0
     """How many there have been."""
+    digest: bytes = b""
+    """Equal in two peers if they have the very same bits; empty if nobody has computed it."""
+
+    def with_digest(self) -> LowRankState:
+        """The same state, with its digest."""
+        return self._replace(digest=_digest([*self.bases, *self.estimates]))
 
     def tensors(self) -> list[torch.Tensor]:
         """All of it as tensors of floating point numbers; :meth:`replaced_by` understands them."""
@@ -55,11 +61,11 @@ class LowRankState(NamedTuple):
             raise ValueError("buffers for low-rank averaging are not finite")
         copies = tuple(t.detach().to(mine.dtype, copy=True) for t, mine in zip(tensors[:-1], own, strict=True))
         origin, split = bytes(tensors[-1].round().clamp(0, 255).to(torch.uint8).tolist()), len(self.bases)
-        made_by, rounds = NEVER, 0
-        if origin[-_DIGEST_BYTES:] == _digest(copies):
+        made_by, rounds, digest = NEVER, 0, _digest(copies)
+        if origin[-_DIGEST_BYTES:] == digest:
             made_by = origin[:GROUP_ID_BYTES]
             rounds = min(int.from_bytes(origin[GROUP_ID_BYTES:-_DIGEST_BYTES], "big"), MAX_ROUNDS - 1)
-        return LowRankState(copies[:split], copies[split:], made_by, rounds)
+        return LowRankState(copies[:split], copies[split:], made_by, rounds, digest)
 
 
 def _digest(matrices: Sequence[torch.Tensor]) -> bytes:
@@ -93,6 +99,9 @@ class Statement(NamedTuple):
     made_by: bytes | None
     """The rounds that made its state; ``None`` if it has none, or one that is about to change."""
     rounds: int
+    """How many these are, with the one that is about to change it; 0 if it has none."""
+    digest: bytes
+    """Of its state; empty if it has not been computed."""
 
     @classmethod
     def parse(cls, blob: bytes) -> Statement:
@@ -101,16 +110,15 @@ class Statement(NamedTuple):
             value = MSGPackSerializer.loads(blob)
         except ValueError:
             value = None
-        if not isinstance(value, (list, tuple)) or len(value) != 3:
-            return cls(b"", None, 0)
-        for_user, made_by, rounds = value
-        is_origin = isinstance(made_by, bytes) and len(made_by) == GROUP_ID_BYTES
+        if not isinstance(value, (list, tuple)) or len(value) != 4:
+            return cls(b"", None, 0, b"")
+        for_user, made_by, rounds, digest = value
+        for_user = for_user if isinstance(for_user, bytes) else b""
         is_count = isinstance(rounds, int) and not isinstance(rounds, bool) and 0 <= rounds < MAX_ROUNDS
-        return cls(
-            for_user if isinstance(for_user, bytes) else b"",
-            made_by if is_origin and is_count else None,
-            rounds if is_count else 0,
-        )
+        if not is_count or not isinstance(digest, bytes):
+            return cls(for_user, None, 0, b"")
+        is_origin = isinstance(made_by, bytes) and len(made_by) == GROUP_ID_BYTES
+        return cls(for_user, made_by if is_origin else None, rounds, digest)
 
     def packed(self) -> list[Any]:
         """As a plain value."""
@@ -123,17 +131,21 @@ class Agreement(NamedTuple):
     made_by: bytes | None
     """Of the state that counts; ``None`` if nobody could tell."""
     differs: bool
-    """Not all members have it."""
+    """Not all members have it, as far as they could tell."""
     rounds: int
     """How many there have been before this one."""
+    same_bits: bool
+    """All members have shown that they have it, bit by bit."""
 
 
 def agree(statements: Sequence[Statement]) -> Agreement:
     """The state with most rounds behind it counts, of several that of most members."""
-    rounds = max((statement.rounds for statement in statements), default=0)
-    known = Counter((s.rounds, s.made_by) for s in statements if s.made_by is not None)
+    present = [s for s in statements if s.made_by is not None or s.rounds > 0]
+    rounds = max((s.rounds for s in present), default=0)
+    known = Counter((s.rounds, s.made_by) for s in present if s.made_by is not None)
     if not known:
-        return Agreement(None, False, rounds)
-    origins = {made_by for _, made_by in known}
+        return Agreement(None, bool(present), rounds, False)
+    differs = len({s.made_by for s in present}) > 1
+    same_bits = not differs and len({s.digest for s in present}) == 1 and present[0].digest != b""
     (_, made_by), _ = max(known.items(), key=lambda item: (item[0][0], item[1], item[0][1]))
-    return Agreement(made_by, len(origins) > 1, rounds)
+    return Agreement(made_by, differs, rounds, same_bits)
