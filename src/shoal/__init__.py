@@ -64,6 +64,7 @@ _HOMES = {
     ),
     "shoal.optim": (
         "GradScaler",
+        "MultiProcessOptimizer",
         "Optimizer",
         "TrainingAverager",
     ),
@@ -120,7 +121,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.futures import MPFuture
     from shoal.logs import get_logger, use_hivemind_log_handler
     from shoal.nested import nested_compare, nested_flatten, nested_map, nested_pack
-    from shoal.optim import GradScaler, Optimizer, TrainingAverager
+    from shoal.optim import GradScaler, MultiProcessOptimizer, Optimizer, TrainingAverager
     from shoal.optim.performance_ema import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
     from shoal.reactor import switch_to_uvloop
@@ -143,6 +144,7 @@ __all__ = [
     "GradScaler",
     "MPFuture",
     "MSGPackSerializer",
+    "MultiProcessOptimizer",
     "NoCompression",
     "Optimizer",
     "P2PContext",

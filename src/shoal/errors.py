@@ -19,6 +19,7 @@
     │   ├── MatchmakingException    no group could be formed
     │   └── AllreduceException      a group was formed (or not in time) but no result came of it
     │       └── BannedException     a member of the group was excluded from the rest of the round
+    ├── ProcessGroupError       a peer is several processes, and another one of them has ended or failed
     └── SimulationError         a simulation in virtual time cannot go on, or a machine in it is down
 
 ``P2PDaemonError`` keeps the name that users of this field know, although shoal has no daemon.
@@ -120,6 +121,10 @@ class AllreduceException(AveragingError):
 
 class BannedException(AllreduceException):
     """A group member was excluded from the rest of the round."""
+
+
+class ProcessGroupError(ShoalError, RuntimeError):
+    """Another process of this peer has ended, failed or hangs: this one cannot go on alone."""
 
 
 class SimulationError(ShoalError, RuntimeError):

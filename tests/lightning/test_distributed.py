@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.lightning import distributed
 from tests.lightning import collectives, comm_hooks
-from tests.lightning.processes import LIMIT_SECONDS, run_in_group
+from tests.processes import LIMIT_SECONDS, run_in_group
 
 
 @pytest.mark.timeout(LIMIT_SECONDS + 30)

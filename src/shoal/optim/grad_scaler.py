@@ -80,9 +80,12 @@ class GradScaler(TorchGradScaler):
         Raises:
             AssertionError: not a shoal.Optimizer.
         """
+        from shoal.optim.multi_process import MultiProcessOptimizer
         from shoal.optim.optimizer import Optimizer
 
-        assert isinstance(optimizer, Optimizer), f"expected a shoal.Optimizer, got {type(optimizer).__name__}"
+        assert isinstance(optimizer, (Optimizer, MultiProcessOptimizer)), (
+            f"expected a shoal.Optimizer, got {type(optimizer).__name__}"
+        )
         if not self.is_enabled():
             return False
         with self._lock:
@@ -103,6 +106,11 @@ class GradScaler(TorchGradScaler):
             scale, _ = self._check_scale_growth_tracker("expect_unscaled")
             fine = {scale.device: torch.zeros((), dtype=torch.float32, device=scale.device)}
             self._unscaled[id(optimizer)] = {"found_inf_per_device": fine}
+
+    def note_global_step(self) -> None:
+        """Another process of this peer has made a global step with gradients of this one."""
+        with self._lock:
+            self._has_stepped = True
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
         """Call ``optimizer.step``; of a :class:`~shoal.Optimizer`, which makes a global step when it is time.

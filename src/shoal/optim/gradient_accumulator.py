@@ -68,7 +68,7 @@ class GradientAccumulator:
         """
         if batch_size <= 0:
             raise ValueError(f"batch_size must be positive, got {batch_size}")
-        if self.batches == 0:
+        if self._first_batch_size == 0:
             self._first_batch_size = batch_size
         self.samples += batch_size
         self.batches += 1
@@ -99,14 +99,26 @@ class GradientAccumulator:
                 "reuse_grad_buffers=True they cannot be weighted by it"
             )
 
+    @property
+    def unit(self) -> int:
+        """Sums are in units of a mean gradient over so many samples: those of the first batch."""
+        return self._first_batch_size or 1
+
+    @torch.no_grad()
+    def change_unit(self, unit: int) -> None:
+        """Let sums be in units of a mean over ``unit`` samples, to be added to sums of the same unit."""
+        if unit != self.unit:
+            torch._foreach_mul_(self.buffers, self.unit / unit)
+        self._first_batch_size = unit
+
     @torch.no_grad()
     def write_mean(self, targets: Sequence[torch.Tensor]) -> None:
         """Put the mean gradient over all samples since the last reset into ``targets``; zeros if there were none."""
-        if self.batches == 0:
+        if self.samples == 0:
             for target in targets:
                 target.zero_()
             return
-        in_units_of_the_first = self.samples / self._first_batch_size
+        in_units_of_the_first = self.samples / self.unit
         sources = self.buffers
         if all(s.dtype == t.dtype and s.device == t.device for s, t in zip(sources, targets, strict=True)):
             torch._foreach_copy_(list(targets), sources)

@@ -1,0 +1,337 @@
+"""A peer that is several processes, such as one for each GPU of a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.errors import ProcessGroupError
+from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.gradient_accumulator import GradientAccumulator
+from shoal.optim.lr_schedule import catch_up
+from shoal.optim.optimizer import Optimizer
+from shoal.optim.processes import Command, Processes, Word
+from shoal.optim.training_setup import (
+    OptimizerFactory,
+    Parameters,
+    ParamGroups,
+    SchedulerFactory,
+    TorchOptimizer,
+    listed,
+    main_parameters,
+    prepare_training,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from shoal.dht import DHT
+
+logger = logging.getLogger(__name__)
+
+
+class MultiProcessOptimizer(torch.optim.Optimizer):
+    """Makes one peer of several processes that train the same model, each with batches of its own.
+
+    They belong to one group of ``torch.distributed`` and call the same methods in the same order. The first one has an
+    :class:`~shoal.Optimizer` and speaks to the swarm; it alone decides. The others add up their gradients, hand them
+    over before each global step, and get the parameters when they have changed. To the swarm this is one peer with the
+    samples of all processes.
+
+    Gradients need not be averaged among the processes before: they travel once for each global step, weighted by
+    samples. So the model needs no ``DistributedDataParallel`` around it. With one, call ``backward`` in its
+    ``no_sync()``; otherwise it averages after each batch, to the same end if batches have equal sizes. Buffers of the
+    model, such as those of batch normalization, stay each process' own.
+
+    If a process ends, the next call of the others raises :class:`~shoal.errors.ProcessGroupError`; for one that hangs,
+    after the timeout of the group.
+
+    Args:
+        dht: of the first process; the others have none.
+        optimizer, params, scheduler, batch_size_per_step, reuse_grad_buffers, extra_tensors: as for
+            :class:`~shoal.Optimizer`, the same in all processes. ``batch_size_per_step`` counts samples of one process.
+        process_group: default: all processes.
+        options: further options of :class:`~shoal.Optimizer`.
+
+    Raises:
+        ValueError: there is no process group, models differ, or options contradict each other.
+        ProcessGroupError: another process has ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        dht: DHT | None,
+        optimizer: TorchOptimizer | OptimizerFactory,
+        params: Parameters | ParamGroups | None = None,
+        scheduler: Any | SchedulerFactory | None = None,
+        batch_size_per_step: int | None = None,
+        reuse_grad_buffers: bool = False,
+        extra_tensors: Sequence[torch.Tensor] = (),
+        process_group: ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        if options.get("auxiliary"):
+            raise ValueError("an auxiliary peer has no batches: one process is enough for it")
+        params = listed(params)
+        main = main_parameters(optimizer, params)
+        self._processes = Processes(process_group, main[0].device)
+        if not self._processes.agree_on([len(main), sum(p.numel() for p in main)]):
+            raise ValueError("the processes of this peer train models of different sizes")
+        self.batch_size_per_step, self.reuse_grad_buffers = batch_size_per_step, reuse_grad_buffers
+        self._followed = [*main, *extra_tensors]
+        """Tensors that are the same in all processes."""
+        self._known: object = None
+        """Marks the state of these tensors that the others have."""
+        self.news = Word(Command.CARRY_ON)
+        """What the first process has told last; the same in all processes."""
+        self.swarm: Optimizer | None = None
+        """Of the first process."""
+        if self._processes.is_first:
+            if dht is None:
+                raise ValueError("the first process of a peer needs a DHT")
+            with self._deciding():
+                self._join(
+                    dht=dht,
+                    optimizer=optimizer,
+                    params=params,
+                    scheduler=scheduler,
+                    reuse_grad_buffers=reuse_grad_buffers,
+                    extra_tensors=extra_tensors,
+                    **options,
+                )
+        else:
+            self._setup = prepare_training(optimizer, params, scheduler, None, offload_optimizer=False)
+            self._accumulator = GradientAccumulator([p for p in main if p.requires_grad], reuse_grad_buffers)
+            self._follow()
+        self._groups_under_construction: list[dict[str, Any]] | None = []
+        super().__init__([{**group} for group in self._inner.param_groups], dict(self.opt.defaults))
+        self._groups_under_construction = None
+
+    def _join(self, **options: Any) -> None:
+        self.swarm = _FirstProcess(self._fetch_gradients, **options)
+        if self.swarm.grad_averager is not None:
+            self._accumulator = self.swarm.grad_averager.accumulator
+        else:
+            trained = [p for p in self.swarm.state_averager.main_parameters if p.requires_grad]
+            self._accumulator = GradientAccumulator(trained)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def step(
+        self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
+    ) -> Any:
+        """Count the present gradients of this process, and follow the first one.
+
+        Args:
+            closure: computes the loss and its gradients, if they have not been computed before.
+            batch_size: samples of this process; see :meth:`shoal.Optimizer.step`.
+            grad_scaler: has scaled the loss; a batch whose gradients overflow is dropped, in this process alone.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: bad arguments.
+            ProcessGroupError: another process has ended.
+        """
+        batch_size = self.batch_size_per_step if batch_size is None else batch_size
+        if batch_size is None or batch_size < 0:
+            raise ValueError(f"batch_size must be the number of samples, got {batch_size}")
+        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+            raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
+        scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        if scaler is not None and self.reuse_grad_buffers:
+            raise ValueError("with several processes, scaled gradients cannot accumulate in place")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        samples = self._accumulate(batch_size, scaler)
+        total = self._processes.add_up(samples)
+        if self.swarm is None:
+            self._follow(scaler)
+            return loss
+        with self._deciding():
+            self._accumulator.samples += total - samples
+            if self.swarm.grad_averager is not None:
+                self.swarm.step(batch_size=0, grad_scaler=scaler)  # they have been counted already
+            elif total > 0:
+                self._fetch_gradients()
+                self._use_mean_gradients()
+                self.swarm.step(batch_size=total)
+        return loss
+
+    def _accumulate(self, batch_size: int, scaler: GradScaler | None) -> int:
+        """Returns how many samples are used."""
+        if batch_size == 0 or (scaler is not None and not scaler.are_grads_finite(self)):
+            return 0
+        self._accumulator.add(batch_size, 1.0 if scaler is None else scaler.get_scale())
+        return batch_size
+
+    def _fetch_gradients(self) -> None:
+        """Let the first process have the sums of all."""
+        self._processes.tell(Word(Command.GIVE_GRADIENTS, unit=self._accumulator.unit))
+        self._processes.sum_at_first(self._accumulator.buffers)
+
+    def _use_mean_gradients(self) -> None:
+        """With local updates: the next step of the first process uses the gradients of all."""
+        parameters = self._accumulator.parameters
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._accumulator.write_mean([p.grad for p in parameters if p.grad is not None])
+        self._accumulator.reset()
+
+    # --- decisions ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """What the first process does while all others wait; they learn what came of it."""
+        try:
+            yield
+        except ProcessGroupError:
+            raise
+        except BaseException:
+            with contextlib.suppress(ProcessGroupError):  # this error says more
+                self._processes.tell(Word(Command.GIVE_UP))
+            raise
+        assert self.swarm is not None
+        tracker, state = self.swarm.tracker, (self.swarm.local_epoch, [t._version for t in self._followed])
+        self.news = Word(
+            Command.CARRY_ON,
+            forgets_gradients=self._accumulator.samples == 0,
+            sends_parameters=state != self._known,
+            epoch=self.swarm.local_epoch,
+            global_epoch=max(tracker.global_epoch, self.swarm.local_epoch),
+            num_peers=max(1, tracker.global_progress.num_peers),
+            samples_per_second=tracker.local_progress.samples_per_second,
+        )
+        self._processes.tell(self.news)
+        if self.news.sends_parameters:
+            self._processes.copy_from_first(self._followed)
+            self._known = state
+
+    def _follow(self, scaler: GradScaler | None = None) -> None:
+        """Do what the first process wants, until the next batch may come."""
+        while (word := self._processes.hear()).command == Command.GIVE_GRADIENTS:
+            self._accumulator.change_unit(word.unit)
+            self._processes.sum_at_first(self._accumulator.buffers)
+            self._accumulator.reset()
+            if scaler is not None:
+                scaler.note_global_step()
+        self.news = word
+        if word.forgets_gradients:
+            self._accumulator.reset()
+        if word.sends_parameters:
+            self._processes.copy_from_first(self._followed)
+        if self._setup.scheduler is not None:
+            catch_up(self._setup.scheduler, word.epoch)
+
+    def load_state_from_peers(self, **kwargs: Any) -> bool:
+        """Download the state of another peer; all processes get it.
+
+        Args:
+            kwargs: see :meth:`shoal.Optimizer.load_state_from_peers`.
+
+        Returns:
+            Whether there was a donor whose state fits and is not older than this one.
+        """
+        if self.swarm is None:
+            self._follow()
+            return self.news.sends_parameters
+        with self._deciding():
+            return self.swarm.load_state_from_peers(**kwargs)
+
+    # --- as a torch optimizer -----------------------------------------------------------------------------------------
+
+    @property
+    def _inner(self) -> TorchOptimizer:
+        return self._setup.optimizer if self.swarm is None else self.swarm
+
+    @property
+    def opt(self) -> TorchOptimizer:
+        """In the first process, the optimizer that makes the steps; in the others, one that never does."""
+        return self._setup.optimizer if self.swarm is None else self.swarm.opt
+
+    @property
+    def scheduler(self) -> Any | None:
+        """The schedule of the learning rate, which is at the same epoch in all processes."""
+        return self._setup.scheduler if self.swarm is None else self.swarm.state_averager.scheduler
+
+    @property
+    def local_epoch(self) -> int:
+        """How many global steps this peer has made."""
+        return self.news.epoch
+
+    @property
+    def state(self) -> Any:
+        """Statistics of :attr:`opt`."""
+        return self.opt.state
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """The base class sets an empty one; there is only that of ``opt``."""
+
+    @property
+    def param_groups(self) -> Any:
+        """The parameter groups with the user's parameters."""
+        if self._groups_under_construction is not None:
+            return self._groups_under_construction
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, _: Any) -> None:
+        """The base class sets an empty list; the groups are those of ``opt``."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the last batch.
+
+        Raises:
+            ValueError: with ``reuse_grad_buffers=True``, where gradients accumulate and must not be zeroed.
+        """
+        if self.reuse_grad_buffers:
+            raise ValueError("with reuse_grad_buffers=True gradients accumulate in place: never zero them yourself")
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the first process' optimizer; see :meth:`shoal.Optimizer.state_dict`. The others' says nothing."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave in the first process; all processes must call it."""
+        if self.swarm is None:
+            self._follow()
+            return
+        with self._deciding():
+            self.swarm.load_state_dict(state_dict)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def is_alive(self) -> bool:
+        """Whether this peer takes part, as far as this process knows."""
+        return self.swarm is None or self.swarm.is_alive()
+
+    def shutdown(self) -> None:
+        """Leave the run. Idempotent; processes need not call it at the same time."""
+        if self.swarm is None:
+            self._accumulator.close()
+        else:
+            self.swarm.shutdown()
+
+
+class _FirstProcess(Optimizer):
+    """Has the gradients of all processes before each global step."""
+
+    def __init__(self, fetch_gradients: Callable[[], None], **options: Any) -> None:
+        self._fetch_gradients = fetch_gradients
+        super().__init__(**options)
+
+    def _make_global_step(self, scaler: GradScaler | None) -> None:
+        if self.grad_averager is not None:
+            self._fetch_gradients()
+        super()._make_global_step(scaler)
