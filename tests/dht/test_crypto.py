@@ -199,6 +199,9 @@ def test_a_pickled_validator_signs_in_another_process(alice):
 
 def test_two_signature_validators_are_one(alice, mallory):
     assert alice.merge_with(mallory)
+    for owner in (alice, mallory):
+        assert alice.validate(signed(alice, owner)), "it signs with either key"
+    assert signed(mallory, alice).value == b"value", "what was merged in stays as it is"
     assert not alice.merge_with(SchemaValidator.__new__(SchemaValidator))
     assert alice.priority == 10
 

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.progress import (
     Companion,
     LocalTrainingProgress,
+    ProgressRecord,
     RefreshPolicy,
     expected_members,
     parse_record,
@@ -83,9 +85,10 @@ def test_records_are_read_more_often_near_the_end():
 
 def test_records_round_trip_and_strangers_are_refused():
     good = record("me", 3, 4, 5.0)
-    assert parse_record(good.to_dict(), NOW) == good
+    in_the_table = ProgressRecord(**good.to_dict())
+    assert parse_record(good.to_dict()) == in_the_table
     as_sent_by_newer_versions = {**good.to_dict(), "something": "new"}
-    assert parse_record(as_sent_by_newer_versions, NOW) == good
+    assert parse_record(as_sent_by_newer_versions) == in_the_table
 
 
 @pytest.mark.parametrize(
@@ -100,25 +103,27 @@ def test_records_round_trip_and_strangers_are_refused():
         {"samples_per_second": -0.1},
         {"samples_per_second": math.nan},
         {"samples_per_second": math.inf},
-        {"time": NOW + 100},
+        {"samples_per_second": None},
         {"time": math.nan},
+        {"time": math.inf},
         {"client_mode": 1},
         {"peer_id": "text"},
         {"addresses": ["x"] * 100},
         {"addresses": [5]},
+        {"endorsement": "text"},
     ],
     ids=str,
 )
 def test_malformed_records_are_refused(change):
     with pytest.raises(ValueError, match=r"."):
-        parse_record({**record("peer").to_dict(), **change}, NOW)
+        parse_record({**record("peer").to_dict(), **change})
 
 
 @settings(max_examples=30)
 @given(st.recursive(st.none() | st.integers() | st.floats() | st.binary(), lambda s: st.dictionaries(st.text(), s)))
 def test_anything_else_is_refused(value):
     with pytest.raises(ValueError, match=r"."):
-        parse_record(value, NOW)
+        parse_record(value)
 
 
 def companion(peer: str, epoch: int, **fields) -> tuple[bytes, Companion]:
@@ -145,40 +150,116 @@ def test_who_is_expected_in_the_next_round():
     assert in_the_background == expected | {b"ahead"}, "it may still be in the round that it has left behind"
 
 
+class Me:
+    """The board of a peer that makes so many samples per second, in batches of ten."""
+
+    def __init__(self, speed: float = 10.0, target: int = 100) -> None:
+        self.speed, self.clock = speed, 0.0
+        self.board = ProgressBoard(b"me", False, target, RefreshPolicy(), PerformanceEMA(clock=lambda: self.clock), NOW)
+        self.board.published = self.board.introduced = True
+
+    def report(self, samples: int, epoch: int = 0) -> ProgressBoard:
+        for so_far in range(10, samples + 1, 10):
+            self.clock += 10 / self.speed
+            self.board.report(epoch, so_far, NOW)
+        return self.board
+
+
 def make_board(target: int = 100) -> ProgressBoard:
-    board = ProgressBoard(record("me"), target, RefreshPolicy(), NOW)
-    board.published = board.introduced = True
-    return board
+    return Me(target=target).board
 
 
 def test_the_epoch_is_over_by_count_by_time_and_by_word():
-    board = make_board()
-    board.report(0, 40, 10.0, NOW)
+    board = Me().report(40)
     assert not board.epoch_is_over(NOW)
+    assert board.end_of_epoch(NOW) == pytest.approx(NOW + 6)
     assert board.epoch_is_over(NOW + 6.1), "by extrapolation"
     board.hear(record("other", samples=60), NOW + 60, NOW)
     assert board.epoch_is_over(NOW), "by count"
-    board = make_board()
-    board.report(0, 40, 10.0, NOW)
-    board.hear(record("other"), NOW + 60, NOW, updating=False)
+    board = Me().report(40)
+    board.hear(record("other"), NOW + 60, NOW)
     assert not board.epoch_is_over(NOW)
-    board.hear(record("other"), NOW + 60, NOW, updating=True)
+    board.hear(record("other"), NOW + 60, NOW, end=NOW)
     assert board.epoch_is_over(NOW), "by word"
-    board.finish_update(1, [b"other"], 10.0, NOW)
+    board.finish_update(1, [b"other"], NOW)
     assert not board.epoch_is_over(NOW), "another epoch"
+
+
+def test_the_earliest_end_that_anybody_has_called_counts():
+    board = Me().report(40)
+    board.hear(record("other"), NOW + 60, NOW, end=NOW + 4)
+    board.hear(record("third"), NOW + 60, NOW, end=NOW + 5)
+    assert board.end_of_epoch(NOW) == NOW + 4
+    assert not board.epoch_is_over(NOW + 3)
+    assert board.epoch_is_over(NOW + 4)
+    board.hear(record("ahead", epoch=1), NOW + 60, NOW, end=NOW + 9)
+    assert board.epoch_is_over(NOW + 3), "whoever is beyond this epoch says that it is over"
+
+
+def test_a_peer_stops_after_the_batch_whose_end_is_nearest_to_the_end_of_the_epoch():
+    board = Me(speed=10).report(40)
+    assert board.batch_time == pytest.approx(1.0)
+    board.hear(record("other", samples=20, speed=10), NOW + 60, NOW)  # 40 are missing: two seconds
+    assert not board.should_stop(NOW, patience=10)
+    assert not board.should_stop(NOW + 1.4, patience=10), "more than half of another batch fits"
+    assert board.should_stop(NOW + 1.6, patience=10)
+    assert not board.epoch_is_over(NOW + 1.6)
+    assert not board.should_stop(NOW + 1.6, patience=0.1), "longer than it would wait"
+    board.introduced = False
+    assert not board.should_stop(NOW + 1.6, patience=10), "nobody would wait for it"
+
+
+def test_a_peer_alone_makes_every_batch_that_is_missing():
+    board = Me(speed=10).report(90)
+    assert not board.should_stop(NOW + 0.9, patience=10)
+    assert board.should_stop(NOW + 1, patience=10)
+
+
+def test_what_a_peer_declares_ends_with_its_update():
+    board = Me(speed=10).report(90)
+    board.hear(record("other", samples=8), NOW + 60, NOW)
+    assert not board.updating
+    assert board.seconds_to_end(NOW) == 0
+    board.begin_update(NOW, patience=10)
+    assert board.updating
+    assert board.seconds_to_end(NOW) == pytest.approx(0.2)
+    assert board.seconds_to_end(NOW + 3) == 0
+    board.cancel_update()
+    assert not board.updating
+    board.begin_update(NOW, patience=0.1)
+    assert board.seconds_to_end(NOW) == pytest.approx(0.1), "others shall not take longer than this peer would wait"
+    board.finish_update(1, [], NOW)
+    assert not board.updating
+
+
+def test_estimates_use_the_corrected_speed():
+    """An average that starts at zero is far too small after a few batches."""
+    me = Me(speed=10)
+    board = me.report(20)
+    assert board.own.samples_per_second == pytest.approx(10)
+    assert board.end_of_epoch(NOW) == pytest.approx(NOW + 8)
+    assert me.board.performance_ema.ema_seconds_per_sample == pytest.approx(0.019), "what must not be used"
+
+
+def test_no_samples_no_speed():
+    me = Me()
+    me.clock += 10
+    me.board.report(0, 0, NOW)
+    assert me.board.own.samples_per_second == 0
+    assert me.board.batch_time == 0
 
 
 def test_word_of_the_next_epoch_may_come_early():
     board = make_board()
-    board.hear(record("fast", epoch=1), NOW + 60, NOW, updating=True)
-    board.finish_update(1, [], 0.0, NOW)
+    board.hear(record("fast", epoch=1), NOW + 60, NOW, end=NOW)
+    board.finish_update(1, [], NOW)
     assert board.epoch_is_over(NOW)
 
 
 def test_a_peer_that_others_do_not_know_yet_waits():
     board = make_board()
     board.introduced = False
-    board.report(0, 100, 10.0, NOW)
+    board.report(0, 100, NOW)
     assert not board.epoch_is_over(NOW)
     board.introduced = True
     assert board.epoch_is_over(NOW)
@@ -187,9 +268,9 @@ def test_a_peer_that_others_do_not_know_yet_waits():
 def test_only_peers_with_samples_that_keep_up_publish():
     board = make_board()
     assert not board.wants_publishing(NOW)
-    board.report(0, 0, 0.0, NOW)
+    board.report(0, 0, NOW)
     assert not board.wants_publishing(NOW)
-    board.report(0, 4, 1.0, NOW)
+    board.report(0, 4, NOW)
     assert board.wants_publishing(NOW)
     board.hear(record("other", epoch=2), NOW + 60, NOW)
     assert not board.wants_publishing(NOW), "two epochs behind"
@@ -201,12 +282,12 @@ def test_a_failed_call_counts_until_a_sign_of_life():
     assert board.expected_members(NOW) == {b"other"}
     board.mark_unreachable(b"other", NOW + 1)
     assert board.expected_members(NOW) == set()
-    board.hear(record("other", time=NOW + 0.5), NOW + 60, NOW)
+    board.hear_many([(record("other", time=NOW + 0.5), NOW + 60)], NOW)
     assert board.expected_members(NOW) == set(), "an older record says nothing"
-    board.hear(record("other", time=NOW + 2), NOW + 60, NOW)
+    board.hear_many([(record("other", time=NOW + 2), NOW + 60)], NOW)
     assert board.expected_members(NOW) == {b"other"}
     board.mark_unreachable(b"other", NOW + 3)
-    board.hear(record("other", time=NOW + 2), NOW + 60, NOW + 4, updating=False)
+    board.hear(record("other", time=NOW + 2), NOW + 60, NOW + 4)
     board.mark_unreachable(b"other", NOW + 3.5)
     assert board.expected_members(NOW) == {b"other"}, "it has called after that call was made"
 
@@ -214,9 +295,9 @@ def test_a_failed_call_counts_until_a_sign_of_life():
 def test_goodbye_and_expiry():
     board = make_board()
     board.hear(record("left"), NOW + 60, NOW)
-    board.forget(b"left", NOW + 50, NOW)
+    board.forget(b"left", NOW + 50)
     assert board.expected_members(NOW) == {b"left"}, "a goodbye that is older than the record"
-    board.forget(b"left", NOW + 70, NOW)
+    board.forget(b"left", NOW + 70)
     board.hear(record("silent"), NOW + 60, NOW)
     assert board.expected_members(NOW) == {b"silent"}
     assert board.global_progress(NOW + 61).num_peers == 1
@@ -247,5 +328,5 @@ def test_news_wake_those_who_watch():
     board.on_change.append(lambda: calls.append(1))
     board.hear(record("other"), NOW + 60, NOW)
     board.mark_unreachable(b"other", NOW + 1)
-    board.forget(b"other", math.inf, NOW)
+    board.forget(b"other", math.inf)
     assert len(calls) == 3

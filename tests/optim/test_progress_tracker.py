@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from shoal.clock import get_dht_time
+from shoal.dht.crypto import PrivateKey, SignatureValidator
+from shoal.errors import P2PHandlerError
+from shoal.optim.progress_exchange import ProgressExchange, ProgressMessage
+from shoal.optim.progress_schema import endorse
 from shoal.optim.progress_tracker import ProgressTracker
-from tests.optim.conftest import in_parallel, wait_until
+from tests.optim.conftest import PATIENCE, in_parallel, wait_until
 
 QUICK = {"min_refresh_period": 0.05, "default_refresh_period": 0.2, "start": True}
 
@@ -72,7 +80,8 @@ def test_goodbye_reaches_others_before_the_shutdown_is_over(trackers):
     assert a.global_progress.num_peers == 1
     assert not b.is_alive()
     assert a.is_alive()
-    assert a.dht.get("run_progress", latest=True).value[b.dht.peer_id.to_bytes()].value is None
+    by_tag = a.dht.get("run_progress", latest=True).value
+    assert sorted(entry.value is None for entry in by_tag.values()) == [False, True], "one of them has left"
     b.report_local_progress(0, 5)  # harmless
 
 
@@ -95,22 +104,129 @@ def test_peers_without_samples_stay_invisible(trackers):
     assert not idle.board.published
 
 
-def test_hostile_records_are_skipped(trackers, make_dhts):
-    (a,) = trackers(1)
-    now = get_dht_time()
-    good = {**a.local_progress.to_dict(), "peer_id": b"peer", "samples_accumulated": 7}
-    hostile = {
-        b"peer": good,
-        b"thief": {**good, "peer_id": b"somebody else", "samples_accumulated": 1000},
-        b"liar": {**good, "peer_id": b"liar", "epoch": -5},
-        b"text": "nonsense",
-        "not bytes": good,
+def test_two_trackers_in_one_process_are_two_peers(trackers):
+    keys = [PrivateKey(), PrivateKey()]
+    dhts = [tracker.dht for tracker in trackers(2, start=False)]
+    a, b = (ProgressTracker(dht, "other", 100, private_key=key, **QUICK) for dht, key in zip(dhts, keys, strict=True))
+    in_parallel(lambda: a.report_local_progress(0, 40), lambda: b.report_local_progress(0, 30))
+    wait_until(lambda: a.global_progress.num_peers == b.global_progress.num_peers == 2, "each counts both")
+    tags = {SignatureValidator(key).local_public_key for key in keys}
+    wait_until(lambda: set(a.dht.get("other_progress", latest=True).value) == tags, "each record is under its key")
+    a.shutdown()
+    b.shutdown()
+
+
+@pytest.fixture
+def stranger(trackers, make_dhts):
+    """A peer that keeps to no rule, the tag of its key, an honest record of it, and two trackers."""
+    a, b = trackers(2)
+    (dht,) = make_dhts(1, clients=1)
+    signatures = SignatureValidator(PrivateKey())
+    dht.add_validators([signatures])
+    tag = signatures.local_public_key
+    honest = {
+        **a.local_progress.to_dict(),
+        "peer_id": dht.peer_id.to_bytes(),
+        "samples_accumulated": 7,
+        "client_mode": True,
+        "endorsement": endorse(dht.p2p.identity, tag),
     }
-    for subkey, value in hostile.items():
-        assert a.dht.store("run_progress", value, now + 60, subkey=subkey)
-    wait_until(lambda: a.global_progress.samples_accumulated == 7, "the good record has been read")
+    return SimpleNamespace(dht=dht, tag=tag, honest=honest, a=a, b=b)
+
+
+def test_an_honest_record_is_believed(stranger):
+    assert stranger.dht.store("run_progress", stranger.honest, get_dht_time() + 60, subkey=stranger.tag)
+    for tracker in (stranger.a, stranger.b):
+        wait_until(lambda t=tracker: t.global_progress.samples_accumulated == 7, "the record has been read")
+        assert tracker.global_progress.num_clients == 1
+    assert stranger.dht.store("run_progress", None, get_dht_time() + 61, subkey=stranger.tag), "it says goodbye"
+    wait_until(lambda: stranger.a.global_progress.num_clients == 0, "the goodbye has been read")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -5},
+        {"epoch": 2**60},
+        {"samples_accumulated": 1.5},
+        {"samples_per_second": float("inf")},
+        {"client_mode": 1},
+        {"addresses": ["/ip4/1.2.3.4/tcp/1"] * 100},
+        {"endorsement": b""},
+        {"endorsement": bytes(64)},
+        {"peer_id": b"nobody"},
+    ],
+    ids=str,
+)
+def test_nodes_refuse_malformed_records(stranger, change):
+    forged = {**stranger.honest, **change}
+    assert not stranger.dht.store("run_progress", forged, get_dht_time() + 60, subkey=stranger.tag)
+    assert stranger.a.dht.get("run_progress", latest=True) is None
+
+
+@pytest.mark.parametrize("value", ["nonsense", 5, [], {"progress": 1}], ids=str)
+def test_nodes_refuse_anything_else(stranger, value):
+    assert not stranger.dht.store("run_progress", value, get_dht_time() + 60, subkey=stranger.tag)
+
+
+def test_nodes_refuse_records_in_the_name_of_others(stranger):
+    victim, now = stranger.a, get_dht_time()
+    victim.report_local_progress(0, 1)
+    wait_until(lambda: victim.board.introduced, "it has published its record")
+    ((tag, entry),) = stranger.dht.get("run_progress", latest=True).value.items()
+    impostors = [
+        (stranger.tag, {**stranger.honest, "peer_id": victim.dht.peer_id.to_bytes()}),
+        (stranger.tag, entry.value),
+        (tag, {**entry.value, "samples_accumulated": 1000}),
+        (tag, entry.value),
+        (tag, stranger.honest),
+        (tag, None),
+        (b"no tag at all", stranger.honest),
+    ]
+    for subkey, value in impostors:
+        assert not stranger.dht.store("run_progress", value, now + 100, subkey=subkey), (subkey, value)
+    assert not stranger.dht.store("run_progress", "a plain value", now + 100)
+    in_the_table = victim.dht.get("run_progress", latest=True).value
+    assert list(in_the_table) == [tag]
+    wait_until(lambda: stranger.b.global_progress.samples_accumulated == 1, "the honest record has been read")
+    assert stranger.b.global_progress.num_peers == 1
+
+
+def test_nobody_speaks_for_another_peer(trackers):
+    a, b = trackers(2, target=10**9)
+
+    async def lie(change) -> None:
+        stub = ProgressExchange.get_stub(b.dht.p2p, a.dht.peer_id, namespace="run_progress")
+        await stub.rpc_exchange_progress(
+            ProgressMessage(msgspec.structs.replace(b.local_progress, **change)), timeout=10
+        )
+
+    for change in ({"peer_id": b"somebody else"}, {"time": get_dht_time() + 100}, {"epoch": -1}):
+        with pytest.raises(P2PHandlerError):
+            b.dht.portal.call(lie(change))
     assert a.global_progress.epoch == 0
-    assert a.global_progress.num_peers == 1
+    assert not a.knows_others
+
+
+def test_a_pause_waits_for_no_network(trackers, monkeypatch):
+    """The table may take its time: reading and writing it happens outside of every lock."""
+    (a,) = trackers(1, start=False)
+    asked = threading.Event()
+
+    async def hang(*args, **kwargs) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(a.dht.node, "get", hang)
+    monkeypatch.setattr(a.dht.node, "store", hang)
+    a.run_in_background()
+    a.report_local_progress(0, 5)
+    assert asked.wait(PATIENCE), "the tracker is reading, and will be for ever"
+    with a.pause_updates():
+        assert a.update_epoch() == 1
+    a.report_local_progress(1, 10)
+    assert (a.global_epoch, a.global_progress.samples_accumulated) == (1, 10)
+    assert not a.ready_to_update_epoch
 
 
 def test_epochs_change_only_in_a_pause(trackers):
@@ -138,7 +254,5 @@ def test_time_in_a_pause_does_not_slow_the_estimate(trackers):
 
 
 def test_bad_arguments():
-    with pytest.raises(NotImplementedError, match="signed"):
-        ProgressTracker(None, "run", 1, private_key=object(), start=False)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="target_batch_size"):
         ProgressTracker(None, "run", 0, start=False)  # type: ignore[arg-type]

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from shoal.clock import get_dht_time
-from shoal.optim.progress import LocalTrainingProgress, RefreshPolicy
+from shoal.optim.performance_ema import PerformanceEMA
+from shoal.optim.progress import RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.p2p import P2P
@@ -24,20 +25,30 @@ class Peer:
     def __init__(self, host: Host, p2p: P2P, table: SharedTable) -> None:
         self.host, self.id = host, p2p.peer_id.to_bytes()
         self.now = host.dht_time
-        own = LocalTrainingProgress(self.id, 0, 0, 0.0, self.now(), p2p.client_mode)
-        self.board = ProgressBoard(own, 10**9, RefreshPolicy(), self.now())
-        self.exchange = ProgressExchange(table, p2p, "run", self.board, min_period=0.5, metadata_expiration=60.0)
+        ema = PerformanceEMA(clock=self.now)
+        ema.update(1, interval=1.0)
+        self.board = ProgressBoard(self.id, p2p.client_mode, 10**9, RefreshPolicy(), ema, self.now())
+        self.exchange = ProgressExchange(
+            table,
+            p2p,
+            "run",
+            self.board,
+            owner_tag=self.id,
+            endorsement=b"",
+            min_period=0.5,
+            metadata_expiration=60.0,
+        )
 
     def report(self, samples: int) -> None:
-        self.board.report(self.board.own.epoch, samples, 1.0, self.now())
+        self.board.report(self.board.own.epoch, samples, self.now())
         self.exchange.report_due.set()
 
     def declare_over(self) -> None:
-        self.board.begin_update()
+        self.board.begin_update(self.now(), patience=0)
         self.exchange.call_due.set()
 
     def next_epoch(self, members: set[bytes]) -> None:
-        self.board.finish_update(self.board.own.epoch + 1, members, 1.0, self.now())
+        self.board.finish_update(self.board.own.epoch + 1, members, self.now())
         self.exchange.call_due.set()
 
     @property

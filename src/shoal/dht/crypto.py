@@ -134,8 +134,9 @@ class SignatureValidator(RecordValidatorBase):
     """
 
     def __init__(self, private_key: PrivateKey | None = None) -> None:
-        self._private_key = PrivateKey.process_wide() if private_key is None else private_key
-        self._local_public_key = b"[owner:" + self._private_key.get_public_key().to_bytes() + b"]"
+        private_key = PrivateKey.process_wide() if private_key is None else private_key
+        self._local_public_key = b"[owner:" + private_key.get_public_key().to_bytes() + b"]"
+        self._private_keys = {self._local_public_key: private_key}
         self._accepted = AcceptedRecords()
 
     @property
@@ -176,10 +177,11 @@ class SignatureValidator(RecordValidatorBase):
         return MSGPackSerializer.dumps([_PURPOSE, record.key, record.subkey, value, float(record.expiration_time)])
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        if self._local_public_key not in record.key and self._local_public_key not in record.subkey:
-            return record.value
-        signature = self._private_key.sign(self._signed_bytes(record, record.value))
-        return record.value + b"[signature:" + signature + b"]"
+        for owner_tag, private_key in self._private_keys.items():
+            if owner_tag in record.key or owner_tag in record.subkey:
+                signature = private_key.sign(self._signed_bytes(record, record.value))
+                return record.value + b"[signature:" + signature + b"]"
+        return record.value
 
     def strip_value(self, record: DHTRecord) -> bytes:
         if not self._owners(record):
@@ -198,14 +200,18 @@ class SignatureValidator(RecordValidatorBase):
         return 10
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
-        """One is enough for verifying everybody's signatures; this one's key stays in use."""
-        return isinstance(other, SignatureValidator)
+        """One is enough for verifying everybody's signatures; it signs with the keys of both."""
+        if not isinstance(other, SignatureValidator):
+            return False
+        self._private_keys = {**other._private_keys, **self._private_keys}
+        return True
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_private_key": self._private_key}
+        return {"_local_public_key": self._local_public_key, "_private_keys": self._private_keys}
 
-    def __setstate__(self, state: dict[str, PrivateKey]) -> None:
-        SignatureValidator.__init__(self, state["_private_key"])
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._accepted = AcceptedRecords()
 
 
 Ed25519PrivateKey = RSAPrivateKey = PrivateKey

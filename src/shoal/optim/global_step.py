@@ -108,7 +108,7 @@ class GlobalStep:
             grad_scaler: knows whether gradients are finite; they have been unscaled.
         """
         with self.tracker.pause_updates():
-            self.tracker.declare_epoch_over()
+            self.tracker.declare_epoch_over(self.plan.matchmaking_time)
             if self.plan.delay_optimizer_step:
                 self.state_averager.finish_jobs(self.plan.averaging_timeout)
             mates: set[PeerID] | None = None

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS
-
-NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e21)]
+Moment = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 MAX_ADDRESSES = 8
 
@@ -22,20 +22,39 @@ class LocalTrainingProgress(msgspec.Struct, frozen=True):
     """How far one peer is, as it says itself."""
 
     peer_id: bytes
-    epoch: NonNegative
+    epoch: Count
     """How many global steps it has made."""
-    samples_accumulated: NonNegative
+    samples_accumulated: Count
     """Samples whose gradients it has in store for the next global step."""
-    samples_per_second: Annotated[float, msgspec.Meta(ge=0.0)]
-    time: float
+    samples_per_second: Speed
+    time: Moment
     """DHT time of the record."""
     client_mode: bool
-    addresses: list[str] = []
-    """Where it can be called; empty for a client."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for the DHT."""
         return msgspec.structs.asdict(self)
+
+
+class ProgressRecord(LocalTrainingProgress, frozen=True):
+    """What a peer writes into the DHT."""
+
+    addresses: Annotated[list[str], msgspec.Meta(max_length=MAX_ADDRESSES)] = []
+    """Where it can be called; empty for a client."""
+    endorsement: bytes = b""
+    """The peer's signature, which says that the subkey of this record is its own."""
+
+
+def parse_record(value: object) -> ProgressRecord:
+    """Check the form of a record that came from another peer.
+
+    Raises:
+        ValueError: it is not one, or its numbers are impossible.
+    """
+    try:
+        return msgspec.convert(value, ProgressRecord, strict=True, builtin_types=(bytes,))
+    except msgspec.ValidationError as e:
+        raise ValueError(str(e)) from None
 
 
 @dataclass(frozen=True)
@@ -55,25 +74,6 @@ class GlobalTrainingProgress:
     """DHT time at which the target will be reached, by extrapolation; infinite if nobody makes progress."""
     next_fetch_time: float
     """DHT time at which the records will be read again."""
-
-
-def parse_record(value: object, now: float) -> LocalTrainingProgress:
-    """Check a record that came from another peer.
-
-    Raises:
-        ValueError: it is not one, or its numbers are impossible.
-    """
-    try:
-        record = msgspec.convert(value, LocalTrainingProgress, strict=True, builtin_types=(bytes,))
-    except msgspec.ValidationError as e:
-        raise ValueError(str(e)) from None
-    if not (math.isfinite(record.samples_per_second) and math.isfinite(record.time)):
-        raise ValueError("a record with numbers that are not finite")
-    if record.time > now + MAX_DHT_TIME_DISCREPANCY_SECONDS:
-        raise ValueError(f"a record from {record.time - now:.1f} s in the future")
-    if len(record.addresses) > MAX_ADDRESSES or record.epoch >= 2**53 or record.samples_accumulated >= 2**53:
-        raise ValueError("a record with impossible numbers")
-    return record
 
 
 @dataclass(frozen=True)

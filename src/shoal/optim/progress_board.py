@@ -5,12 +5,12 @@ The lock is held for a look or a change, never while waiting for anything.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-import msgspec
-
+from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.progress import (
     Companion,
     GlobalTrainingProgress,
@@ -25,86 +25,117 @@ class ProgressBoard:
     """Own progress, other peers' records and the signs of life behind them.
 
     Args:
-        own: this peer's progress at the start.
+        peer_id: this peer.
+        client_mode: others cannot call it.
         target_batch_size: samples that make an epoch.
         refresh: how often the swarm's records are read.
+        performance_ema: measures this peer's speed.
         now: DHT time.
     """
 
-    def __init__(self, own: LocalTrainingProgress, target_batch_size: int, refresh: RefreshPolicy, now: float) -> None:
+    def __init__(
+        self,
+        peer_id: bytes,
+        client_mode: bool,
+        target_batch_size: int,
+        refresh: RefreshPolicy,
+        performance_ema: PerformanceEMA,
+        now: float,
+    ) -> None:
         self._lock = threading.Lock()
-        self._own = own
         self._target_batch_size = target_batch_size
         self._refresh = refresh
-        self._companions: dict[bytes, Companion] = {}
-        self._last_members: frozenset[bytes] = frozenset()
-        self._closed_epoch = -1
-        self._updating = False
-        self._published = False
-        self._introduced = False
-        self._contributed = False
-        self._global = GlobalTrainingProgress(own.epoch, 0, target_batch_size, 0, 0, float("inf"), now)
+        self.performance_ema = performance_ema
+        self.own = LocalTrainingProgress(peer_id, 0, 0, 0.0, now, client_mode)
+        """This peer's progress."""
+        self.published = False
+        """Others can find this peer's record."""
+        self.introduced = False
+        """Everybody that can be called has been told that this peer takes part."""
         self.on_change: list[Callable[[], object]] = []
         """Called, without the lock, after anything has changed that others may wait for."""
+        self._companions: dict[bytes, Companion] = {}
+        self._last_members: frozenset[bytes] = frozenset()
+        self._contributed = False
+        self._batch_size = 0
+        self._declared_end: float | None = None
+        self._called_end = (-1, math.inf)
+        """Epoch whose end another peer has called, and the DHT time of that end."""
+        self._global = GlobalTrainingProgress(0, 0, target_batch_size, 0, 0, math.inf, now)
 
-    # --- reading ------------------------------------------------------------------------------------------------------
-
-    @property
-    def own(self) -> LocalTrainingProgress:
-        return self._own
-
-    @property
-    def updating(self) -> bool:
-        """This peer has declared its epoch over and has not finished the transition."""
-        return self._updating
-
-    @property
-    def introduced(self) -> bool:
-        """Everybody that can be called has been told that this peer takes part."""
-        return self._introduced
-
-    @introduced.setter
-    def introduced(self, introduced: bool) -> None:
-        self._introduced = introduced
-
-    @property
-    def published(self) -> bool:
-        """Others can find this peer's record."""
-        return self._published
-
-    @published.setter
-    def published(self, published: bool) -> None:
-        self._published = published
+    # --- the swarm ----------------------------------------------------------------------------------------------------
 
     def global_progress(self, now: float) -> GlobalTrainingProgress:
         """The swarm's progress at this moment."""
         with self._lock:
-            self._summarize(now)
-            return self._global
+            return self._summarize(now)
 
     @property
     def next_fetch_time(self) -> float:
+        """DHT time at which the records are to be read again."""
         return self._global.next_fetch_time
 
     def wants_publishing(self, now: float) -> bool:
         """Whether others should know of this peer: it has samples to give and is not far behind."""
         with self._lock:
-            self._summarize(now)
-            return self._contributed and self._own.epoch >= self._global.epoch - 1
+            return self._contributed and self.own.epoch >= self._summarize(now).epoch - 1
+
+    # --- the end of the epoch -----------------------------------------------------------------------------------------
+
+    def end_of_epoch(self, now: float) -> float:
+        """DHT time of the next global step, by count, by extrapolation, or because another peer says so.
+
+        Never in the past: what is overdue is due now.
+        """
+        with self._lock:
+            progress, (called_epoch, called_end) = self._summarize(now), self._called_end
+            if max(progress.epoch, called_epoch) > self.own.epoch:
+                return now
+            if progress.samples_accumulated >= progress.target_batch_size:
+                return now
+            end = progress.eta_next_epoch
+            return max(now, min(end, called_end) if called_epoch == self.own.epoch else end)
 
     def epoch_is_over(self, now: float) -> bool:
-        """Whether it is time for the next global step, by count, by the clock, or because another peer says so."""
-        with self._lock:
-            self._summarize(now)
-            progress = self._global
-            if self._contributed and not self._introduced:
-                return False  # others would not wait for a peer that they do not know
-            return (
-                progress.epoch > self._own.epoch
-                or progress.samples_accumulated >= progress.target_batch_size
-                or now >= progress.eta_next_epoch
-                or self._closed_epoch >= self._own.epoch
-            )
+        """Whether it is time for the next global step."""
+        if self._contributed and not self.introduced:
+            return False  # others would not wait for a peer that they do not know
+        return self.end_of_epoch(now) <= now
+
+    def should_stop(self, now: float, patience: float) -> bool:
+        """Whether this peer should make the global step rather than begin another batch.
+
+        Each peer stops after the batch whose end is the nearest to the end of the epoch. Otherwise one that is done a
+        moment too early would begin another batch, and all others would have to wait for it.
+
+        Args:
+            patience: most seconds to wait for the end.
+        """
+        if self.epoch_is_over(now):
+            return True
+        if not self.introduced or not self.expected_members(now):
+            return False  # alone there is nobody to wait for: not a sample need be missing
+        return self.end_of_epoch(now) - now < self._longest_wait(patience)
+
+    def _longest_wait(self, patience: float) -> float:
+        return min(patience, self.batch_time / 2)
+
+    @property
+    def batch_time(self) -> float:
+        """Seconds that a batch as large as this peer's latest one takes on average; 0 before the first one."""
+        return self._batch_size * self.performance_ema.seconds_per_sample
+
+    @property
+    def updating(self) -> bool:
+        """This peer has declared its epoch over and has not finished the transition."""
+        return self._declared_end is not None
+
+    def seconds_to_end(self, now: float) -> float:
+        """While :attr:`updating`: seconds for which others may still go on in this epoch."""
+        end = self._declared_end
+        return 0.0 if end is None else max(0.0, end - now)
+
+    # --- who takes part -----------------------------------------------------------------------------------------------
 
     def expected_members(
         self, now: float, among: Collection[bytes] | None = None, until_epoch: int | None = None
@@ -116,9 +147,9 @@ class ProgressBoard:
             until_epoch: whoever is beyond this epoch has moved on; default: this peer's epoch.
         """
         with self._lock:
-            last = self._own.epoch if until_epoch is None else until_epoch
+            last = self.own.epoch if until_epoch is None else until_epoch
             if among is None:
-                return expected_members(self._own.epoch, last, self._companions, self._last_members, now)
+                return expected_members(self.own.epoch, last, self._companions, self._last_members, now)
             return {peer for peer in among if not self._has_left(peer, last)}
 
     def _has_left(self, peer: bytes, until_epoch: int) -> bool:
@@ -135,57 +166,70 @@ class ProgressBoard:
 
     # --- own progress -------------------------------------------------------------------------------------------------
 
-    def report(self, epoch: int, samples: int, samples_per_second: float, now: float) -> None:
+    def report(self, epoch: int, samples: int, now: float) -> None:
         """This peer has accumulated so many samples."""
         with self._lock:
-            self._own = msgspec.structs.replace(
-                self._own, epoch=epoch, samples_accumulated=samples, samples_per_second=samples_per_second, time=now
-            )
+            extra = samples - self.own.samples_accumulated if self.own.epoch == epoch else samples
+            if extra > 0:
+                self._batch_size = extra
+            if extra > 0 and not self.performance_ema.paused:
+                self.performance_ema.update(extra)
+            else:
+                self.performance_ema.reset_timer()
             self._contributed = self._contributed or samples > 0
-            self._summarize(now)
+            self._set_own(epoch, samples, now)
 
-    def begin_update(self) -> None:
-        """This peer declares its epoch over."""
-        with self._lock:
-            self._updating = True
+    def begin_update(self, now: float, patience: float) -> None:
+        """This peer declares its epoch over: it begins no more batches. Others may, until the end of the epoch.
 
-    def finish_update(self, epoch: int, members: Iterable[bytes], samples_per_second: float, now: float) -> None:
+        Args:
+            patience: as for :meth:`should_stop`.
+        """
+        self._declared_end = min(self.end_of_epoch(now), now + self._longest_wait(patience))
+
+    def finish_update(self, epoch: int, members: Iterable[bytes], now: float) -> None:
         """This peer is at a new epoch.
 
         Args:
             members: other peers in the round that led there.
         """
         with self._lock:
-            self._updating = False
+            self._declared_end = None
             self._last_members = frozenset(members)
-            self._own = msgspec.structs.replace(
-                self._own, epoch=epoch, samples_accumulated=0, samples_per_second=samples_per_second, time=now
-            )
-            self._summarize(now)
+            self._set_own(epoch, 0, now)
         self._changed()
 
     def cancel_update(self) -> None:
         """The transition did not come to an end."""
-        with self._lock:
-            self._updating = False
+        self._declared_end = None
+
+    def _set_own(self, epoch: int, samples: int, now: float) -> None:
+        own, ema = self.own, self.performance_ema
+        speed = ema.samples_per_second if ema.num_updates else 0.0
+        self.own = LocalTrainingProgress(own.peer_id, epoch, samples, speed, now, own.client_mode)
 
     # --- news from others ---------------------------------------------------------------------------------------------
 
-    def hear(
-        self, record: LocalTrainingProgress, expiration: float, now: float, *, updating: bool | None = None
-    ) -> None:
-        """A record has arrived.
+    def hear(self, record: LocalTrainingProgress, expiration: float, now: float, *, end: float | None = None) -> None:
+        """A peer tells its progress itself, so it is alive.
 
         Args:
-            updating: from the peer itself, which is thereby known to be alive; ``None`` = found in the DHT.
+            end: it has declared its epoch over, which for all others is at this DHT time.
         """
         with self._lock:
-            self._hear(record, expiration, now, updating)
-            self._summarize(now)
+            companion = self._take_note(record, expiration)
+            companion.updating, companion.heard_at, companion.unreachable_since = end is not None, now, None
+            if end is not None:  # this peer itself may not have reached that epoch yet
+                epoch, known_end = self._called_end
+                if record.epoch >= epoch:
+                    self._called_end = record.epoch, min(end, known_end) if record.epoch == epoch else end
         self._changed()
 
     def hear_many(self, found: Iterable[tuple[LocalTrainingProgress, float]], now: float) -> list[bytes]:
         """The records in the DHT have been read; the next reading is planned accordingly.
+
+        Args:
+            found: records of other peers and their expirations.
 
         Returns:
             Peers that can be called and were not known before.
@@ -193,19 +237,16 @@ class ProgressBoard:
         with self._lock:
             known = set(self._companions)
             for record, expiration in found:
-                self._hear(record, expiration, now, None)
+                self._take_note(record, expiration)
             strangers = [peer for peer, c in self._companions.items() if peer not in known and not c.record.client_mode]
             self._drop_expired(now)
-            self._summarize(now)
-            progress = self._global
+            progress = self._summarize(now)
             next_fetch = self._refresh.next_fetch_time(now, progress.eta_next_epoch, progress.num_peers)
             self._global = replace(progress, next_fetch_time=next_fetch)
         self._changed()
         return strangers
 
-    def _hear(self, record: LocalTrainingProgress, expiration: float, now: float, updating: bool | None) -> None:
-        if record.peer_id == self._own.peer_id:
-            return
+    def _take_note(self, record: LocalTrainingProgress, expiration: float) -> Companion:
         companion = self._companions.get(record.peer_id)
         if companion is None:
             companion = self._companions[record.peer_id] = Companion(record, expiration)
@@ -213,12 +254,9 @@ class ProgressBoard:
             companion.record, companion.expiration = record, max(expiration, companion.expiration)
             if companion.unreachable_since is not None and record.time > companion.unreachable_since:
                 companion.unreachable_since = None  # alive after all, though it could not be called
-        if updating is not None:
-            companion.updating, companion.heard_at, companion.unreachable_since = updating, now, None
-            if updating:  # this peer itself may not have reached that epoch yet
-                self._closed_epoch = max(self._closed_epoch, record.epoch)
+        return companion
 
-    def forget(self, peer: bytes, expiration: float, now: float) -> None:
+    def forget(self, peer: bytes, expiration: float) -> None:
         """A peer has said goodbye; a record with a later expiration counts more."""
         with self._lock:
             companion = self._companions.get(peer)
@@ -226,7 +264,6 @@ class ProgressBoard:
                 return
             del self._companions[peer]
             self._last_members = self._last_members - {peer}
-            self._summarize(now)
         self._changed()
 
     def mark_unreachable(self, peer: bytes, called_at: float) -> None:
@@ -242,17 +279,18 @@ class ProgressBoard:
         for peer in [peer for peer, companion in self._companions.items() if companion.expiration < now]:
             del self._companions[peer]
 
-    def _summarize(self, now: float) -> None:
+    def _summarize(self, now: float) -> GlobalTrainingProgress:
         valid = [c for c in self._companions.values() if c.expiration >= now]
         self._global = summarize(
-            self._own,
+            self.own,
             [c.record for c in valid],
-            published=self._published,
+            published=self.published,
             target_batch_size=self._target_batch_size,
             now=now,
             next_fetch_time=self._global.next_fetch_time,
             stopped=[c.record.peer_id for c in valid if c.unreachable_since is not None],
         )
+        return self._global
 
     def _changed(self) -> None:
         for callback in list(self.on_change):

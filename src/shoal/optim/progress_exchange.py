@@ -13,12 +13,14 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from shoal.clock import get_dht_time
+import msgspec
+
+from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.clock import timeout as time_limit
 from shoal.errors import P2PDaemonError, P2PHandlerError, ShoalError
-from shoal.optim.progress import MAX_ADDRESSES, LocalTrainingProgress, parse_record
+from shoal.optim.progress import MAX_ADDRESSES, LocalTrainingProgress, ProgressRecord, parse_record
 from shoal.optim.progress_board import ProgressBoard
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from shoal.reactor import cancel_and_wait
@@ -40,17 +42,15 @@ NEW_EPOCH_PERIOD = 0.1
 
 
 class ProgressMessage(Header):
-    """A peer's progress, told directly; who it is from is known from the connection."""
+    """A peer's progress, told directly."""
 
-    epoch: int
-    samples_accumulated: int
-    samples_per_second: float
-    time: float
-    client_mode: bool
+    progress: LocalTrainingProgress
     taking_part: bool = True
     """False: the sender has no samples yet, its numbers say nothing about the swarm."""
     updating: bool = False
-    """The sender has declared its epoch over."""
+    """The sender has declared its epoch over: it begins no more batches."""
+    ends_in: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
+    """Seconds for which the others may still go on in this epoch, by the sender's estimate."""
     leaving: bool = False
 
 
@@ -69,14 +69,27 @@ class ProgressExchange(ServicerBase):
         p2p: this peer.
         prefix: name of the training run.
         board: what is known.
+        owner_tag: the subkey under which this peer writes.
+        endorsement: the peer's word for it, see :mod:`shoal.optim.progress_schema`.
         min_period: least time between two records that this peer puts into the DHT, in seconds.
         metadata_expiration: seconds for which a record is valid.
     """
 
     def __init__(
-        self, node: Table, p2p: P2P, prefix: str, board: ProgressBoard, min_period: float, metadata_expiration: float
+        self,
+        node: Table,
+        p2p: P2P,
+        prefix: str,
+        board: ProgressBoard,
+        *,
+        owner_tag: bytes,
+        endorsement: bytes,
+        min_period: float,
+        metadata_expiration: float,
     ) -> None:
         self._node, self._p2p, self._board = node, p2p, board
+        self._owner_tag, self._endorsement = owner_tag, endorsement
+        self._peers_by_tag: dict[Any, bytes] = {}
         self.key = f"{prefix}_progress"
         self._min_period, self._metadata_expiration = min_period, metadata_expiration
         self.report_due, self.call_due = asyncio.Event(), asyncio.Event()
@@ -146,17 +159,17 @@ class ProgressExchange(ServicerBase):
     async def _publish(self) -> None:
         own = self._board.own
         addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)][:MAX_ADDRESSES]
-        value = {**own.to_dict(), "addresses": addresses}
+        record = ProgressRecord(**own.to_dict(), addresses=addresses, endorsement=self._endorsement)
         try:
             expiration = get_dht_time() + self._metadata_expiration
-            if not await self._node.store(self.key, value, expiration, subkey=own.peer_id):
+            if not await self._node.store(self.key, record.to_dict(), expiration, subkey=self._owner_tag):
                 logger.debug("the record of this peer's progress was not accepted by the DHT")
         except ShoalError as e:
             logger.warning("could not publish this peer's progress: %s", e)
 
     async def _withdraw(self) -> None:
         expiration = math.nextafter(get_dht_time() + self._metadata_expiration, math.inf)
-        await self._node.store(self.key, None, expiration, subkey=self._board.own.peer_id)
+        await self._node.store(self.key, None, expiration, subkey=self._owner_tag)
 
     async def _keep_fetching(self) -> None:
         while True:
@@ -174,28 +187,28 @@ class ProgressExchange(ServicerBase):
             logger.warning("could not read the swarm's progress: %s", e)
         now = get_dht_time()
         records = []
-        for subkey, entry in entries.items():
+        for tag, entry in entries.items():
             if entry.value is None:
-                self._board.forget(subkey, entry.expiration_time, now)
+                if tag in self._peers_by_tag:
+                    self._board.forget(self._peers_by_tag[tag], entry.expiration_time)
                 continue
             try:
-                records.append((self._checked(subkey, entry.value, now), float(entry.expiration_time)))
+                record = parse_record(entry.value)
+                _check_time(record, now)
             except ValueError as e:
                 logger.debug("skipped a malformed record under %s: %s", self.key, e)
+                continue
+            self._peers_by_tag[tag] = record.peer_id
+            if record.peer_id != self._board.own.peer_id:
+                self._p2p.add_addresses(PeerID(record.peer_id), record.addresses)
+                records.append((record, float(entry.expiration_time)))
+        self._peers_by_tag = {tag: peer for tag, peer in self._peers_by_tag.items() if tag in entries}
         strangers = self._board.hear_many(records, now)
         if self._board.published:
             for peer in strangers:
                 self._call_soon(PeerID(peer))
         if self.on_fetch is not None and epoch == self._board.own.epoch:
             self.on_fetch()
-
-    def _checked(self, subkey: object, value: object, now: float) -> LocalTrainingProgress:
-        record = parse_record(value, now)
-        if record.peer_id != subkey:
-            raise ValueError("a record in the name of another peer")
-        if record.addresses and record.peer_id != self._board.own.peer_id:
-            self._p2p.add_addresses(PeerID(record.peer_id), record.addresses)
-        return record
 
     # --- directly -----------------------------------------------------------------------------------------------------
 
@@ -249,16 +262,9 @@ class ProgressExchange(ServicerBase):
         self._board.mark_unreachable(peer.to_bytes(), called_at)
 
     def _message(self, leaving: bool = False) -> ProgressMessage:
-        own = self._board.own
+        board = self._board
         return ProgressMessage(
-            epoch=own.epoch,
-            samples_accumulated=own.samples_accumulated,
-            samples_per_second=own.samples_per_second,
-            time=own.time,
-            client_mode=own.client_mode,
-            taking_part=self._board.published,
-            updating=self._board.updating,
-            leaving=leaving,
+            board.own, board.published, board.updating, board.seconds_to_end(get_dht_time()), leaving
         )
 
     def _hear(self, peer: PeerID, message: ProgressMessage) -> None:
@@ -268,24 +274,30 @@ class ProgressExchange(ServicerBase):
             ValueError: its numbers are impossible.
         """
         now = get_dht_time()
+        progress = message.progress
+        _check_time(progress, now)
+        if progress.peer_id != peer.to_bytes():
+            raise ValueError("progress in the name of another peer")
         if message.leaving:
-            self._board.forget(peer.to_bytes(), math.inf, now)
+            self._board.forget(progress.peer_id, math.inf)
         elif message.taking_part:
-            fields = {
-                "peer_id": peer.to_bytes(),
-                "epoch": message.epoch,
-                "samples_accumulated": message.samples_accumulated,
-                "samples_per_second": message.samples_per_second,
-                "time": message.time,
-                "client_mode": message.client_mode,
-            }
-            record = parse_record(fields, now)
-            self._board.hear(record, now + self._metadata_expiration, now, updating=message.updating)
+            end = now + message.ends_in if message.updating else None
+            self._board.hear(progress, now + self._metadata_expiration, now, end=end)
 
     async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
         """Another peer tells its progress and is told this one's."""
         self._hear(context.remote_id, request)
         return self._message()
+
+
+def _check_time(progress: LocalTrainingProgress, now: float) -> None:
+    """Nothing later could replace what claims to come from the future.
+
+    Raises:
+        ValueError: this does.
+    """
+    if progress.time > now + MAX_DHT_TIME_DISCREPANCY_SECONDS:
+        raise ValueError(f"progress from {progress.time - now:.1f} s in the future")
 
 
 async def _wait_for(event: asyncio.Event, seconds: float) -> None:

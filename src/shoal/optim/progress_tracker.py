@@ -19,10 +19,21 @@ from shoal.reactor import Portal
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
+    from shoal.dht.crypto import PrivateKey
+    from shoal.optim.progress_schema import TrainingProgressSchema
 
-__all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker"]
+__all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker", "TrainingProgressSchema"]
 
 logger = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """The schema loads pydantic, which takes a while: at first use."""
+    if name == "TrainingProgressSchema":
+        from shoal.optim.progress_schema import TrainingProgressSchema
+
+        return TrainingProgressSchema
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class ProgressTracker:
@@ -41,7 +52,7 @@ class ProgressTracker:
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed.
         metadata_expiration: seconds for which a record is valid.
         status_loglevel: level of the messages about epochs.
-        private_key: reserved for signed records; not supported yet.
+        private_key: signs this peer's records; default: a new one.
         daemon: without effect, kept for compatibility.
         start: begin at once; otherwise call :meth:`run_in_background`.
     """
@@ -61,12 +72,10 @@ class ProgressTracker:
         performance_ema_alpha: float = 0.1,
         metadata_expiration: float = 60.0,
         status_loglevel: int = logging.DEBUG,
-        private_key: Any = None,
+        private_key: PrivateKey | None = None,
         daemon: bool = True,
         start: bool,
     ) -> None:
-        if private_key is not None:
-            raise NotImplementedError("private_key: records of progress are not signed yet")
         if target_batch_size <= 0:
             raise ValueError(f"target_batch_size must be positive, got {target_batch_size}")
         self.dht, self.prefix, self.target_batch_size = dht, prefix, target_batch_size
@@ -80,9 +89,10 @@ class ProgressTracker:
         refresh = RefreshPolicy(
             min_refresh_period, max_refresh_period, default_refresh_period, expected_drift_peers, expected_drift_rate
         )
-        now = get_dht_time()
-        own = LocalTrainingProgress(dht.peer_id.to_bytes(), 0, 0, 0.0, now, self.client_mode)
-        self.board = ProgressBoard(own, target_batch_size, refresh, now)
+        self.board = ProgressBoard(
+            dht.peer_id.to_bytes(), self.client_mode, target_batch_size, refresh, self.performance_ema, get_dht_time()
+        )
+        self._private_key = private_key
         self._in_pause = False
         self._exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
@@ -98,8 +108,20 @@ class ProgressTracker:
             starting.result(timeout)
 
     async def _start(self) -> None:
+        from shoal.dht.crypto import PrivateKey  # these two load pydantic and more, which takes a while
+        from shoal.optim.progress_schema import endorse, progress_validators
+
+        schema, signatures = progress_validators(self.prefix, self._private_key or PrivateKey())
+        self.dht.add_validators([schema, signatures])
         exchange = ProgressExchange(
-            self.dht.node, self.dht.p2p, self.prefix, self.board, self._min_refresh_period, self.metadata_expiration
+            self.dht.node,
+            self.dht.p2p,
+            self.prefix,
+            self.board,
+            owner_tag=signatures.local_public_key,
+            endorsement=endorse(self.dht.p2p.identity, signatures.local_public_key),
+            min_period=self._min_refresh_period,
+            metadata_expiration=self.metadata_expiration,
         )
         exchange.on_fetch = self.fetched_global_progress_this_epoch.set
         await exchange.start()
@@ -153,9 +175,18 @@ class ProgressTracker:
     @property
     def estimated_next_update_time(self) -> float:
         """DHT time at which the next global step is due: now, if it is."""
-        if self.ready_to_update_epoch:
-            return get_dht_time()
-        return self.global_progress.eta_next_epoch
+        return self.board.end_of_epoch(get_dht_time())
+
+    def should_stop(self, patience: float) -> bool:
+        """Whether this peer should make the global step rather than begin another batch.
+
+        It should if it is time for it, or will be before half of that batch is done: each peer stops after the batch
+        whose end is the nearest to that of the epoch.
+
+        Args:
+            patience: most seconds to wait for the end of the epoch.
+        """
+        return self.board.should_stop(get_dht_time(), patience)
 
     @property
     def knows_others(self) -> bool:
@@ -203,16 +234,7 @@ class ProgressTracker:
             samples_accumulated: samples since the last one.
             update_global_samples: kept for compatibility: the sum over all peers always contains the latest report.
         """
-        previous = self.board.own
-        extra = samples_accumulated - previous.samples_accumulated
-        if previous.epoch != local_epoch:
-            extra = samples_accumulated
-        if extra > 0 and not self.performance_ema.paused:
-            self.performance_ema.update(extra)
-        else:
-            self.performance_ema.reset_timer()
-        speed = self.performance_ema.samples_per_second if self.performance_ema.num_updates else 0.0
-        self.board.report(local_epoch, samples_accumulated, speed, get_dht_time())
+        self.board.report(local_epoch, samples_accumulated, get_dht_time())
         self._wake()
 
     @contextmanager
@@ -225,12 +247,15 @@ class ProgressTracker:
                 yield
         finally:
             self._in_pause = False
-            if self.board.updating:
-                self.board.cancel_update()
+            self.board.cancel_update()
 
-    def declare_epoch_over(self) -> None:
-        """Tell the others at once that it is time for the global step of this epoch."""
-        self.board.begin_update()
+    def declare_epoch_over(self, patience: float = 0.0) -> None:
+        """Tell the others at once that this peer is ready for the global step, and until when they may go on.
+
+        Args:
+            patience: as for :meth:`should_stop`; by default they may not.
+        """
+        self.board.begin_update(get_dht_time(), patience)
         self._wake(calls=True)
 
     def look_after_others(self) -> None:
@@ -253,8 +278,7 @@ class ProgressTracker:
         assert self._in_pause, "update_epoch() must be called inside pause_updates()"
         if new_epoch is None:
             new_epoch = self.board.own.epoch + 1
-        speed = self.performance_ema.samples_per_second if self.performance_ema.num_updates else 0.0
-        self.board.finish_update(new_epoch, [peer.to_bytes() for peer in members], speed, get_dht_time())
+        self.board.finish_update(new_epoch, [peer.to_bytes() for peer in members], get_dht_time())
         self.fetched_global_progress_this_epoch.clear()
         self._wake(calls=True)
         logger.log(self.status_loglevel, "%s: this peer is at epoch %d", self.prefix, new_epoch)
