@@ -11,14 +11,35 @@ import torch
 from shoal.optim import Optimizer
 from tests.optim.conftest import in_parallel, wait_until
 
-EPOCHS = 5
+EPOCHS = 20
 PEERS = 4
+EQUAL, UNEQUAL = [[8]] * PEERS, [[2], [1, 5], [10], [4, 4, 6]]
+"""For each peer the sizes of its batches in every epoch; 32 samples together."""
 
 OPTIMIZERS: dict[str, Callable] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
 }
+
+
+def clipped(make_optimizer: Callable) -> Callable:
+    """Let an optimizer clip its gradients, those of all samples, right before it steps with them."""
+
+    def clip(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM).item())
+
+    def make(parameters: object) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(parameters)
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    norms: list[float] = []
+    make.norms = norms
+    return make
+
+
+MAX_NORM = 0.6
 
 
 def make_model() -> torch.nn.Module:
@@ -52,7 +73,8 @@ def train_alone(make_optimizer: Callable, schedule: Callable | None, data) -> to
 def contribute(opt: Optimizer, model: torch.nn.Module, batches: Sequence[torch.Tensor]) -> None:
     """Give this peer's share of an epoch, all of it and nothing more, however fast or slow the others are."""
     for number, batch in enumerate(batches):
-        opt.zero_grad()
+        if not opt.settings.reuse_grad_buffers:
+            opt.zero_grad()
         loss_of(model, batch).backward()
         if number < len(batches) - 1:
             opt.grad_averager.accumulate_grads_(len(batch))  # step() might go to the next epoch before the rest
@@ -72,11 +94,14 @@ def train_together(make_dhts, closing, data, clients: int = 0, **options) -> lis
     target = sum(len(batch) for peer in data[0] for batch in peer)
     models = [make_model() for _ in range(PEERS)]
     options = {"run_id": "run", "matchmaking_time": 10.0, "averaging_timeout": 30.0, **options}
-    factory = options.pop("optimizer")
-    opts = [
-        closing(Optimizer(dht=dht, target_batch_size=target, optimizer=factory(model.parameters()), **options))
-        for dht, model in zip(make_dhts(PEERS, clients=clients), models, strict=True)
-    ]
+    options |= {"target_batch_size": target, "delay_state_averaging": options.get("delay_state_averaging", False)}
+    factory, is_offloaded = options.pop("optimizer"), options.pop("offload", False)
+    opts = []
+    for dht, model in zip(make_dhts(PEERS, clients=clients), models, strict=True):
+        training = {"optimizer": factory, "params": model.parameters()}
+        if not is_offloaded:
+            training = {"optimizer": factory(model.parameters())}
+        opts.append(closing(Optimizer(dht=dht, **training, **options)))
 
     def run(index: int) -> None:
         opt, model = opts[index], models[index]
@@ -99,35 +124,44 @@ def check_agreement(models: Sequence[torch.nn.Module], reference: torch.nn.Modul
     for model in models:
         for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
             difference = (found - expected).abs().max() / expected.abs().max()
-            assert difference < 1e-6, f"{name} differs by {difference:.2g}"
+            assert difference <= 1e-6, f"{name} differs by {difference:.2g}"
     for model in models[1:]:
         for found, first in zip(model.parameters(), models[0].parameters(), strict=True):
             assert torch.equal(found, first), "peers differ from each other"
 
 
+def step_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+
+
+@pytest.mark.parametrize("shares", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("schedule", [None, step_schedule], ids=["", "scheduled"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_synchronous_training_equals_training_alone(make_dhts, closing, name):
-    data = make_data([[8]] * PEERS)
-    reference = train_alone(OPTIMIZERS[name], None, data)
-    models = train_together(make_dhts, closing, data, optimizer=OPTIMIZERS[name], delay_state_averaging=False)
+def test_synchronous_training_equals_training_alone(make_dhts, closing, name, schedule, clips, shares):
+    make_optimizer = clipped(OPTIMIZERS[name]) if clips else OPTIMIZERS[name]
+    data = make_data(shares)
+    reference = train_alone(make_optimizer, schedule, data)
+    if clips:
+        assert min(make_optimizer.norms) < MAX_NORM < max(make_optimizer.norms), "some steps are clipped, some not"
+    models = train_together(make_dhts, closing, data, optimizer=make_optimizer, scheduler=schedule)
     check_agreement(models, reference)
 
 
-@pytest.mark.parametrize("delay_state_averaging", [False, True])
-def test_unequal_shares_with_a_client_and_a_schedule(make_dhts, closing, delay_state_averaging):
-    data = make_data([[2], [1, 5], [10], [4, 4, 6]])
-
-    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-
-    reference = train_alone(OPTIMIZERS["adamw"], schedule, data)
-    models = train_together(
-        make_dhts,
-        closing,
-        data,
-        clients=1,
-        optimizer=OPTIMIZERS["adamw"],
-        scheduler=schedule,
-        delay_state_averaging=delay_state_averaging,
-    )
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reuse_grad_buffers": True},
+        {"offload": True},
+        {"offload": True, "reuse_grad_buffers": True},
+        {"delay_state_averaging": True},
+        {"average_state_every": 5},
+        {"clients": 1},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_so_it_does_with_other_options(make_dhts, closing, options):
+    make_optimizer, data = clipped(OPTIMIZERS["adamw"]), make_data(UNEQUAL)
+    reference = train_alone(make_optimizer, step_schedule, data)
+    models = train_together(make_dhts, closing, data, optimizer=make_optimizer, scheduler=step_schedule, **options)
     check_agreement(models, reference)

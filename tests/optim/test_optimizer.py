@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,82 +14,17 @@ from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
-from tests.optim.conftest import in_parallel, wait_until
-
-
-def make_model(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-
-
-def sgd(groups) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-
-
-def values(model: torch.nn.Module) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def backward(model: torch.nn.Module, batch: torch.Tensor) -> None:
-    torch.nn.functional.mse_loss(model(batch), batch[:, :2].cos()).backward()
-
-
-class Trainer:
-    """A model, its optimizer, and endless data."""
-
-    def __init__(self, opt: Optimizer, model: torch.nn.Module, batch_size: int = 8, seed: int = 1) -> None:
-        self.opt, self.model, self.batch_size = opt, model, batch_size
-        self.rng = torch.Generator().manual_seed(seed)
-        self.samples = 0
-
-    def step(self) -> None:
-        if not self.opt.settings.reuse_grad_buffers:
-            self.opt.zero_grad()
-        backward(self.model, torch.randn(self.batch_size, 6, generator=self.rng))
-        self.opt.step(batch_size=self.batch_size)
-        self.samples += self.batch_size
-
-    def train_until(self, epoch: int, pace: float = 0.005) -> None:
-        """Train at a bounded pace, so that others can keep up on a busy machine."""
-        pause = threading.Event()
-        while self.opt.local_epoch < epoch:
-            self.step()
-            pause.wait(pace)
-
-
-@pytest.fixture
-def make_trainers(make_dhts, closing) -> Callable[..., list[Trainer]]:
-    def make(count: int, clients: int = 0, target: int = 64, **options: Any) -> list[Trainer]:
-        trainers = []
-        seeds = options.pop("seeds", [0] * count)
-        for dht, seed in zip(make_dhts(count, clients=clients), seeds, strict=True):
-            model = make_model(seed)
-            factory = options.get("optimizer", sgd)
-            training = {"optimizer": factory(model.parameters())}
-            if options.get("offload"):
-                training = {"optimizer": factory, "params": model.parameters()}
-            rest = {name: value for name, value in options.items() if name not in ("optimizer", "offload")}
-            defaults = {"run_id": "run", "matchmaking_time": 10.0, "averaging_timeout": 20.0}
-            opt = Optimizer(dht=dht, target_batch_size=target, **{**defaults, **training, **rest})
-            trainers.append(Trainer(closing(opt), model, seed=len(trainers)))
-        return trainers
-
-    return make
-
-
-def meet(*trainers: Trainer) -> None:
-    """Contribute a first batch each, and wait until everybody knows everybody."""
-    in_parallel(*(trainer.step for trainer in trainers))
-    for trainer in trainers:
-        wait_until(lambda t=trainer: t.opt.tracker.expected_group_size == len(trainers), "all peers know each other")
-
-
-def check_identical(trainers: list[Trainer]) -> None:
-    first, *others = trainers
-    for trainer in trainers:
-        trainer.opt.state_averager.finish_jobs(10)
-    for other in others:
-        assert torch.equal(values(first.model), values(other.model))
+from tests.optim.conftest import (
+    Trainer,
+    backward,
+    check_identical,
+    in_parallel,
+    make_model,
+    meet,
+    sgd,
+    values,
+    wait_until,
+)
 
 
 def test_a_peer_alone_trains_as_torch_does(make_trainers):
@@ -281,7 +214,7 @@ def test_without_its_group_a_peer_goes_on_with_its_own_mean_gradient(make_traine
     expect_company(trainer, companion)
     trainer.batch_size = 4  # batches of different sizes
     trainer.step()
-    trainer.opt.tracker.board.hear(companion.local_progress, time.time() + 60, time.time(), updating=True)
+    trainer.opt.tracker.board.hear(companion.local_progress, time.time() + 60, time.time(), end=time.time())
     with caplog.at_level(logging.WARNING):
         trainer.opt.step(batch_size=0)
     assert "Proceeding with local gradients" in caplog.text
@@ -296,7 +229,7 @@ def test_a_dead_companion_costs_no_waiting(make_trainers, make_dhts, closing):
     expect_company(trainer, companion)
     record = companion.local_progress
     dht.portal.call(dht.p2p.shutdown())  # as if killed
-    trainer.opt.tracker.board.hear(record, time.time() + 60, time.time(), updating=True)
+    trainer.opt.tracker.board.hear(record, time.time() + 60, time.time(), end=time.time())
     started = time.monotonic()
     trainer.opt.step(batch_size=0)
     assert trainer.opt.local_epoch == 1

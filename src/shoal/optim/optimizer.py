@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.averaging import StepControl
 from shoal.compression import CompressionBase
-from shoal.errors import ShoalError
+from shoal.optim.checkpoint import OWN
 from shoal.optim.global_step import GlobalStep, StepPlan
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.loss_scaling import LossScaling
+from shoal.optim.main_groups import main_groups
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, TrainingStateAverager
+from shoal.optim.synchronization import Synchronization
 from shoal.optim.training_setup import (
     OptimizerFactory,
     Parameters,
@@ -34,12 +35,6 @@ if TYPE_CHECKING:
     from shoal.dht import DHT
 
 logger = logging.getLogger(__name__)
-
-FIRST_FETCH_TIMEOUT = 5.0
-"""Seconds for which the first step waits to learn how far the swarm is."""
-LOAD_ATTEMPTS = 3
-FIRST_LOAD_PAUSE = 0.5
-"""Seconds before the second attempt to download a state; doubles with every further one."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -155,13 +150,11 @@ class Optimizer(torch.optim.Optimizer):
         settings = self.settings
         self.dht, self.run_id, self.target_batch_size = dht, run_id, target_batch_size
         self.client_mode, self.auxiliary = settings.client_mode, auxiliary
-        self.batch_size_per_step, self.load_state_timeout = batch_size_per_step, load_state_timeout
+        self.batch_size_per_step = batch_size_per_step
         self.status_loglevel = logging.INFO if verbose else logging.DEBUG
         self.matchmaking_time = 15.0 if matchmaking_time is None else matchmaking_time
         self.averaging_timeout = 60.0 if averaging_timeout is None else averaging_timeout
         self._closing = threading.Event()
-        self._strict_check_due = True
-        self._has_looked = False
         self._scaling = LossScaling(in_place=settings.reuse_grad_buffers)
         # members of a group may be in the middle of a batch when the round begins
         stall_timeout = max(self.matchmaking_time, self.averaging_timeout / 4)
@@ -219,8 +212,18 @@ class Optimizer(torch.optim.Optimizer):
             auxiliary=auxiliary,
         )
         self.global_step = GlobalStep(plan, self.state_averager, self.grad_averager, self.tracker)
+        self._synchronization = Synchronization(
+            self.state_averager,
+            self.grad_averager,
+            self.tracker,
+            self.global_step,
+            self.averaging_timeout,
+            load_state_timeout,
+            self._closing,
+        )
         self._groups_under_construction: list[dict[str, Any]] | None = []
-        super().__init__([dict(group) for group in self._main_groups()], dict(self.opt.defaults))
+        self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
+        super().__init__([dict(group) for group in self._main_groups], dict(self.opt.defaults))
         self._groups_under_construction = None
 
     def _connect_gradients(self, averager: GradientAverager) -> None:
@@ -257,7 +260,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.auxiliary and self._is_out_of_sync():
+        if not self.auxiliary and self._synchronization.is_needed():
             logger.info(
                 "this peer is at epoch %d, the swarm at %d: downloading its state",
                 self.local_epoch,
@@ -319,32 +322,14 @@ class Optimizer(torch.optim.Optimizer):
         self.global_step.run(scaler)
         after = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         assert groups == after, "the parameters of the optimizer were exchanged during a global step"
-        self._after_new_epoch()
+        self._synchronization.begin_epoch()
         logger.log(self.status_loglevel, "epoch %d begins", self.local_epoch)
-
-    def _after_new_epoch(self) -> None:
-        self._strict_check_due = True
-        if not self.client_mode:
-            self.state_averager.state_sharing_priority = self.local_epoch
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 
-    def _is_out_of_sync(self) -> bool:
-        """Whether this peer must download the state before it goes on."""
-        fetched = self.tracker.fetched_global_progress_this_epoch
-        if not self._has_looked:
-            self._has_looked = True
-            fetched.wait(FIRST_FETCH_TIMEOUT)
-        if self._strict_check_due and fetched.is_set():
-            if self.local_epoch != self.tracker.global_epoch:
-                return True
-            # before others have told it directly, a newcomer knows only records, which may be seconds old
-            self._strict_check_due = not self.tracker.is_introduced
-        return not self.is_synchronized_with_peers()
-
     def is_synchronized_with_peers(self) -> bool:
         """Whether this peer is at most one epoch behind."""
-        return self.local_epoch >= self.tracker.global_epoch - 1
+        return self._synchronization.is_close()
 
     def load_state_from_peers(self, **kwargs: Any) -> bool:
         """Download parameters, optimizer state, scheduler and epoch from another peer.
@@ -355,38 +340,10 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             Whether there was a donor whose state fits and is not older than this one.
         """
-        self.global_step.let_go_of_rounds(self.averaging_timeout)
-        self.state_averager.finish_jobs(self.averaging_timeout)
-        with self.tracker.pause_updates():
-            if not self._download(**{"timeout": self.load_state_timeout, **kwargs}):
-                self.tracker.look_after_others()  # whoever was ahead may be gone
-                return False
-            epoch = self.tracker.global_epoch
-            if epoch - 1 <= self.local_epoch < epoch:
-                self.state_averager.local_epoch = epoch  # the swarm has moved on meanwhile; averaging repairs the rest
-            if self.grad_averager is not None:
-                self.grad_averager.reset_accumulated_grads_()
-            self.tracker.update_epoch(self.local_epoch)
-        self._after_new_epoch()
+        if not self._synchronization.download(**kwargs):
+            return False
         logger.log(self.status_loglevel, "downloaded the state of epoch %d", self.local_epoch)
         return True
-
-    def _download(self, **kwargs: Any) -> bool:
-        """Try a few times, with pauses: donors may be between two epochs, or just leaving."""
-        loaded, pause = False, FIRST_LOAD_PAUSE
-        attempts = LOAD_ATTEMPTS if self.tracker.knows_others else 1
-        for attempt in range(attempts):
-            if attempt > 0:
-                if self._closing.wait(pause):
-                    break
-                pause *= 2
-            try:
-                loaded = self.state_averager.load_state_from_peers(**kwargs) or loaded
-            except (ShoalError, concurrent.futures.TimeoutError, TimeoutError) as e:
-                logger.warning("could not download the training state: %s", str(e) or type(e).__name__)
-            if loaded and self.local_epoch >= self.tracker.global_epoch:
-                break
-        return loaded
 
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 
@@ -435,17 +392,13 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> Any:
         """The parameter groups with the user's parameters, as a tuple."""
-        return self._main_groups() if self._groups_under_construction is None else self._groups_under_construction
+        if self._groups_under_construction is not None:
+            return self._groups_under_construction
+        return self._main_groups if self.settings.offload_optimizer else tuple(self.opt.param_groups)
 
     @param_groups.setter
     def param_groups(self, _: Any) -> None:
         """The base class sets an empty list; the groups are those of ``opt``."""
-
-    def _main_groups(self) -> tuple[dict[str, Any], ...]:
-        if not self.settings.offload_optimizer:
-            return tuple(self.opt.param_groups)
-        left = iter(self.state_averager.main_parameters)
-        return tuple({**group, "params": [next(left) for _ in group["params"]]} for group in self.opt.param_groups)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -478,17 +431,35 @@ class Optimizer(torch.optim.Optimizer):
                     parameter.grad.detach_().zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer that makes the steps, and ``state["local_epoch"]``."""
-        state_dict = self.opt.state_dict()
-        return {**state_dict, "state": {**state_dict["state"], "local_epoch": self.local_epoch}}
+        """A checkpoint from which this peer can resume the run; the model must be saved beside it.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave. The argument is not changed."""
-        statistics = dict(state_dict["state"])
-        epoch = statistics.pop("local_epoch", None)
-        self.state_averager.load_optimizer_state_dict({**state_dict, "state": statistics})
-        if epoch is not None:
-            self.state_averager.local_epoch = int(epoch)
+        It is the state of the optimizer that makes the steps, with ``state["local_epoch"]``, and under ``"shoal"`` the
+        state of the scheduler, the averager's buffers, and the wide parameters of an offloaded optimizer. Work in the
+        background is finished first.
+        """
+        self.state_averager.finish_jobs(self.averaging_timeout)
+        gradients = None if self.grad_averager is None else self.grad_averager.get_memory()
+        return self.state_averager.make_checkpoint(gradients)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave. The argument is not changed.
+
+        A checkpoint of a plain torch optimizer is taken, too; then the epoch stays what it is. If the swarm is ahead of
+        the checkpoint, the next step downloads its state.
+
+        Raises:
+            ValueError: it is a checkpoint of another optimizer.
+        """
+        self._synchronization.end_other_work()
+        with self.tracker.pause_updates():
+            self.state_averager.load_checkpoint(state_dict)
+            memory = state_dict.get(OWN, {}).get("gradients")
+            if self.grad_averager is not None and memory is not None:
+                try:
+                    self.grad_averager.set_memory(memory)
+                except ValueError as e:
+                    logger.warning("the averager of gradients begins without its buffers in the checkpoint: %s", e)
+            self._synchronization.begin_anew()
 
     def __repr__(self) -> str:
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, opt={self.opt!r})"
@@ -505,11 +476,12 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._closing.set()
         self.tracker.shutdown(self.state_averager.shutdown_timeout)
-        self.global_step.let_go_of_rounds(self.averaging_timeout)
-        self.state_averager.finish_jobs(self.averaging_timeout)
-        self.state_averager.shutdown()
-        if self.grad_averager is not None:
-            self.grad_averager.shutdown()
+        try:
+            self._synchronization.end_other_work()
+        finally:
+            self.state_averager.shutdown()
+            if self.grad_averager is not None:
+                self.grad_averager.shutdown()
 
     def __del__(self) -> None:
         if getattr(self, "_groups_under_construction", 0) is None and self.is_alive():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ _FRESH_VALUES = {"step": 0.0, "mu_product": 1.0, "exp_inf": 0.0}
 """Statistics of torch's optimizers that a step with zero gradients changes, and their values before the first step."""
 _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
 _SCHEDULED_WITH_MOMENTUM = ("momentum", "betas", "base_momentum", "max_momentum")
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -28,8 +31,8 @@ def has_statistics(optimizer: TorchOptimizer) -> bool:
 def initialize_optimizer_state_(optimizer: TorchOptimizer) -> None:
     """Make the optimizer's statistics exist, with the values that they have before the first step.
 
-    Parameters, gradients and hyper-parameters are afterwards what they were. (Only the first step of SGD with
-    ``dampening`` differs from that of an optimizer whose buffers do not exist yet.)
+    Parameters, gradients and hyper-parameters are afterwards what they were, and no hook is called. (Only the first
+    step of SGD with ``dampening`` differs from that of an optimizer whose buffers do not exist yet.)
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     values = [p.detach().clone() for p in parameters]
@@ -41,7 +44,8 @@ def initialize_optimizer_state_(optimizer: TorchOptimizer) -> None:
                 group["weight_decay"] = 0.0
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
-        optimizer.step()
+        with _without_hooks(optimizer):
+            optimizer.step()
     finally:
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             if "weight_decay" in group:
@@ -55,6 +59,17 @@ def initialize_optimizer_state_(optimizer: TorchOptimizer) -> None:
                 statistics[name].fill_(fresh)
             elif name in statistics:
                 statistics[name] = type(statistics[name])(fresh)
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: TorchOptimizer) -> Iterator[None]:
+    """Inside this context nobody is told of steps."""
+    kept = {name: vars(optimizer)[name] for name in _HOOKS if name in vars(optimizer)}
+    vars(optimizer).update({name: OrderedDict() for name in kept})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(kept)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

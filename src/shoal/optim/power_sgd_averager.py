@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from shoal.optim.low_rank_averager import LowRankAverager, LowRankRound
 from shoal.optim.low_rank_state import LowRankState
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["PowerSGDGradientAverager"]
 
@@ -60,3 +57,15 @@ class PowerSGDGradientAverager(LowRankAverager):
         if work.differences:
             torch._foreach_mul_(work.differences, work.weight)
         self._errors = work.differences
+
+    def get_memory(self) -> list[torch.Tensor]:
+        return [*super().get_memory(), *(self._errors or ())]
+
+    def set_memory(self, tensors: Sequence[torch.Tensor]) -> None:
+        split = len(super().get_memory())
+        errors = [tensor.detach().clone() for tensor in tensors[split:]]
+        shapes, own_shapes = [tuple(e.shape) for e in errors], [(m.rows, m.columns) for m in self._matrices]
+        if errors and shapes != own_shapes:
+            raise ValueError(f"what was left out has shapes {shapes}, expected {own_shapes}")
+        super().set_memory(tensors[:split])
+        self._errors = errors or None

@@ -15,6 +15,7 @@ import torch
 from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.snapshot import OwnedState
 from shoal.futures import AwaitableFuture
+from shoal.optim.checkpoint import load_checkpoint, make_checkpoint
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.lr_schedule import LRSchedulerBase, catch_up
 from shoal.optim.optimizer_state import (
@@ -71,7 +72,8 @@ class TrainingStateAverager(DecentralizedAverager):
         initialize_optimizer: make the optimizer's statistics exist at once; default: if there are none.
         offload_optimizer: the optimizer works on single precision copies of the parameters on the CPU.
         custom_gradients: somebody else fills the gradients of these copies.
-        reuse_tensors: average the optimizer's own tensors instead of copies; default: with ``offload_optimizer``.
+        reuse_tensors: average the optimizer's own tensors instead of copies; default: with ``offload_optimizer``, but
+            not with ``delta_rule_averaging``.
         delta_rule_averaging: apply what averaging has changed as a difference, so that steps made meanwhile survive.
         performance_ema_alpha: weight of the newest measurement of ``delay_before_averaging``.
         sync_epoch_when_averaging: adopt the largest epoch in the group.
@@ -108,7 +110,8 @@ class TrainingStateAverager(DecentralizedAverager):
         status_loglevel: int = logging.DEBUG,
         **averager_kwargs: Any,
     ) -> None:
-        reuse_tensors = offload_optimizer if reuse_tensors is None else reuse_tensors
+        if reuse_tensors is None:
+            reuse_tensors = offload_optimizer and not delta_rule_averaging
         if reuse_tensors and delta_rule_averaging:
             raise ValueError("delta_rule_averaging=True needs copies of the tensors: it excludes reuse_tensors=True")
         if custom_gradients and not offload_optimizer:
@@ -168,6 +171,8 @@ class TrainingStateAverager(DecentralizedAverager):
     def local_epoch(self, epoch: int) -> None:
         with self._state_lock:
             self._local_epoch = self._stepped_epoch = epoch
+            if self.scheduler is not None:
+                catch_up(self.scheduler, epoch)
 
     @property
     def averaging_in_progress(self) -> bool:
@@ -242,6 +247,8 @@ class TrainingStateAverager(DecentralizedAverager):
             raise ValueError("this step would collide with work in the background: wait for it and apply its results")
         if wait:
             self._wait_for_jobs(self._config.allreduce_timeout)
+        elif request.has_actions:
+            self._wait_for_optimizer()
         if apply_delayed_updates:
             self._apply_finished_jobs()
         if increment_epoch:
@@ -250,8 +257,6 @@ class TrainingStateAverager(DecentralizedAverager):
             self._run(StateJob(request, self._local_epoch, averaging_control))
         elif increment_epoch:
             self.local_epoch = self._local_epoch
-            if self.scheduler is not None:
-                catch_up(self.scheduler, self._local_epoch)
 
     def _run(self, job: StateJob) -> None:
         request = job.request
@@ -266,7 +271,7 @@ class TrainingStateAverager(DecentralizedAverager):
             self._apply_finished_jobs(job)
         except BaseException:
             job.cancel()
-            job.finished.set_result(None)
+            job.finish()
             raise
         if request.delay_averaging and request.averaging_round:
             job.run_in_background(self._average)
@@ -274,7 +279,7 @@ class TrainingStateAverager(DecentralizedAverager):
         try:
             self._average(job)
         finally:
-            job.finished.set_result(None)
+            job.finish()
             self._apply_finished_jobs()
 
     def _step_and_average(self, job: StateJob) -> None:
@@ -305,6 +310,7 @@ class TrainingStateAverager(DecentralizedAverager):
                 catch_up(self.scheduler, job.epoch)
             self._stepped_epoch = max(self._stepped_epoch, job.epoch)
             job.optimizer_done = request.optimizer_step
+        job.stepped.set()
         if request.averaging_round:
             self.delay_before_averaging.update(1, interval=max(1e-9, time.perf_counter() - job_started))
 
@@ -350,8 +356,6 @@ class TrainingStateAverager(DecentralizedAverager):
         with self._state_lock:
             if max(epochs, default=0) > self._local_epoch:
                 self.local_epoch = max(epochs)
-                if self.scheduler is not None:
-                    catch_up(self.scheduler, self._local_epoch)
 
     # --- work in the background ---------------------------------------------------------------------------------------
 
@@ -365,8 +369,17 @@ class TrainingStateAverager(DecentralizedAverager):
                 job.cancel()
             concurrent.futures.wait(late)
 
+    def _wait_for_optimizer(self) -> None:
+        """Wait until no earlier work needs the optimizer and its gradients; averaging may go on."""
+        for job in self._jobs:
+            job.stepped.wait()
+        concurrent.futures.wait([job.finished for job in self._jobs if not job.request.averaging_round])
+
     def _apply_finished_jobs(self, unfinished: StateJob | None = None) -> None:
-        """Put results into the model: averages of finished jobs, and optimizer steps also of ``unfinished``."""
+        """Put results into the model: averages of finished jobs, and optimizer steps also of ``unfinished``.
+
+        What went wrong in the background is raised here.
+        """
         finished = [job for job in self._jobs if job.finished.done()]
         averaged = [job for job in finished if job.averaging_done]
         if averaged or any(job.optimizer_done for job in [*finished, unfinished] if job is not None):
@@ -381,6 +394,8 @@ class TrainingStateAverager(DecentralizedAverager):
             if job is not None:
                 job.optimizer_done = job.averaging_done = False
         self._jobs = [job for job in self._jobs if job not in finished]
+        for job in finished:
+            job.finished.result()
 
     def finish_jobs(self, timeout: float | None = None) -> None:
         """Wait for everything in the background and put its results into the model."""
@@ -427,11 +442,28 @@ class TrainingStateAverager(DecentralizedAverager):
             return False
         return self._load_state(downloaded.metadata, downloaded.tensors)
 
-    def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a checkpoint of the optimizer."""
+    def make_checkpoint(self, gradients: Any = None) -> dict[str, Any]:
+        """What :meth:`load_checkpoint` needs to go on from here, but for the model. Tensors are not copied.
+
+        Args:
+            gradients: something to be kept with it, see :func:`~shoal.optim.checkpoint.make_checkpoint`.
+        """
+        return make_checkpoint(self._setup, self._local_epoch, gradients)
+
+    def load_checkpoint(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the optimizer, the scheduler and the epoch; with an offloaded optimizer, the parameters, too.
+
+        Args:
+            state_dict: from :meth:`make_checkpoint`, or of a torch optimizer.
+
+        Raises:
+            ValueError: it does not fit.
+        """
         with self.get_tensors(), self._state_lock:
-            self.optimizer.load_state_dict(state_dict)
+            epoch = load_checkpoint(self._setup, state_dict)
             self._contents.adopt_statistics()
+            if epoch is not None:
+                self.local_epoch = epoch
 
     def _load_into(self, outcome: AwaitableFuture[bool], timeout: float | None) -> None:
         if not outcome.set_running_or_notify_cancel():

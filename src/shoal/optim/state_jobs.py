@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +10,6 @@ from typing import Any
 
 from shoal.averaging import StepControl
 from shoal.optim.grad_scaler import GradScaler
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -61,6 +58,8 @@ class StateJob:
     control: StepControl | None = None
     optimizer_done: bool = False
     """The optimizer has made its step, the main parameters have not followed yet."""
+    stepped: threading.Event = field(default_factory=threading.Event)
+    """The optimizer is not going to be touched any more."""
     averaging_started: bool = False
     averaging_done: bool = False
     """There are averages, and they have not been put to use yet."""
@@ -71,13 +70,24 @@ class StateJob:
         threading.Thread(target=self._run, args=(work,), name="shoal-state-job", daemon=True).start()
 
     def _run(self, work: Callable[[StateJob], None]) -> None:
+        error: BaseException | None = None
         try:
             work(self)
-        except Exception as e:
-            logger.error("a background update of the training state failed: %s: %s", type(e).__name__, e)
-            logger.debug("details", exc_info=True)
-        finally:
+        except BaseException as e:
+            error = e
+        self.finish(error)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """All of it is done, or given up.
+
+        Args:
+            error: raised where the result would be put to use.
+        """
+        self.stepped.set()
+        if error is None:
             self.finished.set_result(None)
+        else:
+            self.finished.set_exception(error)
 
     def cancel(self) -> None:
         """Give up averaging; a step of the optimizer that is at work comes to its end."""

@@ -10,7 +10,7 @@ import torch
 
 from shoal.averaging.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
-from shoal.optim.lr_schedule import catch_up, dump_scheduler_state, load_scheduler_state
+from shoal.optim.lr_schedule import dump_scheduler_state, load_scheduler_state
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
     dump_optimizer_state,
@@ -128,6 +128,4 @@ def apply_state(state: TrainingState, setup: TrainingSetup, extra_tensors: Seque
     )
     copy_all(setup.optimizer_parameters, state.parameters)
     copy_all(extra_tensors, state.extra_tensors)
-    if setup.scheduler is not None:
-        load_scheduler_state(setup.scheduler, state.scheduler)
-        catch_up(setup.scheduler, state.epoch)
+    load_scheduler_state(setup.scheduler, state.scheduler)

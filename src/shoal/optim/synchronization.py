@@ -1,0 +1,126 @@
+"""Keeping up with the swarm: notice that this peer is behind, and download the state of another one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.optim.global_step import GlobalStep
+from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.state_averager import TrainingStateAverager
+
+logger = logging.getLogger(__name__)
+
+FIRST_FETCH_TIMEOUT = 5.0
+"""Seconds for which the first step waits to learn how far the swarm is."""
+LOAD_ATTEMPTS = 3
+FIRST_LOAD_PAUSE = 0.5
+"""Seconds before the second attempt to download a state; doubles with every further one."""
+
+
+class Synchronization:
+    """Brings a peer that is behind to the swarm's epoch. Used by the training thread alone.
+
+    Args:
+        state_averager: what is downloaded.
+        grad_averager: what is forgotten then; ``None`` with local updates.
+        tracker: knows how far the swarm is.
+        global_step: has rounds under way, in which others may wait for this peer.
+        averaging_timeout: seconds within which these rounds end.
+        load_state_timeout: seconds for a download.
+        closing: set when the optimizer shuts down.
+    """
+
+    def __init__(
+        self,
+        state_averager: TrainingStateAverager,
+        grad_averager: GradientAverager | None,
+        tracker: ProgressTracker,
+        global_step: GlobalStep,
+        averaging_timeout: float,
+        load_state_timeout: float,
+        closing: threading.Event,
+    ) -> None:
+        self._state_averager, self._grad_averager = state_averager, grad_averager
+        self._tracker, self._global_step = tracker, global_step
+        self._averaging_timeout, self._load_state_timeout = averaging_timeout, load_state_timeout
+        self._closing = closing
+        self._strict_check_due = True
+        self._has_looked = False
+
+    def is_needed(self) -> bool:
+        """Whether this peer must download the state before it goes on."""
+        tracker, fetched = self._tracker, self._tracker.fetched_global_progress_this_epoch
+        if not self._has_looked:
+            self._has_looked = True
+            fetched.wait(FIRST_FETCH_TIMEOUT)
+        if self._strict_check_due and fetched.is_set():
+            if self._state_averager.local_epoch != tracker.global_epoch:
+                return True
+            # before others have told it directly, a newcomer knows only records, which may be seconds old
+            self._strict_check_due = not tracker.is_introduced
+        return not self.is_close()
+
+    def is_close(self) -> bool:
+        """Whether this peer is at most one epoch behind."""
+        return self._state_averager.local_epoch >= self._tracker.global_epoch - 1
+
+    def download(self, **options: Any) -> bool:
+        """Take over another peer's state.
+
+        Args:
+            options: of the download, such as ``timeout`` in seconds.
+
+        Returns:
+            Whether there was a donor whose state fits and is not older than this one.
+        """
+        self.end_other_work()
+        with self._tracker.pause_updates():
+            if not self._try_to_download(**{"timeout": self._load_state_timeout, **options}):
+                self._tracker.look_after_others()  # whoever was ahead may be gone
+                return False
+            epoch = self._tracker.global_epoch
+            if epoch - 1 <= self._state_averager.local_epoch < epoch:
+                # the swarm is faster than the download; averaging repairs the difference
+                self._state_averager.local_epoch = epoch
+            self.begin_anew()
+        return True
+
+    def end_other_work(self) -> None:
+        """Finish what is under way with other peers, and in the background."""
+        self._global_step.let_go_of_rounds(self._averaging_timeout)
+        self._state_averager.finish_jobs(self._averaging_timeout)
+
+    def begin_anew(self) -> None:
+        """This peer has another state than before: forget its gradients and tell its epoch."""
+        if self._grad_averager is not None:
+            self._grad_averager.reset_accumulated_grads_()
+        self._tracker.update_epoch(self._state_averager.local_epoch)
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """This peer is at a new epoch: newcomers prefer it to those that are behind."""
+        self._strict_check_due = True
+        if not self._state_averager.client_mode:
+            self._state_averager.state_sharing_priority = self._state_averager.local_epoch
+
+    def _try_to_download(self, **options: Any) -> bool:
+        """Try a few times, with pauses: donors may be between two epochs, or just leaving."""
+        loaded, pause = False, FIRST_LOAD_PAUSE
+        attempts = LOAD_ATTEMPTS if self._tracker.knows_others else 1
+        for attempt in range(attempts):
+            if attempt > 0:
+                if self._closing.wait(pause):
+                    break
+                pause *= 2
+            try:
+                loaded = self._state_averager.load_state_from_peers(**options) or loaded
+            except (ShoalError, concurrent.futures.TimeoutError, TimeoutError) as e:
+                logger.warning("could not download the training state: %s", str(e) or type(e).__name__)
+            if loaded and self._state_averager.local_epoch >= self._tracker.global_epoch:
+                break
+        return loaded
