@@ -20,7 +20,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import BootstrapError
-from shoal.optim.progress_board import ProgressBoard
+from shoal.optim.performance_ema import PerformanceEMA
 from tests.lightning.models import (
     BATCH,
     LOOPBACK,
@@ -68,15 +68,7 @@ def make(pl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 @pytest.fixture
 def by_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer without speed: steps are made when the samples are there, not when by the clock they should be."""
-    for name in ("report", "finish_update"):
-        original = getattr(ProgressBoard, name)
-
-        def without_speed(
-            board: ProgressBoard, epoch: int, samples: Any, speed: float, now: float, original: Any = original
-        ) -> None:
-            original(board, epoch, samples, 0.0, now)
-
-        monkeypatch.setattr(ProgressBoard, name, without_speed)
+    monkeypatch.setattr(PerformanceEMA, "update", lambda *args, **kwargs: 0.0)
 
 
 def weights(model: nn.Module) -> torch.Tensor:

@@ -74,7 +74,8 @@ def get_default_process_group_backend_for_device(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _rank() -> int:
+def current_rank() -> int:
+    """In the process group, or before there is one, what the launcher has set; 0 without either."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     given = (os.environ[name] for name in _RANK_VARIABLES if name in os.environ)
@@ -84,12 +85,12 @@ def _rank() -> int:
 def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
     """Decorator: run the function in the process of rank 0 only; elsewhere it returns ``None``.
 
-    The rank is that in the process group, or before there is one, what the launcher has set; 0 without either.
+    The rank is :func:`current_rank`.
     """
 
     @functools.wraps(fn)
     def run_on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        return fn(*args, **kwargs) if _rank() == 0 else None
+        return fn(*args, **kwargs) if current_rank() == 0 else None
 
     return run_on_rank_zero
 

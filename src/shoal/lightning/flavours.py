@@ -35,8 +35,8 @@ class Flavour:
 
     @property
     def strategy_class(self) -> type[Any]:
-        """What every strategy derives from."""
-        base: type[Any] = self.find("strategies", "Strategy")
+        """What every strategy derives from that may have several processes."""
+        base: type[Any] = self.find("strategies", "ParallelStrategy")
         return base
 
     def misconfigured(self, text: str) -> Exception:

@@ -24,7 +24,7 @@ class HiveMindScheduler:
         scheduler: a torch scheduler.
     """
 
-    def __init__(self, optimizer: shoal.Optimizer, scheduler: Any) -> None:
+    def __init__(self, optimizer: shoal.Optimizer | shoal.MultiProcessOptimizer, scheduler: Any) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
 
     def step(self, epoch: int | None = None) -> None:

@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import functools
-import logging
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Union
 
 import torch
 
 import shoal
 from shoal.lightning.clipping import GradientClipping
-from shoal.lightning.flavours import Flavour, current_flavour, imported_flavours, in_flavour
+from shoal.lightning.distributed import current_rank
+from shoal.lightning.flavours import current_flavour, imported_flavours, in_flavour
 from shoal.lightning.joining import INITIAL_PEERS_ENV, initial_peer_addresses, joining_instructions
+from shoal.lightning.local_processes import LocalProcesses
 from shoal.lightning.progress import SwarmProgress
 from shoal.lightning.schedule import HiveMindScheduler, forget_schedule, joint_schedule, move_optimizer
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
-else:  # the base class of the user's Lightning is added when a strategy is made
-    Strategy = object
-
 __all__ = ["HiveMindScheduler", "HivemindStrategy"]
 
-logger = logging.getLogger(__name__)
+SwarmOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer"]
 
 DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic")
 DEFAULT_AVERAGER_OPTS = {"request_timeout": 1.0}
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 
 
-class HivemindStrategy(Strategy):
-    """Trains with all peers of a run: each process has one device, and steps are made by all of them together.
+class HivemindStrategy(LocalProcesses):
+    """Trains with all peers of a run: steps are made by all of them together.
 
     Every peer is a whole ``Trainer`` of its own, with its own data order, loggers and checkpoints. Peers may join and
-    leave at any time. See :class:`shoal.Optimizer` for how a step is made.
+    leave at any time. See :class:`shoal.Optimizer` for how a step is made. With ``Trainer(devices=2)`` this peer is two
+    processes, started by Lightning or by ``torchrun``: the first one speaks to the swarm, see
+    :class:`shoal.MultiProcessOptimizer`.
+
+    The end of ``fit`` is the end of this peer. Another ``fit`` joins anew, under another address.
 
     Args:
         target_batch_size: samples of all peers together that make a step.
@@ -67,7 +67,6 @@ class HivemindStrategy(Strategy):
 
     INITIAL_PEERS_ENV = INITIAL_PEERS_ENV
     strategy_name = "hivemind"
-    _flavour: Flavour
 
     def __new__(cls, *args: Any, **kwargs: Any) -> HivemindStrategy:
         """An instance that the ``Trainer`` of the user's Lightning accepts."""
@@ -138,12 +137,13 @@ class HivemindStrategy(Strategy):
             "use_auto_relay": use_auto_relay,
             "identity_path": identity_path,
         }
-        self._optimizer: shoal.Optimizer | None = None
+        self._optimizer: SwarmOptimizer | None = None
         self._clipping: GradientClipping | None = None
-        self._zero_grad_is_off = False
-        self._restored_epoch: int | None = None
+        self._is_training = self._zero_grad_is_off = False
+        self._checkpoint: Mapping[str, Any] | None = None
         self._batch_samples = self._samples_since_step = 0
-        self.dht = self._start_dht()
+        self.dht: shoal.DHT | None = self._start_dht() if current_rank() == 0 else None
+        """Of the first process of this peer."""
 
     # --- the swarm ----------------------------------------------------------------------------------------------------
 
@@ -159,15 +159,22 @@ class HivemindStrategy(Strategy):
     @property
     def num_peers(self) -> int:
         """Peers of the run, as far as they are known; 1 before training begins."""
-        return 1 if self._optimizer is None else max(1, self._optimizer.tracker.global_progress.num_peers)
+        return int(self.swarm_progress().get("peers", 1))
 
     def swarm_progress(self) -> dict[str, float]:
         """What is shown while training: peers, steps that the swarm has made, this peer's samples per second."""
         if self._optimizer is None:
             return {}
+        if isinstance(self._optimizer, shoal.MultiProcessOptimizer):
+            news = self._optimizer.news
+            return {
+                "peers": news.num_peers,
+                "global_epoch": news.global_epoch,
+                "samples/s": news.samples_per_second,
+            }
         tracker = self._optimizer.tracker
         return {
-            "peers": self.num_peers,
+            "peers": max(1, tracker.global_progress.num_peers),
             "global_epoch": max(tracker.global_epoch, self._optimizer.local_epoch),
             "samples/s": tracker.local_progress.samples_per_second,
         }
@@ -183,14 +190,17 @@ class HivemindStrategy(Strategy):
         """
         self.model_to_device()
         super().setup(trainer)
-        if trainer.state.fn != "fit":
+        self._optimizer = self._checkpoint = None
+        self._is_training = trainer.state.fn == "fit"
+        if not self._is_training:
             return
         self._check_precision()
         self._check_optimizers()
         self._install_scaler()
-        if not self.dht.is_alive():  # an earlier call of the trainer has ended it
+        if self.is_global_zero and (self.dht is None or not self.dht.is_alive()):  # an earlier fit has ended it
             self.dht = self._start_dht()
-        self._optimizer = None
+        if self.world_size > 1:
+            self._agree_on_order_of_data(None if self.dht is None else self.dht.peer_id.to_bytes())
         if not any(isinstance(callback, SwarmProgress) for callback in trainer.callbacks):
             callback_class = type(
                 SwarmProgress.__name__, (SwarmProgress, self._flavour.find("callbacks", "Callback")), {}
@@ -264,7 +274,8 @@ class HivemindStrategy(Strategy):
         if self._scheduler_fn is not None:
             forget_schedule(torch_optimizer)
         factory = functools.partial(move_optimizer, torch_optimizer)
-        optimizer = shoal.Optimizer(
+        make_optimizer: Any = shoal.Optimizer if self.world_size == 1 else shoal.MultiProcessOptimizer
+        optimizer: SwarmOptimizer = make_optimizer(
             dht=self.dht,
             batch_size_per_step=self._batch_size,
             optimizer=factory if self._makes_optimizer else torch_optimizer,
@@ -279,14 +290,16 @@ class HivemindStrategy(Strategy):
         self._wrap_schedulers(optimizer)
         if self._reuse_grad_buffers:
             self._disable_zero_grad()
-        self._resume(optimizer)
+        if self._checkpoint is not None:
+            optimizer.load_state_dict(self._checkpoint)
+            self._checkpoint = None
         optimizer.load_state_from_peers()
 
-    def _wrap_schedulers(self, optimizer: shoal.Optimizer) -> None:
+    def _wrap_schedulers(self, optimizer: SwarmOptimizer) -> None:
         configs: list[Any] = self.lr_scheduler_configs
         if self._scheduler_fn is not None and configs:
             del configs[1:]
-            configs[0].scheduler = optimizer.state_averager.scheduler
+            configs[0].scheduler = optimizer.scheduler
         for config in configs:
             config.scheduler = HiveMindScheduler(optimizer, config.scheduler)
 
@@ -316,31 +329,13 @@ class HivemindStrategy(Strategy):
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """State for a checkpoint. Steps in the background are finished first, so that model and optimizer agree."""
-        if optimizer is self._optimizer and self._optimizer is not None and self._optimizer.is_alive():
-            self._optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
-        return super().optimizer_state(optimizer)
-
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Restore the optimizer from a checkpoint; the swarm's epoch follows when training begins."""
-        states = []
-        for state in checkpoint["optimizer_states"]:
-            statistics = dict(state["state"])
-            self._restored_epoch = statistics.pop("local_epoch", None)
-            states.append({**state, "state": statistics})
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-
-    def _resume(self, optimizer: shoal.Optimizer) -> None:
-        """Go on with the epoch and the learning rate of the checkpoint."""
-        if self._restored_epoch is None:
-            return
-        optimizer.state_averager.local_epoch = self._restored_epoch
-        with optimizer.tracker.pause_updates():
-            optimizer.tracker.update_epoch(self._restored_epoch)
-        self._restored_epoch = None
-        if optimizer.state_averager.scheduler is not None:
-            HiveMindScheduler(optimizer, optimizer.state_averager.scheduler).step()
+        """Restore the optimizer from a checkpoint: that of a swarm when training begins, another one at once."""
+        (state,) = checkpoint["optimizer_states"]
+        if "local_epoch" in state["state"]:
+            self._checkpoint = state
+        else:
+            super().load_optimizer_state_dict(checkpoint)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -354,68 +349,9 @@ class HivemindStrategy(Strategy):
             self._clipping = None
         if self._optimizer is not None:
             self._optimizer.shutdown()
-        logger.debug("leaving the run")
-        self.dht.shutdown()
+        if self._is_training and self.dht is not None:
+            self.dht.shutdown()
         super().teardown()
-
-    # --- one process, one device: every peer is the first of one ------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process.
-
-        Raises:
-            MisconfigurationException: neither a CPU nor one CUDA device.
-        """
-        accelerators = "CPUAccelerator", "CUDAAccelerator"
-        cpu, cuda = (self._flavour.find("accelerators", name) for name in accelerators)
-        if isinstance(self.accelerator, cpu):
-            return torch.device("cpu")
-        if not isinstance(self.accelerator, cuda):
-            raise self._flavour.misconfigured(
-                f"HivemindStrategy trains on CPU or CUDA devices, not with {type(self.accelerator).__name__}"
-            )
-        return torch.device("cuda", self._cuda_index())
-
-    def _cuda_index(self) -> int:
-        module = self.lightning_module
-        chosen = [] if module is None or module._trainer is None else module.trainer.device_ids
-        if len(chosen) > 1:
-            raise self._flavour.misconfigured(
-                f"HivemindStrategy has one device in each process, the Trainer has {len(chosen)}: "
-                "start one process for each, with devices=[index]"
-            )
-        return chosen[0] if chosen else torch.cuda.current_device()
-
-    def model_to_device(self) -> None:
-        """Move the model to the device of this process."""
-        assert self.model is not None
-        self.model.to(self.root_device)
-
-    @property
-    def global_rank(self) -> int:
-        """0 on every peer: each writes its own logs and checkpoints."""
-        return 0
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True on every peer."""
-        return True
-
-    def barrier(self, name: str | None = None) -> None:
-        """Peers do not wait for each other here."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object itself: every peer decides for itself."""
-        return obj
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """The tensor itself: metrics are those of this peer."""
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensor itself."""
-        return tensor
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -261,7 +261,7 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
     @property
     def scheduler(self) -> Any | None:
         """The schedule of the learning rate, which is at the same epoch in all processes."""
-        return self._setup.scheduler if self.swarm is None else self.swarm.state_averager.scheduler
+        return self._setup.scheduler if self.swarm is None else self.swarm.scheduler
 
     @property
     def local_epoch(self) -> int:
@@ -302,7 +302,7 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
         """State of the first process' optimizer; see :meth:`shoal.Optimizer.state_dict`. The others' says nothing."""
         return self._inner.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave in the first process; all processes must call it."""
         if self.swarm is None:
             self._follow()

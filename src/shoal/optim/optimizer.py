@@ -353,6 +353,11 @@ class Optimizer(torch.optim.Optimizer):
         return self.state_averager.optimizer
 
     @property
+    def scheduler(self) -> Any | None:
+        """The schedule of the learning rate, if there is one."""
+        return self.state_averager.scheduler
+
+    @property
     def local_epoch(self) -> int:
         """How many global steps this peer has made."""
         return self.state_averager.local_epoch

@@ -167,9 +167,7 @@ class P2P:
         usable = [address for address in hosts if self.transport.supports(address)]
         for address in hosts:
             if address not in usable:
-                logger.warning(
-                    "cannot listen on %s: there is no transport for it yet, other addresses are used", address
-                )
+                logger.info("there is no transport for %s yet, other addresses are used to listen", address)
         if not usable:
             raise P2PDaemonError(
                 f"no usable address to listen on in {[str(a) for a in hosts]}: give /ip4/0.0.0.0/tcp/0"

@@ -1,0 +1,138 @@
+"""The processes of this peer: one, or as many as the ``Trainer`` has devices, started by Lightning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.lightning.flavours import Flavour
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy
+else:  # the base class of the user's Lightning is added when a strategy is made
+    ParallelStrategy = object
+
+PEER_SEEDS = 2**32
+
+
+class LocalProcesses(ParallelStrategy):
+    """What a strategy has to know of the processes beside this one, on the same machine and of the same peer.
+
+    All of it is left to one of Lightning's own strategies, which starts the processes, lets them meet and exchanges
+    metrics and decisions among them, but never sees the model. Other peers have no part in that: each of them writes
+    its own logs and checkpoints.
+    """
+
+    _flavour: Flavour
+    num_nodes: int = 1
+    """The ``Trainer`` fills it in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._processes: Any = self._flavour.find("strategies", "SingleDeviceStrategy")("cpu")
+        """Lightning's own strategy; the right one is known when the ``Trainer`` is made."""
+        self._data_seed = 0
+
+    # --- the Trainer begins -------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        if any(device.type not in ("cpu", "cuda") for device in devices):
+            raise self._flavour.misconfigured(
+                f"HivemindStrategy trains on CPU or CUDA devices, not with {type(self.accelerator).__name__}"
+            )
+        if len(devices) * self.num_nodes == 1:
+            self._processes = type(self._processes)(devices[0], self.accelerator)
+            return
+        ddp = self._flavour.find("strategies", "DDPStrategy")
+        self._processes = ddp(
+            accelerator=self.accelerator, parallel_devices=devices, cluster_environment=self.cluster_environment
+        )
+        self._processes.num_nodes = self.num_nodes
+        self._processes.set_world_ranks()
+        self._processes._configure_launcher()
+
+    @property
+    def launcher(self) -> Any:
+        """What starts the other processes; ``None`` if nothing does, or somebody else has."""
+        return self._processes.launcher
+
+    def setup_environment(self) -> None:
+        """Let the processes of this peer meet."""
+        self._processes.setup_environment()
+
+    def _agree_on_order_of_data(self, peer_id: bytes | None) -> None:
+        """Every peer shuffles in its own way, all its processes in the same.
+
+        Args:
+            peer_id: in the first process.
+        """
+        own = None if peer_id is None else int.from_bytes(peer_id[-8:], "big") % PEER_SEEDS
+        self._data_seed = self.broadcast(own)
+
+    # --- who is there -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data must be divided among processes."""
+        return self.world_size > 1
+
+    @property
+    def world_size(self) -> int:
+        """Processes of this peer."""
+        return int(self._processes.world_size)
+
+    @property
+    def global_rank(self) -> int:
+        """Which of the processes of this peer this is; 0 in every peer that is a single process."""
+        return int(self._processes.global_rank)
+
+    @property
+    def local_rank(self) -> int:
+        """Which of the processes on this machine this is."""
+        return int(self._processes.local_rank)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process writes logs and checkpoints: one in every peer does."""
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Which part of the data is this process'."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank, "seed": self._data_seed}
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        device: torch.device = self._processes.root_device
+        return device
+
+    def model_to_device(self) -> None:
+        """Move the model to the device of this process."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # --- among the processes of this peer -----------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the processes of this peer, never for other peers."""
+        self._processes.barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """An object of one process of this peer; every peer decides for itself."""
+        return self._processes.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduced over the processes of this peer: metrics are those of this peer."""
+        return self._processes.reduce(tensor, *args, **kwargs)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all, or any, of the processes of this peer want it."""
+        return bool(self._processes.reduce_boolean_decision(decision, all))
+
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        """Of all processes of this peer, stacked; of a single process, the tensor itself."""
+        gathered: torch.Tensor = self._processes.all_gather(tensor, group, sync_grads)
+        return gathered
