@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 import threading
 import warnings
 
@@ -40,8 +43,9 @@ def make_optimizer(make_dhts, closing):
             training = {"optimizer": sgd, "params": model.parameters()}
         defaults = {"run_id": "run", "target_batch_size": 16, "matchmaking_time": 10.0, "averaging_timeout": 20.0}
         opt = closing(Optimizer(dht=dht, **{**defaults, **training, **options}))
-        opt._is_out_of_sync()
+        opt._synchronization.is_needed()
         opt.tracker.board.introduced = True  # there is nobody to be introduced to
+        opt.tracker.performance_ema.update = lambda *_: 0.0  # epochs end by count, however slow this machine is
         return opt
 
     return make
@@ -96,7 +100,7 @@ def test_steps_and_scales_are_those_of_torch(make_optimizer, mode):
             torch.testing.assert_close(found, expected)
     if "delayed" not in mode:  # there the scale hears of a step when it has been made
         assert scaler.get_scale() == torch_scaler.get_scale() == SCALE / 2
-        assert scaler._get_growth_tracker() == torch_scaler._get_growth_tracker()
+        assert scaler.state_dict() == torch_scaler.state_dict()
 
 
 def test_outside_a_global_step_gradients_stay_scaled(make_optimizer):
@@ -278,6 +282,36 @@ def test_a_disabled_scaler_changes_nothing(make_optimizer):
     plain.step()
     for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_the_scale_grows_and_shrinks_as_that_of_torch(make_optimizer):
+    """Up to the largest number, and from a saved state."""
+    model, reference = make_model(), make_model()
+    opt, plain = make_optimizer(model, batch_size_per_step=16), sgd(reference.parameters())
+    options = {"init_scale": 2.0**126, "growth_interval": 2, "backoff_factor": 0.25}
+    scaler, torch_scaler = make_scaler(**options), torch.amp.GradScaler("cpu", **options)
+    for overflows in (False, False, False, False, True, False, False, True, True, False, False, False):
+        for m, s, o in ((model, scaler, opt), (reference, torch_scaler, plain)):
+            o.zero_grad()
+            loss = loss_of(m, torch.ones(16, 6)) * 1e-9
+            s.scale(loss * torch.inf if overflows else loss).backward()
+            s.step(o)
+            s.update()
+        assert scaler.state_dict() == torch_scaler.state_dict()
+    restored = make_scaler()
+    restored.load_state_dict(scaler.state_dict())
+    assert restored.state_dict() == scaler.state_dict()
+    restored.scale(torch.ones(()))
+    assert restored.update(new_scale=4.0)
+    assert restored.get_scale() == 4.0
+
+
+def test_only_public_methods_of_torch_are_used():
+    source = inspect.getsource(sys.modules[GradScaler.__module__])
+    torch_private = {
+        name for name in dir(torch.amp.GradScaler("cpu")) if name.startswith("_") and not name.startswith("__")
+    }
+    assert not {name for name in torch_private - {"_growth_tracker"} if re.search(rf"self\.{name}\b", source)}
 
 
 def test_other_optimizers_are_refused():

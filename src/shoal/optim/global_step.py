@@ -79,10 +79,12 @@ class GlobalStep:
 
     def _expected_members(self) -> set[PeerID]:
         """Other peers that will come to the first round of the next global step."""
-        in_background = (
-            self.plan.delay_state_averaging if self.grad_averager is None else self.plan.delay_grad_averaging
-        )
-        return self.tracker.expected_members(until_epoch=self._next_epoch if in_background else None)
+        return self.tracker.expected_members(until_epoch=self._next_epoch if self.overlaps else None)
+
+    @property
+    def overlaps(self) -> bool:
+        """Peers go on to the next epoch while the first round of the global step is still under way."""
+        return self.plan.delay_state_averaging if self.grad_averager is None else self.plan.delay_grad_averaging
 
     @property
     def _next_epoch(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,8 @@ class GradScaler(TorchGradScaler):
     gradients overflow is dropped, and the scale is reduced. Otherwise gradients stay scaled until the global step, and
     only then the scale may grow. With gradients that are not accumulated in place
     (``reuse_grad_buffers=False``), torch's own scaler works, too.
+
+    Of torch's class only public methods are used, so that no change inside it matters.
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: see ``torch.amp.GradScaler``.
@@ -58,8 +60,10 @@ class GradScaler(TorchGradScaler):
         self._in_global_step = False
         self._has_stepped = False
         """There was a global step since the last update."""
-        self._unscaled: dict[int, dict[str, Any]] = {}
-        """By id of an inner optimizer: what unscaling its gradients has found."""
+        self._finite: dict[int, bool] = {}
+        """By id of an optimizer: whether its gradients were finite, at the last look since the last update."""
+        self._unscaled: dict[int, bool] = {}
+        """By id of an inner optimizer that has not stepped since: its gradients have been unscaled, and are finite."""
 
     @contextlib.contextmanager
     def running_global_step(self) -> Iterator[None]:
@@ -89,23 +93,19 @@ class GradScaler(TorchGradScaler):
         if not self.is_enabled():
             return False
         with self._lock:
+            finite = self.are_grads_finite(optimizer)
             if not self._in_global_step:
-                self._check_inf_per_device(optimizer)
                 return False
-            super().unscale_(optimizer)
-            found = dict(self._per_optimizer_states[id(optimizer)])
-            if found["found_inf_per_device"]:
-                self._unscaled[id(optimizer.opt)] = found
-            else:  # no gradients at all
-                self.expect_unscaled(optimizer.opt)
+            grads = _gradients(optimizer)
+            if grads:
+                torch._foreach_mul_(grads, 1 / self.get_scale())
+            self._unscaled[id(optimizer.opt)] = finite
             return True
 
     def expect_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients with which an inner optimizer will step are finite and have been unscaled otherwise."""
         with self._lock:
-            scale, _ = self._check_scale_growth_tracker("expect_unscaled")
-            fine = {scale.device: torch.zeros((), dtype=torch.float32, device=scale.device)}
-            self._unscaled[id(optimizer)] = {"found_inf_per_device": fine}
+            self._unscaled[id(optimizer)] = True
 
     def note_global_step(self) -> None:
         """Another process of this peer has made a global step with gradients of this one."""
@@ -128,14 +128,14 @@ class GradScaler(TorchGradScaler):
             training: Any = optimizer
             training.step(*args, grad_scaler=self, **kwargs)
             return False
-        found = self._unscaled.pop(id(optimizer), None)
-        if found is None:
+        finite = self._unscaled.pop(id(optimizer), None)
+        if finite is None:
             raise RuntimeError("the gradients must be unscaled before the optimizer steps with them")
-        if self._all_zero(found["found_inf_per_device"]):
+        if finite:
             optimizer.step(*args, **kwargs)
         else:
             logger.warning("the optimizer skips a step: its gradients are not finite")
-        self._per_optimizer_states[id(optimizer)].update(found)
+        self._finite[id(optimizer)] = finite
         self._has_stepped = True
         return True
 
@@ -153,14 +153,27 @@ class GradScaler(TorchGradScaler):
         if not self.is_enabled():
             return False
         with self._lock:
-            states = self._per_optimizer_states.values()
-            overflow = not all(self._all_zero(state["found_inf_per_device"]) for state in states)
+            overflow = not all(self._finite.values())
+            self._finite.clear()
             if not self._has_stepped and not overflow and new_scale is None:
-                self._per_optimizer_states.clear()
                 return False
-            super().update(new_scale)
+            if new_scale is None:
+                self._adapt(overflow)
+            else:
+                super().update(new_scale)
             self._has_stepped = False
             return True
+
+    def _adapt(self, overflow: bool) -> None:
+        state = self.state_dict()
+        steps = 0 if overflow else state["_growth_tracker"] + 1
+        if overflow:
+            state["scale"] *= self.get_backoff_factor()
+        elif steps == self.get_growth_interval():
+            steps, larger = 0, state["scale"] * self.get_growth_factor()
+            if larger <= torch.finfo(torch.float32).max:
+                state["scale"] = larger
+        self.load_state_dict({**state, "_growth_tracker": steps})
 
     def are_grads_finite(self, optimizer: torch.optim.Optimizer, use_cached: bool = False) -> bool:
         """Whether all gradients of an optimizer are finite.
@@ -171,21 +184,21 @@ class GradScaler(TorchGradScaler):
         if not self.is_enabled():
             return True
         with self._lock:
-            known = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            if not use_cached or not known:
-                known = self._check_inf_per_device(optimizer)
-            return self._all_zero(known)
+            known = self._finite.get(id(optimizer)) if use_cached else None
+            if known is None:
+                known = self._finite[id(optimizer)] = _are_finite(_gradients(optimizer))
+            return known
 
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        """Gradients in half precision are welcome: the optimizer may have its own copies."""
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
 
-    @staticmethod
-    def _all_zero(found_infs: dict[torch.device, torch.Tensor]) -> bool:
-        return not any(found.item() for found in found_infs.values())
+def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.numel()]
+
+
+@torch.no_grad()
+def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Asks each device once."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    largest = (torch._foreach_norm(group, torch.inf) for group in by_device.values())
+    return all(bool(torch.stack([norm.float() for norm in norms]).isfinite().all()) for norms in largest)

@@ -101,10 +101,12 @@ class Synchronization:
             self._grad_averager.reset_accumulated_grads_()
         self._tracker.update_epoch(self._state_averager.local_epoch)
         self.begin_epoch()
+        self._strict_check_due = True
 
     def begin_epoch(self) -> None:
         """This peer is at a new epoch: newcomers prefer it to those that are behind."""
-        self._strict_check_due = True
+        # where others do not wait for the end of a round, they are an epoch ahead of this peer every now and then
+        self._strict_check_due = not self._global_step.overlaps
         if not self._state_averager.client_mode:
             self._state_averager.state_sharing_priority = self._state_averager.local_epoch
 

@@ -1,0 +1,205 @@
+"""Peers that train together while one of them after another is killed and replaced.
+
+python -m tests.system.training_churn --minutes 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.system.keep_training import LEARNING_RATE, MODES, Pictures, held_out_loss, loss_on, make_model
+from tests.system.swarm import START_LIMIT_SECONDS, Peer
+
+SCRIPT = "keep_training.py"
+MATCHMAKING_TIME, AVERAGING_TIMEOUT = 3.0, 15.0
+STALL_LIMIT = MATCHMAKING_TIME + AVERAGING_TIMEOUT
+BATCH_SIZE, TARGET_BATCH_SIZE = 16, 512
+LAST_EPOCHS = 10
+"""So many follow after the last kill, beyond what anybody has reached."""
+END_LIMIT_SECONDS = 120
+
+
+@dataclass
+class TrainingChurn:
+    """What has been seen."""
+
+    killed: int = 0
+    survivors: list[Peer] = field(default_factory=list)
+    victims: list[Peer] = field(default_factory=list)
+    log: str = ""
+    """What all peers have warned of."""
+
+    @property
+    def peers(self) -> list[Peer]:
+        return self.victims + self.survivors
+
+    @property
+    def last_epoch(self) -> int:
+        return max(event["finished"] for peer in self.survivors for event in peer.all("finished"))
+
+    @property
+    def went_back(self) -> int:
+        """How often a peer went to an epoch that is not beyond the one it had."""
+        return sum(event["epoch"] <= event["before"] for peer in self.peers for event in peer.all("epoch"))
+
+    @property
+    def slowest_steps(self) -> list[float]:
+        """Seconds of the longest step of each epoch of each peer, up to its death."""
+        return [event["slowest"] for peer in self.peers for event in peer.all("epoch")]
+
+    @property
+    def fingerprints(self) -> set[str]:
+        """Of the parameters at the end; one if all agree."""
+        return {event["parameters"] for peer in self.survivors for event in peer.all("finished")}
+
+    def losses(self) -> dict[int, list[float]]:
+        """Held-out loss of each peer that came to an epoch."""
+        found: dict[int, list[float]] = {}
+        for peer in self.peers:
+            for event in peer.all("epoch"):
+                found.setdefault(event["epoch"], []).append(event["loss"])
+        return found
+
+    def group_sizes(self) -> list[int]:
+        """Of the gradient rounds, as their members saw them; 1 = went on alone, or downloaded the state instead."""
+        return [max(1, event["members"]) for peer in self.peers for event in peer.all("epoch")]
+
+
+def undisturbed(epochs: int, batch_size: int, seed: int = 0) -> list[float]:
+    """Held-out loss after each step of one process, plain torch, beginning with none."""
+    model, pictures = make_model(), Pictures(seed=1_000_000 + seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = [held_out_loss(model, pictures)]
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        loss_on(model, pictures.draw(batch_size)).backward()
+        optimizer.step()
+        losses.append(held_out_loss(model, pictures))
+    return losses
+
+
+class _Swarm:
+    """Living peers, and one that is ready to take the place of the next victim."""
+
+    def __init__(self, peers: int, mode: str, verbose: bool) -> None:
+        self._started, self._mode, self._verbose = 0, mode, verbose
+        self.living: list[Peer] = []
+        self.spares: list[Peer] = []
+        try:
+            while len(self.spares) < peers + 1:
+                self.start_spare()
+            for _ in range(peers):
+                self.join()
+        except BaseException:
+            self.close()
+            raise
+
+    def start_spare(self) -> None:
+        options = {
+            "--seed": self._started,
+            "--batch-size": BATCH_SIZE,
+            "--target-batch-size": TARGET_BATCH_SIZE,
+            "--pause": 0.1,
+            "--matchmaking-time": MATCHMAKING_TIME,
+            "--averaging-timeout": AVERAGING_TIMEOUT,
+            "--mode": self._mode,
+        }
+        flags = ["--verbose"] if self._verbose else []
+        self.spares.append(Peer(SCRIPT, *[part for item in options.items() for part in item], *flags))
+        self._started += 1
+
+    def join(self) -> None:
+        """The oldest spare begins to take part."""
+        peer = self.spares[0]
+        peer.wait_for("ready", START_LIMIT_SECONDS)
+        addresses = [event["address"] for other in self.living for event in other.all("address")]
+        peer.tell(str(addresses).replace("'", '"'))
+        peer.wait_for("address", START_LIMIT_SECONDS)
+        self.living.append(self.spares.pop(0))
+
+    def close(self) -> None:
+        for peer in self.living + self.spares:
+            peer.close()
+
+
+def run(
+    peers: int, seconds: float, kill_every: float, mode: str = "synchronous", seed: int = 0, verbose: bool = False
+) -> TrainingChurn:
+    """Let peers train for a while, and then some epochs more without any kills.
+
+    Args:
+        kill_every: seconds between two kills.
+    """
+    rng, churn, swarm = random.Random(seed), TrainingChurn(), _Swarm(peers, mode, verbose)
+    try:
+        began = time.monotonic()
+        for number in range(1, int(seconds / kill_every) + 1):
+            time.sleep(max(0.0, began + number * kill_every - time.monotonic()))
+            swarm.spares[0].wait_for("ready", START_LIMIT_SECONDS)  # else there would be fewer and fewer
+            victim = swarm.living.pop(rng.randrange(len(swarm.living)))
+            victim.process.kill()
+            victim.wait(START_LIMIT_SECONDS)
+            churn.killed += 1
+            churn.victims.append(victim)
+            swarm.join()
+            swarm.start_spare()
+        time.sleep(max(0.0, began + seconds - time.monotonic()))
+        churn.survivors = swarm.living
+        _finish(churn)
+    finally:
+        churn.log = "".join(peer.errors() for peer in churn.victims + swarm.living)
+        for victim in churn.victims:
+            victim.close()
+        swarm.close()
+    return churn
+
+
+def _finish(churn: TrainingChurn) -> None:
+    reached = [event["epoch"] for peer in churn.peers for event in peer.all("epoch")]
+    for peer in churn.survivors:
+        peer.tell(str(max(reached) + LAST_EPOCHS))
+    for peer in churn.survivors:
+        peer.wait_for("finished", END_LIMIT_SECONDS)
+    for peer in churn.survivors:
+        peer.tell("leave")
+    for peer in churn.survivors:
+        peer.wait_for("done", END_LIMIT_SECONDS)
+        assert peer.wait(END_LIMIT_SECONDS) == 0, peer.errors()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--kill-every", type=float, default=5.0, help="seconds")
+    parser.add_argument("--mode", choices=MODES, default="synchronous")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true", help="print what the peers log")
+    args = parser.parse_args()
+    churn = run(args.peers, 60 * args.minutes, args.kill_every, args.mode, args.seed, args.verbose)
+    reference = undisturbed(churn.last_epoch, TARGET_BATCH_SIZE)
+    print(churn.log)
+    print(f"{churn.killed} peers were killed and replaced, {churn.last_epoch} epochs; went back: {churn.went_back}")
+    slowest, sizes = sorted(churn.slowest_steps), churn.group_sizes()
+    print(
+        f"longest step of an epoch: median {statistics.median(slowest):.2f} s, longest {slowest[-1]:.2f} s, "
+        f"allowed {STALL_LIMIT:g} s"
+    )
+    print(f"group sizes: {', '.join(f'{size}: {sizes.count(size)}' for size in sorted(set(sizes)))}")
+    print("epoch   held-out loss   undisturbed   difference")
+    losses = churn.losses()
+    for epoch in [*range(10, churn.last_epoch, max(10, churn.last_epoch // 15)), churn.last_epoch]:
+        if epoch in losses:
+            mean = statistics.fmean(losses[epoch])
+            print(f"{epoch:5d} {mean:15.4f} {reference[epoch]:13.4f} {100 * (mean / reference[epoch] - 1):+11.2f} %")
+    print(f"different parameters at the end: {len(churn.fingerprints)}")
+
+
+if __name__ == "__main__":
+    main()
