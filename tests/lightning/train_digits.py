@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import sys
+import threading
 import time
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shoal.lightning import HivemindStrategy
 
 TRAINING = 1500
+RATE, DECAY = 0.01, 0.995
 
 
 def say(**event: object) -> None:
@@ -30,12 +32,12 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def make_classifier(pl: Any, epochs: int) -> Any:
+def make_classifier(pl: Any, stop: threading.Event) -> Any:
     class Classifier(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-            self.reported = 0
+            self.reported = -1
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             time.sleep(0.01)  # stands for the work of a larger model
@@ -46,7 +48,8 @@ def make_classifier(pl: Any, epochs: int) -> Any:
             say(accuracy=accuracy.item())
 
         def on_train_batch_end(self, *args: Any) -> None:
-            optimizer = self.trainer.optimizers[0]
+            (optimizer,) = self.trainer.optimizers
+            self.trainer.should_stop = stop.is_set()
             if optimizer.local_epoch == self.reported:
                 return
             self.reported = optimizer.local_epoch
@@ -56,11 +59,12 @@ def make_classifier(pl: Any, epochs: int) -> Any:
                 parameters=fingerprint(self),
                 group=[] if last_round is None else sorted(map(str, last_round.peers)),
                 peers=self.trainer.strategy.num_peers,
+                rate=optimizer.param_groups[0]["lr"],
             )
-            self.trainer.should_stop = self.reported >= epochs
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=0.01)
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=RATE)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=DECAY)]
 
     return Classifier()
 
@@ -69,7 +73,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--package", default="lightning.pytorch")
     parser.add_argument("--initial-peers", default=None)
-    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--resume", default=None, help="checkpoint to go on from")
+    parser.add_argument("--save", default=None, help="where to leave a checkpoint in the end")
     args = parser.parse_args()
     pl = importlib.import_module(args.package)
     logging.getLogger(args.package).setLevel(logging.WARNING)
@@ -85,6 +90,8 @@ def main() -> None:
     say(address=str(strategy.dht.get_visible_maddrs()[0]), peer_id=str(strategy.dht.peer_id))
     say(ready=True)
     assert sys.stdin.readline() == "go\n"
+    stop = threading.Event()
+    threading.Thread(target=lambda: sys.stdin.readline() and stop.set(), daemon=True).start()
 
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
@@ -101,12 +108,14 @@ def main() -> None:
         num_sanity_val_steps=0,
         limit_val_batches=0,
     )
-    model = make_classifier(pl, args.epochs)
-    trainer.fit(model, DataLoader(TensorDataset(images[:TRAINING], labels[:TRAINING]), batch_size=32, shuffle=True))
+    model = make_classifier(pl, stop)
+    training = DataLoader(TensorDataset(images[:TRAINING], labels[:TRAINING]), batch_size=32, shuffle=True)
+    if args.save:
+        model.on_train_end = lambda: trainer.save_checkpoint(args.save)
+    trainer.fit(model, training, ckpt_path=args.resume)
     trainer.limit_val_batches = 1.0
-    trainer.validate(
-        model, DataLoader(TensorDataset(images[TRAINING:], labels[TRAINING:]), batch_size=297), verbose=False
-    )
+    validation = DataLoader(TensorDataset(images[TRAINING:], labels[TRAINING:]), batch_size=297)
+    trainer.validate(model, validation, verbose=False)
     say(done=True)
 
 

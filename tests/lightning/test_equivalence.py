@@ -1,0 +1,49 @@
+"""Two peers with the strategy, in real processes, make the very steps that one process makes without it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.lightning.train_shares import STEPS, make_data, make_module, make_trainer, parameters
+from tests.system.swarm import START_LIMIT_SECONDS, Peer
+
+PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
+pl = pytest.importorskip(PACKAGE)
+SCRIPT = str(Path(__file__).parent / "train_shares.py")
+TRAINING_SECONDS = 120
+
+
+def train_alone(samples: int) -> list[float]:
+    module = make_module(pl)
+    data = [step[0] for step in make_data([samples])]
+    make_trainer(pl, strategy="auto", devices=1).fit(module, DataLoader(data, batch_size=None))
+    return parameters(module)
+
+
+@pytest.mark.timeout(START_LIMIT_SECONDS + 2 * TRAINING_SECONDS)
+@pytest.mark.parametrize(("sizes", "devices"), [([8, 16], 1), ([4, 8, 12], 2)], ids=["one each", "two and one"])
+def test_processes_of_peers(sizes: list[int], devices: int) -> None:
+    arguments = ["--package", PACKAGE, "--sizes", *sizes]
+    peers = [Peer(SCRIPT, *arguments, "--first", 0, "--devices", devices)]
+    try:
+        address = peers[0].wait_for("address", START_LIMIT_SECONDS)["address"]
+        peers.append(Peer(SCRIPT, *arguments, "--first", devices, "--initial-peers", address))
+        expected = torch.tensor(train_alone(sum(sizes)))
+        for peer in peers:
+            assert peer.wait(TRAINING_SECONDS) == 0, peer.errors()
+        ends = [event for peer in peers for event in peer.all("parameters")]
+    finally:
+        for peer in peers:
+            peer.close()
+    assert sorted(event["rank"] for event in ends) == [0, *range(devices)]
+    for event in ends:
+        assert event["parameters"] == ends[0]["parameters"], "the same bits in all processes"
+        assert (event["epoch"], event["peers"]) == (STEPS, 2)
+        assert event["rate"] == pytest.approx(0.1 * 0.5**2)
+    difference = (torch.tensor(ends[0]["parameters"]) - expected).abs().max() / expected.abs().max()
+    assert difference < 1e-5

@@ -1,0 +1,131 @@
+"""Trains on given shares of the data with Lightning, as a peer of one or more processes; prints the parameters."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from shoal.lightning import HivemindStrategy
+from shoal.optim import MultiProcessOptimizer
+
+STEPS = 12
+PEERS = 2
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def say(**event: object) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")  # at once: processes of a peer share the pipe
+    sys.stdout.flush()
+
+
+def make_data(sizes: list[int]) -> list[list[Batch]]:
+    """For every step of the swarm the batches of all processes, of these sizes."""
+    generator = torch.Generator().manual_seed(1)
+    steps = []
+    for _ in range(STEPS):
+        x = torch.randn(sum(sizes), 6, generator=generator)
+        steps.append(list(zip(x.split(sizes), x[:, :2].sin().split(sizes), strict=True)))
+    return steps
+
+
+def make_module(pl: Any) -> Any:
+    class Regression(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    return Regression()
+
+
+def make_trainer(pl: Any, **options: Any) -> Any:
+    return pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        gradient_clip_val=0.3,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def parameters(module: nn.Module) -> list[float]:
+    return nn.utils.parameters_to_vector(module.parameters()).tolist()
+
+
+def make_callback(pl: Any) -> Any:
+    class FinishStep(pl.Callback):
+        """After its share each process only takes part in the step of the swarm."""
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            (optimizer,), pause = trainer.optimizers, threading.Event()
+            swarm = optimizer.swarm if isinstance(optimizer, MultiProcessOptimizer) else optimizer
+            while batch_idx == 0 and swarm is not None and swarm.tracker.expected_group_size < PEERS:
+                pause.wait(0.01)
+            while optimizer.local_epoch == batch_idx:
+                optimizer.step(batch_size=0)
+                pause.wait(0.002)
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            say(
+                parameters=parameters(module),
+                rank=trainer.global_rank,
+                epoch=optimizer.local_epoch,
+                peers=trainer.strategy.num_peers,
+                rate=optimizer.param_groups[0]["lr"],
+            )
+
+    return FinishStep()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--package", default="lightning.pytorch")
+    parser.add_argument("--initial-peers", default=None)
+    parser.add_argument("--sizes", type=int, nargs="+", help="of the batches of all processes of all peers")
+    parser.add_argument("--first", type=int, help="which of them is that of this peer's first process")
+    parser.add_argument("--devices", type=int, default=1)
+    args = parser.parse_args()
+    pl = importlib.import_module(args.package)
+    logging.getLogger(args.package).setLevel(logging.WARNING)
+
+    strategy = HivemindStrategy(
+        target_batch_size=sum(args.sizes),
+        run_id="shares",
+        initial_peers=args.initial_peers,
+        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+        matchmaking_time=20.0,
+        averaging_timeout=60.0,
+    )
+    if strategy.dht is not None:
+        say(address=str(strategy.dht.get_visible_maddrs()[0]))
+    share = args.first + int(os.environ.get("LOCAL_RANK", 0))
+    batches: Any = [step[share] for step in make_data(args.sizes)]
+    trainer = make_trainer(pl, strategy=strategy, devices=args.devices, callbacks=[make_callback(pl)])
+    trainer.fit(make_module(pl), DataLoader(batches, batch_size=None))
+
+
+if __name__ == "__main__":
+    main()
