@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
@@ -91,7 +92,8 @@ ROWS = {
 }
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a run, by default those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=[*LIBRARIES, "all"], required=True)
     parser.add_argument("--peers", type=int, default=4)
@@ -104,9 +106,14 @@ def main() -> None:
     parser.add_argument("--matchmaking-time", type=float, default=1.0)
     parser.add_argument("--averaging-timeout", type=float, default=10.0)
     parser.add_argument("--averager-opts", type=json.loads, default={}, help="further options of averagers, as JSON")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.peers < 2 or args.warmup < 1:
         parser.error("--peers must be at least 2, and --warmup 1")
+    return args
+
+
+def main() -> None:
+    args = parse()
     results = {}
     for library in LIBRARIES if args.library == "all" else [args.library]:
         version, histories = train(library, args)

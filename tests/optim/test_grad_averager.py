@@ -118,6 +118,37 @@ def test_reused_buffers_weigh_batches_by_their_size():
         accumulator.reset()
 
 
+def test_nothing_is_remembered_of_batches_of_one_size():
+    parameters = make_parameters()
+    accumulator = GradientAccumulator(parameters, reuse_grad_buffers=True)
+    accumulator.expect_batches_of(4)
+    references = []
+    parameters[0].register_hook(lambda grad: references.append(weakref.ref(grad)))
+    for _ in range(2):
+        sum(p.sum() for p in parameters).backward()
+        assert references[-1]() is None or references[-1]() is parameters[0].grad
+        accumulator.add(4)
+    assert all(torch.equal(mean, torch.ones_like(mean)) for mean in mean_of(accumulator))
+
+
+def test_a_batch_of_another_size_than_expected_is_told_and_later_ones_are_weighed(caplog):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(6, 3).double()
+    accumulator = GradientAccumulator(list(model.parameters()), reuse_grad_buffers=True)
+    accumulator.expect_batches_of(4)
+    sizes, counted_as = [4, 3, 3, 4], [4, 4, 3, 4]
+    data, total = torch.randn(sum(sizes), 6).double(), 0.0
+    for part, weight in zip(data.split(sizes), counted_as, strict=True):
+        model(part).square().mean().backward()
+        accumulator.add(len(part))
+        total += weight * model(part).square().mean()
+    assert accumulator.samples == sum(counted_as)
+    assert caplog.text.count("a batch of 3 samples instead of 4") == 1
+    wanted = torch.autograd.grad(total / sum(counted_as), list(model.parameters()))
+    for mean, grad in zip(mean_of(accumulator), wanted, strict=True):
+        torch.testing.assert_close(mean, grad, rtol=1e-12, atol=1e-15)
+
+
 def test_reused_buffers_tell_of_gradients_that_they_cannot_weigh(caplog):
     parameters = make_parameters()
     accumulator = GradientAccumulator(parameters, reuse_grad_buffers=True)

@@ -19,7 +19,7 @@ class GradientAccumulator:
         parameters: whose ``.grad`` is accumulated.
         reuse_grad_buffers: the sum is kept in ``.grad`` itself, where ``backward`` puts it unless gradients are zeroed.
             What ``backward`` adds is remembered until :meth:`add`, where it is weighted if its batch has another size
-            than the first one.
+            than the first one; see :meth:`expect_batches_of`.
         device: where the sums are kept; default: beside each parameter.
     """
 
@@ -34,6 +34,7 @@ class GradientAccumulator:
         self.samples = 0
         self.batches = 0
         self._first_batch_size = 0
+        self._expected_batch_size: int | None = None
         self._warned = False
         self._sums: list[torch.Tensor] | None = None
         self._latest: LatestGradients | None = None
@@ -57,6 +58,16 @@ class GradientAccumulator:
                 parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
+    def expect_batches_of(self, batch_size: int) -> None:
+        """All batches will have this size: nothing need be remembered to weigh them.
+
+        To remember all gradients of a batch takes as much memory as they have, and the time to get and clear it.
+        """
+        if self._latest is not None:
+            self._expected_batch_size = batch_size
+            self._latest.close()
+            self._latest = None
+
     @torch.no_grad()
     def add(self, batch_size: int, loss_scale: float = 1.0) -> None:
         """Count the gradients in ``.grad`` as those of one more batch with a mean loss.
@@ -68,6 +79,8 @@ class GradientAccumulator:
         """
         if batch_size <= 0:
             raise ValueError(f"batch_size must be positive, got {batch_size}")
+        if self._expected_batch_size not in (None, batch_size):
+            batch_size = self._take_for_expected(batch_size)
         if self._first_batch_size == 0:
             self._first_batch_size = batch_size
         self.samples += batch_size
@@ -82,9 +95,24 @@ class GradientAccumulator:
             grads = [grad.to(s.device, non_blocking=True) for s, grad in present]
             torch._foreach_add_(sums, grads, alpha=weight / loss_scale)
 
+    def _take_for_expected(self, batch_size: int) -> int:
+        """The gradients of this batch have been added to the others already, and nobody knows them any more."""
+        expected, self._expected_batch_size = self._expected_batch_size, None
+        assert expected is not None
+        logger.warning(
+            "a batch of %d samples instead of %d: it counts as one of %d, later ones by their size. If batches differ, "
+            "do not announce a batch_size_per_step",
+            batch_size,
+            expected,
+            expected,
+        )
+        self._latest = LatestGradients(self.parameters)
+        return expected
+
     def _weigh_latest(self, weight: float) -> None:
         """``backward`` has added the latest gradients to those in ``.grad`` with weight 1."""
-        assert self._latest is not None
+        if self._latest is None:
+            return  # all have the same size
         latest = self._latest.take()
         if weight == 1:
             return

@@ -181,6 +181,8 @@ class Optimizer(torch.optim.Optimizer):
             prefix=f"{run_id}_grad_averager",
             **{**compression, **averager_options, "start": False},
         )
+        if self.grad_averager is not None and batch_size_per_step is not None:
+            self.grad_averager.accumulator.expect_batches_of(batch_size_per_step)
         self.state_averager = TrainingStateAverager(
             prefix=f"{run_id}_state_averager",
             optimizer=optimizer,
@@ -273,7 +275,7 @@ class Optimizer(torch.optim.Optimizer):
         self.global_step.schedule_rounds()
         if self.settings.use_local_updates and batch_size > 0:
             self._make_local_step(scaler)
-        if self.tracker.ready_to_update_epoch:
+        if self.tracker.should_stop(self.matchmaking_time):
             self._make_global_step(scaler)
         return loss
 
