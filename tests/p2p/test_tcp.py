@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import datetime
 import errno
+import gc
 import socket
 import ssl
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -175,6 +177,23 @@ async def test_close_callback() -> None:
         far.close()
         await asyncio.sleep(0)
         assert calls == ["called", "late"]
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_the_memory_of_an_ended_connection_is_free_at_once(how: str) -> None:
+    """Its TLS buffers are large: they must not wait for the garbage collector, which comes when it likes."""
+    async with Listening() as listening:
+        near = await TcpTransport(Identity.generate()).dial(listening.address, listening.peer_id)
+        ends = [weakref.ref(near), weakref.ref(await listening.streams.get())]
+        listening.all_streams.clear()
+        gc.collect()
+        gc.disable()
+        try:
+            getattr(near, how)()
+            del near
+            await until(lambda: not any(end() for end in ends))
+        finally:
+            gc.enable()
 
 
 async def test_cancelled_read_ends_the_stream() -> None:

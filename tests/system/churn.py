@@ -15,7 +15,9 @@ from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 SCRIPT = "keep_averaging.py"
 FIRST_ROUNDS = 10
-"""Until then the memory of a new process still grows."""
+"""Until then a new process still starts threads and opens connections."""
+LANDMARKS = 8
+"""At how many rounds, evenly apart, the memory is printed."""
 
 
 @dataclass
@@ -25,8 +27,8 @@ class Churn:
     killed: int = 0
     rounds: list[Event] = field(default_factory=list)
     """Of peers that were not killed in them."""
-    growth: list[float] = field(default_factory=list)
-    """Resident memory of each peer that finished, at the end, divided by that after its first rounds."""
+    resident: list[list[int]] = field(default_factory=list)
+    """Of each peer that finished, the bytes of its resident memory after each round."""
     left_over: list[tuple[int, int]] = field(default_factory=list)
     """By how many threads and sockets it had more at the end than after its first rounds."""
 
@@ -92,7 +94,7 @@ def _start(options: list[object], living: list[Peer]) -> Peer:
 def _check_end(peer: Peer, churn: Churn) -> None:
     rounds = peer.all("round")
     early, late = rounds[min(FIRST_ROUNDS, len(rounds)) - 1], rounds[-1]
-    churn.growth.append(late["resident"] / early["resident"])
+    churn.resident.append([each["resident"] for each in rounds])
     churn.left_over.append((late["threads"] - early["threads"], late["sockets"] - early["sockets"]))
 
 
@@ -108,7 +110,9 @@ def main() -> None:
     seconds = median(each["seconds"] for each in churn.rounds)
     print(f"{churn.killed} peers were killed and replaced; {len(churn.rounds)} rounds of others, {seconds:.2f} s each")
     print(f"succeeded: {100 * churn.success:.2f} %; not sound: {sum(not each['sound'] for each in churn.rounds)}")
-    print(f"memory at the end by that after {FIRST_ROUNDS} rounds: {', '.join(f'{each:.3f}' for each in churn.growth)}")
+    for resident in churn.resident:
+        after = [len(resident) * number // LANDMARKS for number in range(1, LANDMARKS + 1)]
+        print("resident MB after rounds", ", ".join(f"{i}: {resident[i - 1] / 1e6:.1f}" for i in after if i))
     print(f"threads and sockets more at the end: {churn.left_over}")
     for each in churn.rounds:
         if each["error"] or each["members"] < 2 or each["share"] < 1:

@@ -118,6 +118,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         disown_socket(self._descriptor, self)
         if self._transport is not None:
             self._transport.close()  # Python 3.10 takes it for forgotten otherwise
+            self._transport = None  # no cycle: what TLS has for buffers must not wait for the garbage collector
         if self._closing is not None:
             self._closing.cancel()
         if exc is not None and not self._closed and not isinstance(exc, ConnectionResetError):
