@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LIGHTNING_TESTS := tests/lightning/test_strategy.py tests/lightning/test_equivalence.py
 
-.PHONY: demo test check fuzz bench format install clean
+.PHONY: demo test test-lightning check fuzz bench format install clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
@@ -13,6 +14,12 @@ demo: install
 # All tests. Choose some with: make test TESTS=tests/dht
 test: install
 	$(BIN)/python -m pytest $(TESTS)
+
+# The Lightning strategy once more: from the other package, and with the oldest versions that pyproject.toml allows.
+test-lightning: install $(VENV)/lightning-oldest.stamp
+	LIGHTNING_PACKAGE=pytorch_lightning $(BIN)/python -m pytest $(LIGHTNING_TESTS)
+	PYTHONPATH=$(VENV)/lightning-oldest $(BIN)/python -m pytest $(LIGHTNING_TESTS)
+	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(BIN)/python -m pytest $(LIGHTNING_TESTS)
 
 # Style, types and the layering of the rooms.
 check: install
@@ -48,6 +55,12 @@ $(VENV)/requirements.stamp: requirements-dev.txt
 # --no-deps and --no-build-isolation: nothing but the pinned versions above is ever downloaded.
 $(VENV)/package.stamp: $(VENV)/requirements.stamp pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Beside the environment, not in it: there are the newest versions.
+$(VENV)/lightning-oldest.stamp: $(VENV)/requirements.stamp requirements-lightning-oldest.txt
+	rm -rf $(VENV)/lightning-oldest
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(VENV)/lightning-oldest -r requirements-lightning-oldest.txt
 	@touch $@
 
 clean:

@@ -442,6 +442,13 @@ def test_precision(make: Make, pl: ModuleType, tmp_path: Path) -> None:
         trainer.fit(make_model(pl), data())
 
 
+def test_other_accelerators(make: Make, pl: ModuleType) -> None:
+    strategy = make()
+    strategy.parallel_devices = [torch.device("meta")]
+    with pytest.raises(misconfiguration(pl), match="CPU or CUDA"):
+        strategy._configure_launcher()
+
+
 def test_peers_that_do_not_answer(make: Make) -> None:
     with pytest.raises(BootstrapError, match="/tcp/1/"):
         make(initial_peers="/ip4/127.0.0.1/tcp/1/p2p/12D3KooWL1NwYaaoG8e88fumv1P4muPVjgmFHgNjY7ZARGwZvK29")

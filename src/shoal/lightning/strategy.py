@@ -220,6 +220,10 @@ class HivemindStrategy(LocalProcesses):
         given = getattr(precision, "scaler", None)
         if given is None or isinstance(given, shoal.GradScaler):
             return
+        if self._reuse_grad_buffers and self.world_size > 1:
+            raise self._flavour.misconfigured(
+                "with several processes, precision 16 does not go together with reuse_grad_buffers=True: use bf16-mixed"
+            )
         precision.scaler = shoal.GradScaler(
             init_scale=given.get_scale(),
             growth_factor=given.get_growth_factor(),
