@@ -21,7 +21,7 @@ from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 CLASSES, PIXELS, HIDDEN, HELD_OUT = 10, 64, 512, 4096
 NOISE = 3.0
 """So much that nobody can tell all pictures apart: the loss ends far above zero."""
-LEARNING_RATE = 0.1
+LEARNING_RATE = 0.05
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {"delay_state_averaging": False},
     "delayed-state": {"delay_state_averaging": True},

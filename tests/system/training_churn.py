@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -23,6 +24,9 @@ BATCH_SIZE, TARGET_BATCH_SIZE = 16, 512
 LAST_EPOCHS = 10
 """So many follow after the last kill, beyond what anybody has reached."""
 END_LIMIT_SECONDS = 120
+WINDOW, FIRST_COMPARED = 10, 20
+"""Losses are means over so many epochs, from this one on: before it they fall too fast for that."""
+LOSS_TOLERANCE = 0.03
 
 
 @dataclass
@@ -33,7 +37,7 @@ class TrainingChurn:
     survivors: list[Peer] = field(default_factory=list)
     victims: list[Peer] = field(default_factory=list)
     log: str = ""
-    """What all peers have warned of."""
+    """What all peers have written to their standard error."""
 
     @property
     def peers(self) -> list[Peer]:
@@ -69,6 +73,31 @@ class TrainingChurn:
     def group_sizes(self) -> list[int]:
         """Of the gradient rounds, as their members saw them; 1 = went on alone, or downloaded the state instead."""
         return [max(1, event["members"]) for peer in self.peers for event in peer.all("epoch")]
+
+    def problems(self) -> list[str]:
+        """What is not as it must be, in words."""
+        found = []
+        if self.went_back:
+            found.append(f"peers went back in {self.went_back} epochs")
+        if max(self.slowest_steps) > STALL_LIMIT:
+            found.append(f"a step took {max(self.slowest_steps):.1f} s, allowed are {STALL_LIMIT:g} s")
+        if len(self.fingerprints) != 1:
+            found.append(f"{len(self.fingerprints)} different models at the end")
+        for epoch, loss, expected in self.compared():
+            if abs(loss / expected - 1) > LOSS_TOLERANCE:
+                found.append(f"the loss around epoch {epoch} is {loss:.4f}, without disturbance {expected:.4f}")
+        return found
+
+    def compared(self) -> list[tuple[int, float, float]]:
+        """Epoch, held-out loss, and that of an undisturbed run; both are means over epochs around it."""
+        losses, reference = self.losses(), undisturbed(self.last_epoch, TARGET_BATCH_SIZE)
+        rows = []
+        for first in range(FIRST_COMPARED, self.last_epoch - WINDOW + 1, WINDOW):
+            epochs = [epoch for epoch in range(first, first + WINDOW) if epoch in losses]
+            if epochs:
+                loss = statistics.fmean(statistics.fmean(losses[epoch]) for epoch in epochs)
+                rows.append((first + WINDOW // 2, loss, statistics.fmean(reference[epoch] for epoch in epochs)))
+        return rows
 
 
 def undisturbed(epochs: int, batch_size: int, seed: int = 0) -> list[float]:
@@ -183,7 +212,6 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print what the peers log")
     args = parser.parse_args()
     churn = run(args.peers, 60 * args.minutes, args.kill_every, args.mode, args.seed, args.verbose)
-    reference = undisturbed(churn.last_epoch, TARGET_BATCH_SIZE)
     print(churn.log)
     print(f"{churn.killed} peers were killed and replaced, {churn.last_epoch} epochs; went back: {churn.went_back}")
     slowest, sizes = sorted(churn.slowest_steps), churn.group_sizes()
@@ -192,13 +220,15 @@ def main() -> None:
         f"allowed {STALL_LIMIT:g} s"
     )
     print(f"group sizes: {', '.join(f'{size}: {sizes.count(size)}' for size in sorted(set(sizes)))}")
+    rows = churn.compared()
     print("epoch   held-out loss   undisturbed   difference")
-    losses = churn.losses()
-    for epoch in [*range(10, churn.last_epoch, max(10, churn.last_epoch // 15)), churn.last_epoch]:
-        if epoch in losses:
-            mean = statistics.fmean(losses[epoch])
-            print(f"{epoch:5d} {mean:15.4f} {reference[epoch]:13.4f} {100 * (mean / reference[epoch] - 1):+11.2f} %")
-    print(f"different parameters at the end: {len(churn.fingerprints)}")
+    for epoch, loss, expected in rows[:: max(1, len(rows) // 15)]:
+        print(f"{epoch:5d} {loss:15.4f} {expected:13.4f} {100 * (loss / expected - 1):+11.2f} %")
+    largest = max(abs(loss / expected - 1) for _, loss, expected in rows)
+    print(f"largest difference: {100 * largest:.2f} %; different models at the end: {len(churn.fingerprints)}")
+    problems = churn.problems()
+    print("\n".join(problems) if problems else "all as it must be")
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

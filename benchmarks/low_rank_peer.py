@@ -1,0 +1,116 @@
+"""One peer of the benchmark of low-rank averaging: trains the demo's language model when told, see :mod:`commands`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from commands import obey
+
+import shoal
+from shoal.cli.demo import model as demo_model
+from shoal.cli.demo.corpus import load_corpus
+from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.power_ef_averager import PowerEFGradientAverager
+from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
+
+AVERAGERS: dict[str, Any] = {
+    "plain": lambda rank: GradientAverager.get_factory(),
+    "PowerSGD": lambda rank: PowerSGDGradientAverager.get_factory(averager_rank=rank),
+    "PowerEF": lambda rank: PowerEFGradientAverager.get_factory(averager_rank=rank),
+}
+BATCH_SIZE = 16
+LEARNING_RATE, TABLE_LEARNING_RATE, MOMENTUM = 0.3, 3.0, 0.9
+WARM_UP_EPOCHS = 10
+HELD_OUT_WINDOWS = 1500
+
+
+class LanguagePeer:
+    """Trains with the others, and counts what it sends."""
+
+    version = shoal.__version__
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.index, self.args = args.index, args
+        torch.set_num_threads(1)
+        torch.manual_seed(0)  # all peers begin with the same model
+        corpus = load_corpus(args.peers)
+        self.model = demo_model.ByteTransformer(demo_model.ModelSize())
+        self.text = corpus.shards[args.index]
+        self.window = self.model.size.context + 1
+        self.held_out = demo_model.even_windows(corpus.held_out, HELD_OUT_WINDOWS, self.window)
+        self.random = torch.Generator().manual_seed(1 + args.index)
+
+    def open(self) -> list[str]:
+        self.dht = shoal.DHT(start=True)
+        return [str(address) for address in self.dht.get_visible_maddrs()]
+
+    def join(self, addresses: list[str]) -> None:
+        if self.index != 0:
+            self.dht = shoal.DHT(addresses, start=True)
+        epochs = self.args.epochs
+        groups = demo_model.parameter_groups(self.model)
+        for group, rate in zip(groups, (LEARNING_RATE, TABLE_LEARNING_RATE), strict=True):
+            group["lr"] = rate
+        optimizer = torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=MOMENTUM)
+        self.optimizer = shoal.Optimizer(
+            dht=self.dht,
+            run_id="low_rank",
+            target_batch_size=self.args.target_batch_size,
+            batch_size_per_step=BATCH_SIZE,
+            optimizer=optimizer,
+            scheduler=torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda epoch: min(1.0, (epoch + 1) / WARM_UP_EPOCHS) * max(0.02, 1 - epoch / epochs)
+            ),
+            grad_averager=AVERAGERS[self.args.averager](self.args.rank),
+            average_state_every=self.args.average_state_every,
+            delay_state_averaging=False,
+            matchmaking_time=5.0,
+            averaging_timeout=30.0,
+        )
+
+    def train(self, until: int) -> dict[str, Any]:
+        """Make global steps; returns their groups and samples, and what this peer has sent meanwhile, whatever for."""
+        sent, sizes, samples, epoch = self.dht.p2p.metrics.bytes_sent, [], 0.0, self.optimizer.local_epoch
+        while self.optimizer.local_epoch < until:
+            windows = demo_model.random_windows(self.text, BATCH_SIZE, self.window, self.random)
+            self.optimizer.zero_grad()
+            demo_model.loss_on(self.model, windows).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            if self.optimizer.local_epoch > epoch:
+                epoch = self.optimizer.local_epoch
+                assert self.optimizer.grad_averager is not None
+                last_round = self.optimizer.grad_averager.last_round
+                sizes.append(0 if last_round is None else len(last_round.peers))
+                samples += 0 if last_round is None else sum(last_round.weights)
+        return {"sizes": sizes, "samples": samples, "bytes": self.dht.p2p.metrics.bytes_sent - sent}
+
+    def measure(self) -> dict[str, Any]:
+        """Nats per byte of text that nobody has trained on, and how many values the gradients have."""
+        return {
+            "loss": demo_model.held_out_loss(self.model, self.held_out),
+            "values": sum(parameter.numel() for parameter in self.model.parameters()),
+        }
+
+    def close(self) -> None:
+        self.optimizer.shutdown()
+        self.dht.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--peers", type=int, required=True)
+    parser.add_argument("--averager", choices=AVERAGERS, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--target_batch_size", type=int, required=True)
+    parser.add_argument("--average_state_every", type=int, required=True)
+    args = parser.parse_args()
+    obey(lambda: LanguagePeer(args))
+
+
+if __name__ == "__main__":
+    main()

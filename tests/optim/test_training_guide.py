@@ -1,0 +1,71 @@
+"""docs/training.md is true: its program runs, it has every option, and shoal does log what it explains."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.optim import Optimizer
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "training.md").read_text()
+
+
+def section(title: str) -> str:
+    return GUIDE.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def logged() -> Iterator[str]:
+    """Every text in the source that could be the message of a log line."""
+    for path in (ROOT / "src" / "shoal").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+LINES = re.findall(r"^\| `(.+?)` \|", section("What the log says"), re.MULTILINE)
+
+
+def test_there_are_lines():
+    assert len(LINES) > 15
+
+
+@pytest.fixture(scope="module")
+def messages() -> set[str]:
+    return set(logged())
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_lines_are_logged(line, messages):
+    parts = line.replace(" % ", " %% ").split("…")
+    pattern = re.compile(r"%[.\d]*\w".join(map(re.escape, parts)))
+    assert any(pattern.match(message) for message in messages), f"no such log line: {line}"
+
+
+def test_every_option_is_explained():
+    explained = re.findall(r"^\| `(\w+)` \|", section("Options of `shoal.Optimizer`"), re.MULTILINE)
+    options = [name for name in inspect.signature(Optimizer.__init__).parameters if name != "self"]
+    assert sorted(explained) == sorted(options)
+
+
+@pytest.mark.timeout(120)
+def test_the_program_runs():
+    program = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    assert program is not None
+    done = subprocess.run([sys.executable, "-c", program[1]], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "trained for 3 epochs" in done.stdout
+
+
+def test_files_that_the_guide_points_to_exist():
+    targets = re.findall(r"\]\(([^)#]+)\)", GUIDE)
+    assert targets
+    assert all((ROOT / "docs" / target).exists() for target in targets)

@@ -1,0 +1,16 @@
+"""Training goes on while peers are killed and others come."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.system import training_churn
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_training_goes_on_while_peers_are_killed_and_replaced() -> None:
+    churn = training_churn.run(peers=3, seconds=20, kill_every=4)
+    assert churn.killed == 5
+    assert churn.last_epoch > training_churn.FIRST_COMPARED + training_churn.WINDOW, churn.log
+    assert not churn.problems(), churn.log
