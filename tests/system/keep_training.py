@@ -83,10 +83,12 @@ def train(args: argparse.Namespace, opt: Optimizer, model: nn.Module, last_epoch
             time.sleep(args.pause)  # stands for the work of a larger model
             continue
         last_round = (opt.grad_averager or opt.state_averager).last_round
+        is_new = last_round is not None and last_round is not known_round
         say(
             epoch=opt.local_epoch,
             before=epoch,
-            members=0 if last_round is None or last_round is known_round else len(last_round.peers),
+            members=len(last_round.peers) if is_new else 0,
+            samples=sum(last_round.weights) if is_new else 0,
             slowest=slowest,
             loss=held_out_loss(model, pictures),
             parameters=fingerprint(model),

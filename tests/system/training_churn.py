@@ -70,6 +70,10 @@ class TrainingChurn:
                 found.setdefault(event["epoch"], []).append(event["loss"])
         return found
 
+    def samples(self) -> list[float]:
+        """In each gradient round, as its members saw it."""
+        return [event["samples"] for peer in self.peers for event in peer.all("epoch") if event["members"]]
+
     def group_sizes(self) -> list[int]:
         """Of the gradient rounds, as their members saw them; 1 = went on alone, or downloaded the state instead."""
         return [max(1, event["members"]) for peer in self.peers for event in peer.all("epoch")]
@@ -220,6 +224,8 @@ def main() -> None:
         f"allowed {STALL_LIMIT:g} s"
     )
     print(f"group sizes: {', '.join(f'{size}: {sizes.count(size)}' for size in sorted(set(sizes)))}")
+    samples = statistics.quantiles(churn.samples(), n=10)
+    print(f"samples in a round: {samples[0]:.0f} to {samples[-1]:.0f} in 8 of 10, wanted {TARGET_BATCH_SIZE}")
     rows = churn.compared()
     print("epoch   held-out loss   undisturbed   difference")
     for epoch, loss, expected in rows[:: max(1, len(rows) // 15)]:

@@ -25,8 +25,8 @@ class PowerEFGradientAverager(LowRankAverager):
     when one leaves, and a newcomer has everything after its first round.
 
     On different machines the same computation may give slightly different last bits. Therefore every
-    ``grad_averaging_interval`` rounds the estimates themselves are averaged first. Members agree on the number of the
-    round before it begins.
+    ``grad_averaging_interval`` rounds members compare their estimates by a hash, and average them first if they differ.
+    They agree on the number of the round before it begins.
 
     Args:
         parameters: whose gradients are averaged.
@@ -40,7 +40,7 @@ class PowerEFGradientAverager(LowRankAverager):
         min_compression_ratio: tensors of which less than this share would be saved are averaged as they are. The same
             in all peers.
         averaged_grads: CPU tensors that receive the averages; default: new ones.
-        grad_averaging_interval: average the estimates every so many rounds. The same in all peers.
+        grad_averaging_interval: repair the estimates every so many rounds. The same in all peers.
         min_comprasion_ratio: old name of ``min_compression_ratio``.
         averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
     """
