@@ -6,9 +6,12 @@ check every one of them. The hash of all the hashes names the version.
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,11 +19,13 @@ import torch
 from blake3 import blake3
 
 from shoal.compression import CompressionBase, CompressionInfo
-from shoal.compression.base import Buffer, SerializedTensor, TensorMetadata
+from shoal.compression.base import Buffer, SerializedTensor, TensorMetadata, copied
+from shoal.reactor import run_in_worker
 from shoal.serializer import MSGPackSerializer
 
 CHUNK_BYTES = 2**20
 HASH_BYTES = 32
+HASHING_THREADS = 4
 _MAX_PIECES = 64
 """A chunk of more pieces than this is copied together before it is sent."""
 
@@ -45,24 +50,21 @@ StateTuple = tuple[Any, Sequence[torch.Tensor]] | tuple[Any, Sequence[torch.Tens
 GetState = Callable[[], "StateTuple | OwnedState"]
 
 
-class ChunkLayout:
-    """Which bytes of which buffers make up each chunk.
+class Chunks:
+    """Buffers in a row, cut into chunks of equal size, and a smaller last one."""
 
-    Args:
-        sizes: bytes of each buffer; all of them in a row are cut into chunks of equal size.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._ends = list(itertools.accumulate(sizes))
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = buffers
+        self._ends = list(itertools.accumulate(map(len, buffers)))
         self.total_bytes = self._ends[-1] if self._ends else 0
         self.count = -(-self.total_bytes // CHUNK_BYTES)
 
-    def pieces(self, index: int, buffers: Sequence[memoryview]) -> list[memoryview]:
+    def pieces(self, index: int) -> list[memoryview]:
         """The memory of a chunk."""
         start, stop = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes)
         pieces = []
         for position in range(bisect.bisect_right(self._ends, start), len(self._ends)):
-            buffer = buffers[position]
+            buffer = self._buffers[position]
             offset = self._ends[position] - len(buffer)
             if offset >= stop:
                 break
@@ -85,37 +87,53 @@ def version_of(tensors: Sequence[TensorMetadata], sizes: Sequence[int], hashes: 
     return hash_of([msgspec.msgpack.encode([list(tensors), list(sizes)]), hashes])
 
 
+@dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A state, encoded and hashed. Takes as much memory as the state, once.
+    """A state, encoded and hashed. Takes as much memory as the state, once."""
 
-    Args:
-        get_state: gives the state.
-        codec: how tensors travel.
-    """
+    metadata: bytes
+    tensors: list[TensorMetadata]
+    tensor_bytes: list[int]
+    chunks: Chunks
+    hashes: bytes
+    """Of all chunks."""
 
-    def __init__(self, get_state: GetState, codec: CompressionBase) -> None:
-        state = get_state()
-        metadata, tensors, infos = (*state, None)[:3]
-        infos = infos or [CompressionInfo.from_tensor(tensor) for tensor in tensors]
-        may_keep = isinstance(state, OwnedState)
-        encoded = [_encode(codec, *each, may_keep) for each in zip(tensors, infos, strict=True)]
-        self.metadata: bytes = MSGPackSerializer.dumps(metadata)
-        self.tensors = [tensor.metadata for tensor in encoded]
-        self._buffers = [memoryview(tensor.buffer) for tensor in encoded]
-        self.tensor_bytes = [len(buffer) for buffer in self._buffers]
-        self._layout = ChunkLayout(self.tensor_bytes)
-        self.count = self._layout.count
-        """How many chunks there are."""
-        self.hashes = b"".join(hash_of(self._layout.pieces(i, self._buffers)) for i in range(self.count))
+    @classmethod
+    async def take(cls, get_state: GetState, codec: CompressionBase) -> Snapshot:
+        """Encode and hash a state, in worker threads.
+
+        Args:
+            get_state: gives the state.
+            codec: how tensors travel.
+        """
+        metadata, encoded = await run_in_worker(_encode, get_state, codec)
+        buffers = [memoryview(tensor.buffer) for tensor in encoded]
+        chunks = Chunks(buffers)
+        share = max(1, -(-chunks.count // HASHING_THREADS))
+        starts = range(0, chunks.count, share)
+        hashes = await asyncio.gather(*(run_in_worker(_hash, chunks, start, start + share) for start in starts))
+        return cls(metadata, [t.metadata for t in encoded], list(map(len, buffers)), chunks, b"".join(hashes))
 
     def chunk(self, index: int) -> list[Buffer]:
         """The bytes of a chunk, in a few pieces."""
-        pieces = self._layout.pieces(index, self._buffers)
+        pieces = self.chunks.pieces(index)
         return [b"".join(pieces)] if len(pieces) > _MAX_PIECES else list(pieces)
 
 
-def _encode(codec: CompressionBase, tensor: torch.Tensor, info: CompressionInfo, may_keep: bool) -> SerializedTensor:
-    """A tensor's bytes, in memory that nobody else changes."""
-    if not may_keep:
-        tensor = tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
-    return codec.compress(tensor, info)
+def _encode(get_state: GetState, codec: CompressionBase) -> tuple[bytes, list[SerializedTensor]]:
+    """A state's metadata, and the bytes of its tensors in memory that nobody else changes."""
+    state = get_state()
+    metadata, tensors, infos = (*state, None)[:3]
+    infos = infos or [CompressionInfo.from_tensor(tensor) for tensor in tensors]
+    may_keep, waiting, encoded = isinstance(state, OwnedState), deque(zip(tensors, infos, strict=True)), []
+    del state, tensors  # what is encoded need not be kept beside its bytes
+    while waiting:
+        tensor, info = waiting.popleft()
+        if not may_keep:
+            tensor = copied(tensor).requires_grad_(tensor.requires_grad)
+        encoded.append(codec.compress(tensor, info))
+    return MSGPackSerializer.dumps(metadata), encoded
+
+
+def _hash(chunks: Chunks, start: int, end: int) -> bytes:
+    return b"".join(hash_of(chunks.pieces(index)) for index in range(start, min(end, chunks.count)))

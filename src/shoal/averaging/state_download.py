@@ -2,7 +2,7 @@
 
 Every donor is asked for the next chunk that nobody has been asked for. What a donor that fails has left undone goes to
 the others. In the end, when nothing is left to ask for, donors that are done are asked for what others still owe. A
-chunk counts when its hash is right.
+chunk counts when its hash is right, which is found out while the next one arrives.
 """
 
 from __future__ import annotations
@@ -10,25 +10,52 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from shoal.averaging.protocol import ChunkRequest, StateChunk, StateHeader
-from shoal.averaging.snapshot import CHUNK_BYTES, HASH_BYTES, ChunkLayout, State, hash_of, version_of
+from shoal.averaging.snapshot import CHUNK_BYTES, HASH_BYTES, Chunks, State, hash_of, version_of
 from shoal.clock import timeout
 from shoal.compression import deserialize_torch_tensor
-from shoal.compression.base import SerializedTensor, bytes_of
+from shoal.compression.base import SerializedTensor, bytes_of, empty
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
+from shoal.reactor import run_in_worker
 from shoal.serializer import MSGPackSerializer
 
 MAX_TENSORS = 2**20
 MIN_WINDOW, MAX_WINDOW = 2, 64
-"""How many chunks a donor is asked for at a time."""
 WINDOW_SECONDS = 0.5
-"""Their number is what the donor delivers in this time."""
 _RATE_MEMORY = 0.8
+_PAGE_BYTES = 4096
+MAX_CHECKS = 4
+"""How many chunks of a donor may be waiting to be hashed before the next one is received."""
+
+
+class _Window:
+    """How many chunks to ask a donor for at a time: what it delivers in half a second."""
+
+    def __init__(self) -> None:
+        self.size = MIN_WINDOW
+        self._rate = 0.0
+
+    def adapt(self, seconds: float) -> None:
+        """A chunk has taken so long."""
+        newest = 1 / max(seconds, 1e-9)
+        self._rate = _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * newest if self._rate else newest
+        self.size = max(MIN_WINDOW, min(MAX_WINDOW, int(self._rate * WINDOW_SECONDS)))
+
+
+class _Place(NamedTuple):
+    """Where a chunk is received."""
+
+    chunk: int
+    pieces: list[memoryview]
+    is_final: bool
+    """It is part of the state's own memory; no other donor writes there at the same time."""
 
 
 class Download:
@@ -43,21 +70,24 @@ class Download:
     def __init__(self, header: StateHeader, hashes: bytes, chunk_timeout: float) -> None:
         self._header, self._hashes, self._chunk_timeout = header, hashes, chunk_timeout
         self.version = version_of(header.tensors, header.tensor_bytes, hashes)
-        self._layout = ChunkLayout(header.tensor_bytes)
-        self._buffers = [bytes_of(torch.empty(size, dtype=torch.uint8)) for size in header.tensor_bytes]
-        self._todo = list(range(self._layout.count))
+        self._buffers = [bytes_of(empty((size,), torch.uint8)) for size in header.tensor_bytes]
+        self._chunks = Chunks(self._buffers)
+        self._todo = list(range(self._chunks.count))
         """Chunks that nobody is asked for, as a heap."""
         self._asked: dict[int, int] = {}
         """Chunks that have not come yet, and how many donors are asked for them; the earliest request first."""
         self._writing: set[int] = set()
-        self._missing = self._layout.count
+        """Chunks of which bytes, or unverified ones, are in the state's own memory."""
+        self._ready: dict[int, asyncio.Future[None]] = {}
+        """When the memory of a chunk has been provided."""
+        self._missing = self._chunks.count
         self._changed = asyncio.Event()
         self.finished = asyncio.Event()
         self._note_progress()
 
     @property
     def total_bytes(self) -> int:
-        return self._layout.total_bytes
+        return self._chunks.total_bytes
 
     def result(self) -> State:
         """The state, when all of it is here. Its memory is handed over.
@@ -65,9 +95,10 @@ class Download:
         Raises:
             ValueError, RuntimeError: what the donors agree on is no state.
         """
-        buffers, self._buffers = deque(self._buffers), []
+        self._buffers.reverse()
         tensors = [
-            deserialize_torch_tensor(SerializedTensor(metadata, buffers.popleft())) for metadata in self._header.tensors
+            deserialize_torch_tensor(SerializedTensor(metadata, self._buffers.pop()))
+            for metadata in self._header.tensors
         ]
         return State(MSGPackSerializer.loads(self._header.metadata), tensors)
 
@@ -79,44 +110,61 @@ class Download:
             TimeoutError: it is silent.
         """
         requested: deque[int] = deque()
-        rate, window, loop = 0.0, MIN_WINDOW, asyncio.get_running_loop()
+        checks: deque[asyncio.Task[None]] = deque()
+        window, loop = _Window(), asyncio.get_running_loop()
         try:
             while not self.finished.is_set():
-                await self._ask(call, requested, window)
-                if not requested:
+                if len(requested) <= window.size // 2:
+                    await self._ask(call, requested, window.size, is_idle=not checks)
+                if requested:
+                    started = loop.time()
+                    async with timeout(self._chunk_timeout):
+                        place = await self._receive(call, requested[0])
+                    checks.append(asyncio.ensure_future(self._check(place)))
+                    requested.popleft()
+                    window.adapt(loop.time() - started)
+                if len(checks) > MAX_CHECKS or (checks and not requested):
+                    await asyncio.shield(checks[0])
+                    checks.popleft()
+                elif not requested:
                     self._changed.clear()
                     await self._changed.wait()
-                    continue
-                started = loop.time()
-                async with timeout(self._chunk_timeout):
-                    await self._take_chunk(call, requested[0])
-                self._answered(requested.popleft())
-                newest = 1 / max(loop.time() - started, 1e-9)
-                rate = newest if not rate else _RATE_MEMORY * rate + (1 - _RATE_MEMORY) * newest
-                window = max(MIN_WINDOW, min(MAX_WINDOW, int(rate * WINDOW_SECONDS)))
         finally:
+            await asyncio.gather(*checks, return_exceptions=True)
             for index in requested:
                 self._answered(index)
 
-    async def _ask(self, call: Call, requested: deque[int], window: int) -> None:
-        while len(requested) < window:
-            index = self._next_for(requested)
-            if index is None:
-                return
-            self._asked[index] = self._asked.get(index, 0) + 1
-            requested.append(index)
+    async def _ask(self, call: Call, requested: deque[int], window: int, *, is_idle: bool) -> None:
+        new = list(self._choose(window - len(requested), is_idle=is_idle and not requested))
+        requested.extend(new)
+        untouched = [index for index in new if index not in self._ready]
+        if untouched:
+            touching = asyncio.ensure_future(run_in_worker(self._touch, untouched))
+            self._ready.update(dict.fromkeys(untouched, touching))
+        for index in new:
             await call.send(ChunkRequest(index=index))
 
-    def _next_for(self, requested: Sequence[int]) -> int | None:
-        if self._todo:
-            return heapq.heappop(self._todo)
-        if requested:  # first what this donor owes itself
-            return None
-        return min(self._asked, key=lambda index: self._asked[index], default=None)
+    def _choose(self, count: int, *, is_idle: bool) -> Iterator[int]:
+        """What to ask a donor for; one that owes nothing any more is asked for what others owe."""
+        while count > 0 and self._todo:
+            index = heapq.heappop(self._todo)
+            self._asked[index] = 1
+            yield index
+            count, is_idle = count - 1, False
+        if is_idle and self._asked:
+            index = min(self._asked, key=lambda index: self._asked[index])
+            self._asked[index] += 1
+            yield index
+
+    def _touch(self, chunks: Sequence[int]) -> None:
+        """Let the system provide the memory of chunks that will be written: it takes as long as the writing itself."""
+        for index in chunks:
+            for piece in self._chunks.pieces(index):
+                np.frombuffer(piece, dtype=np.uint8)[::_PAGE_BYTES] = 0
 
     def _answered(self, index: int) -> None:
         """A donor has delivered a chunk, or never will."""
-        if index not in self._asked:  # another one has delivered it
+        if index not in self._asked:  # it is here
             return
         self._asked[index] -= 1
         if self._asked[index] == 0:
@@ -124,28 +172,48 @@ class Download:
             heapq.heappush(self._todo, index)
             self._note_progress()
 
-    async def _take_chunk(self, call: Call, index: int) -> None:
+    async def _receive(self, call: Call, index: int) -> _Place:
         chunk = await call.receive(StateChunk)
         if chunk is None or chunk.index != index:
             raise ProtocolError(f"sent {chunk} where chunk {index} of the state is due")
-        target = self._layout.pieces(index, self._buffers)
-        is_first = index in self._asked and index not in self._writing
-        pieces = target if is_first else [memoryview(bytearray(sum(map(len, target))))]
-        if is_first:
-            self._writing.add(index)
+        await asyncio.shield(self._ready[index])
+        place = self._place_for(index)
         try:
-            await call.read_payload_into(*pieces)
-            if hash_of(pieces) != self._hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]:
+            await call.read_payload_into(*place.pieces)
+        except BaseException:
+            self._release(place)
+            raise
+        return place
+
+    def _place_for(self, index: int) -> _Place:
+        pieces = self._chunks.pieces(index)
+        if index in self._asked and index not in self._writing:
+            self._writing.add(index)
+            return _Place(index, pieces, is_final=True)
+        return _Place(index, [memoryview(bytearray(sum(map(len, pieces))))], is_final=False)
+
+    async def _check(self, place: _Place) -> None:
+        """Count a chunk that has arrived if its hash is right."""
+        index = place.chunk
+        try:
+            if (
+                await run_in_worker(hash_of, place.pieces)
+                != self._hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+            ):
                 raise ProtocolError(f"chunk {index} of the state does not match its hash")
+            if index in self._asked and (place.is_final or index not in self._writing):
+                if not place.is_final:
+                    _copy(place.pieces[0], self._chunks.pieces(index))
+                del self._asked[index]
+                self._missing -= 1
+                self._note_progress()
         finally:
-            if is_first:
-                self._writing.discard(index)
-        if index in self._asked and (is_first or index not in self._writing):
-            if not is_first:
-                _copy(pieces[0], target)
-            del self._asked[index]
-            self._missing -= 1
-            self._note_progress()
+            self._release(place)
+            self._answered(index)
+
+    def _release(self, place: _Place) -> None:
+        if place.is_final:
+            self._writing.discard(place.chunk)
 
     def _note_progress(self) -> None:
         if not self._missing:

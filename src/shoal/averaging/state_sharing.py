@@ -134,7 +134,7 @@ class StateSharing:
             return self._sharings[-1]
         if len(self._sharings) >= MAX_SNAPSHOTS:
             return None
-        taking = asyncio.ensure_future(run_in_worker(Snapshot, self._get_state, self._codec))
+        taking = asyncio.ensure_future(Snapshot.take(self._get_state, self._codec))
         self._sharings.append(_Sharing(now, taking))
         return self._sharings[-1]
 
@@ -148,8 +148,8 @@ class StateSharing:
                 request = await call.receive(ChunkRequest)
             if request is None:
                 return
-            if not 0 <= request.index < snapshot.count:
-                raise ProtocolError(f"asked for chunk {request.index} of {snapshot.count}")
+            if not 0 <= request.index < snapshot.chunks.count:
+                raise ProtocolError(f"asked for chunk {request.index} of {snapshot.chunks.count}")
             await call.send(StateChunk(index=request.index), *snapshot.chunk(request.index))
 
     # --- fetching -----------------------------------------------------------------------------------------------------

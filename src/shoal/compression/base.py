@@ -152,6 +152,11 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(dtype).view(tuple(size))
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor on any device: a contiguous CPU tensor outside of autograd, in memory of its own."""
+    return empty(tensor.shape, tensor.dtype).copy_(tensor.detach())
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as a writable view of format ``B``, without a copy."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())

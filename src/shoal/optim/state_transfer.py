@@ -10,6 +10,7 @@ import torch
 
 from shoal.averaging.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
+from shoal.compression.base import copied
 from shoal.optim.lr_schedule import dump_scheduler_state, load_scheduler_state
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
@@ -63,9 +64,9 @@ def describe_state(
     tensors, infos = [], []
     for members, keys, role in groups:
         for tensor, key in zip(members, keys, strict=True):
-            copied = tensor.detach().to("cpu", copy=True)
-            tensors.append(copied)
-            infos.append(CompressionInfo.from_tensor(copied, key=key, role=role))
+            copy = copied(tensor)
+            tensors.append(copy)
+            infos.append(CompressionInfo.from_tensor(copy, key=key, role=role))
     return OwnedState(metadata, tensors, infos)
 
 
