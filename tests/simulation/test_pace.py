@@ -21,11 +21,8 @@ from shoal.testing import Host, Link, Network, SharedTable, run
 from shoal.testing.averagers import start_averager
 
 BATCH = 16
-BATCH_SECONDS = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 JITTER = 0.05
 """Standard deviation of the time that a batch takes, relative."""
-EPOCH_SECONDS = 10.0
-TARGET = round(EPOCH_SECONDS * sum(BATCH / seconds for seconds in BATCH_SECONDS))
 EPOCHS, WARMUP = 12, 3
 MATCHMAKING_SECONDS, AVERAGING_TIMEOUT = 5.0, 30.0
 PATIENCE = 1000.0
@@ -112,24 +109,24 @@ class Peer:
         update()
 
 
-async def start_peer(network: Network, table: SharedTable, batch_seconds: float) -> Peer:
+async def start_peer(network: Network, table: SharedTable, batch_seconds: float, target: int) -> Peer:
     host = network.add_host()
     node = await start_averager(host, [torch.zeros(100)], table, min_matchmaking_time=MATCHMAKING_SECONDS)
     peer_id, p2p = node.p2p.peer_id.to_bytes(), node.p2p
     ema = PerformanceEMA(clock=host.dht_time)
-    board = ProgressBoard(peer_id, False, TARGET, RefreshPolicy(), ema, host.dht_time())
+    board = ProgressBoard(peer_id, False, target, RefreshPolicy(), ema, host.dht_time())
     settings = {"owner_tag": peer_id, "endorsement": b"", "min_period": 0.5, "metadata_expiration": 60.0}
     exchange = ProgressExchange(table, p2p, "run", board, **settings)
     await host.run(exchange.start())
     return Peer(host, node, board, exchange, batch_seconds)
 
 
-def epochs_of_a_swarm(seed: int) -> list[list[Epoch]]:
+def epochs_of_a_swarm(batch_seconds: list[float], target: int, seed: int) -> list[list[Epoch]]:
     """Each epoch after the first few, as its peers have seen it."""
 
     async def main() -> list[Peer]:
         network, table = Network(LINK), SharedTable(delay=0.1)
-        peers = [await start_peer(network, table, seconds) for seconds in BATCH_SECONDS]
+        peers = [await start_peer(network, table, seconds, target) for seconds in batch_seconds]
         await asyncio.wait_for(asyncio.gather(*[peer.host.run(peer.train()) for peer in peers]), PATIENCE)
         for peer in peers:
             await peer.host.run(peer.exchange.stop())
@@ -138,9 +135,20 @@ def epochs_of_a_swarm(seed: int) -> list[list[Epoch]]:
     return [list(epoch) for epoch in zip(*(peer.history for peer in run(main(), seed=seed)), strict=True)][WARMUP:]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_steady_swarm_keeps_its_pace(seed):
-    epochs = epochs_of_a_swarm(seed)
+pytestmark = pytest.mark.parametrize("seed", [1, 2, 3])
+
+
+def test_equal_peers_make_as_many_batches_as_there_must_be(seed):
+    """Each is done with its last batch a little earlier or later than the others, and none begins another one."""
+    epochs = epochs_of_a_swarm([0.5] * 4, 256, seed)
+    assert [sum(peer.samples for peer in epoch) for epoch in epochs] == [256] * len(epochs)
+    assert all(peer.members == 4 for epoch in epochs for peer in epoch)
+
+
+def test_a_steady_swarm_of_different_peers_keeps_its_pace(seed):
+    batch_seconds = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    target = round(10.0 * sum(BATCH / seconds for seconds in batch_seconds))
+    epochs = epochs_of_a_swarm(batch_seconds, target, seed)
     needs = [max(peer.stopped for peer in epoch) for epoch in epochs]
     errors = [
         abs(peer.predicted - need) / (need - peer.began)
@@ -149,8 +157,8 @@ def test_a_steady_swarm_keeps_its_pace(seed):
     ]
     assert median(errors) < 0.1, "the end of an epoch is known when it has hardly begun"
     for epoch, need in zip(epochs, needs, strict=True):
-        assert {peer.members for peer in epoch} == {len(BATCH_SECONDS)}, "everybody comes"
+        assert {peer.members for peer in epoch} == {len(batch_seconds)}, "everybody comes"
         assert max(peer.averaging for peer in epoch) - need < 0.2, "the group is there when its last member is ready"
-        assert sum(peer.samples for peer in epoch) == pytest.approx(TARGET, rel=0.05)
+        assert sum(peer.samples for peer in epoch) == pytest.approx(target, rel=0.05)
         waited = [need - peer.stopped for peer in epoch]
-        assert max(waited) < max(BATCH_SECONDS) * (1 + 4 * JITTER), "each stops at the batch nearest to the end"
+        assert max(waited) < max(batch_seconds) * (1 + 4 * JITTER), "each stops at the batch nearest to the end"
