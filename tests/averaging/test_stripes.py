@@ -55,7 +55,7 @@ async def run(swarm, **changes):
     return controls
 
 
-@pytest.mark.parametrize(("round_trip", "stripes"), [(0.0, 1), (0.01, 1), (0.06, 2), (0.1, 4), (5.0, MAX_STRIPES)])
+@pytest.mark.parametrize(("round_trip", "stripes"), [(0.0, 1), (0.01, 1), (0.03, 2), (0.06, 5), (5.0, MAX_STRIPES)])
 async def test_longer_links_get_more_stripes(monkeypatch, far_away, round_trip, stripes):
     far_away(round_trip)
     seen = count_stripes(monkeypatch)

@@ -24,7 +24,7 @@ from shoal.reactor import cancel_and_wait, first_completed
 logger = logging.getLogger(__name__)
 
 MAX_STRIPES = 8
-SECONDS_PER_STRIPE = 0.025
+SECONDS_PER_STRIPE = 0.0125
 """A stripe for so much of the time to the reducer and back."""
 PARTS_PER_STRIPE = 4
 """At least: with fewer parts a further connection does not pay."""

@@ -30,7 +30,7 @@ from shoal.p2p.limits import DEFAULT_LIMITS, Limits
 from shoal.p2p.listener import Listener, bind
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PeerID
-from shoal.p2p.tcp_stream import TcpStream, address_of
+from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpStream, address_of
 from shoal.p2p.transport import OnStream, Stream, Transport
 
 logger = logging.getLogger(__name__)
@@ -303,8 +303,10 @@ async def _resolve(host: str, port: int, family: socket.AddressFamily) -> list[_
 
 
 def _set_options(connection: socket.socket) -> None:
-    """No delay for small messages; notice hosts that vanish."""
+    """No delay for small messages; little that waits unsent; notice hosts that vanish."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_HIGH_WATER)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):  # each system has its own choice of them

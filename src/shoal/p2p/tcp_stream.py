@@ -19,8 +19,9 @@ from shoal.p2p.fork_safety import disown_socket, own_socket
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Buffer, Stream
 
-WRITE_HIGH_WATER = 2 * 2**20
-"""Encrypted bytes that may wait for the network before a writer has to."""
+WRITE_HIGH_WATER = 2**17
+"""Encrypted bytes that may wait here before a writer has to; as many may wait in the kernel. Few, so that work which is
+shared among several connections goes to those that have sent what they got."""
 RECEIVE_BUFFER_BYTES = 4 * 2**10
 """For what arrives while nobody reads: enough for most messages, and little to copy in front of a large payload."""
 JOIN_BYTES = 2**16
