@@ -69,7 +69,9 @@ NAMES = {
     "shoal.optim.optimizer": "Optimizer",
     "shoal.optim.grad_averager": "GradientAverager GradientAveragerFactory",
     "shoal.optim.state_averager": "TrainingStateAverager ZERO_GRAD_SET_TO_NONE_DEFAULT LRSchedulerBase",
-    "shoal.optim.progress_tracker": "ProgressTracker LocalTrainingProgress GlobalTrainingProgress",
+    "shoal.optim.progress_tracker": (
+        "ProgressTracker LocalTrainingProgress GlobalTrainingProgress TrainingProgressSchema"
+    ),
     "shoal.p2p": "P2P P2PContext PeerID PeerInfo P2PDaemonError P2PHandlerError ServicerBase StubBase",
     "shoal.utils": """
         get_dht_time DHTExpiration MAX_DHT_TIME_DISCREPANCY_SECONDS ValueWithExpiration TimedStorage PerformanceEMA
