@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument("--megabytes", type=float, default=200)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=5, help="rounds that do not count: while memory is new, each page costs a fault")
+    parser.add_argument(
+        "--warmup", type=int, default=5, help="rounds that do not count, in which memory is still new to the processes"
+    )
     parser.add_argument(
         "--options", type=json.loads, default={}, help="JSON of further DecentralizedAverager parameters, for both"
     )
