@@ -5,8 +5,8 @@
 Two peers on this machine, a process each, train a network of ``--megabytes`` of parameters with Adam, and average
 gradients exactly, in one mode after another. A part of each batch's time is sleep, which stands for work of a GPU: the
 processor is free then. Printed for each mode: how long a step of the swarm takes, which share of it the batches
-themselves take (the rest is waiting), and by how much the memory of a peer has grown at its peak since before the
-model was made. Needs Lightning, and Linux for the memory.
+themselves take (the rest is waiting), and by how much the memory of a peer has grown since before the model was made.
+Needs Lightning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -70,14 +69,13 @@ def train(args: argparse.Namespace) -> None:
     )
     say(address=str(strategy.dht.get_visible_maddrs()[0]))
     before = psutil.Process().memory_info().rss
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here on
 
     class Network(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             layers = max(1, round(args.megabytes * 1e6 / 4 / WIDTH**2))
             self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-            self.began, self.batch_seconds = 0.0, 0.0
+            self.began, self.batch_seconds, self.grown = 0.0, 0.0, 0
             self.spans: list[tuple[float, float]] = []
 
         def on_train_batch_start(self, *_: Any) -> None:
@@ -97,7 +95,9 @@ def train(args: argparse.Namespace) -> None:
             if optimizer.local_epoch == len(self.spans):
                 return
             self.spans.append((time.perf_counter(), self.batch_seconds))
-            self.trainer.should_stop = len(self.spans) == args.steps
+            if len(self.spans) == args.steps:
+                self.grown = psutil.Process().memory_info().rss - before
+                self.trainer.should_stop = True
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), lr=1e-4)
@@ -114,11 +114,9 @@ def train(args: argparse.Namespace) -> None:
         enable_model_summary=False,
     )
     trainer.fit(network, DataLoader([torch.randn(WIDTH) for _ in range(1024)], batch_size=BATCH))
-    status = Path("/proc/self/status").read_text()
-    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
     (began, busy_before), (ended, busy) = network.spans[2], network.spans[-1]  # the first ones are for meeting
     steps = len(network.spans) - 3
-    say(seconds=(ended - began) / steps, busy=(busy - busy_before) / (ended - began), grown=peak - before)
+    say(seconds=(ended - began) / steps, busy=(busy - busy_before) / (ended - began), grown=network.grown)
 
 
 def start(args: argparse.Namespace, mode: str, *more: str) -> subprocess.Popen[str]:

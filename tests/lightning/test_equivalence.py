@@ -45,5 +45,16 @@ def test_processes_of_peers(sizes: list[int], devices: int) -> None:
         assert event["parameters"] == ends[0]["parameters"], "the same bits in all processes"
         assert (event["epoch"], event["peers"]) == (STEPS, 2)
         assert event["rate"] == pytest.approx(0.1 * 0.5**2)
+    for peer, size in zip(peers, (devices, 1), strict=True):
+        check_processes(peer.all("parameters"), size)
     difference = (torch.tensor(ends[0]["parameters"]) - expected).abs().max() / expected.abs().max()
     assert difference < 1e-5
+
+
+def check_processes(ends: list[dict], size: int) -> None:
+    """Each of them has a part of the peer's data, in an order that is only the peer's; one writes files."""
+    samplers = [event["sampler"] for event in ends]
+    assert sorted(sampler["rank"] for sampler in samplers) == list(range(size))
+    assert {sampler["num_replicas"] for sampler in samplers} == {size}
+    assert len({sampler["seed"] for sampler in samplers}) == 1
+    assert [event["rank"] for event in ends if event["writes"]] == [0]

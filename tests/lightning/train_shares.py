@@ -95,6 +95,8 @@ def make_callback(pl: Any) -> Any:
                 epoch=optimizer.local_epoch,
                 peers=trainer.strategy.num_peers,
                 rate=optimizer.param_groups[0]["lr"],
+                sampler=trainer.strategy.distributed_sampler_kwargs,
+                writes=trainer.is_global_zero,
             )
 
     return FinishStep()

@@ -331,6 +331,12 @@ class HivemindStrategy(LocalProcesses):
             self._samples_since_step = 0
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
+    def on_train_end(self) -> None:
+        """What is still under way in the background goes into the model, in all processes of this peer."""
+        super().on_train_end()
+        if isinstance(self._optimizer, shoal.MultiProcessOptimizer):
+            self._optimizer.finish_background_work()
+
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.errors import ProcessGroupError
+from shoal.optim.checkpoint import EPOCH, load_checkpoint
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.lr_schedule import catch_up
@@ -247,6 +248,14 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
         with self._deciding():
             return self.swarm.load_state_from_peers(**kwargs)
 
+    def finish_background_work(self) -> None:
+        """Wait for steps and averaging in the background; afterwards all processes have the results."""
+        if self.swarm is None:
+            self._follow()
+            return
+        with self._deciding():
+            self.swarm.state_averager.finish_jobs(self.swarm.averaging_timeout)
+
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 
     @property
@@ -303,8 +312,10 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave in the first process; all processes must call it."""
+        """Restore what :meth:`state_dict` gave in the first process; all processes must call it, with the same."""
         if self.swarm is None:
+            epoch = state_dict["state"].get(EPOCH)
+            load_checkpoint(self._setup, {**state_dict, "state": {} if epoch is None else {EPOCH: epoch}})
             self._follow()
             return
         with self._deciding():
