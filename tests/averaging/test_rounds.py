@@ -53,9 +53,9 @@ async def test_weighted_mean_is_exact(case):
     tensors = [random_tensors(i) for i in range(len(modes))]
     before = [[tensor.clone() for tensor in each] for each in tensors]
     for each, mode, bandwidth in zip(tensors, modes, bandwidths, strict=True):
-        await swarm.add(each, mode=mode, bandwidth=bandwidth, **options)
+        await swarm.add(each, mode=mode, bandwidth=bandwidth, target_group_size=len(modes), **options)
     controls = [
-        make_control(node, gather=i, weight=float(weight), expected_group_size=len(modes))
+        make_control(node, gather=i, weight=float(weight))
         for i, (node, weight) in enumerate(zip(swarm.nodes, weights, strict=True))
     ]
     await run_round(swarm, controls)
@@ -79,13 +79,27 @@ async def test_only_auxiliaries_finish_and_change_nothing():
     swarm = Swarm()
     tensors = [random_tensors(i) for i in range(3)]
     for each in tensors:
-        await swarm.add(each, mode=AUX)
-    controls = [make_control(node, expected_group_size=3) for node in swarm.nodes]
+        await swarm.add(each, mode=AUX, target_group_size=3)
+    controls = [make_control(node) for node in swarm.nodes]
     await run_round(swarm, controls)
     assert all(len(control.result()) == 3 for control in controls)
     assert all(
         torch.equal(a, b) for i, each in enumerate(tensors) for a, b in zip(each, random_tensors(i), strict=True)
     )
+    await swarm.close()
+
+
+async def test_an_auxiliary_does_not_take_the_place_of_somebody_who_is_expected():
+    swarm = Swarm()
+    for index, mode in enumerate([NODE, NODE, AUX, NODE]):
+        await swarm.add(random_tensors(index), mode=mode, min_matchmaking_time=15.0)
+    controls = [make_control(node, expected_group_size=3) for node in swarm.nodes]
+    early = asyncio.gather(*[node.run_step(c) for node, c in zip(swarm.nodes[:3], controls[:3], strict=True)])
+    searches = [node.lanes[""].matchmaking for node in swarm.nodes[:3]]
+    await until(lambda: any(len(s._search.followers) == 2 for s in searches if s._search is not None))
+    await swarm.nodes[3].run_step(controls[3])
+    await early
+    assert all(len(control.result()) == 4 for control in controls)
     await swarm.close()
 
 

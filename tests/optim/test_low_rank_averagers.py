@@ -399,8 +399,8 @@ def test_estimates_approach_a_steady_gradient(make_averagers):
 
 @pytest.mark.parametrize("cls", BOTH)
 def test_an_auxiliary_peer_and_one_without_samples(make_averagers, cls):
-    averagers = make_averagers(cls, 2)
-    (helper,) = make_averagers(cls, 1, auxiliary=True)
+    averagers = make_averagers(cls, 2, target_group_size=3)
+    (helper,) = make_averagers(cls, 1, auxiliary=True, target_group_size=3)
     for number in range(3):
         contribute(averagers[0], make_grads(number, averagers[0].parameters))
         if number == 1:

@@ -231,6 +231,9 @@ class AllReduce:
             failed_peers=tuple(self.group.peer_ids[i] for i in sorted(self.failed)),
             weights=tuple(self.weights or [self.weight_of(i) for i in range(self.group.group_size)]),
             share_averaged=share,
+            auxiliaries=tuple(
+                peer for peer, mode in zip(self.group.peer_ids, self.modes, strict=True) if mode is AveragingMode.AUX
+            ),
             late=self.late,
             duration=duration,
         )

@@ -310,7 +310,8 @@ class DecentralizedAverager:
             allow_retries: look for another group if a round fails before that.
             require_trigger: wait for ``allow_allreduce()`` of the returned control before the tensors are read.
             wait: return the result; otherwise a :class:`StepControl` at once.
-            expected_group_size: start before the scheduled time when the group has so many members.
+            expected_group_size: start before the scheduled time when the group has so many members; auxiliaries are not
+                counted.
             tag: average only the tensors that were given this name in ``tags``; needed if there are any.
 
         Returns:

@@ -43,6 +43,8 @@ class RoundResult:
     late: of these there is what they had delivered in time, and no more."""
     share_averaged: float
     """Which share of the vector now holds the group's average, from 0 to 1; the rest kept its local values."""
+    auxiliaries: tuple[PeerID, ...]
+    """Members that only helped."""
     late: bool
     """The group did not wait for this peer: it has the result, without having contributed everything."""
     duration: float
@@ -143,7 +145,10 @@ class StepControl(AwaitableFuture[Gathered]):
 
     @property
     def expected_group_size(self) -> int | None:
-        """The group starts as soon as it has this many members, before the scheduled time; ``None`` = unknown."""
+        """The group starts as soon as it has this many members, before the scheduled time; ``None`` = unknown.
+
+        Auxiliaries are not counted: nobody knows how many there are.
+        """
         return self._expected_group_size
 
     @expected_group_size.setter

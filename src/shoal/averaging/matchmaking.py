@@ -185,7 +185,7 @@ class Matchmaking:
             return False
         full = self.settings.target_group_size is not None and size >= self.settings.target_group_size
         is_time = not search.control.keep_open and get_dht_time() >= search.start_time()
-        return full or search.complete(size) or is_time
+        return full or search.is_complete() or is_time
 
     async def _wait_for_news(self, search: Search) -> None:
         if self.settings.leads and get_dht_time() >= search.start_time():  # nobody came: make a new promise

@@ -147,8 +147,10 @@ class Search:
             self.candidates[peer] = expiration
             self.control.changed.set()
 
-    def complete(self, size: int) -> bool:
-        """Whether as many as anybody in this group expects are here."""
+    def is_complete(self) -> bool:
+        """Whether as many members as anybody in this group expects are here, without those that only help."""
+        modes = [self.settings.mode, *(follower.request.mode for follower in self.followers.values())]
+        size = sum(mode != AveragingMode.AUX for mode in modes)
         expected = [self.control.expected_group_size, *(f.expected_group_size for f in self.followers.values())]
         known = [number for number in expected if number is not None]
         return bool(known) and size >= max(known)

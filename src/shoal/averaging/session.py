@@ -73,6 +73,7 @@ class GroupSession:
             failed_peers=tuple(peer for peer in self.group.peer_ids if peer in failed),
             weights=tuple(map(min, zip(*(self._main_weights or [self._phases[0].weights]), strict=True))),
             share_averaged=min(phase.share_averaged for phase in self._phases),
+            auxiliaries=self._phases[0].auxiliaries,
             late=any(phase.late for phase in self._phases),
             duration=sum(phase.duration for phase in self._phases),
         )

@@ -34,7 +34,6 @@ class StepPlan:
     delay_optimizer_step: bool
     delay_grad_averaging: bool
     delay_state_averaging: bool
-    auxiliary: bool
 
 
 @dataclass
@@ -163,7 +162,8 @@ class GlobalStep:
         """Wait for the average.
 
         Returns:
-            The other members, or ``None`` if the round failed: then the local mean gradient is used.
+            The other members with parameters of their own, or ``None`` if the round failed: then the local mean
+            gradient is used.
         """
         if control is None:
             return None
@@ -179,7 +179,7 @@ class GlobalStep:
             raise
         result = control.round
         assert result is not None, "a successful round says who took part"
-        return set(result.peers) - set(result.failed_peers) - {self.tracker.dht.peer_id}
+        return set(result.peers) - {*result.failed_peers, *result.auxiliaries, self.tracker.dht.peer_id}
 
     def _give_gradients_to_optimizer(self, averager: GradientAverager, averaged: bool) -> None:
         """Make the average, or after a failure this peer's own mean, the optimizer's gradient."""
@@ -216,14 +216,14 @@ class GlobalStep:
                 options = {"gather": self._next_epoch, "timeout": plan.averaging_timeout}
                 control = self.state_averager.schedule_step(**options)
             control.keep_open = False
-            delayed = plan.delay_state_averaging and not plan.auxiliary
-            RoundWatch(control, self.tracker, mates, self._next_epoch if delayed else self._next_epoch - 1)
+            until = self._next_epoch if plan.delay_state_averaging else self._next_epoch - 1
+            RoundWatch(control, self.tracker, mates, until)
         self.state_averager.step(
             increment_epoch=True,
-            optimizer_step=self.grad_averager is not None and has_gradients and not plan.auxiliary,
+            optimizer_step=self.grad_averager is not None and has_gradients,
             delay_optimizer_step=plan.delay_optimizer_step and self.grad_averager is not None,
             averaging_round=averages,
-            delay_averaging=(plan.delay_state_averaging or plan.delay_optimizer_step) and not plan.auxiliary,
+            delay_averaging=plan.delay_state_averaging or plan.delay_optimizer_step,
             averaging_control=control,
             wait_for_trigger=trigger,
             grad_scaler=grad_scaler,

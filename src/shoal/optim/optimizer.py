@@ -11,6 +11,7 @@ import torch
 
 from shoal.averaging import StepControl
 from shoal.compression import CompressionBase
+from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.checkpoint import OWN
 from shoal.optim.global_step import GlobalStep, StepPlan
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
@@ -69,7 +70,7 @@ class Optimizer(torch.optim.Optimizer):
         average_state_every: average parameters only every so many epochs.
         use_local_updates: step at once with local gradients, average only parameters.
         client_mode: only connect to others; default: as the DHT.
-        auxiliary: help others to average, without own batches.
+        auxiliary: help others to average, without own batches: call :meth:`step` without arguments every now and then.
         grad_compression: codec for gradients.
         grad_averager: function that makes the gradient averager, see its ``get_factory``; ``None`` = local updates.
             Default: PowerEF of rank 32.
@@ -211,17 +212,14 @@ class Optimizer(torch.optim.Optimizer):
             delay_optimizer_step=settings.delay_optimizer_step,
             delay_grad_averaging=settings.delay_grad_averaging,
             delay_state_averaging=delay_state_averaging,
-            auxiliary=auxiliary,
         )
         self.global_step = GlobalStep(plan, self.state_averager, self.grad_averager, self.tracker)
+        self._auxiliary: Auxiliary | None = None
+        if auxiliary:
+            self._auxiliary = Auxiliary(self.state_averager, self.grad_averager, self.tracker, self.averaging_timeout)
+        timeouts = self.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(
-            self.state_averager,
-            self.grad_averager,
-            self.tracker,
-            self.global_step,
-            self.averaging_timeout,
-            load_state_timeout,
-            self._closing,
+            self.state_averager, self.grad_averager, self.tracker, self.global_step, *timeouts, self._closing
         )
         self._groups_under_construction: list[dict[str, Any]] | None = []
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
@@ -256,13 +254,16 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: bad arguments.
         """
         batch_size = self._check_step(closure, batch_size, grad_scaler)
+        if self._auxiliary is not None:
+            self._auxiliary.step()
+            return None
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self.state_averager.step(apply_delayed_updates=True)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.auxiliary and self._synchronization.is_needed():
+        if self._synchronization.is_needed():
             logger.info(
                 "this peer is at epoch %d, the swarm at %d: downloading its state",
                 self.local_epoch,
@@ -270,7 +271,7 @@ class Optimizer(torch.optim.Optimizer):
             )
             self.load_state_from_peers()
             return loss
-        if not self.auxiliary and not self._count_samples(batch_size, scaler):
+        if not self._count_samples(batch_size, scaler):
             return loss
         self.global_step.schedule_rounds()
         if self.settings.use_local_updates and batch_size > 0:
@@ -484,6 +485,8 @@ class Optimizer(torch.optim.Optimizer):
         self._closing.set()
         self.tracker.shutdown(self.state_averager.shutdown_timeout)
         try:
+            if self._auxiliary is not None:
+                self._auxiliary.let_go_of_rounds()
             self._synchronization.end_other_work()
         finally:
             self.state_averager.shutdown()
