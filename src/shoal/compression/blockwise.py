@@ -61,14 +61,14 @@ class LevelTable:
     def nearest(self, values: torch.Tensor, codes: torch.Tensor) -> None:
         """Write down the code of each of some float32 numbers, which are spoilt."""
         bits = values.view(torch.int32)
-        index = scratch("index", torch.int32, len(bits))
+        index = scratch("index", torch.int32, bits.numel())
         torch.bitwise_right_shift(bits, 16, out=index).bitwise_and_(2**16 - 1)
-        found = torch.index_select(self._carries, 0, index, out=scratch("found", torch.int32, len(bits)))
+        found = torch.index_select(self._carries, 0, index, out=scratch("found", torch.int32, bits.numel()))
         codes.copy_(found.add_(bits.bitwise_and_(2**16 - 1)).bitwise_right_shift_(16))
 
     def look_up_pairs(self, codes: torch.Tensor, levels: torch.Tensor) -> None:
         """Fill in the levels of pairs of codes, of which the first is in the lower bits: half as many looks."""
-        index = scratch("index", torch.int32, len(codes)).copy_(codes)
+        index = scratch("index", torch.int32, codes.numel()).copy_(codes)
         if codes.dtype == torch.int16:  # uint16 would spare this, where torch knows it (since 2.3)
             index.bitwise_and_(len(self._pairs) - 1)
         torch.index_select(self._pairs, 0, index, out=levels.view(torch.float64))  # in name only: 64 bits
@@ -122,13 +122,13 @@ class BlockwiseCompression(FloatingPointCompression):
             yield chunk, slice(first, last), packed, (last - first) * self.block_size
 
     def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
-        scales, codes = self._sections(payload, len(values))
-        for chunk, blocks, packed, padded in self._chunks(len(values)):
+        scales, codes = self._sections(payload, values.numel())
+        for chunk, blocks, packed, padded in self._chunks(values.numel()):
             part = cut(values, chunk)
-            if part.dtype != torch.float32 or len(part) < padded:
+            if part.dtype != torch.float32 or part.numel() < padded:
                 whole = scratch("values", torch.float32, padded)
-                whole[: len(part)].copy_(part)
-                whole[len(part) :].zero_()
+                whole[: part.numel()].copy_(part)
+                whole[part.numel() :].zero_()
                 part = whole
             rows = part.view(-1, self.block_size)
             own = cut(scales, blocks)
@@ -150,7 +150,7 @@ class BlockwiseCompression(FloatingPointCompression):
 
     def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:
         """Fill the bytes of some values, which are spoilt, and of which the last ones may be too many."""
-        if len(scaled) == len(packed):
+        if scaled.numel() == packed.numel():
             self.table().nearest(scaled, packed)
             return
         codes = scratch("codes", torch.uint8, len(scaled))
@@ -162,19 +162,19 @@ class BlockwiseCompression(FloatingPointCompression):
         packed.copy_(codes[: len(packed)])
 
     def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
-        scales, codes = self._sections(payload, len(values))
-        for chunk, blocks, packed, padded in self._chunks(len(values)):
+        scales, codes = self._sections(payload, values.numel())
+        for chunk, blocks, packed, padded in self._chunks(values.numel()):
             part = cut(values, chunk)
-            in_place = part.dtype == torch.float32 and len(part) == padded
+            in_place = part.dtype == torch.float32 and part.numel() == padded
             whole = part if in_place else scratch("values", torch.float32, padded)
             some = cut(codes, packed)
-            if len(some) * self.codes_per_byte < padded:
+            if some.numel() * self.codes_per_byte < padded:
                 some = scratch("codes", torch.uint8, padded // self.codes_per_byte)
                 some[: packed.stop - packed.start].copy_(codes[packed])
             self.table().look_up_pairs(some if self.codes_per_byte == 2 else some.view(_SIXTEEN_BITS), whole)
             whole.view(-1, self.block_size).mul_(cut(scales, blocks).float().unsqueeze(1))
             if not in_place:
-                saturate(part, whole[: len(part)])
+                saturate(part, whole[: part.numel()])
 
 
 class BlockwiseQuantization(BlockwiseCompression):

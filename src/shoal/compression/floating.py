@@ -45,7 +45,7 @@ class _Scratch(threading.local):
     def __call__(self, purpose: str, dtype: torch.dtype, count: int) -> torch.Tensor:
         """At most :data:`CHUNK` values, valid until the same purpose is asked for again."""
         kept = self._kept.get((purpose, dtype))
-        if kept is None or len(kept) != count:
+        if kept is None or kept.numel() != count:
             with torch.inference_mode(False):  # or the memory could not be used outside of that mode
                 memory = torch.empty(CHUNK, dtype=dtype) if kept is None else kept
                 kept = self._kept[purpose, dtype] = memory.as_strided((count,), (1,), 0)
@@ -57,7 +57,7 @@ scratch = _Scratch()
 
 def cut(values: torch.Tensor, chunk: slice) -> torch.Tensor:
     """A chunk of a one-dimensional tensor; for small tensors, it is faster than slicing."""
-    return values if chunk.stop - chunk.start == len(values) else values[chunk]
+    return values if chunk.stop - chunk.start == values.numel() else values[chunk]
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:
@@ -100,13 +100,13 @@ class FloatingPointCompression(CompressionBase):
             )
         metadata = self._metadata_of(tensor)
         payload = empty((self._nbytes(metadata.size),), torch.uint8)
-        if len(payload):
+        if payload.numel():
             self._encode(plain(tensor).view(-1), metadata.size, payload)
         return metadata, payload
 
     def _restored(self, metadata: TensorMetadata, dtype: torch.dtype, payload: torch.Tensor) -> torch.Tensor:
         values = empty(metadata.size, dtype)
-        if len(payload):
+        if payload.numel():
             self._decode(payload, metadata.size, values.view(-1))
         return values.requires_grad_(metadata.requires_grad)
 
@@ -153,7 +153,7 @@ class Float16Compression(FloatingPointCompression):
 
     def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
         short, largest = payload.view(self._wire), torch.finfo(self._wire).max
-        for chunk in chunks(len(values)):
+        for chunk in chunks(values.numel()):
             cut(short, chunk).copy_(cut(values, chunk)).clamp_(-largest, largest)
 
     def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:

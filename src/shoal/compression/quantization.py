@@ -39,7 +39,7 @@ class CodebookQuantization(FloatingPointCompression):
     def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
         codebook = typed(payload[:CODEBOOK_NBYTES], torch.float32).to(values.dtype)
         codes = payload[CODEBOOK_NBYTES:]
-        for chunk in chunks(len(codes)):
+        for chunk in chunks(codes.numel()):
             index = scratch("index", torch.int32, chunk.stop - chunk.start).copy_(cut(codes, chunk))
             torch.index_select(codebook, 0, index, out=cut(values, chunk))
 
@@ -57,49 +57,53 @@ class _Averages:
 
     def __init__(self, offset: float = 0.0) -> None:
         self._offset = offset
-        self._counts = torch.zeros(LEVELS, dtype=torch.int64)
-        self._sums = torch.zeros(LEVELS, dtype=torch.float64)
+        self._counts: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None
 
     def add(self, codes: torch.Tensor, values: torch.Tensor) -> None:
         """Values, given without the offset, and their codes."""
-        self._counts += torch.bincount(codes, minlength=LEVELS)
-        self._sums += torch.bincount(codes, weights=values, minlength=LEVELS)
+        counts = torch.bincount(codes, minlength=LEVELS)
+        sums = torch.bincount(codes, weights=values, minlength=LEVELS)
+        self._counts = counts if self._counts is None else self._counts.add_(counts)
+        self._sums = sums.double() if self._sums is None else self._sums.add_(sums)
 
     def result(self) -> torch.Tensor:
+        assert self._counts is not None
+        assert self._sums is not None
         return self._sums.div_(self._counts.clamp_(min=1)).add_(self._offset).clamp_(-_FP32_MAX, _FP32_MAX)
 
 
 def _readable(values: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Each chunk's range, and its values in a type that one can calculate with: in their own memory where possible."""
     dtype = _working_type(values)
-    for chunk in chunks(len(values)):
+    for chunk in chunks(values.numel()):
         part = cut(values, chunk)
-        yield chunk, part if part.dtype == dtype else scratch("values", dtype, len(part)).copy_(part)
+        yield chunk, part if part.dtype == dtype else scratch("values", dtype, part.numel()).copy_(part)
 
 
 def _centred(values: torch.Tensor, centre: float) -> Iterator[tuple[slice, torch.Tensor]]:
     """Each chunk's range, and the distance of its values from the centre."""
     for chunk, part in _readable(values):
-        yield chunk, torch.sub(part, centre, out=scratch("centred", part.dtype, len(part))) if centre else part
+        yield chunk, torch.sub(part, centre, out=scratch("centred", part.dtype, part.numel())) if centre else part
 
 
 def _working_type(values: torch.Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
-def _mean(values: torch.Tensor) -> float:
-    """As a number of the working type, so that it can be taken off and put back exactly."""
-    mean = sum(float(part.sum()) for _, part in _readable(values)) / len(values)
-    return mean if values.dtype == torch.float64 else float(np.float32(mean))
-
-
-def _deviation(values: torch.Tensor, mean: float) -> float:
-    """Standard deviation."""
-    squares = sum(float(torch.dot(part, part)) for _, part in _readable(values)) / len(values)
-    if squares - mean * mean < 0.01 * squares:  # nearly all of it is the mean, and little of the precision is left
-        squares = sum(float(torch.dot(part, part)) for _, part in _centred(values, mean)) / len(values)
-        return math.sqrt(squares)
-    return math.sqrt(squares - mean * mean)
+def _mean_and_deviation(values: torch.Tensor) -> tuple[float, float]:
+    """The mean, as a number of the working type so that it can be taken off and put back exactly; standard deviation."""
+    total = squares = 0.0
+    for _, part in _readable(values):
+        total += float(part.sum())
+        squares += float(torch.dot(part, part))
+    count = values.numel()
+    mean, square = total / count, squares / count
+    if values.dtype != torch.float64:
+        mean = float(np.float32(mean))
+    if square - mean * mean < 0.01 * square:  # nearly all of it is the mean, and little of the precision is left
+        return mean, math.sqrt(sum(float(torch.dot(part, part)) for _, part in _centred(values, mean)) / count)
+    return mean, math.sqrt(square - mean * mean)
 
 
 def _centre(mean: float, deviation: float) -> float:
@@ -123,16 +127,15 @@ class Uniform8BitQuantization(CodebookQuantization):
     compression_type = CompressionType.UNIFORM_8BIT
 
     def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
-        mean = _mean(values)
-        deviation = _deviation(values, mean)
+        mean, deviation = _mean_and_deviation(values)
         if not _is_safe(deviation, values):
             return None
         centre = _centre(mean, deviation)
         bins_per_unit = (LEVELS - 1) / (6 * deviation) if deviation else 0.0
-        shift = torch.tensor(_BIN_ZERO + LEVELS // 2 - round((mean - centre) * bins_per_unit))
+        shift = torch.full((), _BIN_ZERO + LEVELS // 2 - round((mean - centre) * bins_per_unit))
         averages = _Averages(centre)
         for chunk, distance in _centred(values, centre):
-            bins = scratch("bins", torch.float32, len(distance))
+            bins = scratch("bins", torch.float32, distance.numel())
             torch.add(shift, distance, alpha=bins_per_unit, out=bins).clamp_(_BIN_ZERO, _BIN_ZERO + LEVELS - 1)
             averages.add(cut(codes, chunk).copy_(bins.view(torch.int32)), distance)
         return averages
@@ -151,8 +154,8 @@ class Quantile8BitQuantization(CodebookQuantization):
     compression_type = CompressionType.QUANTILE_8BIT
 
     def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
-        mean = _mean(values)
-        centre = _centre(mean, _deviation(values, mean))
+        mean, deviation = _mean_and_deviation(values)
+        centre = _centre(mean, deviation)
         largest = max(max(float(part.amax()), -float(part.amin())) for _, part in _centred(values, centre))
         if not _is_safe(largest, values) or math.isnan(mean):
             return None
@@ -175,7 +178,7 @@ _REFINEMENTS = 2
 def _cells(values: torch.Tensor, centre: float, scale: float) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Each chunk's range, its values' distance from the centre, and the rank of that among all float16, scaled."""
     for chunk, distance in _centred(values, centre):
-        count = len(distance)
+        count = distance.numel()
         short, ranks = scratch("short", torch.float16, count), scratch("ranks", torch.int16, count)
         short.copy_(torch.mul(distance, scale, out=scratch("scaled", distance.dtype, count)))
         bits = short.view(torch.int16)  # of negative numbers, all but the sign have to be turned over
