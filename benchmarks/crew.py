@@ -149,18 +149,17 @@ class Crew:
         """Memory that the peers and their child processes have for themselves."""
         return sum(process.memory_full_info().uss for process in self._all_processes())
 
+    def note_memory(self) -> None:
+        """Remember what the peers have now, for :meth:`peaks`."""
+        self._memory_before = [sum(each.memory_info().rss for each in _family(peer)) for peer in self.processes]
+
     def reset_peaks(self) -> None:
-        """Begin to measure anew for :meth:`peaks` (Linux only)."""
-        self._memory_before = []
-        for peer in self.processes:
-            before = 0
-            for process in _family(peer):
-                Path(f"/proc/{process.pid}/clear_refs").write_text("5")
-                before += process.memory_info().rss
-            self._memory_before.append(before)
+        """Begin to look for the peaks of memory anew (Linux only)."""
+        for process in self._all_processes():
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
 
     def peaks(self) -> list[int]:
-        """By how many bytes each peer and its child processes have grown at most since then, each at its own peak."""
+        """By how many bytes the peers and their child processes, each at its own peak, were above what was noted."""
         peaks = []
         for peer, before in zip(self.processes, self._memory_before, strict=True):
             statuses = [Path(f"/proc/{process.pid}/status").read_text() for process in _family(peer)]

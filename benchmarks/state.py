@@ -2,21 +2,24 @@
 
     python benchmarks/state.py --library shoal --megabytes 400 --tensors 1
     python benchmarks/state.py --library all --tensors 50
+    sudo python benchmarks/state.py --megabytes 40 --donors 3 --megabits 100 --rounds 3
 
-One process per peer over loopback: donors that have the same tensors, and a newcomer that has other ones. A download
-counts from the call until the newcomer holds the state; its values are checked every time. The memory is the largest
-that the processes of a peer had during the download, less what they had before it, in units of the state: 1.00 is one
-more copy of it.
+One process per peer over loopback, or with ``--megabits`` on hosts of their own with slow, long links (see
+wide_area.py): donors that have the same tensors, and a newcomer that has other ones. A download counts from the call
+until the newcomer holds the state; its values are checked every time. The memory is the largest that the processes of
+a peer had during the download, less what they had before the first one, in units of the state: 1.00 is one more copy.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from statistics import median
 from typing import Any
 
 from crew import AveragerCrew
+from wide_area import WideArea
 
 LIBRARIES = ("shoal", "hivemind")
 
@@ -24,9 +27,15 @@ LIBRARIES = ("shoal", "hivemind")
 def measure(library: str, args: argparse.Namespace) -> dict[str, Any]:
     options = {"allow_state_sharing": True, "declare_state_period": 10, **args.options}
     result: dict[str, Any] = {"seconds": [], "donor_memory": [], "newcomer_memory": [], "failures": 0}
-    with AveragerCrew(library, args.donors + 1, args.megabytes, options, tensors=args.tensors) as crew:
+    peers = args.donors + 1
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(WideArea(peers, args.megabits, args.round_trip)).hosts if args.megabits else ()
+        crew = stack.enter_context(
+            AveragerCrew(library, peers, args.megabytes, options, hosts=hosts, tensors=args.tensors)
+        )
         result["version"] = crew.version
         donors, newcomer = crew.processes[:-1], crew.processes[-1:]
+        crew.note_memory()
         crew.ask_each(lambda index: ("share", index < args.donors))
         for number in range(-args.warmup, args.rounds):
             crew.reset_peaks()
@@ -60,6 +69,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=400)
     parser.add_argument("--tensors", type=int, default=1, help="how many tensors of equal size make up the state")
     parser.add_argument("--donors", type=int, default=1)
+    parser.add_argument("--megabits", type=float, default=0, help="that each host can send per second; 0 = loopback")
+    parser.add_argument("--round-trip", type=float, default=0.060, help="seconds between any two hosts and back")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1, help="downloads that do not count")
     parser.add_argument(
