@@ -92,7 +92,7 @@ def _working_type(values: torch.Tensor) -> torch.dtype:
 
 
 def _mean_and_deviation(values: torch.Tensor) -> tuple[float, float]:
-    """Mean and standard deviation; the mean as a number of the working type: it can be taken off and put back exactly."""
+    """Both as numbers; the mean is one of the working type, so that it can be taken off and put back exactly."""
     total = squares = 0.0
     for _, part in _readable(values):
         total += float(part.sum())
