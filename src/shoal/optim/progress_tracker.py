@@ -19,7 +19,8 @@ from shoal.reactor import Portal
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
-    from shoal.dht.crypto import PrivateKey
+    from shoal.dht.crypto import PrivateKey, SignatureValidator
+    from shoal.dht.schema import SchemaValidator
     from shoal.optim.progress_schema import TrainingProgressSchema
 
 __all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker", "TrainingProgressSchema"]
@@ -103,15 +104,17 @@ class ProgressTracker:
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start to publish and to read; returns when others can call this peer's tracker."""
-        starting = self._portal.submit(self._start())
+        from shoal.dht.crypto import PrivateKey  # not in the event loop: these load pydantic and more
+        from shoal.optim.progress_schema import progress_validators
+
+        schema, signatures = progress_validators(self.prefix, self._private_key or PrivateKey())
+        starting = self._portal.submit(self._start(schema, signatures))
         if await_ready:
             starting.result(timeout)
 
-    async def _start(self) -> None:
-        from shoal.dht.crypto import PrivateKey  # these two load pydantic and more, which takes a while
-        from shoal.optim.progress_schema import endorse, progress_validators
+    async def _start(self, schema: SchemaValidator, signatures: SignatureValidator) -> None:
+        from shoal.optim.progress_schema import endorse
 
-        schema, signatures = progress_validators(self.prefix, self._private_key or PrivateKey())
         self.dht.add_validators([schema, signatures])
         exchange = ProgressExchange(
             self.dht.node,
