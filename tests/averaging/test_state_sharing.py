@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import tracemalloc
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from shoal.errors import P2PHandlerError
 from tests.averaging.swarm import Swarm
 
 LARGE = 3 * WORTH_SHARING_BYTES // 4  # values of float32: three times what is worth sharing
+
+UNDER_WAY = 6 * CHUNK_BYTES
 
 
 def state_of(seed, sizes=(LARGE, 7, 0, 1000)):
@@ -180,6 +183,25 @@ async def test_a_download_goes_on_with_a_donor_of_lower_rank(monkeypatch):
     assert_is_state(await newcomer.state_sharing.download(), 5)
     total = math.ceil((LARGE + 1007) * 4 / CHUNK_BYTES)
     assert sum(counts.values()) <= total + 1  # what the first one has sent is not asked for again
+    await swarm.close()
+
+
+@pytest.mark.parametrize("sizes", [(LARGE,), (LARGE // 4,) * 4])
+@pytest.mark.parametrize("is_owned", [True, False])
+async def test_either_side_takes_memory_for_one_state(sizes, is_owned):
+    metadata, tensors = state_of(5, sizes)
+    swarm = Swarm()
+    await add_donors(swarm, [lambda: (OwnedState if is_owned else lambda *fields: fields)(metadata, tensors)])
+    newcomer = await swarm.add([torch.zeros(1)])
+    tracemalloc.start()  # knows of large tensors because numpy provides their memory
+    try:
+        found = await newcomer.state_sharing.download()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert_is_state(found, 5, sizes)
+    expected = (1 if is_owned else 2) * sum(tensor.nbytes for tensor in tensors)  # the newcomer's, and the donor's copy
+    assert expected <= peak <= expected + UNDER_WAY
     await swarm.close()
 
 
