@@ -78,6 +78,8 @@ def make_callback(pl: Any) -> Any:
     class FinishStep(pl.Callback):
         """After its share each process only takes part in the step of the swarm."""
 
+        most_peers = 0
+
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             (optimizer,), pause = trainer.optimizers, threading.Event()
             swarm = optimizer.swarm if isinstance(optimizer, MultiProcessOptimizer) else optimizer
@@ -86,6 +88,7 @@ def make_callback(pl: Any) -> Any:
             while optimizer.local_epoch == batch_idx:
                 optimizer.step(batch_size=0)
                 pause.wait(0.002)
+            self.most_peers = max(self.most_peers, trainer.strategy.num_peers)
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
             (optimizer,) = trainer.optimizers
@@ -93,7 +96,7 @@ def make_callback(pl: Any) -> Any:
                 parameters=parameters(module),
                 rank=trainer.global_rank,
                 epoch=optimizer.local_epoch,
-                peers=trainer.strategy.num_peers,
+                peers=self.most_peers,
                 rate=optimizer.param_groups[0]["lr"],
                 sampler=trainer.strategy.distributed_sampler_kwargs,
                 writes=trainer.is_global_zero,
