@@ -35,8 +35,8 @@ def measure(library: str, args: argparse.Namespace) -> dict[str, Any]:
         )
         result["version"] = crew.version
         donors, newcomer = crew.processes[:-1], crew.processes[-1:]
-        crew.note_memory()
         crew.ask_each(lambda index: ("share", index < args.donors))
+        crew.note_memory()
         for number in range(-args.warmup, args.rounds):
             crew.reset_peaks()
             [answer] = crew.ask("download", to=newcomer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
-import tracemalloc
+import weakref
 
 import pytest
 import torch
@@ -13,13 +14,11 @@ from shoal.averaging import state_sharing
 from shoal.averaging.protocol import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.snapshot import CHUNK_BYTES, Chunks, OwnedState, Snapshot, hash_of, version_of
 from shoal.averaging.state_sharing import MAX_DOWNLOADS, WORTH_SHARING_BYTES, StateSharing
-from shoal.compression import CompressionInfo, Float16Compression, NoCompression
+from shoal.compression import CompressionInfo, Float16Compression, NoCompression, base
 from shoal.errors import P2PHandlerError
-from tests.averaging.swarm import Swarm
+from tests.averaging.swarm import Swarm, until
 
 LARGE = 3 * WORTH_SHARING_BYTES // 4  # values of float32: three times what is worth sharing
-
-UNDER_WAY = 6 * CHUNK_BYTES
 
 
 def state_of(seed, sizes=(LARGE, 7, 0, 1000)):
@@ -188,20 +187,32 @@ async def test_a_download_goes_on_with_a_donor_of_lower_rank(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [(LARGE,), (LARGE // 4,) * 4])
 @pytest.mark.parametrize("is_owned", [True, False])
-async def test_either_side_takes_memory_for_one_state(sizes, is_owned):
+async def test_either_side_takes_memory_for_one_state(monkeypatch, sizes, is_owned):
     metadata, tensors = state_of(5, sizes)
     swarm = Swarm()
     await add_donors(swarm, [lambda: (OwnedState if is_owned else lambda *fields: fields)(metadata, tensors)])
     newcomer = await swarm.add([torch.zeros(1)])
-    tracemalloc.start()  # knows of large tensors because numpy provides their memory
-    try:
-        found = await newcomer.state_sharing.download()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    nbytes, taken, peak = sum(tensor.nbytes for tensor in tensors), 0, 0
+
+    def map_memory(size):
+        nonlocal taken, peak
+        memory, taken = real_map(size), taken + size
+        peak = max(peak, taken)
+        weakref.finalize(memory, give_back, size)
+        return memory
+
+    def give_back(size):
+        nonlocal taken
+        taken -= size
+
+    real_map = base.map_memory
+    monkeypatch.setattr(base, "map_memory", map_memory)
+    found = await newcomer.state_sharing.download()
     assert_is_state(found, 5, sizes)
-    expected = (1 if is_owned else 2) * sum(tensor.nbytes for tensor in tensors)  # the newcomer's, and the donor's copy
-    assert expected <= peak <= expected + UNDER_WAY
+    assert peak == (nbytes if is_owned else 2 * nbytes)  # the newcomer's, and the donor's copy
+    del found
+    gc.collect()
+    await until(lambda: not taken)
     await swarm.close()
 
 

@@ -20,7 +20,7 @@ from shoal.averaging.protocol import ChunkRequest, StateChunk, StateHeader
 from shoal.averaging.snapshot import CHUNK_BYTES, HASH_BYTES, Chunks, State, hash_of, version_of
 from shoal.clock import timeout
 from shoal.compression import deserialize_torch_tensor
-from shoal.compression.base import SerializedTensor, bytes_of, empty
+from shoal.compression.base import SerializedTensor, bytes_of, mapped
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.reactor import run_in_worker
@@ -70,7 +70,7 @@ class Download:
     def __init__(self, header: StateHeader, hashes: bytes, chunk_timeout: float) -> None:
         self._header, self._hashes, self._chunk_timeout = header, hashes, chunk_timeout
         self.version = version_of(header.tensors, header.tensor_bytes, hashes)
-        self._buffers = [bytes_of(empty((size,), torch.uint8)) for size in header.tensor_bytes]
+        self._buffers = [bytes_of(mapped((size,), torch.uint8)) for size in header.tensor_bytes]
         self._chunks = Chunks(self._buffers)
         self._todo = list(range(self._chunks.count))
         """Chunks that nobody is asked for, as a heap."""

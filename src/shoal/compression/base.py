@@ -7,7 +7,9 @@ after shape, type and number of bytes have been checked against each other.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,6 +26,8 @@ from shoal.compression.descriptor import CompressionType, TensorDescriptor
 Buffer = bytes | bytearray | memoryview
 
 MAX_DIMENSIONS = 64
+HUGE_FROM_BYTES = 2**22
+"""Smaller tensors do not gain from huge pages."""
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -147,14 +151,33 @@ def dtype_name(dtype: torch.dtype) -> str:
 def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a CPU tensor. Large ones fill three times as fast as those of torch: numpy asks for huge pages."""
     nbytes = math.prod(size) * dtype.itemsize
-    if nbytes < 2**22:  # where huge pages begin
+    if nbytes < HUGE_FROM_BYTES:
         return torch.empty(tuple(size), dtype=dtype)
     return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(dtype).view(tuple(size))
 
 
+def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a CPU tensor. That of a large one goes back to the system when it is free: no allocator keeps it."""
+    nbytes = math.prod(size) * dtype.itemsize
+    if nbytes < HUGE_FROM_BYTES:
+        return torch.empty(tuple(size), dtype=dtype)
+    return torch.frombuffer(map_memory(nbytes), dtype=torch.uint8).view(dtype).view(tuple(size))
+
+
+def map_memory(nbytes: int) -> mmap.mmap:
+    """Fresh memory of this process, in huge pages where the system has them."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor on any device: a contiguous CPU tensor outside of autograd, in memory of its own."""
-    return empty(tensor.shape, tensor.dtype).copy_(tensor.detach())
+    return mapped(tensor.shape, tensor.dtype).copy_(tensor.detach())
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
