@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_training_goes_on_while_peers_are_killed_and_replaced() -> None:
-    churn = training_churn.run(peers=3, seconds=20, kill_every=4)
-    assert churn.killed == 5
-    assert churn.last_epoch > training_churn.FIRST_COMPARED + training_churn.WINDOW, churn.log
+    churn = training_churn.run(peers=3, seconds=12, kill_every=3, pause=0.04)
+    assert churn.killed == 4
+    assert churn.last_epoch >= training_churn.LEAST_EPOCHS
     assert not churn.problems(), churn.log

@@ -21,8 +21,8 @@ SCRIPT = "keep_training.py"
 MATCHMAKING_TIME, AVERAGING_TIMEOUT = 3.0, 15.0
 STALL_LIMIT = MATCHMAKING_TIME + AVERAGING_TIMEOUT
 BATCH_SIZE, TARGET_BATCH_SIZE = 16, 512
-LAST_EPOCHS = 10
-"""So many follow after the last kill, beyond what anybody has reached."""
+LAST_EPOCHS, LEAST_EPOCHS = 10, 40
+"""So many follow after the last kill, beyond what anybody has reached; and so many there are at least."""
 END_LIMIT_SECONDS = 120
 WINDOW, FIRST_COMPARED = 10, 20
 """Losses are means over so many epochs, from this one on: before it they fall too fast for that."""
@@ -120,8 +120,8 @@ def undisturbed(epochs: int, batch_size: int, seed: int = 0) -> list[float]:
 class _Swarm:
     """Living peers, and one that is ready to take the place of the next victim."""
 
-    def __init__(self, peers: int, mode: str, verbose: bool) -> None:
-        self._started, self._mode, self._verbose = 0, mode, verbose
+    def __init__(self, peers: int, pause: float, mode: str, verbose: bool) -> None:
+        self._started, self._pause, self._mode, self._verbose = 0, pause, mode, verbose
         self.living: list[Peer] = []
         self.spares: list[Peer] = []
         try:
@@ -138,7 +138,7 @@ class _Swarm:
             "--seed": self._started,
             "--batch-size": BATCH_SIZE,
             "--target-batch-size": TARGET_BATCH_SIZE,
-            "--pause": 0.1,
+            "--pause": self._pause,
             "--matchmaking-time": MATCHMAKING_TIME,
             "--averaging-timeout": AVERAGING_TIMEOUT,
             "--mode": self._mode,
@@ -162,14 +162,21 @@ class _Swarm:
 
 
 def run(
-    peers: int, seconds: float, kill_every: float, mode: str = "synchronous", seed: int = 0, verbose: bool = False
+    peers: int,
+    seconds: float,
+    kill_every: float,
+    pause: float = 0.1,
+    mode: str = "synchronous",
+    seed: int = 0,
+    verbose: bool = False,
 ) -> TrainingChurn:
     """Let peers train for a while, and then some epochs more without any kills.
 
     Args:
         kill_every: seconds between two kills.
+        pause: seconds between two batches of a peer.
     """
-    rng, churn, swarm = random.Random(seed), TrainingChurn(), _Swarm(peers, mode, verbose)
+    rng, churn, swarm = random.Random(seed), TrainingChurn(), _Swarm(peers, pause, mode, verbose)
     try:
         began = time.monotonic()
         for number in range(1, int(seconds / kill_every) + 1):
@@ -196,7 +203,7 @@ def run(
 def _finish(churn: TrainingChurn) -> None:
     reached = [event["epoch"] for peer in churn.peers for event in peer.all("epoch")]
     for peer in churn.survivors:
-        peer.tell(str(max(reached) + LAST_EPOCHS))
+        peer.tell(str(max(max(reached) + LAST_EPOCHS, LEAST_EPOCHS)))
     for peer in churn.survivors:
         peer.wait_for("finished", END_LIMIT_SECONDS)
     for peer in churn.survivors:
@@ -215,7 +222,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verbose", action="store_true", help="print what the peers log")
     args = parser.parse_args()
-    churn = run(args.peers, 60 * args.minutes, args.kill_every, args.mode, args.seed, args.verbose)
+    churn = run(args.peers, 60 * args.minutes, args.kill_every, mode=args.mode, seed=args.seed, verbose=args.verbose)
     print(churn.log)
     print(f"{churn.killed} peers were killed and replaced, {churn.last_epoch} epochs; went back: {churn.went_back}")
     slowest, sizes = sorted(churn.slowest_steps), churn.group_sizes()
