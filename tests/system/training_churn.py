@@ -21,7 +21,7 @@ SCRIPT = "keep_training.py"
 MATCHMAKING_TIME, AVERAGING_TIMEOUT = 3.0, 15.0
 STALL_LIMIT = MATCHMAKING_TIME + AVERAGING_TIMEOUT
 BATCH_SIZE, TARGET_BATCH_SIZE = 16, 512
-LAST_EPOCHS, LEAST_EPOCHS = 10, 40
+LAST_EPOCHS, LEAST_EPOCHS = 10, 30
 """So many follow after the last kill, beyond what anybody has reached; and so many there are at least."""
 END_LIMIT_SECONDS = 120
 WINDOW, FIRST_COMPARED = 10, 20
