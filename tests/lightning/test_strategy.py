@@ -353,6 +353,24 @@ def test_where_to_listen(pl: ModuleType, make: Make) -> None:
     assert dht.call_args.kwargs["host_maddrs"] == ["/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic"]
 
 
+def test_a_start_without_options_warns_of_nothing(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        assert make(host_maddrs=None).dht.get_visible_maddrs()
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("by_count")
+def test_validating_first_keeps_the_address(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+    strategy, model = make(), make_model(pl)
+    trainer = make_trainer(pl, tmp_path, strategy=strategy)
+    before = strategy.dht
+    trainer.validate(model, data(), verbose=False)
+    assert before.is_alive(), "others may have been told where it is"
+    trainer.fit(model, data())
+    assert strategy.dht is before
+    assert model.epochs[-1] == 4
+
+
 def test_options_reach_the_optimizer(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     class EnoughError(Exception):
         pass

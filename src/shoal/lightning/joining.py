@@ -24,7 +24,8 @@ def joining_instructions(addresses: Iterable[str]) -> str:
     """What to type on another machine so that it joins."""
     known = list(addresses)
     peers = ",".join([address for address in known if not _is_loopback(address)] or known)
-    script = shlex.join(["python", *sys.argv]) if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python SCRIPT"
+    is_script = bool(sys.argv) and sys.argv[0] not in ("", "-", "-c", "-m")
+    script = shlex.join(["python", *sys.argv]) if is_script else "python SCRIPT"
     return (
         "Other machines join this run with either of:\n"
         f"    {INITIAL_PEERS_ENV}={shlex.quote(peers)} {script}\n"
