@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from shoal.averaging.protocol import ChunkRequest, StateChunk, StateHeader
@@ -160,7 +159,7 @@ class Download:
         """Let the system provide the memory of chunks that will be written: it takes as long as the writing itself."""
         for index in chunks:
             for piece in self._chunks.pieces(index):
-                np.frombuffer(piece, dtype=np.uint8)[::_PAGE_BYTES] = 0
+                torch.frombuffer(piece, dtype=torch.uint8)[::_PAGE_BYTES].zero_()  # numpy would hold up other threads
 
     def _answered(self, index: int) -> None:
         """A donor has delivered a chunk, or never will."""
