@@ -19,6 +19,8 @@ from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 
 logger = logging.getLogger(__name__)
 
+MEMBER_PATIENCE = 1.0
+"""Seconds in which a member of the group that has been found ends a call that is not needed any more."""
 
 AnswerJoin = Callable[[Call, JoinRequest, PeerID], Awaitable[None]]
 
@@ -116,9 +118,17 @@ class Invitations:
 
     @staticmethod
     def end(search: Search) -> None:
-        """This peer looks for nobody any more; who has come gets an answer first."""
-        for task in list(search.pending.values()):
-            task.cancel()
+        """This peer looks for nobody any more; who has come gets an answer first.
+
+        Members of its group look for nobody either and end the calls themselves, so that the connections can be used
+        for the round: cutting them would cost round trips for new ones.
+        """
+        members = search.group.result().peer_ids if search.group.done() and not search.group.cancelled() else ()
+        for peer, task in list(search.pending.items()):
+            if peer in members:
+                asyncio.get_running_loop().call_later(MEMBER_PATIENCE, task.cancel)
+            else:
+                task.cancel()
         for line in list(search.lines.values()):
             if not line.is_used:
                 line.close(None)

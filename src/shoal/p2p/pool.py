@@ -17,7 +17,7 @@ from shoal.p2p.peer_id import PeerID
 
 MAX_PARALLEL_DIALS = 2
 """Dials to one peer at a time."""
-MAX_IDLE_PER_PEER = 8
+MAX_IDLE_PER_PEER = 12
 MAX_IDLE = 256
 MAX_AGE_SECONDS = 900.0
 """Older connections are replaced by new ones: each begins with an exchange of addresses and of the time."""
