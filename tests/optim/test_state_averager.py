@@ -115,6 +115,59 @@ def test_local_steps_survive_averaging_with_the_delta_rule(make_averagers):
         torch.testing.assert_close(values(models[1])[index], mean)
 
 
+def test_local_steps_in_the_background_survive_averaging_too(make_averagers):
+    models = [make_model(seed) for seed in range(2)]
+    averagers = make_averagers(
+        models, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), delta_rule_averaging=True, offload_optimizer=True
+    )
+    assert not averagers[0].reuse_tensors
+    before = [values(model) for model in models]
+    controls = [averager.schedule_step(expected_group_size=2) for averager in averagers]
+    averagers[0].step(averaging_round=True, delay_averaging=True, averaging_control=controls[0])
+    for number in range(4):
+        set_grads(models[0], 1.0)
+        averagers[0].step(optimizer_step=True, delay_optimizer_step=True)
+        set_grads(models[0], 100.0)  # whoever looks too late would see this
+        for now, old in zip(values(models[0]), before[0], strict=True):
+            torch.testing.assert_close(now, old - number)  # one step behind, and no more
+    assert averagers[0].averaging_in_progress
+    averagers[1].step(averaging_round=True, averaging_control=controls[1])
+    averagers[0].finish_jobs()
+    for index, old in enumerate(zip(*before, strict=True)):
+        torch.testing.assert_close(values(models[0])[index], (old[0] + old[1]) / 2 - 4.0)
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["", "in the background"])
+def test_gradients_may_be_filled_by_somebody_else(make_averagers, delay):
+    (model,) = models = [make_model(dtype=torch.bfloat16)]
+    (averager,) = make_averagers(models, offload_optimizer=True, custom_gradients=True)
+    reference = make_model(dtype=torch.bfloat16).float()
+    for trained in (reference.parameters(), averager.optimizer_parameters):
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+    set_grads(model, 1000.0)  # of no importance
+
+    def fill() -> None:
+        for parameter in averager.optimizer_parameters:
+            parameter.grad.fill_(1.0)
+
+    averager.step(optimizer_step=True, increment_epoch=True, delay_optimizer_step=delay, wait_for_trigger=fill)
+    averager.finish_jobs()
+    set_grads(reference, 1.0)
+    adam(reference.parameters()).step()
+    for mine, expected in zip(averager.optimizer_parameters, reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+    assert all(torch.equal(p, q.bfloat16()) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_only_tensors_on_the_cpu_can_be_averaged_in_place(make_dhts):
+    (dht,) = make_dhts(1)
+    model = torch.nn.Linear(4, 3, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="on the CPU"):
+        TrainingStateAverager(dht=dht, optimizer=optimizer, reuse_tensors=True, initialize_optimizer=False, **OPTIONS)
+
+
 def test_steps_in_the_background(make_averagers):
     (model,) = models = [make_model()]
     (averager,) = make_averagers(models, offload_optimizer=True, scheduler=lambda o: StepLR(o, 1, gamma=0.5))
