@@ -38,6 +38,7 @@ def make_classifier(pl: Any, stop: threading.Event) -> Any:
             super().__init__()
             self.network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
             self.reported = -1
+            self.known_round: Any = None
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             time.sleep(0.01)  # stands for the work of a larger model
@@ -54,10 +55,12 @@ def make_classifier(pl: Any, stop: threading.Event) -> Any:
                 return
             self.reported = optimizer.local_epoch
             last_round = optimizer.grad_averager.last_round
+            is_new = last_round is not None and last_round is not self.known_round
+            self.known_round = last_round
             say(
                 epoch=self.reported,
                 parameters=fingerprint(self),
-                group=[] if last_round is None else sorted(map(str, last_round.peers)),
+                group=sorted(map(str, last_round.peers)) if is_new else [],
                 peers=self.trainer.strategy.num_peers,
                 rate=optimizer.param_groups[0]["lr"],
             )
