@@ -15,7 +15,8 @@ from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.leaves_something]  # processes that go on to the next test
 
-EPOCHS = 80
+EPOCHS, STALE_EPOCHS = 40, 60
+"""Gradients of a model that lacks a step lead less far."""
 LOCAL_EPOCHS = 25
 """With local updates there are many steps in each."""
 LEAST_ACCURACY = 0.95
@@ -87,6 +88,7 @@ GRADIENT_OPTIONS = {
     "synchronous": {"delay_state_averaging": False, "from_function": False},
     "parameters are averaged in the background": {"delay_state_averaging": True, "from_function": False},
     "the optimizer steps in the background": {"delay_optimizer_step": True, "from_function": True},
+    "gradients are averaged in the background": {"delay_grad_averaging": True, "from_function": True},
 }
 
 
@@ -95,14 +97,17 @@ GRADIENT_OPTIONS = {
 def test_peers_that_average_gradients_learn_to_read(crew: Crew, name: str, reuse_grad_buffers: bool) -> None:
     options = GRADIENT_OPTIONS[name]
     task = f"{name}, {'in place' if reuse_grad_buffers else 'accumulators'}"
-    trainers, auxiliary = crew.run(task, EPOCHS, 0.02, reuse_grad_buffers=reuse_grad_buffers, **options)
+    epochs = STALE_EPOCHS if options["from_function"] else EPOCHS
+    trainers, auxiliary = crew.run(task, epochs, 0.02, reuse_grad_buffers=reuse_grad_buffers, **options)
     check_everybody(trainers, auxiliary)
     delays_step = options["from_function"]
     delays_state = delays_step or options["delay_state_averaging"]
+    delays_gradients = options.get("delay_grad_averaging", False)
     for seen in trainers:
-        assert seen["staleness"] == [int(delays_step)] * EPOCHS, seen["staleness"]
-        assert seen["gradients_under_way"] == 0
-        assert (seen["overlapped"] > 0) is delays_state
+        assert seen["staleness"] == [int(delays_step)] * epochs, seen["staleness"]
+        assert (seen["gradients_under_way"] > 0) is delays_gradients
+        if not delays_gradients:  # there little time is left for parameters before the next epoch ends
+            assert (seen["overlapped"] > 0) is delays_state
     if not delays_state:
         assert len({seen["parameters"] for seen in trainers}) == 1
 
@@ -110,6 +115,12 @@ def test_peers_that_average_gradients_learn_to_read(crew: Crew, name: str, reuse
 LOCAL_OPTIONS = {
     "local steps": {"delay_state_averaging": False, "from_function": False},
     "local steps go on during averaging": {"delay_state_averaging": True, "from_function": False},
+    "local steps in the background": {
+        "delay_state_averaging": True,
+        "delay_optimizer_step": True,
+        "offload_optimizer": True,
+        "from_function": True,
+    },
 }
 
 
@@ -121,6 +132,7 @@ def test_peers_that_step_locally_learn_to_read(crew: Crew, name: str) -> None:
     for seen in trainers:
         assert seen["steps"] >= 2 * LOCAL_EPOCHS, "every batch makes a step"
         assert (seen["overlapped"] > 0) is options["delay_state_averaging"]
-        assert seen["changed_at_once"] == seen["batches_within_epochs"]
+        if not options.get("delay_optimizer_step"):
+            assert seen["changed_at_once"] == seen["batches_within_epochs"]
     if not options["delay_state_averaging"]:
         assert len({seen["parameters"] for seen in trainers}) == 1

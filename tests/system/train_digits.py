@@ -39,7 +39,7 @@ class Digits:
     def __init__(self, seed: int) -> None:
         data = load_digits()
         order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(1))
-        self.pictures = torch.tensor(data.data, dtype=torch.float32)[order] / 16 - 0.3
+        self.pictures = torch.tensor(data.data, dtype=torch.float32)[order] / 6 - 0.8  # mean 0, variance 1
         self.labels = torch.tensor(data.target)[order]
         self.training = len(order) * 4 // 5
         self.generator = torch.Generator().manual_seed(seed)
@@ -65,6 +65,8 @@ class Observer:
         """For each epoch: how many optimizer steps the model lacked when the first batch was computed."""
         self.gradients_under_way = 0
         """Epochs that began before the gradients of the last one were averaged."""
+        self._latest_step: tuple[int, Any] = 0, None
+        """Its number, and the last round of gradients at that time."""
         self.overlapped = 0
         """Batches that were begun while parameters were being averaged."""
         self.changed_at_once: list[bool] = []
@@ -76,6 +78,8 @@ class Observer:
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
+        if self.opt.grad_averager is not None:
+            self._latest_step = self.steps, self.opt.grad_averager.last_round
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._after_steps.append((self.steps, flat(parameters)))
 
@@ -91,14 +95,15 @@ class Observer:
         if self.opt.grad_averager is not None:
             in_model, _ = min(list(self._after_steps), key=lambda item: (item[1] - now).norm().item())
             self.staleness.append(self.opt.local_epoch - in_model)
+            step, round_of_step = self._latest_step
+            has_no_later = self.opt.grad_averager.last_round is round_of_step
+            self.gradients_under_way += step < self.opt.local_epoch and has_no_later
         self.note_round()
 
     def note_round(self) -> None:
         averager = self.opt.grad_averager or self.opt.state_averager
         latest = averager.last_round
-        if latest is self._last_round:
-            self.gradients_under_way += self.opt.grad_averager is not None
-        elif len(latest.peers) - len(latest.auxiliaries) == TRAINERS:
+        if latest is not self._last_round and len(latest.peers) - len(latest.auxiliaries) == TRAINERS:
             self.full_rounds += 1
             self.helped_rounds += bool(latest.auxiliaries)
         self._last_round = latest
@@ -118,7 +123,7 @@ class Observer:
 
 def make_optimizer(dht: DHT, role: str, model: torch.nn.Module, task: dict[str, Any]) -> Optimizer:
     def adam(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=task["lr"], betas=(0.5, 0.99))
+        return torch.optim.Adam(parameters, lr=task["lr"], betas=(0.0, 0.9))
 
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task["epochs"])
