@@ -77,6 +77,33 @@ def test_peers_stay_identical(make_trainers, options):
         assert len(trainer.opt.grad_averager.last_round.peers) == 3
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload": True, "delay_optimizer_step": True, "delay_grad_averaging": True},
+        {"use_local_updates": True, "delay_state_averaging": True},
+    ],
+    ids=["gradients", "parameters"],
+)
+def test_where_rounds_overlap_with_training_a_peer_that_fell_behind_catches_up(make_trainers, options, caplog):
+    """Else it would begin each round when the others have just made it."""
+    trainers = make_trainers(3, **options)
+    meet(*trainers)
+    in_parallel(*(lambda t=t: t.train_until(3) for t in trainers))
+    for trainer in trainers:
+        trainer.opt.state_averager.finish_jobs(10)
+    late = trainers[2].opt
+    with late.tracker.pause_updates():
+        late.state_averager.local_epoch = 2
+        late.tracker.update_epoch(2, members=[trainer.opt.dht.peer_id for trainer in trainers[:2]])
+    in_parallel(*(lambda t=t: t.train_until(7) for t in trainers))
+    for trainer in trainers:
+        trainer.opt.state_averager.finish_jobs(10)
+        assert trainer.opt.local_epoch == 7
+        assert len(trainer.opt.state_averager.last_round.peers) == 3
+    assert not [r.getMessage() for r in caplog.records if r.name.startswith("shoal.optim") and r.levelname == "WARNING"]
+
+
 def test_peers_of_different_speed_make_their_steps_together(make_trainers):
     trainers = make_trainers(3, target=200)
     meet(*trainers)

@@ -241,6 +241,14 @@ def test_estimates_use_the_corrected_speed():
     assert me.board.performance_ema.ema_seconds_per_sample == pytest.approx(0.019), "what must not be used"
 
 
+def test_samples_that_are_kept_at_another_epoch_are_not_counted_twice():
+    me = Me()
+    for epoch, samples in ((1, 10), (1, 20), (2, 30), (3, 10)):
+        me.clock += 0.1
+        me.board.report(epoch, samples, NOW)
+        assert me.board.own.samples_per_second == pytest.approx(100), "each report is of 10 more"
+
+
 def test_no_samples_no_speed():
     me = Me()
     me.clock += 10

@@ -34,6 +34,8 @@ class StepPlan:
     delay_optimizer_step: bool
     delay_grad_averaging: bool
     delay_state_averaging: bool
+    overlaps: bool
+    """Peers go on to the next epoch while the first round of the global step is still under way."""
 
 
 @dataclass
@@ -78,16 +80,20 @@ class GlobalStep:
 
     def _expected_members(self) -> set[PeerID]:
         """Other peers that will come to the first round of the next global step."""
-        return self.tracker.expected_members(until_epoch=self._next_epoch if self.overlaps else None)
-
-    @property
-    def overlaps(self) -> bool:
-        """Peers go on to the next epoch while the first round of the global step is still under way."""
-        return self.plan.delay_state_averaging if self.grad_averager is None else self.plan.delay_grad_averaging
+        return self.tracker.expected_members(until_epoch=self._latest_epoch if self.plan.overlaps else None)
 
     @property
     def _next_epoch(self) -> int:
         return self.state_averager.local_epoch + 1
+
+    @property
+    def _latest_epoch(self) -> int:
+        """Where rounds overlap with training, whoever is beyond this epoch does not come to this peer's round.
+
+        The others are at the next epoch when they look for a group, and if they are one epoch ahead of this peer, at
+        the one after that. If it gave up then, they would wait for it in vain, and it would stay one epoch behind.
+        """
+        return self._next_epoch + 1
 
     def _will_average_state(self) -> bool:
         """Must be the same in all peers: they wait for each other."""
@@ -148,7 +154,7 @@ class GlobalStep:
         # Accumulators are kept until the outcome is known, unless the next batches must go into them meanwhile.
         averager.step(control=control, reset_accumulators=self.plan.delay_grad_averaging, wait=False)
         if self.plan.delay_grad_averaging:  # everybody goes on to the next epoch meanwhile
-            RoundWatch(control, self.tracker, expected, self._next_epoch)
+            RoundWatch(control, self.tracker, expected, self._latest_epoch)
         else:
             RoundWatch(control, self.tracker)
         return control
@@ -217,6 +223,7 @@ class GlobalStep:
                 control = self.state_averager.schedule_step(**options)
             control.keep_open = False
             until = self._next_epoch if plan.delay_state_averaging else self._next_epoch - 1
+            until = self._latest_epoch if plan.overlaps else until
             RoundWatch(control, self.tracker, mates, until)
         self.state_averager.step(
             increment_epoch=True,

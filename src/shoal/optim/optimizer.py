@@ -195,6 +195,7 @@ class Optimizer(torch.optim.Optimizer):
             performance_ema_alpha=performance_ema_alpha,
             average_opt_statistics=average_opt_statistics,
             extra_tensors=extra_tensors,
+            sync_epoch_when_averaging=settings.overlaps,  # else a peer that is an epoch behind would stay there
             shared_buffers=self.grad_averager if settings.use_ext_grad_buffer else None,
             status_loglevel=self.status_loglevel,
             **state_options,
@@ -212,6 +213,7 @@ class Optimizer(torch.optim.Optimizer):
             delay_optimizer_step=settings.delay_optimizer_step,
             delay_grad_averaging=settings.delay_grad_averaging,
             delay_state_averaging=delay_state_averaging,
+            overlaps=settings.overlaps,
         )
         self.global_step = GlobalStep(plan, self.state_averager, self.grad_averager, self.tracker)
         self._auxiliary: Auxiliary | None = None

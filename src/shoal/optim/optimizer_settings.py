@@ -99,6 +99,11 @@ class OptimizerSettings:
             client_mode=client_mode,
         )
 
+    @property
+    def overlaps(self) -> bool:
+        """Peers go on to the next epoch while the first round of the global step is still under way."""
+        return self.delay_state_averaging if self.use_local_updates else self.delay_grad_averaging
+
     def make_grad_averager(self, main: Sequence[torch.Tensor], **options: Any) -> GradientAverager | None:
         """The gradient averager for the user's parameters, if there is to be one.
 

@@ -169,7 +169,9 @@ class ProgressBoard:
     def report(self, epoch: int, samples: int, now: float) -> None:
         """This peer has accumulated so many samples."""
         with self._lock:
-            extra = samples - self.own.samples_accumulated if self.own.epoch == epoch else samples
+            before = self.own.samples_accumulated
+            # whoever has been brought to the others' epoch by averaging with them keeps its samples
+            extra = samples - before if self.own.epoch == epoch or samples > before else samples
             if extra > 0:
                 self._batch_size = extra
             if extra > 0 and not self.performance_ema.paused:

@@ -252,7 +252,8 @@ class TrainingStateAverager(DecentralizedAverager):
         if apply_delayed_updates:
             self._apply_finished_jobs()
         if increment_epoch:
-            self._local_epoch += 1
+            with self._state_lock:  # a round in the background may just adopt an epoch
+                self._local_epoch += 1
         if request.has_actions:
             self._run(StateJob(request, self._local_epoch, averaging_control))
         elif increment_epoch:

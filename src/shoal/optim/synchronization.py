@@ -106,7 +106,7 @@ class Synchronization:
     def begin_epoch(self) -> None:
         """This peer is at a new epoch: newcomers prefer it to those that are behind."""
         # where others do not wait for the end of a round, they are an epoch ahead of this peer every now and then
-        self._strict_check_due = not self._global_step.overlaps
+        self._strict_check_due = not self._global_step.plan.overlaps
         if not self._state_averager.client_mode:
             self._state_averager.state_sharing_priority = self._state_averager.local_epoch
 
