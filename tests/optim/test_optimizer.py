@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -221,7 +222,8 @@ def test_the_record_of_a_dead_peer_does_not_hold_up_a_newcomer(make_trainers):
 def expect_company(trainer: Trainer, companion: ProgressTracker) -> None:
     companion.report_local_progress(0, 1)
     trainer.step()
-    wait_until(lambda: trainer.opt.tracker.expected_group_size == 2, "the other peer is known")
+    tracker = trainer.opt.tracker
+    wait_until(lambda: tracker.expected_group_size == 2 and tracker.is_introduced, "the peers know each other")
 
 
 def local_reference(trainer: Trainer, batch_sizes: list[int], seed: int) -> torch.Tensor:
@@ -247,6 +249,48 @@ def test_without_its_group_a_peer_goes_on_with_its_own_mean_gradient(make_traine
     assert "Proceeding with local gradients" in caplog.text
     assert trainer.opt.local_epoch == 1
     torch.testing.assert_close(values(trainer.model), local_reference(trainer, [8, 4], seed=0))
+
+
+class CutShort(GradientAverager):
+    """Its rounds never get further than a part of the average."""
+
+    async def average_in_group(self, session, tensors, infos) -> None:
+        tensors[0].fill_(1e3)
+        await asyncio.Event().wait()
+
+
+IN_BACKGROUND = {"offload": True, "delay_grad_averaging": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, IN_BACKGROUND, {**IN_BACKGROUND, "reuse_grad_buffers": True}],
+    ids=["synchronous", "in the background", "in place"],
+)
+def test_of_a_round_that_is_cut_short_nothing_stays(make_trainers, caplog, options):
+    trainers = make_trainers(
+        2,
+        target=16,
+        grad_averager=CutShort.get_factory(),
+        allreduce_timeout=0.2,
+        average_state_every=10,
+        **options,
+    )
+    with caplog.at_level(logging.WARNING):
+        in_parallel(*(lambda t=t: give_one_batch(t) for t in trainers))
+    assert caplog.text.count("Proceeding with local gradients") == 2
+    for index, trainer in enumerate(trainers):
+        torch.testing.assert_close(values(trainer.model), local_reference(trainer, [8], seed=index))
+
+
+def give_one_batch(trainer: Trainer) -> None:
+    trainer.step()
+    wait_until(lambda: trainer.opt.tracker.expected_group_size == 2, "the other peer is known")
+    pause = threading.Event()
+    while trainer.opt.local_epoch == 0:
+        trainer.opt.step(batch_size=0)
+        pause.wait(0.002)
+    trainer.opt.state_averager.finish_jobs(30)
 
 
 def test_a_dead_companion_costs_no_waiting(make_trainers, make_dhts, closing):

@@ -121,12 +121,22 @@ async def start_peer(network: Network, table: SharedTable, batch_seconds: float,
     return Peer(host, node, board, exchange, batch_seconds)
 
 
-def epochs_of_a_swarm(batch_seconds: list[float], target: int, seed: int) -> list[list[Epoch]]:
-    """Each epoch after the first few, as its peers have seen it."""
+def epochs_of_a_swarm(
+    batch_seconds: list[float], target: int, seed: int, dies_at: float | None = None
+) -> list[list[Epoch]]:
+    """Each epoch after the first few, as its peers have seen it.
+
+    Args:
+        dies_at: seconds after the start at which one more peer dies, that is as fast as the first one.
+    """
 
     async def main() -> list[Peer]:
         network, table = Network(LINK), SharedTable(delay=0.1)
         peers = [await start_peer(network, table, seconds, target) for seconds in batch_seconds]
+        if dies_at is not None:
+            victim = await start_peer(network, table, batch_seconds[0], target)
+            victim.host.spawn(victim.train())
+            asyncio.get_running_loop().call_later(dies_at, victim.host.crash)
         await asyncio.wait_for(asyncio.gather(*[peer.host.run(peer.train()) for peer in peers]), PATIENCE)
         for peer in peers:
             await peer.host.run(peer.exchange.stop())
@@ -162,3 +172,18 @@ def test_a_steady_swarm_of_different_peers_keeps_its_pace(seed):
         assert sum(peer.samples for peer in epoch) == pytest.approx(target, rel=0.05)
         waited = [need - peer.stopped for peer in epoch]
         assert max(waited) < max(batch_seconds) * (1 + 4 * JITTER), "each stops at the batch nearest to the end"
+
+
+def test_only_in_the_epoch_in_which_a_peer_dies_are_its_samples_missing(seed):
+    """Until the end of that epoch nobody knows of it; the record, which stays for longer, does not count after that."""
+    peers, batches, dies_at = 4, 20, 57.0
+    target = BATCH * batches * (peers + 1)
+    epochs = epochs_of_a_swarm([0.5] * peers, target, seed, dies_at)
+    last = next(index for index, epoch in enumerate(epochs) if all(peer.members == peers for peer in epoch))
+    assert 0 < last < len(epochs) - 3
+    assert {peer.members for epoch in epochs[:last] for peer in epoch} == {peers + 1}
+    share = target / (peers + 1)
+    samples = [sum(peer.samples for peer in epoch) for epoch in epochs]
+    assert samples[:last] == pytest.approx([target - share] * last, rel=0.05), "the others made the rest"
+    assert samples[last] > 0.95 * (target - share)
+    assert samples[last + 1 :] == pytest.approx([target] * len(samples[last + 1 :]), rel=0.05)

@@ -131,6 +131,7 @@ def main() -> None:
     last_epoch: list[int] = []
     threading.Thread(target=lambda: last_epoch.append(int(sys.stdin.readline() or 0)), daemon=True).start()
     train(args, opt, model, last_epoch)
+    opt.state_averager.finish_jobs(args.averaging_timeout)  # else some have the last averages and some have not
     say(finished=opt.local_epoch, parameters=fingerprint(model))
     sys.stdin.readline()  # others may still need this peer
     opt.shutdown()

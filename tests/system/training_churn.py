@@ -33,6 +33,8 @@ LOSS_TOLERANCE = 0.03
 class TrainingChurn:
     """What has been seen."""
 
+    lag: int = 0
+    """So many steps the model lacks when an epoch begins: they are made in the background."""
     killed: int = 0
     survivors: list[Peer] = field(default_factory=list)
     victims: list[Peer] = field(default_factory=list)
@@ -100,7 +102,8 @@ class TrainingChurn:
             epochs = [epoch for epoch in range(first, first + WINDOW) if epoch in losses]
             if epochs:
                 loss = statistics.fmean(statistics.fmean(losses[epoch]) for epoch in epochs)
-                rows.append((first + WINDOW // 2, loss, statistics.fmean(reference[epoch] for epoch in epochs)))
+                expected = statistics.fmean(reference[epoch - self.lag] for epoch in epochs)
+                rows.append((first + WINDOW // 2, loss, expected))
         return rows
 
 
@@ -176,7 +179,8 @@ def run(
         kill_every: seconds between two kills.
         pause: seconds between two batches of a peer.
     """
-    rng, churn, swarm = random.Random(seed), TrainingChurn(), _Swarm(peers, pause, mode, verbose)
+    rng, swarm = random.Random(seed), _Swarm(peers, pause, mode, verbose)
+    churn = TrainingChurn(lag=int(MODES[mode].get("delay_optimizer_step", False)))
     try:
         began = time.monotonic()
         for number in range(1, int(seconds / kill_every) + 1):
