@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
+from shoal.compression import BlockwiseQuantization, Float16Compression
 from shoal.optim import Optimizer
 from tests.optim.conftest import in_parallel, wait_until
 
@@ -57,7 +59,13 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(model(batch), batch[:, :3].sin())
 
 
-def train_alone(make_optimizer: Callable, schedule: Callable | None, data) -> torch.nn.Module:
+def train_alone(
+    make_optimizer: Callable,
+    schedule: Callable | None,
+    data,
+    make_model: Callable = make_model,
+    loss_of: Callable = loss_of,
+) -> torch.nn.Module:
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     scheduler = schedule(optimizer) if schedule else None
@@ -70,7 +78,7 @@ def train_alone(make_optimizer: Callable, schedule: Callable | None, data) -> to
     return model
 
 
-def contribute(opt: Optimizer, model: torch.nn.Module, batches: Sequence[torch.Tensor]) -> None:
+def contribute(opt: Optimizer, model: torch.nn.Module, batches: Sequence[torch.Tensor], loss_of: Callable) -> None:
     """Give this peer's share of an epoch, all of it and nothing more, however fast or slow the others are."""
     for number, batch in enumerate(batches):
         if not opt.settings.reuse_grad_buffers:
@@ -90,7 +98,15 @@ def finish_epoch(opt: Optimizer, epoch: int) -> None:
         pause.wait(0.002)
 
 
-def train_together(make_dhts, closing, data, clients: int = 0, **options) -> list[torch.nn.Module]:
+def train_together(
+    make_dhts,
+    closing,
+    data,
+    clients: int = 0,
+    make_model: Callable = make_model,
+    loss_of: Callable = loss_of,
+    **options,
+) -> list[torch.nn.Module]:
     target = sum(len(batch) for peer in data[0] for batch in peer)
     models = [make_model() for _ in range(PEERS)]
     options = {"run_id": "run", "matchmaking_time": 10.0, "averaging_timeout": 30.0, **options}
@@ -106,7 +122,7 @@ def train_together(make_dhts, closing, data, clients: int = 0, **options) -> lis
     def run(index: int) -> None:
         opt, model = opts[index], models[index]
         for epoch, shares in enumerate(data):
-            contribute(opt, model, shares[index])
+            contribute(opt, model, shares[index], loss_of)
             if epoch == 0:
                 wait_until(lambda: opt.tracker.expected_group_size == PEERS, "all peers know each other")
             finish_epoch(opt, epoch)
@@ -114,7 +130,7 @@ def train_together(make_dhts, closing, data, clients: int = 0, **options) -> lis
     in_parallel(*(lambda i=i: run(i) for i in range(PEERS)))
     for opt in opts:
         opt.state_averager.finish_jobs(10)
-        assert opt.local_epoch == EPOCHS
+        assert opt.local_epoch == len(data)
         assert len(opt.grad_averager.last_round.peers) == PEERS
         assert opt.grad_averager.last_round.failed_peers == ()
     return models
@@ -165,3 +181,42 @@ def test_so_it_does_with_other_options(make_dhts, closing, options):
     reference = train_alone(make_optimizer, step_schedule, data)
     models = train_together(make_dhts, closing, data, optimizer=make_optimizer, scheduler=step_schedule, **options)
     check_agreement(models, reference)
+
+
+# --- with lossy compression -------------------------------------------------------------------------------------------
+
+
+def make_reader() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+
+
+def reading_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Of pictures of digits, with what they show in the last column."""
+    return torch.nn.functional.cross_entropy(model(batch[:, :-1]), batch[:, -1].long())
+
+
+@pytest.fixture(scope="module")
+def digits() -> torch.Tensor:
+    found = load_digits()
+    pictures = torch.tensor(found.data, dtype=torch.float32) / 16
+    return torch.cat([pictures, torch.tensor(found.target, dtype=torch.float32)[:, None]], dim=1)
+
+
+@pytest.mark.parametrize("codec", [None, Float16Compression, BlockwiseQuantization])
+def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, codec):
+    """Neither half precision nor eight bits, of gradients and of parameters, in every epoch."""
+    generator = torch.Generator().manual_seed(3)
+    indices = [torch.randperm(len(digits), generator=generator)[: PEERS * 64].view(PEERS, 1, 64) for _ in range(60)]
+    data = [[[digits[batch] for batch in peer] for peer in epoch] for epoch in indices]
+
+    def sgd(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, weight_decay=3e-3)
+
+    reference = train_alone(sgd, None, data, make_reader, reading_loss)
+    expected = reading_loss(reference, digits).item()
+    assert expected < 0.15, "it has learned something"
+    options = {} if codec is None else {"grad_compression": codec(), "state_averaging_compression": codec()}
+    models = train_together(make_dhts, closing, data, 0, make_reader, reading_loss, optimizer=sgd, **options)
+    for model in models:
+        assert reading_loss(model, digits).item() == pytest.approx(expected, rel=1e-4 if codec is None else 0.01)
