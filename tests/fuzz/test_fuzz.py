@@ -17,6 +17,7 @@ ATTACKS = 120
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:cryptography", "ignore:Parsed a")
 
 
+@pytest.mark.timeout(300)  # it only computes, as fast as the machine allows
 def test_nothing_but_typed_errors() -> None:
     async def all_outcomes() -> list[Outcome]:
         return [outcome async for outcome in fuzz_all(INPUTS, seed=0)]
