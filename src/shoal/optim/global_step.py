@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,10 +123,11 @@ class GlobalStep:
             has_gradients = self.grad_averager is not None
             if self.grad_averager is not None:
                 has_gradients = self.grad_averager.local_samples_accumulated > 0
+                own_mean = self.grad_averager.own_mean() if self.plan.delay_grad_averaging else None
                 control = self._begin_gradient_round(self.grad_averager)
-                if self.plan.delay_grad_averaging and control is not None:
+                if own_mean is not None and control is not None:
                     self.grad_averager.notify_used_averaged_gradients()
-                    trigger, has_gradients = functools.partial(self._finish_gradient_round, control), True
+                    trigger, has_gradients = functools.partial(self._finish_delayed_round, control, own_mean), True
                 else:
                     mates = self._finish_gradient_round(control)
                     self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
@@ -186,6 +187,13 @@ class GlobalStep:
         result = control.round
         assert result is not None, "a successful round says who took part"
         return set(result.peers) - {*result.failed_peers, *result.auxiliaries, self.tracker.dht.peer_id}
+
+    def _finish_delayed_round(self, control: StepControl, own_mean: Sequence[torch.Tensor]) -> None:
+        """Wait for the average in the background; the accumulators have gradients of the next epoch by then."""
+        assert self.grad_averager is not None
+        if self._finish_gradient_round(control) is None:  # a round that failed late may have left its mark
+            with self.grad_averager.get_tensors() as averaged:
+                copy_all(averaged, own_mean)
 
     def _give_gradients_to_optimizer(self, averager: GradientAverager, averaged: bool) -> None:
         """Make the average, or after a failure this peer's own mean, the optimizer's gradient."""

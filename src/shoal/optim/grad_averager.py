@@ -144,6 +144,12 @@ class GradientAverager(DecentralizedAverager):
         with self.get_tensors() as averaged:
             self.accumulator.write_mean(averaged)
 
+    def own_mean(self) -> list[torch.Tensor]:
+        """A copy of this peer's own mean gradient, for the case that a round fails after the accumulators are reset."""
+        targets = [torch.empty_like(grad) for grad in self._tensors]
+        self.accumulator.write_mean(targets)
+        return targets
+
     # --- averaging ----------------------------------------------------------------------------------------------------
 
     @property
