@@ -6,6 +6,8 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -172,20 +174,62 @@ def test_local_updates_go_on_while_parameters_are_averaged(make_trainers):
     assert difference < 0.05, "only the latest local steps differ"
 
 
-def test_a_newcomer_downloads_everything_and_takes_part(make_trainers):
-    schedule = {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.9)}
-    (first,) = make_trainers(1, **schedule)
+SCHEDULES = {
+    "steps": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.9),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5)],
+        milestones=[2],
+    ),
+    "chained": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+def learning_rates(schedule: Callable, epochs: int) -> list[float]:
+    """What one process has before its first step, before its second, ..."""
+    optimizer, found = sgd([torch.nn.Parameter(torch.zeros(1))]), []
+    scheduler = schedule(optimizer)
+    for _ in range(epochs + 1):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def make_steps(trainer: Trainer, count: int) -> None:
+    for _ in range(count):
+        trainer.step()
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("asks", [True, False], ids=["asks", "does not ask"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_newcomer_has_everything_before_its_first_sample_counts(make_trainers, name, asks, offload):
+    options = {"scheduler": SCHEDULES[name], "offload": offload}
+    expected = learning_rates(SCHEDULES[name], 8)
+    (first,) = make_trainers(1, **options)
     first.train_until(3)
-    (newcomer,) = make_trainers(1, seeds=[5], **schedule)
-    assert newcomer.opt.load_state_from_peers() is True
+    wait_until(lambda: first.opt.tracker.board.published, "its record can be found")
+    (newcomer,) = make_trainers(1, seeds=[5], **options)
+    accumulator = newcomer.opt.grad_averager.accumulator
+    count, accumulator.add = accumulator.add, Mock(side_effect=StopIteration("a sample is about to be counted"))
+    if asks:
+        assert newcomer.opt.load_state_from_peers() is True
+    with pytest.raises(StopIteration):
+        make_steps(newcomer, 100)
+    accumulator.add = count
     assert newcomer.opt.local_epoch == 3
-    check_identical([first, newcomer])
-    assert newcomer.opt.opt.param_groups[0]["lr"] == first.opt.opt.param_groups[0]["lr"]
+    assert newcomer.opt.opt.param_groups[0]["lr"] == pytest.approx(expected[3])
+    assert torch.equal(values(newcomer.model), values(first.model))
+    for mine, others in zip(newcomer.opt.opt.state.values(), first.opt.opt.state.values(), strict=True):
+        assert torch.equal(mine["momentum_buffer"], others["momentum_buffer"])
     meet(first, newcomer)
     in_parallel(lambda: first.train_until(6), lambda: newcomer.train_until(6))
     check_identical([first, newcomer])
-    assert newcomer.opt.opt.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**6)
-    assert newcomer.samples > 0
+    for trainer in (first, newcomer):
+        assert trainer.opt.opt.param_groups[0]["lr"] == pytest.approx(expected[trainer.opt.local_epoch])
 
 
 def test_a_newcomer_that_does_not_ask_is_brought_up_to_date(make_trainers):
