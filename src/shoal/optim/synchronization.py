@@ -84,10 +84,13 @@ class Synchronization:
                 self._tracker.look_after_others()  # whoever was ahead may be gone
                 return False
             epoch = self._tracker.global_epoch
-            if epoch - 1 <= self._state_averager.local_epoch < epoch:
+            if not self._global_step.plan.overlaps and epoch - 1 <= self._state_averager.local_epoch < epoch:
                 # the swarm is faster than the download; averaging repairs the difference
                 self._state_averager.local_epoch = epoch
             self.begin_anew()
+            # where rounds overlap with training, donors give what they had before the round that is under way: this
+            # peer is one epoch behind and joins that round, or else it would be a round ahead
+            self._strict_check_due = not self._global_step.plan.overlaps
         return True
 
     def end_other_work(self) -> None:
@@ -123,6 +126,7 @@ class Synchronization:
                 loaded = self._state_averager.load_state_from_peers(**options) or loaded
             except (ShoalError, concurrent.futures.TimeoutError, TimeoutError) as e:
                 logger.warning("could not download the training state: %s", str(e) or type(e).__name__)
-            if loaded and self._state_averager.local_epoch >= self._tracker.global_epoch:
+            lag = 1 if self._global_step.plan.overlaps else 0
+            if loaded and self._state_averager.local_epoch >= self._tracker.global_epoch - lag:
                 break
         return loaded
