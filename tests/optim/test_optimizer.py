@@ -244,6 +244,24 @@ def test_a_newcomer_that_does_not_ask_is_brought_up_to_date(make_trainers):
     assert newcomer.opt.grad_averager.local_samples_accumulated == 0
 
 
+def test_where_rounds_overlap_a_newcomer_joins_the_round_that_is_under_way(make_trainers):
+    """At the donor's epoch it would be a round ahead of the donor, which would wait for it meanwhile."""
+    options = {"offload": True, "delay_optimizer_step": True, "delay_grad_averaging": True}
+    (first,) = make_trainers(1, **options)
+    first.train_until(4)
+    state = first.opt.state_averager
+    state.finish_jobs(10)
+    state._local_epoch += 1  # as while a step is made in the background
+    with first.opt.tracker.pause_updates():
+        first.opt.tracker.update_epoch(5)
+    (newcomer,) = make_trainers(1, seeds=[5], **options)
+    newcomer.step()
+    assert (newcomer.opt.local_epoch, first.opt.local_epoch) == (4, 5)
+    check_identical([first, newcomer])
+    newcomer.step()
+    assert newcomer.opt.grad_averager.local_samples_accumulated == 8, "it goes on, and downloads nothing more"
+
+
 def test_a_newcomer_without_a_donor_starts_from_its_own_state(make_trainers):
     (trainer,) = make_trainers(1)
     assert trainer.opt.load_state_from_peers(timeout=5) is False
