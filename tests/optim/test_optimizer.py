@@ -255,6 +255,7 @@ def test_where_rounds_overlap_a_newcomer_joins_the_round_that_is_under_way(make_
     with first.opt.tracker.pause_updates():
         first.opt.tracker.update_epoch(5)
     (newcomer,) = make_trainers(1, seeds=[5], **options)
+    wait_until(lambda: newcomer.opt.tracker.global_epoch == 5, "the newcomer knows the swarm's epoch")
     newcomer.step()
     assert (newcomer.opt.local_epoch, first.opt.local_epoch) == (4, 5)
     check_identical([first, newcomer])
