@@ -98,7 +98,8 @@ def main() -> None:
 
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images, labels = torch.tensor(digits.data, dtype=torch.float32)[order] / 16, torch.tensor(digits.target)[order]
+    images, labels = torch.tensor(digits.data, dtype=torch.float32)[order], torch.tensor(digits.target)[order]
+    images = (images - images[:TRAINING].mean()) / images[:TRAINING].std()
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
