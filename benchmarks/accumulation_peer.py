@@ -6,14 +6,13 @@ the standard library, torch and the library under test: the same calls of the sa
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from commands import obey
+from commands import obey, peer_parser
 from torch import nn
 
 LAYERS = 12
@@ -93,10 +92,7 @@ class AccumulationPeer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--peers", type=int, required=True)
+    parser = peer_parser(__doc__)
     parser.add_argument("--parameters", type=float, required=True)
     parser.add_argument("--batch", type=int, required=True)
     args = parser.parse_args()

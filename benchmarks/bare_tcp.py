@@ -5,12 +5,11 @@ No encryption, no arithmetic, and nothing depends on what others send; see :mod:
 
 from __future__ import annotations
 
-import argparse
 import socket
 import threading
 import time
 
-from commands import obey
+from commands import obey, peer_parser
 
 CONNECTIONS = 4
 """To each of the others, both ways."""
@@ -66,10 +65,7 @@ class BareTcpPeer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--peers", type=int, required=True)
+    parser = peer_parser(__doc__)
     parser.add_argument("--megabytes", type=float, required=True)
     parser.add_argument("--listen", required=True)
     args = parser.parse_args()

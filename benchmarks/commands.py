@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -15,6 +16,15 @@ class Peer(Protocol):
     index: int
     version: str
     """Of the library under test."""
+
+
+def peer_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of what every peer is told at its start; each kind of peer adds its own options."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--library", required=True)
+    parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--peers", type=int, required=True)
+    return parser
 
 
 def obey(make_peer: Callable[[], Peer]) -> None:

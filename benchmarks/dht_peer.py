@@ -6,7 +6,6 @@ the standard library and the library under test, of which only the DHT is used: 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import threading
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from commands import obey
+from commands import obey, peer_parser
 
 SECONDS_TO_LIVE = 3600.0
 VALUE_BYTES = 100
@@ -109,10 +108,7 @@ class DhtPeer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--peers", type=int, required=True)
+    parser = peer_parser(__doc__)
     parser.add_argument("--callers", type=int, required=True)
     args = parser.parse_args()
     obey(lambda: DhtPeer(args.library, args.index, args.callers))

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 import torch
-from commands import obey
+from commands import obey, peer_parser
 
 import shoal
 from shoal.cli.demo import model as demo_model
@@ -99,10 +99,7 @@ class LanguagePeer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--peers", type=int, required=True)
+    parser = peer_parser(__doc__)
     parser.add_argument("--averager", choices=AVERAGERS, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--epochs", type=int, required=True)

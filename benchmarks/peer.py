@@ -7,7 +7,6 @@ share this code too.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib
 import itertools
@@ -19,7 +18,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from commands import obey
+from commands import obey, peer_parser
 
 FORMATION_LIMIT_SECONDS = 120
 POLL_SECONDS = 0.002
@@ -234,10 +233,7 @@ class AveragerPeer(Peer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--peers", type=int, required=True)
+    parser = peer_parser(__doc__)
     parser.add_argument("--megabytes", type=float, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--tensors", type=int, default=0, help="of equal size; 0: shapes of a transformer")

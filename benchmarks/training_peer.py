@@ -6,14 +6,13 @@ the standard library, torch and the library under test: the same calls of the sa
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import time
 from typing import Any
 
 import torch
-from commands import obey
+from commands import obey, peer_parser
 from torch import nn
 
 PIXELS, CLASSES = 64, 10
@@ -130,10 +129,7 @@ class TrainingPeer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", required=True)
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--peers", type=int, required=True)
+    parser = peer_parser(__doc__)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--seconds", type=json.loads, required=True, help="a list: one for each peer, in turn")
     parser.add_argument("--megabytes", type=float, required=True)
