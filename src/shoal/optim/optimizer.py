@@ -469,7 +469,7 @@ class Optimizer(torch.optim.Optimizer):
                     self.grad_averager.set_memory(memory)
                 except ValueError as e:
                     logger.warning("the averager of gradients begins without its buffers in the checkpoint: %s", e)
-            self._synchronization.begin_anew()
+            self._synchronization.resume()
 
     def __repr__(self) -> str:
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, opt={self.opt!r})"

@@ -87,10 +87,7 @@ class Synchronization:
             if not self._global_step.plan.overlaps and epoch - 1 <= self._state_averager.local_epoch < epoch:
                 # the swarm is faster than the download; averaging repairs the difference
                 self._state_averager.local_epoch = epoch
-            self.begin_anew()
-            # where rounds overlap with training, donors give what they had before the round that is under way: this
-            # peer is one epoch behind and joins that round, or else it would be a round ahead
-            self._strict_check_due = not self._global_step.plan.overlaps
+            self._begin_anew()
         return True
 
     def end_other_work(self) -> None:
@@ -98,17 +95,22 @@ class Synchronization:
         self._global_step.let_go_of_rounds(self._averaging_timeout)
         self._state_averager.finish_jobs(self._averaging_timeout)
 
-    def begin_anew(self) -> None:
+    def resume(self) -> None:
+        """This peer has the state of a checkpoint, which may be older than that of the swarm."""
+        self._begin_anew()
+        self._strict_check_due = True
+
+    def _begin_anew(self) -> None:
         """This peer has another state than before: forget its gradients and tell its epoch."""
         if self._grad_averager is not None:
             self._grad_averager.reset_accumulated_grads_()
         self._tracker.update_epoch(self._state_averager.local_epoch)
         self.begin_epoch()
-        self._strict_check_due = True
 
     def begin_epoch(self) -> None:
         """This peer is at a new epoch: newcomers prefer it to those that are behind."""
-        # where others do not wait for the end of a round, they are an epoch ahead of this peer every now and then
+        # where rounds overlap with training, others are an epoch ahead of this peer every now and then; so they are
+        # when it has downloaded a state: donors give what they had before the round under way, which it then joins
         self._strict_check_due = not self._global_step.plan.overlaps
         if not self._state_averager.client_mode:
             self._state_averager.state_sharing_priority = self._state_averager.local_epoch
