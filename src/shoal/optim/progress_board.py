@@ -52,6 +52,8 @@ class ProgressBoard:
         """Others can find this peer's record."""
         self.introduced = False
         """Everybody that can be called has been told that this peer takes part."""
+        self.epoch_when_introduced = 0
+        """Of the swarm, when everybody had been told."""
         self.on_change: list[Callable[[], object]] = []
         """Called, without the lock, after anything has changed that others may wait for."""
         self._companions: dict[bytes, Companion] = {}
@@ -209,6 +211,12 @@ class ProgressBoard:
         own, ema = self.own, self.performance_ema
         speed = ema.samples_per_second if ema.num_updates else 0.0
         self.own = LocalTrainingProgress(own.peer_id, epoch, samples, speed, now, own.client_mode)
+
+    def note_introduction(self, now: float) -> None:
+        """Everybody that can be called has been told that this peer takes part: from now on they wait for it."""
+        with self._lock:
+            self.epoch_when_introduced = self._summarize(now).epoch
+            self.introduced = True
 
     # --- news from others ---------------------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ class ProgressExchange(ServicerBase):
         calls = [self._call_soon(peer) for peer in self._peers_to_call()]
         if calls:
             await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
-        self._board.introduced = True
+        self._board.note_introduction(get_dht_time())
 
     async def _publish(self) -> None:
         own = self._board.own

@@ -202,6 +202,11 @@ class ProgressTracker:
         return self.board.introduced
 
     @property
+    def epoch_when_introduced(self) -> int:
+        """The swarm's epoch at that moment; from then on others wait for this peer."""
+        return self.board.epoch_when_introduced
+
+    @property
     def expected_group_size(self) -> int:
         """How many peers, with this one, are believed to take part in the next round."""
         return 1 + len(self.board.expected_members(get_dht_time()))

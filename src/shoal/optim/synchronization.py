@@ -59,11 +59,17 @@ class Synchronization:
             self._has_looked = True
             fetched.wait(FIRST_FETCH_TIMEOUT)
         if self._strict_check_due and fetched.is_set():
-            if self._state_averager.local_epoch != tracker.global_epoch:
+            if self._state_averager.local_epoch < self._epoch_to_begin_with():
                 return True
             # before others have told it directly, a newcomer knows only records, which may be seconds old
             self._strict_check_due = not tracker.is_introduced
         return not self.is_close()
+
+    def _epoch_to_begin_with(self) -> int:
+        """The swarm's epoch, as far as others have not begun it while they wait for this peer in an earlier round."""
+        if self._global_step.plan.overlaps and self._tracker.is_introduced:
+            return self._tracker.epoch_when_introduced
+        return self._tracker.global_epoch
 
     def is_close(self) -> bool:
         """Whether this peer is at most one epoch behind."""
