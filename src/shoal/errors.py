@@ -108,7 +108,7 @@ class ValidationError(DHTError):
 
 
 class AveragingError(ShoalError):
-    """Averaging with other peers failed; local tensors keep their values."""
+    """Averaging with other peers failed; local tensors keep their values, unless the error says what has changed."""
 
 
 class MatchmakingException(AveragingError):
@@ -116,7 +116,13 @@ class MatchmakingException(AveragingError):
 
 
 class AllreduceException(AveragingError):
-    """An averaging step ended without a result."""
+    """An averaging step ended without a result.
+
+    Attributes:
+        share_averaged: which share of the values holds an average nevertheless, because the exchange was cut short.
+    """
+
+    share_averaged: float = 0.0
 
 
 class BannedException(AllreduceException):

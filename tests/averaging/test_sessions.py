@@ -88,6 +88,41 @@ async def test_a_member_that_fails_between_phases_is_left_out_of_the_next():
     await swarm.close()
 
 
+class StopsAfter:
+    """Its first attempt does so many all-reduces and then nothing more."""
+
+    def __init__(self, phases):
+        self.phases, self.attempts = phases, 0
+
+    async def __call__(self, session, tensors, infos):
+        self.attempts += 1
+        for tensor in tensors[: self.phases] if self.attempts == 1 else tensors:
+            await session.all_reduce([tensor])
+        if self.attempts == 1:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("phases", [0, 1])
+async def test_an_attempt_that_has_changed_the_tensors_is_the_last_one(phases):
+    swarm, steps = Swarm(), [StopsAfter(phases) for _ in range(2)]
+    tensors = [[torch.full((100,), float(i)), torch.full((30,), float(i))] for i in range(2)]
+    for each, step in zip(tensors, steps, strict=True):
+        await swarm.add(each, average=step, phases="two", allreduce_timeout=0.3)
+    controls = [make_control(node, expected_group_size=2) for node in swarm.nodes]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+    for each, step, control in zip(tensors, steps, controls, strict=True):
+        if phases == 0:
+            assert [tensor.tolist() for tensor in each] == [[0.5] * 100, [0.5] * 30]
+            assert control.exception(timeout=0) is None
+        else:
+            error = control.exception()
+            assert isinstance(error, AllreduceException)
+            assert error.share_averaged == 1
+            assert "took longer than 0.3 s; 100.0 % of the values were averaged before" in str(error)
+        assert step.attempts == 2 - phases
+    await swarm.close()
+
+
 async def test_peers_with_other_phases_do_not_meet():
     swarm = Swarm()
     await swarm.add([torch.zeros(1)])

@@ -246,7 +246,8 @@ class AveragerNode(ServicerBase):
                 return await self._attempt(control)
             except _RETRIABLE as e:
                 left = control.deadline - get_dht_time()
-                if not control.allow_retries or left <= pause:
+                is_changed = isinstance(e, AllreduceException) and e.share_averaged > 0  # not the same input any more
+                if not control.allow_retries or is_changed or left <= pause:
                     raise
                 logger.info("averaging round failed and will be tried again: %s", str(e) or type(e).__name__)
                 control.began_allreduce = False
@@ -263,15 +264,32 @@ class AveragerNode(ServicerBase):
             await control.wait_for_trigger()
             control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
             session = self._session(group, control.weight)
-            async with self.lock.hold_async(lane.indices), timeout(self.config.allreduce_timeout):
-                await self._average(session, lane.tensors, lane.infos)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise AllreduceException(f"the all-reduce took longer than {self.config.allreduce_timeout} s") from None
+            async with self.lock.hold_async(lane.indices):
+                await self._average_in(session, lane)
         finally:
             self._rounds.leave_group(group.group_id)
         control.round = self.last_round = session.result
         self._count(control.round)
         return self._gathered(session.group)
+
+    async def _average_in(self, session: GroupSession, lane: Lane) -> None:
+        """What the step does in its group.
+
+        Raises:
+            AllreduceException: it failed; the error says whether the tensors have changed nevertheless.
+        """
+        try:
+            async with timeout(self.config.allreduce_timeout):
+                await self._average(session, lane.tensors, lane.infos)
+        except _RETRIABLE as e:
+            is_late = isinstance(e, (asyncio.TimeoutError, TimeoutError))
+            reason = f"the all-reduce took longer than {self.config.allreduce_timeout} s" if is_late else str(e)
+            share = session.share_averaged(lane.tensors)
+            if share:
+                reason += f"; {100 * share:.1f} % of the values were averaged before, so it is not tried again"
+            failure = AllreduceException(reason or type(e).__name__)
+            failure.share_averaged = share
+            raise failure from e
 
     def _connect_ahead(self, group: GroupInfo, lane: Lane) -> None:
         """Make the connections of the round while there is time: over long links that takes a while."""

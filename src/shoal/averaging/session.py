@@ -12,6 +12,7 @@ from shoal.averaging.control import RoundResult
 from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.load_balancing import rescale_shares
 from shoal.averaging.round import Round, Rounds
+from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionInfo
 from shoal.p2p import PeerID, StubBase
 from shoal.reactor import run_in_worker
@@ -46,6 +47,8 @@ class GroupSession:
         self.own_index = group.peer_ids.index(own)
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
         self._phases: list[RoundResult] = []
+        self._vectors: list[tuple[Sequence[torch.Tensor], RoundVector]] = []
+        """What each phase works on, and how far it is."""
         self._main_weights: list[tuple[float, ...]] = []
         """Of all members, in the phases that have the weights of the step."""
 
@@ -106,14 +109,25 @@ class GroupSession:
         direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
         own_weight = self.weight if weight is None else weight
-        current = Round(AllReduce(group, self.own_index, working, infos, settings, own_weight, self._get_stub))
-        result = await self._rounds.run(round_id, current, self._failed_members(), linger=settings.sender_timeout)
+        allreduce = AllReduce(group, self.own_index, working, infos, settings, own_weight, self._get_stub)
+        self._vectors.append((working, allreduce.vector))
+        result = await self._rounds.run(
+            round_id, Round(allreduce), self._failed_members(), linger=settings.sender_timeout
+        )
         self._phases.append(result)
         if weight is None:
             self._main_weights.append(result.weights)
         if not direct and self.mode is not AveragingMode.AUX:
+            self._vectors.append((tensors, allreduce.vector))
             await run_in_worker(_copy_back, working, tensors)
         return result
+
+    def share_averaged(self, tensors: Sequence[torch.Tensor]) -> float:
+        """Which share of the values of some of these tensors holds an average by now, also if a phase was cut short."""
+        wanted = set(map(id, tensors))
+        return max(
+            (vector.share_averaged for each, vector in self._vectors if wanted & set(map(id, each))), default=0.0
+        )
 
     def _failed_members(self) -> list[int]:
         failed = {peer for phase in self._phases for peer in phase.failed_peers}
