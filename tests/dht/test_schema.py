@@ -54,7 +54,7 @@ OWNED = b"x" + SignatureValidator(PrivateKey()).local_public_key
         ("experiment_name", b"", None),
         ("n_batches", 777, b"uid1"),
         ("n_batches", 0, b""),
-        ("signed_data", b"x", OWNED),
+        pytest.param("signed_data", b"x", OWNED, id="signed_data-owned"),
         ("status", {"epoch": 1, "speed": 2.5}, "peer"),
         ("status", None, "peer"),
         ("pair", (1, "a"), None),

@@ -64,7 +64,6 @@ INSTANCE = {"optimizer": sgd([torch.nn.Parameter(torch.zeros(1))]), "params": No
         ({"use_local_updates": True, "use_ext_grad_buffer": True}, AssertionError, "use_ext_grad_buffer"),
         ({"grad_averager": GradientAverager, "grad_averager_factory": GradientAverager}, ValueError, "two names"),
     ],
-    ids=str,
 )
 def test_contradictions(options, error, text):
     with pytest.raises(error, match=text):
