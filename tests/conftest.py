@@ -13,6 +13,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from shoal.p2p import fork_safety
 from tests import blocking_calls
 
 settings.register_profile("shoal", deadline=None)  # how long one example takes says little on a busy machine
@@ -84,19 +85,21 @@ async def _run_alone(test) -> None:
 
 
 class Belongings:
-    """What this process holds at one moment: threads, child processes, internet sockets."""
+    """What this process holds at one moment: threads, child processes, internet sockets, entries of their owners."""
 
     def __init__(self) -> None:
         process = psutil.Process()
         self.threads = {thread for thread in threading.enumerate() if not _belongs_to_reactor(thread)}
         self.children = set(process.children(recursive=True))
+        self.owned = set(fork_safety._owners)
         self.sockets = {(s.fd, s.laddr, s.raddr) for s in process.net_connections("inet") if s.fd != -1}
 
     def beyond(self, before: Belongings) -> list[str]:
         threads = [f"thread {thread.name}" for thread in self.threads - before.threads]
         children = [f"process {child}" for child in self.children - before.children]
         sockets = [f"socket {laddr} -> {raddr or 'listening'}" for _, laddr, raddr in self.sockets - before.sockets]
-        return threads + children + sockets
+        owned = [f"entry of {fork_safety._owners.get(fd)} as owner of {fd}" for fd in self.owned - before.owned]
+        return threads + children + sockets + owned
 
 
 def _belongs_to_reactor(thread: threading.Thread) -> bool:

@@ -55,11 +55,12 @@ class Arrival:
         """The handshake, which begins with the first byte."""
         self.in_hands_of_loop = False
         self.drop_reason = ""
-        own_socket(accepted.fileno(), self)
+        self._descriptor = accepted.fileno()  # when the loop has closed the socket, that cannot tell it any more
+        own_socket(self._descriptor, self)
 
     def give_up(self) -> None:
         """Close the connection, whatever stage it is in."""
-        disown_socket(self.socket.fileno(), self)
+        disown_socket(self._descriptor, self)
         if self.in_hands_of_loop:
             self.stream.abort()
         else:
@@ -226,9 +227,11 @@ class TcpTransport(Transport):
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
         host, port, family = self._host_and_port(address)
         stream = TcpStream()
+        connected: socket.socket | None = None
         try:
             async with timeout(HANDSHAKE_TIMEOUT):
                 connected = await _connect(host, port, family)
+                descriptor = connected.fileno()
                 await asyncio.get_running_loop().create_connection(
                     lambda: stream,
                     sock=connected,
@@ -239,6 +242,8 @@ class TcpTransport(Transport):
                 await prove_to_listener(stream, self.identity, address, expected_peer)
         except BaseException as e:
             stream.abort()
+            if connected is not None:  # the handshake may have failed before it was the stream's
+                disown_socket(descriptor, connected)
             if not isinstance(e, (OSError, asyncio.TimeoutError, StreamClosedError)):
                 raise
             self.metrics.dials_failed += 1
