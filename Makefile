@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LIGHTNING_TESTS := tests/lightning/test_strategy.py tests/lightning/test_equivalence.py
+# In two processes: one has the tests that start processes of their own, of which one at a time is enough.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 .PHONY: demo test test-lightning check fuzz bench format install clean
 .DEFAULT_GOAL := check
@@ -13,13 +15,13 @@ demo: install
 
 # All tests. Choose some with: make test TESTS=tests/dht
 test: install
-	$(BIN)/python -m pytest $(TESTS)
+	$(PYTEST) $(TESTS)
 
 # The Lightning strategy once more: from the other package, and with the oldest versions that pyproject.toml allows.
 test-lightning: install $(VENV)/lightning-oldest.stamp
-	LIGHTNING_PACKAGE=pytorch_lightning $(BIN)/python -m pytest $(LIGHTNING_TESTS)
-	PYTHONPATH=$(VENV)/lightning-oldest $(BIN)/python -m pytest $(LIGHTNING_TESTS)
-	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(BIN)/python -m pytest $(LIGHTNING_TESTS)
+	LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) $(LIGHTNING_TESTS)
+	PYTHONPATH=$(VENV)/lightning-oldest $(PYTEST) $(LIGHTNING_TESTS)
+	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) $(LIGHTNING_TESTS)
 
 # Style, types and the layering of the rooms.
 check: install

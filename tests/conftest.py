@@ -22,6 +22,14 @@ blocking_calls.watch()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests and their processes share few cores
 
+WITH_PROCESSES = (
+    "tests/system/",
+    "tests/cli/",
+    "tests/lightning/test_distributed.py",
+    "tests/lightning/test_equivalence.py",
+    "tests/lightning/test_swarm.py",
+    "tests/optim/test_multi_process.py",
+)
 LEAK_GRACE_SECONDS = 3.0
 """Closing is asynchronous: what a test left is a leak only if it is still there after this time."""
 
@@ -33,6 +41,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="uvloop",
         help="event loop for `async def` tests: uvloop as in production (where it exists), or the standard one",
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start processes, which need the machine's cores, are run one after the other."""
+    for item in items:
+        path = item.path.relative_to(item.config.rootpath).as_posix()
+        if path.startswith(WITH_PROCESSES):
+            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 @pytest.hookimpl(tryfirst=True)

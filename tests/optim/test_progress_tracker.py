@@ -119,7 +119,7 @@ def test_two_trackers_in_one_process_are_two_peers(trackers):
 @pytest.fixture
 def stranger(trackers, make_dhts):
     """A peer that keeps to no rule, the tag of its key, an honest record of it, and two trackers."""
-    a, b = trackers(2)
+    a, b = trackers(2, max_refresh_period=1.0)
     (dht,) = make_dhts(1, clients=1)
     signatures = SignatureValidator(PrivateKey())
     dht.add_validators([signatures])
