@@ -49,6 +49,17 @@ async def test_every_codec_averages(codec, dtype):
             assert tensor.dtype == dtype
 
 
+@pytest.mark.parametrize("codec", LOSSY, ids=name_of)
+async def test_members_that_agree_stay_where_they_are(codec):
+    """Whatever a codec does to values far out: it does so to all members' values, and that cancels out."""
+    torch.manual_seed(0)
+    common = [torch.randn(shape) ** 5 for shape in SHAPES]
+    tensors = [[tensor.clone() for tensor in common] for _ in range(3)]
+    await average(tensors, compression=codec, part_size_bytes=10_000)
+    for each in tensors:
+        torch.testing.assert_close(each, common, rtol=1e-5, atol=1e-6)
+
+
 class Recorder(Uniform8BitQuantization):
     """Notes the size of each part and what the codec was told of it."""
 

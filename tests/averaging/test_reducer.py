@@ -8,14 +8,22 @@ import random
 import pytest
 import torch
 
-from shoal.averaging.reducer import PartReducer, weighted_mean
-from shoal.compression import CompressionInfo, NoCompression, deserialize_torch_tensor
+from shoal.averaging.reducer import OwnAverage, PartReducer, weighted_mean
+from shoal.compression import (
+    CompressionInfo,
+    NoCompression,
+    TensorRole,
+    Uniform8BitQuantization,
+    deserialize_torch_tensor,
+)
 from shoal.errors import ProtocolError
 
+EXACT = NoCompression()
 
-def make_reducer(parts, senders, *, local=True, weight=1.0):
-    infos = [CompressionInfo.from_tensor(part, key=0, part_size=part.numel()) for part in parts]
-    return PartReducer(infos, NoCompression(), senders, list(parts) if local else None, 0, {0: weight})
+
+def make_reducer(parts, senders, *, local=True, weight=1.0, codec=EXACT, role=TensorRole.UNSPECIFIED):
+    infos = [CompressionInfo.from_tensor(part, key=0, part_size=part.numel(), role=role) for part in parts]
+    return PartReducer(infos, codec, senders, list(parts) if local else None, 0, {0: weight})
 
 
 @pytest.mark.parametrize("num_parts", [0, 1, 100])
@@ -40,7 +48,7 @@ async def test_mean_is_exact_for_any_interleaving(num_parts):
         return [deserialize_torch_tensor(encoded) for encoded, _ in replies]
 
     async def own():
-        return [(await reducer.average(index))[0] for index in range(num_parts)]
+        return [(await reducer.average(index)).values for index in range(num_parts)]
 
     *_, a, b, c, d = await asyncio.gather(*[send(i) for i in (1, 2, 3)], *[receive(i) for i in (1, 2, 3)], own())
     await reducer.finished.wait()
@@ -60,7 +68,7 @@ async def test_result_does_not_depend_on_who_is_faster():
         for sender in order:
             reducer.begin(sender, 1.0)
             reducer.deliver(sender, 0, values[sender])
-        results.append((await reducer.average(0))[0])
+        results.append((await reducer.average(0)).values)
     assert torch.equal(*results)
 
 
@@ -73,8 +81,8 @@ async def test_banned_sender_is_excluded_from_what_it_has_not_delivered():
     reducer.deliver(2, 0, sent)
     reducer.deliver(2, 1, sent)
     reducer.ban(1, "gone")
-    assert torch.allclose((await reducer.average(0))[0], torch.full((3,), 2 / 3))
-    assert torch.allclose((await reducer.average(1))[0], torch.full((3,), 1 / 2))
+    assert torch.allclose((await reducer.average(0)).values, torch.full((3,), 2 / 3))
+    assert torch.allclose((await reducer.average(1)).values, torch.full((3,), 1 / 2))
     reducer.delivered_everything(2)
     assert reducer.finished.is_set()
     assert reducer.banned == {1: "gone"}
@@ -89,7 +97,7 @@ async def test_ban_while_an_early_part_waits_does_not_hang():
     reducer.ban(1, "gone")
     reducer.deliver(2, 0, torch.ones(1))
     reducer.deliver(2, 1, torch.ones(1))
-    assert torch.allclose((await reducer.average(1))[0], torch.full((1,), 2 / 3))  # what it had delivered counts
+    assert torch.allclose((await reducer.average(1)).values, torch.full((1,), 2 / 3))  # what it had delivered counts
 
 
 async def test_all_weights_zero_means_no_average():
@@ -97,7 +105,7 @@ async def test_all_weights_zero_means_no_average():
     reducer.begin(1, 0.0)
     reducer.deliver(1, 0, torch.full((2,), 5.0))
     assert await reducer.reply(0, 1) == (None, False)
-    assert await reducer.average(0) == (None, True)
+    assert await reducer.average(0) == OwnAverage(None, is_delta=False, is_shared=True)
 
 
 async def test_sender_cannot_run_far_ahead(monkeypatch):
@@ -143,3 +151,21 @@ async def test_who_was_excluded_does_not_take_what_others_still_need():
     for sender in (1, 2):
         encoded, _ = await reducer.reply(0, sender)
         assert deserialize_torch_tensor(encoded).tolist() == [1.5] * 3
+
+
+@pytest.mark.parametrize("role", [TensorRole.GRADIENT, TensorRole.PARAMETER])
+async def test_own_values_count_as_the_others_do_unless_they_are_gradients(role):
+    codec = Uniform8BitQuantization()
+    own, other = torch.randn(2, 1000).unbind()
+    info = CompressionInfo.from_tensor(own)
+    counted, sent = (codec.extract(codec.compress(values, info)) for values in (own, other))
+    reducer = make_reducer([own], [1], codec=codec, role=role)
+    reducer.begin(1, 1.0)
+    reducer.deliver(1, 0, sent)
+    average = await reducer.average(0)
+    if role is TensorRole.GRADIENT:
+        assert not average.is_delta
+        torch.testing.assert_close(average.values, (own + sent) / 2)
+    else:
+        assert average.is_delta
+        torch.testing.assert_close(average.values, (sent - counted) / 2)

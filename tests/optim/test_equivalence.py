@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from shoal.compression import BlockwiseQuantization, Float16Compression
+from shoal.compression import BlockwiseQuantization, Float16Compression, NoCompression, Uniform8BitQuantization
 from shoal.optim import Optimizer
 from tests.optim.conftest import in_parallel, wait_until
 
@@ -203,8 +203,17 @@ def digits() -> torch.Tensor:
     return torch.cat([pictures, torch.tensor(found.target, dtype=torch.float32)[:, None]], dim=1)
 
 
-@pytest.mark.parametrize("codec", [None, Float16Compression, BlockwiseQuantization])
-def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, codec):
+@pytest.mark.parametrize(
+    ("of_gradients", "of_parameters"),
+    [
+        (NoCompression, NoCompression),
+        (Float16Compression, Float16Compression),
+        (BlockwiseQuantization, BlockwiseQuantization),
+        (Uniform8BitQuantization, NoCompression),
+        (NoCompression, Uniform8BitQuantization),
+    ],
+)
+def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, of_gradients, of_parameters):
     """Neither half precision nor eight bits, of gradients and of parameters, in every epoch."""
     generator = torch.Generator().manual_seed(3)
     indices = [torch.randperm(len(digits), generator=generator)[: PEERS * 64].view(PEERS, 1, 64) for _ in range(60)]
@@ -216,7 +225,8 @@ def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, codec):
     reference = train_alone(sgd, None, data, make_reader, reading_loss)
     expected = reading_loss(reference, digits).item()
     assert expected < 0.15, "it has learned something"
-    options = {} if codec is None else {"grad_compression": codec(), "state_averaging_compression": codec()}
+    options = {"grad_compression": of_gradients(), "state_averaging_compression": of_parameters()}
     models = train_together(make_dhts, closing, data, 0, make_reader, reading_loss, optimizer=sgd, **options)
+    tolerance = 1e-4 if of_gradients is NoCompression else 0.01
     for model in models:
-        assert reading_loss(model, digits).item() == pytest.approx(expected, rel=1e-4 if codec is None else 0.01)
+        assert reading_loss(model, digits).item() == pytest.approx(expected, rel=tolerance)

@@ -271,10 +271,10 @@ class AllReduce:
 
     async def _apply_own_parts(self) -> None:
         for index in range(len(self._reducer)):
-            average, is_shared = await self._reducer.average(index)
-            if not is_shared:  # all others have failed: if some live after all, it is theirs to average the rest
+            average = await self._reducer.average(index)
+            if not average.is_shared:  # all others have failed: if some live, it is theirs to average the rest
                 return
-            self.vector.take(self.own_index, index, average)
+            self.vector.take(self.own_index, index, average.values, is_delta=average.is_delta)
 
     async def _give_up_absent_senders(self) -> None:
         """Whoever has not even begun within the time limit is not waited for."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from shoal.compression import CompressionBase, CompressionInfo
-from shoal.compression.base import SerializedTensor
+from shoal.compression.base import SerializedTensor, TensorRole
 from shoal.errors import ProtocolError
 
 WINDOW_BYTES = 32 * 2**20
@@ -38,10 +39,21 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> t
     return mean.to(dtype)
 
 
+class OwnAverage(NamedTuple):
+    """The average of a part for the member that reduces it."""
+
+    values: torch.Tensor | None
+    """``None`` = keep the local values."""
+    is_delta: bool
+    """What is given is the difference to the local values."""
+    is_shared: bool
+    """Others have contributed, or none were expected."""
+
+
 @dataclass
 class _PartState:
     values: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What has arrived, by sender."""
+    """What has arrived, by sender; of this member what counts, if that is not its values as they are."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     average: torch.Tensor | None = None
     encoded: SerializedTensor | None = None
@@ -110,17 +122,15 @@ class PartReducer:
             state.values[sender] = values
             self._reduce_if_complete(state, index)
 
-    async def average(self, index: int) -> tuple[torch.Tensor | None, bool]:
-        """The average of a part, for this member itself.
-
-        Returns:
-            The average, or ``None`` = keep the local values; and whether others have contributed or none were expected.
-        """
+    async def average(self, index: int) -> OwnAverage:
+        """The average of a part, for this member itself."""
         state = self._states[index]
         await state.done.wait()
-        average = state.average
+        average, counted = state.average, state.values.get(self._local_index)
         self._taken(state, self._local_index)
-        return average, state.is_shared
+        if average is None or counted is None:
+            return OwnAverage(average, False, state.is_shared)
+        return OwnAverage(average - counted, True, state.is_shared)
 
     async def peek(self, index: int) -> torch.Tensor | None:
         """The average of a part, which stays here."""
@@ -185,7 +195,7 @@ class PartReducer:
         senders = sorted(state.values)
         values = dict(state.values)
         if self._local_parts is not None:
-            values[self._local_index] = self._local_parts[index]
+            values[self._local_index] = self._counted(self._local_parts[index], self.infos[index], state)
         if values:
             order = sorted(values)
             state.average = weighted_mean([values[i] for i in order], [self.weights[i] for i in order])
@@ -194,3 +204,16 @@ class PartReducer:
         if not self.codec.lossy:  # only differences need what was sent
             state.values.clear()
         state.done.set()
+
+    def _counted(self, values: torch.Tensor, info: CompressionInfo, state: _PartState) -> torch.Tensor:
+        """This member's own values as they count in an average with those that have arrived.
+
+        Members have nearly the same parameters, and a codec errs in the same way in the same values. If it errs in
+        all of them, also in these, which do not travel, that cancels out in every difference: who agrees with the
+        others stays where it is. Gradients have little in common, and count as exactly as possible.
+        """
+        if not self.codec.lossy or not state.values or info.role is TensorRole.GRADIENT:
+            return values
+        _, decoded = self.codec.compress_and_decode(values, info)
+        state.values[self._local_index] = decoded
+        return decoded
