@@ -664,3 +664,16 @@ async def test_a_stream_that_was_given_up_ends_its_connection() -> None:
         with pytest.raises(StreamClosedError):
             await stream.write(b"x")
         assert "closed before" in await listening.drop_reason()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="this system gives no choice")
+async def test_connections_within_a_host_are_not_paced() -> None:
+    async with Listening() as server:
+        dialler = TcpTransport(Identity.generate())
+        dialled = await dialler.dial(server.address, server.peer_id)
+        for stream in (dialled, await server.streams.get()):
+            assert isinstance(stream, TcpStream)
+            assert stream._transport is not None
+            connection = stream._transport.get_extra_info("socket")
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"reno\0")
+        dialled.abort()

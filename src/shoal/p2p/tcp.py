@@ -166,6 +166,7 @@ class TcpTransport(Transport):
             async with timeout(HANDSHAKE_TIMEOUT):
                 arrival.in_hands_of_loop = True
                 _set_options(arrival.socket)
+                _hurry_within_host(arrival.socket)
                 await asyncio.get_running_loop().connect_accepted_socket(
                     lambda: stream,
                     arrival.socket,
@@ -280,6 +281,7 @@ async def _connect(host: str, port: int, family: socket.AddressFamily) -> socket
             connecting.setblocking(False)
             _set_options(connecting)
             await loop.sock_connect(connecting, address)
+            _hurry_within_host(connecting)
             return connecting
         except OSError as e:
             _close(connecting)
@@ -316,6 +318,13 @@ def _set_options(connection: socket.socket) -> None:
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):  # each system has its own choice of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _hurry_within_host(connection: socket.socket) -> None:
+    """Leave out pacing, with which some systems spare networks, where there is none: it takes a quarter of the time."""
+    with contextlib.suppress(OSError):  # it is over already, or there is no such choice
+        if hasattr(socket, "TCP_CONGESTION") and connection.getsockname()[0] == connection.getpeername()[0]:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def _interface_addresses(family: int) -> list[str]:
