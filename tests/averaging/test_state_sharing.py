@@ -12,7 +12,7 @@ import torch
 
 from shoal.averaging import state_sharing
 from shoal.averaging.protocol import ChunkRequest, DownloadRequest, StateChunk, StateHeader
-from shoal.averaging.snapshot import CHUNK_BYTES, Chunks, OwnedState, Snapshot, hash_of, version_of
+from shoal.averaging.snapshot import MIN_CHUNK_BYTES, Chunks, OwnedState, Snapshot, chunk_bytes_of, hash_of, version_of
 from shoal.averaging.state_sharing import MAX_DOWNLOADS, WORTH_SHARING_BYTES, StateSharing
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, base
 from shoal.errors import P2PHandlerError
@@ -75,7 +75,10 @@ def assert_is_state(found, seed, sizes=(LARGE, 7, 0, 1000)):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (0, 0), (3,), (CHUNK_BYTES // 4,), (CHUNK_BYTES // 4 + 1, 5), (1,) * 300])
+CHUNK = MIN_CHUNK_BYTES // 4  # values of float32
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0), (3,), (CHUNK,), (CHUNK + 1, 5), (1,) * 300])
 async def test_one_donor_sends_everything(sizes):
     swarm = Swarm()
     await add_donors(swarm, [lambda: state_of(5, sizes)])
@@ -91,7 +94,7 @@ async def test_donors_of_one_version_share_the_work(monkeypatch):
     newcomer = await swarm.add([torch.zeros(1)])
     assert_is_state(await newcomer.state_sharing.download(), 5)
     assert len(counts) == 3
-    total = math.ceil((LARGE + 1007) * 4 / CHUNK_BYTES)
+    total = math.ceil((LARGE + 1007) * 4 / MIN_CHUNK_BYTES)
     assert max(counts.values()) < total <= sum(counts.values()) < 2 * total  # at the end some are asked for twice
     await swarm.close()
 
@@ -180,7 +183,7 @@ async def test_a_download_goes_on_with_a_donor_of_lower_rank(monkeypatch):
     spoil(monkeypatch, donors[:1], 10, die)
     newcomer = await swarm.add([torch.zeros(1)])
     assert_is_state(await newcomer.state_sharing.download(), 5)
-    total = math.ceil((LARGE + 1007) * 4 / CHUNK_BYTES)
+    total = math.ceil((LARGE + 1007) * 4 / MIN_CHUNK_BYTES)
     assert sum(counts.values()) <= total + 1  # what the first one has sent is not asked for again
     await swarm.close()
 
@@ -232,7 +235,7 @@ async def test_newcomers_beyond_the_limit_wait_for_their_turn(monkeypatch):
 
     def state():
         taken.append(1)
-        return state_of(5, (3 * CHUNK_BYTES,))
+        return state_of(5, (3 * MIN_CHUNK_BYTES,))
 
     (donor,) = await add_donors(swarm, [state])
     newcomers = [await swarm.add([torch.zeros(1)]) for _ in range(MAX_DOWNLOADS + 4)]
@@ -246,7 +249,7 @@ async def test_newcomers_beyond_the_limit_wait_for_their_turn(monkeypatch):
 
     monkeypatch.setattr(donor.state_sharing, "_send_chunks", watched)
     for state in await asyncio.gather(*[newcomer.state_sharing.download() for newcomer in newcomers]):
-        assert_is_state(state, 5, (3 * CHUNK_BYTES,))
+        assert_is_state(state, 5, (3 * MIN_CHUNK_BYTES,))
     assert 1 < most <= MAX_DOWNLOADS
     assert len(taken) < len(newcomers)  # several shared one copy
     assert donor.state_sharing._sharings == []
@@ -334,17 +337,25 @@ async def test_tensors_that_nobody_changes_are_not_copied():
 
 
 def test_chunks_cover_every_byte_once():
-    buffers = [memoryview(bytearray(size)) for size in (0, CHUNK_BYTES - 3, 7, 0, 2 * CHUNK_BYTES, 1, 0)]
+    buffers = [memoryview(bytearray(size)) for size in (0, MIN_CHUNK_BYTES - 3, 7, 0, 2 * MIN_CHUNK_BYTES, 1, 0)]
     chunks = Chunks(buffers)
     assert chunks.count == 4
     for index in range(chunks.count):
         pieces = chunks.pieces(index)
-        assert sum(map(len, pieces)) == min(CHUNK_BYTES, chunks.total_bytes - index * CHUNK_BYTES)
+        assert sum(map(len, pieces)) == min(MIN_CHUNK_BYTES, chunks.total_bytes - index * MIN_CHUNK_BYTES)
         for piece in pieces:
             assert not any(piece)
             piece[:] = b"\x01" * len(piece)
     assert all(all(buffer) for buffer in buffers)
     assert Chunks([]).count == Chunks([memoryview(b"")] * 2).count == 0
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "chunk_bytes"),
+    [(0, 2**18), (10**6, 2**18), (40 * 10**6, 2**19), (400 * 10**6, 2**22), (10**12, 2**22)],
+)
+def test_a_state_has_about_a_hundred_chunks(total_bytes, chunk_bytes):
+    assert chunk_bytes_of(total_bytes) == chunk_bytes
 
 
 async def test_a_version_is_its_shapes_and_values():

@@ -204,3 +204,17 @@ def test_descriptor_makes_zeros_alike():
     zeros = TensorDescriptor.from_tensor(tensor).make_zeros()
     assert (zeros.shape, zeros.dtype, zeros.requires_grad) == (tensor.shape, tensor.dtype, True)
     assert zeros.abs().sum() == 0
+
+
+@pytest.mark.parametrize("piece_bytes", [base._COPY_BYTES, 64])
+def test_copies_of_a_state_are_its_own(monkeypatch, piece_bytes):
+    monkeypatch.setattr(base, "_COPY_BYTES", piece_bytes)
+    tensors = [torch.randn(1000), torch.randn(30, 20).T, torch.tensor(3), torch.zeros(0), torch.ones(7).double()]
+    tensors += [torch.randn(50, requires_grad=True), torch.randn(100)[::2]]
+    copies = base.copies_of(tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert copy.dtype == tensor.dtype
+        assert copy.is_contiguous()
+        assert not copy.requires_grad
+        assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
+        assert torch.equal(copy, tensor)

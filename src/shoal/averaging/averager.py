@@ -22,7 +22,7 @@ from shoal.averaging.snapshot import OwnedState, State
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression
-from shoal.compression.base import copied
+from shoal.compression.base import copies_of
 from shoal.errors import AllreduceException, ReactorError
 from shoal.p2p import PeerID
 from shoal.reactor import Portal
@@ -445,7 +445,7 @@ class DecentralizedAverager:
             ``CompressionInfo``. The tensors are copied, unless it is an :class:`~shoal.averaging.snapshot.OwnedState`.
         """
         with self.get_tensors() as tensors:
-            copies = [copied(tensor) for tensor in tensors]
+            copies = copies_of(tensors)
         return OwnedState({"group_key": self.node.group_bits}, copies, self.tensor_infos)
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:

@@ -23,7 +23,9 @@ from shoal.compression.base import Buffer, SerializedTensor, TensorMetadata, cop
 from shoal.reactor import run_in_worker
 from shoal.serializer import MSGPackSerializer
 
-CHUNK_BYTES = 2**20
+MOST_CHUNKS = 128
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**18, 2**22
+"""A state is cut into about a hundred chunks: enough to share them among donors, few enough to cost little each."""
 HASH_BYTES = 32
 HASHING_THREADS = 4
 _MAX_PIECES = 64
@@ -50,6 +52,11 @@ StateTuple = tuple[Any, Sequence[torch.Tensor]] | tuple[Any, Sequence[torch.Tens
 GetState = Callable[[], "StateTuple | OwnedState"]
 
 
+def chunk_bytes_of(total_bytes: int) -> int:
+    """The size of the chunks of a state."""
+    return min(max(1 << (total_bytes // MOST_CHUNKS).bit_length(), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+
+
 class Chunks:
     """Buffers in a row, cut into chunks of equal size, and a smaller last one."""
 
@@ -57,11 +64,12 @@ class Chunks:
         self._buffers = buffers
         self._ends = list(itertools.accumulate(map(len, buffers)))
         self.total_bytes = self._ends[-1] if self._ends else 0
-        self.count = -(-self.total_bytes // CHUNK_BYTES)
+        self.chunk_bytes = chunk_bytes_of(self.total_bytes)
+        self.count = -(-self.total_bytes // self.chunk_bytes)
 
     def pieces(self, index: int) -> list[memoryview]:
         """The memory of a chunk."""
-        start, stop = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes)
+        start, stop = index * self.chunk_bytes, min((index + 1) * self.chunk_bytes, self.total_bytes)
         pieces = []
         for position in range(bisect.bisect_right(self._ends, start), len(self._ends)):
             buffer = self._buffers[position]

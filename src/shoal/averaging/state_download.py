@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.averaging.protocol import ChunkRequest, StateChunk, StateHeader
-from shoal.averaging.snapshot import CHUNK_BYTES, HASH_BYTES, Chunks, State, hash_of, version_of
+from shoal.averaging.snapshot import HASH_BYTES, Chunks, State, chunk_bytes_of, hash_of, version_of
 from shoal.clock import timeout
 from shoal.compression import deserialize_torch_tensor
 from shoal.compression.base import SerializedTensor, bytes_of, mapped
@@ -26,26 +26,37 @@ from shoal.reactor import run_in_worker
 from shoal.serializer import MSGPackSerializer
 
 MAX_TENSORS = 2**20
-MIN_WINDOW, MAX_WINDOW = 2, 64
-WINDOW_SECONDS = 0.5
+MIN_WINDOW = 2
+MAX_WINDOW_BYTES = 2**26
+WINDOW_SECONDS, LAST_WINDOW_SECONDS = 0.5, 0.125
+"""A donor is asked for what it delivers in this time; for less in the end, so that all donors are done together."""
 _RATE_MEMORY = 0.8
 _PAGE_BYTES = 4096
 MAX_CHECKS = 4
 """How many chunks of a donor may be waiting to be hashed before the next one is received."""
 
 
-class _Window:
-    """How many chunks to ask a donor for at a time: what it delivers in half a second."""
+class _Queue:
+    """Chunks that a donor has been asked for, in the order in which they will come, and how fast they do."""
 
-    def __init__(self) -> None:
-        self.size = MIN_WINDOW
+    def __init__(self, longest: int) -> None:
+        self.chunks: deque[int] = deque()
+        self._longest = longest
         self._rate = 0.0
 
-    def adapt(self, seconds: float) -> None:
-        """A chunk has taken so long."""
+    def delivered(self, seconds: float) -> None:
+        """The first chunk has come, and has taken so long."""
+        self.chunks.popleft()
         newest = 1 / max(seconds, 1e-9)
         self._rate = _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * newest if self._rate else newest
-        self.size = max(MIN_WINDOW, min(MAX_WINDOW, int(self._rate * WINDOW_SECONDS)))
+
+    def length_for(self, seconds: float) -> int:
+        """How many chunks the donor delivers in this time, within limits."""
+        return max(MIN_WINDOW, min(self._longest, int(self._rate * seconds)))
+
+    def expected(self) -> Iterator[tuple[int, float]]:
+        """Each chunk, and in how many seconds it will probably be here."""
+        return ((chunk, position / max(self._rate, 1e-9)) for position, chunk in enumerate(self.chunks, 1))
 
 
 class _Place(NamedTuple):
@@ -75,6 +86,8 @@ class Download:
         """Chunks that nobody is asked for, as a heap."""
         self._asked: dict[int, int] = {}
         """Chunks that have not come yet, and how many donors are asked for them; the earliest request first."""
+        self._queues: list[_Queue] = []
+        """Of all donors."""
         self._writing: set[int] = set()
         """Chunks of which bytes, or unverified ones, are in the state's own memory."""
         self._ready: dict[int, asyncio.Future[None]] = {}
@@ -108,34 +121,33 @@ class Download:
             ProtocolError: what it sends is not what was asked for.
             TimeoutError: it is silent.
         """
-        requested: deque[int] = deque()
         checks: deque[asyncio.Task[None]] = deque()
-        window, loop = _Window(), asyncio.get_running_loop()
+        queue, loop = _Queue(MAX_WINDOW_BYTES // self._chunks.chunk_bytes), asyncio.get_running_loop()
+        self._queues.append(queue)
         try:
             while not self.finished.is_set():
-                if len(requested) <= window.size // 2:
-                    await self._ask(call, requested, window.size, is_idle=not checks)
-                if requested:
+                await self._ask(call, queue)
+                if queue.chunks:
                     started = loop.time()
                     async with timeout(self._chunk_timeout):
-                        place = await self._receive(call, requested[0])
+                        place = await self._receive(call, queue.chunks[0])
                     checks.append(asyncio.ensure_future(self._check(place)))
-                    requested.popleft()
-                    window.adapt(loop.time() - started)
-                if len(checks) > MAX_CHECKS or (checks and not requested):
+                    queue.delivered(loop.time() - started)
+                if len(checks) > MAX_CHECKS or (checks and not queue.chunks):
                     await asyncio.shield(checks[0])
                     checks.popleft()
-                elif not requested:
+                elif not queue.chunks:
                     self._changed.clear()
                     await self._changed.wait()
         finally:
+            self._queues.remove(queue)
             await asyncio.gather(*checks, return_exceptions=True)
-            for index in requested:
+            for index in queue.chunks:
                 self._answered(index)
 
-    async def _ask(self, call: Call, requested: deque[int], window: int, *, is_idle: bool) -> None:
-        new = list(self._choose(window - len(requested), is_idle=is_idle and not requested))
-        requested.extend(new)
+    async def _ask(self, call: Call, queue: _Queue) -> None:
+        new = list(self._choose(queue))
+        queue.chunks.extend(new)
         untouched = [index for index in new if index not in self._ready]
         if untouched:
             touching = asyncio.ensure_future(run_in_worker(self._touch, untouched))
@@ -143,15 +155,29 @@ class Download:
         for index in new:
             await call.send(ChunkRequest(index=index))
 
-    def _choose(self, count: int, *, is_idle: bool) -> Iterator[int]:
-        """What to ask a donor for; one that owes nothing any more is asked for what others owe."""
-        while count > 0 and self._todo:
+    def _choose(self, queue: _Queue) -> Iterator[int]:
+        """What to ask a donor for next, if anything; one that owes nothing is asked for what others owe."""
+        share = len(self._todo) // len(self._queues)
+        longest = max(queue.length_for(LAST_WINDOW_SECONDS), min(queue.length_for(WINDOW_SECONDS), share))
+        if len(queue.chunks) > longest // 2:
+            return
+        count = min(longest - len(queue.chunks), len(self._todo))
+        for _ in range(count):
             index = heapq.heappop(self._todo)
             self._asked[index] = 1
             yield index
-            count, is_idle = count - 1, False
-        if is_idle and self._asked:
-            index = min(self._asked, key=lambda index: self._asked[index])
+        if not count and not queue.chunks:
+            yield from self._latest()
+
+    def _latest(self) -> Iterator[int]:
+        """The chunk that will be the last to come, among those that the fewest donors have been asked for."""
+        expected: dict[int, float] = {}
+        for queue in self._queues:
+            for index, seconds in queue.expected():
+                if index in self._asked:
+                    expected[index] = min(seconds, expected.get(index, seconds))
+        if expected:
+            index = max(expected, key=lambda index: (-self._asked[index], expected[index]))
             self._asked[index] += 1
             yield index
 
@@ -243,6 +269,6 @@ async def open_state(call: Call, max_bytes: int, chunk_timeout: float) -> tuple[
             raise ProtocolError("the list of tensors is malformed")
         if sum(sizes) > max_bytes:
             raise ProtocolError(f"a state of {sum(sizes)} bytes is over the limit of {max_bytes}")
-        hashes = bytearray(HASH_BYTES * -(-sum(sizes) // CHUNK_BYTES))
+        hashes = bytearray(HASH_BYTES * -(-sum(sizes) // chunk_bytes_of(sum(sizes))))
         await call.read_payload_into(memoryview(hashes))
     return header, bytes(hashes)
