@@ -1,6 +1,7 @@
 """How long one all-reduce takes: shoal, hivemind and gloo, one process per peer, on this machine's loopback.
 
     python benchmarks/allreduce.py --library all --peers 2 --megabytes 200
+    python benchmarks/allreduce.py --library all --peers 2 --megabytes 200 --codec float16
 
 The group is formed before the clock starts; a round counts from the trigger, given to all peers at once, until the last
 of them has the result, and every result is checked. ``--library all`` takes the libraries in turn within each round, so
@@ -16,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from crew import AveragerCrew
+from peer import CODECS
 
 LIBRARIES = ("gloo", "shoal", "hivemind")
 
@@ -46,7 +48,8 @@ def measure(libraries: list[str], args: argparse.Namespace) -> dict[str, dict[st
 
 
 def report(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
-    print(f"all-reduce of {args.megabytes:g} MB (fp32) among {args.peers} peers, seconds per round")
+    codec = "none" if args.codec is None else args.codec
+    print(f"all-reduce of {args.megabytes:g} MB (fp32) among {args.peers} peers, codec {codec}, seconds per round")
     for library, result in results.items():
         rounds = " ".join(f"{seconds:6.3f}" for seconds in result["seconds"])
         medians = f"median {result['median']:6.3f}   cpu {result['cpu_median']:6.2f}"
@@ -56,7 +59,7 @@ def report(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None
         for library in results.keys() - {"shoal"}:
             other = results[library]["median"]
             print(f"  shoal takes {own / other:.2f} × the time of {library} ({other / own:.2f} × as fast)")
-    print(json.dumps({"peers": args.peers, "megabytes": args.megabytes, "results": results}))
+    print(json.dumps({"peers": args.peers, "megabytes": args.megabytes, "codec": codec, "results": results}))
 
 
 def main() -> None:
@@ -71,10 +74,15 @@ def main() -> None:
     parser.add_argument(
         "--options", type=json.loads, default={}, help="JSON of further DecentralizedAverager parameters, for both"
     )
+    parser.add_argument("--codec", choices=CODECS, help="how values travel; gloo has none of these")
     args = parser.parse_args()
+    if args.codec is not None:
+        args.options["compression"] = args.codec
     if args.peers < 2:
         parser.error("--peers must be at least 2: one peer has nobody to average with")
-    libraries = list(LIBRARIES) if args.library == "all" else [args.library]
+    libraries = [each for each in LIBRARIES if args.library in (each, "all") and not (each == "gloo" and args.codec)]
+    if not libraries:
+        parser.error("gloo has no codecs: leave --codec out, or take another library")
     report(measure(libraries, args), args)
 
 

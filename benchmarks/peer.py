@@ -21,6 +21,10 @@ import torch
 from commands import obey, peer_parser
 
 FORMATION_LIMIT_SECONDS = 120
+CODECS = {"float16": "Float16Compression", "uniform8bit": "Uniform8BitQuantization"}
+"""Classes of either library, by the name that a coordinator gives as the option ``compression``."""
+LOSSY_TOLERANCE = 0.05
+"""How far an average of lossy values may be from the exact one, as a share of it, in the mean of squares."""
 POLL_SECONDS = 0.002
 """How often a peer looks whether its group is complete; small against every time measured here."""
 
@@ -144,6 +148,10 @@ class AveragerPeer(Peer):
         self.library = importlib.import_module(library)
         self.version = self.library.__version__
         self.stage = importlib.import_module(f"{library}.averaging.control").AveragingStage
+        self.codec = options.get("compression")
+        if self.codec is not None:
+            codec = getattr(importlib.import_module(f"{library}.compression"), CODECS[self.codec])()
+            options = {**options, "compression": codec}
         self.options = options
         self.listen = {"host_maddrs": [f"/ip4/{address}/tcp/0"]}
 
@@ -184,8 +192,18 @@ class AveragerPeer(Peer):
         return {"began": began, "ended": ended}
 
     def check(self) -> None:
+        factor = (self.peers + 1) / 2
         with self.averager.get_tensors() as tensors:
-            self.compare(list(tensors), (self.peers + 1) / 2)
+            if self.codec is None:
+                self.compare(list(tensors), factor)
+            else:
+                self.compare_roughly(list(tensors), factor)
+
+    def compare_roughly(self, tensors: list[torch.Tensor], factor: float) -> None:
+        for tensor, base in zip(tensors, self.base, strict=True):
+            error = (tensor.detach() - base * factor).norm() / (base * factor).norm()
+            if not error <= LOSSY_TOLERANCE:
+                raise RuntimeError(f"the average of {tuple(base.shape)} is wrong by {error:.3f} of its norm")
 
     def inspect(self, survivors: list[int]) -> dict[str, Any]:
         """What the vector holds after a round in which all peers but these died: a digest, and which share of it is
