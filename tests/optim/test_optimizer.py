@@ -246,6 +246,23 @@ def test_a_newcomer_that_does_not_ask_is_brought_up_to_date(make_trainers):
     assert newcomer.opt.grad_averager.local_samples_accumulated == 0
 
 
+def test_a_newcomer_that_hears_of_the_swarm_in_the_midst_of_a_step_makes_none_of_its_own(make_trainers, monkeypatch):
+    first, newcomer = make_trainers(2, seeds=[0, 5])
+    tracker, report = newcomer.opt.tracker, newcomer.opt.tracker.report_local_progress
+    wait_until(tracker.fetched_global_progress_this_epoch.is_set, "the newcomer has looked around and found nobody")
+
+    def report_while_others_train(*args):
+        first.train_until(3)
+        wait_until(lambda: first.opt.tracker.board.published, "others can find it")
+        report(*args)
+        wait_until(lambda: tracker.is_introduced, "the newcomer has told everybody")
+
+    monkeypatch.setattr(tracker, "report_local_progress", report_while_others_train)
+    newcomer.step()
+    assert newcomer.opt.local_epoch == first.opt.local_epoch
+    check_identical([first, newcomer])
+
+
 def test_where_rounds_overlap_a_newcomer_joins_the_round_that_is_under_way(make_trainers):
     """At the donor's epoch it would be a round ahead of the donor, which would wait for it meanwhile."""
     options = {"offload": True, "delay_optimizer_step": True, "delay_grad_averaging": True}

@@ -265,22 +265,23 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._synchronization.is_needed():
-            logger.info(
-                "this peer is at epoch %d, the swarm at %d: downloading its state",
-                self.local_epoch,
-                self.tracker.global_epoch,
-            )
-            self.load_state_from_peers()
-            return loss
-        if not self._count_samples(batch_size, scaler):
+        if self._catch_up() or not self._count_samples(batch_size, scaler):
             return loss
         self.global_step.schedule_rounds()
         if self.settings.use_local_updates and batch_size > 0:
             self._make_local_step(scaler)
-        if self.tracker.should_stop(self.matchmaking_time):
+        if self.tracker.should_stop(self.matchmaking_time) and not self._catch_up():  # the swarm has just been heard of
             self._make_global_step(scaler)
         return loss
+
+    def _catch_up(self) -> bool:
+        """Download the state of the swarm if it is ahead of this peer; returns whether it is."""
+        if not self._synchronization.is_needed():
+            return False
+        own, swarm = self.local_epoch, self.tracker.global_epoch
+        logger.info("this peer is at epoch %d, the swarm at %d: downloading its state", own, swarm)
+        self.load_state_from_peers()
+        return True
 
     def _check_step(self, closure: Any, batch_size: int | None, grad_scaler: Any) -> int:
         if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
