@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from shoal.averaging.allreduce import AveragingMode
-from shoal.averaging.calls import send_part
 from shoal.averaging.control import AveragingStage
 from shoal.averaging.exchange import Exchange, Intake
-from shoal.averaging.protocol import PartStatus
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
@@ -255,9 +253,9 @@ class Fault:
 
         async def send(self, call):
             if fault.hits(self, "sending"):
-                for part in self._parts[: len(self._parts) // 2]:
-                    await send_part(call, self._next, PartStatus.VALUES, self._vector.encode(part))
-                    self._next += 1
+                outgoing = self._traffic.parts_out
+                for _ in range(outgoing._count // 2):
+                    await outgoing.send_next(call)
                 await fault.fail(self)
             await original_send(self, call)
 

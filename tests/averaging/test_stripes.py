@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from shoal.averaging.calls import send_part
-from shoal.averaging.exchange import MAX_STRIPES, SECONDS_PER_STRIPE, Exchange
+from shoal.averaging.exchange import MAX_STRIPES, SECONDS_PER_STRIPE, Exchange, Intake
 from shoal.averaging.protocol import BeginReduce, PartMessage, PartStatus
 from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import P2PHandlerError
-from shoal.p2p import P2P
+from shoal.p2p import P2P, Call
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
 
 SIZE = 40_000
@@ -55,7 +55,7 @@ async def run(swarm, **changes):
     return controls
 
 
-@pytest.mark.parametrize(("round_trip", "stripes"), [(0.0, 1), (0.01, 1), (0.03, 2), (0.06, 5), (5.0, MAX_STRIPES)])
+@pytest.mark.parametrize(("round_trip", "stripes"), [(0.0, 1), (0.03, 1), (0.06, 2), (0.1, 4), (5.0, MAX_STRIPES)])
 async def test_longer_links_get_more_stripes(monkeypatch, far_away, round_trip, stripes):
     far_away(round_trip)
     seen = count_stripes(monkeypatch)
@@ -82,6 +82,32 @@ async def test_few_parts_take_one_connection(monkeypatch, far_away):
     await swarm.close()
 
 
+@pytest.mark.parametrize("round_trip", [0.0, 4 * SECONDS_PER_STRIPE])
+async def test_over_long_links_every_call_carries_parts_and_averages(monkeypatch, far_away, round_trip):
+    far_away(round_trip)
+    by_callers, by_callees, giving = set(), set(), set()
+    give, send = Intake._give_averages, Call.send
+
+    async def note_kind(self, header, *payload, **options):
+        if isinstance(header, PartMessage) and header.status == PartStatus.VALUES:
+            (by_callees if asyncio.current_task() in giving else by_callers).add(header.is_average)
+        await send(self, header, *payload, **options)
+
+    async def note_callee(self, call):
+        giving.add(asyncio.current_task())
+        await give(self, call)
+
+    monkeypatch.setattr(Intake, "_give_averages", note_callee)
+    monkeypatch.setattr(Call, "send", note_kind)
+    swarm, tensors = await start()
+    await run(swarm)
+    assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+    is_far = round_trip > 0
+    assert by_callers == ({True, False} if is_far else {False})
+    assert by_callees == ({True, False} if is_far else {True})
+    await swarm.close()
+
+
 @pytest.mark.parametrize("broken_stripe", [0, 1, 3])
 async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far_away, broken_stripe):
     """The others end with the same bytes, and each value is a mean over those who delivered it to its reducer.
@@ -97,8 +123,7 @@ async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far
         stripe = calls[self] = calls.get(self, -1) + 1
         if owner_of(swarm, self._vector) is swarm.nodes[0] and stripe == broken_stripe:
             for _ in range(2):
-                index, self._next = self._next, self._next + 1
-                await send_part(call, index, PartStatus.VALUES, self._vector.encode(self._parts[index]))
+                await self._traffic.parts_out.send_next(call)
             raise ConnectionAbortedError("killed")
         await send_parts(self, call)
 
@@ -198,9 +223,9 @@ async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, wha
     async def wrong(self, call):
         if owner_of(swarm, self._vector) is not swarm.nodes[0]:
             return await send_parts(self, call)
-        self._next = len(self._parts)  # the other stripes have nothing to send
-        for index in {"twice": [0, 0], "too few": [0], "of nobody": [len(self._parts)]}[what]:
-            await send_part(call, index, PartStatus.VALUES, self._vector.encode(self._parts[0]))
+        parts = self._vector.parts[self._traffic.other]
+        for index in {"twice": [0, 0], "too few": [0], "of nobody": [len(parts)]}[what]:
+            await send_part(call, index, PartStatus.VALUES, self._vector.encode(parts[0]))
         await call.send(PartMessage(index=0, status=int(PartStatus.NO_MORE)))
 
     monkeypatch.setattr(Exchange, "_send_parts", wrong)

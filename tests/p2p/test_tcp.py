@@ -33,7 +33,7 @@ from shoal.p2p.handshake import (
 )
 from shoal.p2p.limits import Limits
 from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.tcp_stream import TcpStream
+from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpStream
 from shoal.p2p.transport import Stream
 from tests.p2p.peers import end_of, until
 
@@ -224,6 +224,25 @@ async def test_a_writer_waits_for_a_slow_reader() -> None:
         assert sent < 32
         await read(far, 64 * 2**20)
         await writing
+
+
+async def test_what_waits_unsent_can_be_limited() -> None:
+    async with pair() as (near, _):
+        assert isinstance(near, TcpStream)
+        assert near._transport is not None
+        block, waiting = bytes(2**12), []
+        for limit in (2**13, None):
+            near.limit_backlog(limit)
+            writing = asyncio.ensure_future(near.write(block))
+            while (await asyncio.wait([writing], timeout=0.2))[0]:
+                writing = asyncio.ensure_future(near.write(block))
+            waiting.append(near._transport.get_write_buffer_size())
+            writing.cancel()
+            await end_of(writing)
+        assert waiting[0] <= 2**13 + 2 * len(block)
+        assert waiting[1] > WRITE_HIGH_WATER - 2 * len(block)
+        near.abort()
+        near.limit_backlog(2**13)  # there is nothing to limit any more
 
 
 async def test_a_waiting_writer_learns_of_the_end() -> None:

@@ -28,6 +28,7 @@ from shoal.averaging.exchange import MAX_STRIPES, Exchange, Intake, stripes_for
 from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.protocol import BeginReduce
 from shoal.averaging.reducer import PartReducer
+from shoal.averaging.traffic import Traffic
 from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
@@ -111,6 +112,12 @@ class AllReduce:
         self.late = False
         """The others have gone on without this member."""
         self._reducer = self._make_reducer()
+        self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
+        """What is exchanged with each of the others."""
+        self._undelivered = {i for i in self._traffic if self.is_sender and self.vector.parts[i]}
+        """Reducers to which something is still to be sent."""
+        self._unreceived = set(self._undelivered)
+        """Reducers from which averages are still to come."""
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         self._handlers: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
         self._intakes: dict[int, Intake] = {}
@@ -125,6 +132,18 @@ class AllReduce:
         local = [self.vector.values(part) for part in parts] if self.is_sender else None
         infos = [part.info for part in parts]
         return PartReducer(infos, self.settings.codec, senders, local, self.own_index, {self.own_index: self.weight})
+
+    def _make_traffic(self, member: int) -> Traffic:
+        return Traffic(
+            self.vector,
+            self._reducer,
+            self.own_index,
+            member,
+            gives=self.is_sender,
+            takes=member in self.senders,
+            on_delivered=lambda: self._note_delivery(member),
+            on_received=lambda: self._note_received(member),
+        )
 
     @property
     def senders(self) -> list[int]:
@@ -144,7 +163,6 @@ class AllReduce:
             for member, parts in enumerate(self.vector.parts):
                 if parts and member != self.own_index:
                     self._exchanges[member] = asyncio.ensure_future(self._exchange_with(member))
-        self._undelivered, self._unreceived = set(self._exchanges), set(self._exchanges)
         self._check_delivered()
         self._check_received()
         watchdog, *rest = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *work)]
@@ -249,21 +267,15 @@ class AllReduce:
     async def _exchange_with(self, member: int) -> None:
         """Let another member reduce its parts; whatever it does wrong costs these parts and no more."""
         stub = self.get_stub(self.group.peer_ids[member])
-        exchange = Exchange(
-            self.vector,
-            member,
-            stub.rpc_reduce,
-            may_end=self._may_end,
-            timeout=self.settings.reducer_timeout,
-            on_delivered=lambda: self._note_delivery(member),
-            on_received=lambda: self._note_received(member),
-        )
+        traffic = self._traffic[member]
+        exchange = Exchange(traffic, stub.rpc_reduce, may_end=self._may_end, timeout=self.settings.reducer_timeout)
         try:
             stripes = stripes_for(stub.round_trip, len(self.vector.parts[member]))
             await exchange.run(self.group.group_id, self.weight, stripes)
         except PEER_FAILURES as e:
             self.member_failed(member, reason_of(e))
         finally:
+            traffic.stop()
             self._note_delivery(member)
             self._note_received(member)
 
@@ -324,7 +336,7 @@ class AllReduce:
     def _begin_stripe(self, sender: int, begin: BeginReduce) -> Intake:
         limit = self.settings.sender_timeout
         if sender not in self._intakes:
-            self._intakes[sender] = Intake(self.vector, self._reducer, self.own_index, sender, begin, limit)
+            self._intakes[sender] = Intake(self._traffic[sender], begin, limit, self.settings.reducer_timeout)
             self._reducer.begin(sender, begin.weight)
             if begin.stripes > 1:
                 asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender)

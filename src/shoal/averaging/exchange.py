@@ -1,8 +1,8 @@
-"""One member's parts for one reducer on their way there, and the averages on their way back.
+"""One member's calls to one reducer, and the reducer's side of them.
 
-Over a long link one connection is slow to reach its speed and limited by what may be under way on it. There the parts
-are spread over several connections, the stripes: each takes the next part when it is done with the one before, so that
-a stripe that is slower than the others carries less. The averages come back in the same way.
+Over a long link one connection is slow to reach its speed and limited by what may be under way on it. There a member
+makes several calls, the stripes, and each takes the next slice when it is done with the one before, so that a stripe
+that is slower than the others carries less (:mod:`shoal.averaging.traffic`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from shoal.averaging.calls import PEER_FAILURES, all_of, open_patiently, send_part
+from shoal.averaging.calls import PEER_FAILURES, all_of, open_patiently
 from shoal.averaging.protocol import BeginReduce, PartMessage, PartStatus
-from shoal.averaging.reducer import PartReducer
-from shoal.averaging.vector import RoundVector
+from shoal.averaging.traffic import Traffic
 from shoal.clock import timeout
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
@@ -24,8 +23,8 @@ from shoal.reactor import cancel_and_wait, first_completed
 logger = logging.getLogger(__name__)
 
 MAX_STRIPES = 8
-SECONDS_PER_STRIPE = 0.0125
-"""A stripe for so much of the time to the reducer and back."""
+SECONDS_PER_STRIPE = 0.025
+"""A stripe for so much of the time to the reducer and back; the reducer makes as many, if it sends, too."""
 PARTS_PER_STRIPE = 4
 """At least: with fewer parts a further connection does not pay."""
 
@@ -43,35 +42,23 @@ class Exchange:
     """The sender's side.
 
     Args:
-        vector: this member's values.
-        reducer: position of the member that reduces the parts.
+        traffic: what is to be exchanged with the reducer.
         open_call: begins a call to it.
         may_end: set when the calls may end: this member holds all averages, of all reducers, or will get no more.
         timeout: seconds without the next average after which it is given up.
-        on_delivered: called when all parts are sent.
-        on_received: called when all averages are here.
     """
 
     def __init__(
         self,
-        vector: RoundVector,
-        reducer: int,
+        traffic: Traffic,
         open_call: Callable[[], AbstractAsyncContextManager[Call]],
         *,
         may_end: asyncio.Event,
         timeout: float,
-        on_delivered: Callable[[], None],
-        on_received: Callable[[], None],
     ) -> None:
-        self._vector, self._reducer, self._parts = vector, reducer, vector.parts[reducer]
+        self._traffic, self._vector = traffic, traffic.vector
         self._open_call, self._may_end, self._timeout = open_call, may_end, timeout
-        self._on_delivered, self._on_received = on_delivered, on_received
-        self._next = 0
-        """The first part that no stripe has taken yet."""
-        self._unsent = len(self._parts)
-        self._missing = set(range(len(self._parts)))
-        self._receiving = 0
-        """On how many stripes averages may still come."""
+        self._stripes = 1
 
     async def run(self, group_id: bytes, weight: float, stripes: int) -> None:
         """Exchange everything, then wait until the calls may end.
@@ -79,63 +66,50 @@ class Exchange:
         Raises:
             ProtocolError, P2PDaemonError, P2PHandlerError, TimeoutError: the reducer failed.
         """
-        self._receiving = stripes
+        self._stripes = stripes
+        self._traffic.begin(stripes, own=True)
         begin = [BeginReduce(group_id=group_id, weight=weight, stripe=i, stripes=stripes) for i in range(stripes)]
         await all_of(*[self._run_stripe(each) for each in begin])
 
     async def _run_stripe(self, begin: BeginReduce) -> None:
         async with open_patiently(self._open_call) as call:
             await call.send(begin)
-            await all_of(self._send_parts(call), self._receive_averages(call))
-            await self._may_end.wait()
             try:
-                await call.send_end()
-            except PEER_FAILURES as e:  # everything is here: it does not matter any more
-                logger.debug("a call to %s ended badly: %r", call.remote, e)
+                await all_of(self._send_until_end(call), self._receive_averages(call))
+            except PEER_FAILURES as e:
+                if not self._may_end.is_set():
+                    raise
+                logger.debug("a call to %s ended badly: %r", call.remote, e)  # everything is here: it does not matter
+
+    async def _send_until_end(self, call: Call) -> None:
+        """The end says that everything is here: over a long link it is not to wait for the reducer's own end."""
+        await self._send_parts(call)
+        await self._may_end.wait()
+        await call.send_end()
 
     async def _send_parts(self, call: Call) -> None:
-        while self._next < len(self._parts):
-            index, self._next = self._next, self._next + 1
-            await send_part(call, index, PartStatus.VALUES, self._vector.encode(self._parts[index]))
-            self._unsent -= 1
-            if not self._unsent:
-                self._on_delivered()
+        await self._traffic.send(call, self._traffic.parts_out, self._stripes)
         await call.send(PartMessage(index=0, status=int(PartStatus.NO_MORE)))
 
     async def _receive_averages(self, call: Call) -> None:
-        while True:
-            async with timeout(self._timeout):
-                message = await call.receive(PartMessage)
-                if message is None:
-                    break
-                if message.index not in self._missing:
-                    raise ProtocolError(f"sent an average of part {message.index}, which is not due")
-                values = await self._vector.receive(call, message, self._parts[message.index])
-            self._missing.remove(message.index)
-            self._vector.take(self._reducer, message.index, values, is_delta=message.status == PartStatus.DELTA)
-            if not self._missing:
-                self._on_received()
-        self._receiving -= 1
-        if not self._receiving and self._missing:
-            raise ProtocolError(f"ended before {len(self._missing)} of its averages")
+        if await self._traffic.receive(call, lambda: self._timeout) is not None:
+            raise ProtocolError("has no more to send, but does not end")
+        self._traffic.end(own=True)
 
 
 class Intake:
     """The reducer's side, for one sender.
 
     Args:
-        vector: this member's values; its own parts are those that it reduces.
-        own: this member's position.
-        sender: the other one's.
+        traffic: what is to be exchanged with the sender.
         begin: how the sender began.
         timeout: seconds without the next part after which it is given up.
+        timeout_for_averages: the same when all parts are here.
     """
 
-    def __init__(
-        self, vector: RoundVector, reducer: PartReducer, own: int, sender: int, begin: BeginReduce, timeout: float
-    ) -> None:
-        self._vector, self._reducer, self._parts, self._sender = vector, reducer, vector.parts[own], sender
-        self._timeout = timeout
+    def __init__(self, traffic: Traffic, begin: BeginReduce, timeout: float, timeout_for_averages: float) -> None:
+        self._traffic, self._vector = traffic, traffic.vector
+        self._timeout, self._timeout_for_averages = timeout, timeout_for_averages
         self.weight, self.stripes = begin.weight, begin.stripes
         self.begun: set[int] = set()
         """Stripes that have begun."""
@@ -143,10 +117,7 @@ class Intake:
         """How many stripes still have something to exchange."""
         self.open = begin.stripes
         """How many stripes the sender has not ended."""
-        self._missing = set(range(len(self._parts)))
-        self._taking = begin.stripes
-        """On how many stripes parts may still come."""
-        self._next_reply = 0
+        traffic.begin(begin.stripes, own=False)
 
     async def exchange(self, call: Call) -> None:
         """Take parts and give averages on one stripe.
@@ -159,31 +130,15 @@ class Intake:
         self.unfinished -= 1
 
     async def _take_parts(self, call: Call) -> None:
-        while True:
-            async with timeout(self._timeout):
-                message = await call.receive(PartMessage)
-            if message is None:
-                raise ProtocolError("ended before its last part")
-            if message.status == PartStatus.NO_MORE:
-                break
-            if message.status != PartStatus.VALUES or message.index not in self._missing:
-                raise ProtocolError(f"sent part {message.index} with status {message.status}, which is not due")
-            self._missing.remove(message.index)
-            await self._reducer.wait_for_room(message.index)
-            async with timeout(self._timeout):
-                values = await self._vector.receive(call, message, self._parts[message.index])
-            if values is None:
-                raise ProtocolError(f"sent part {message.index} without values")
-            self._reducer.deliver(self._sender, message.index, values)
-        self._taking -= 1
-        if not self._taking and self._missing:
-            raise ProtocolError(f"ended before {len(self._missing)} of its parts")
+        if await self._traffic.receive(call, self._limit) is None:
+            raise ProtocolError("ended before its last part")
+        self._traffic.end(own=False)
+
+    def _limit(self) -> float:
+        return self._timeout if self._traffic.parts_in.missing else self._timeout_for_averages
 
     async def _give_averages(self, call: Call) -> None:
-        while self._next_reply < len(self._parts):
-            index, self._next_reply = self._next_reply, self._next_reply + 1
-            encoded, is_delta = await self._reducer.reply(index, self._sender)
-            await send_part(call, index, PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded)
+        await self._traffic.send(call, self._traffic.averages_out, self.stripes)
 
     async def wait_for_end(self, call: Call, round_ended: asyncio.Event) -> bool:
         """A sender ends its side when it holds all averages; when the round is over it has to, soon.

@@ -127,6 +127,12 @@ class PartMessage(Header):
     """Among the parts that this reducer reduces."""
     status: int
     metadata: TensorMetadata | None = None
+    is_average: bool = False
+    """Of all members' values, from the reducer; otherwise the values of one, for the reducer."""
+    offset: int = 0
+    """Where the payload begins within the part, if that travels in slices."""
+    size: int = 0
+    """Of the whole part in bytes, if it travels in slices."""
 
 
 class RoundKind(IntEnum):

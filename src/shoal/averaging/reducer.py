@@ -132,6 +132,10 @@ class PartReducer:
             return OwnAverage(average, False, state.is_shared)
         return OwnAverage(average - counted, True, state.is_shared)
 
+    def is_averaged(self, index: int) -> bool:
+        """Nobody is waited for any more with a part."""
+        return self._states[index].done.is_set()
+
     async def peek(self, index: int) -> torch.Tensor | None:
         """The average of a part, which stays here."""
         state = self._states[index]

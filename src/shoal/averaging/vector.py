@@ -123,15 +123,31 @@ class RoundVector:
         Raises:
             ProtocolError: it is something else.
         """
-        metadata, dtype = message.metadata, part.info.descriptor.dtype
-        if message.status == PartStatus.UNCHANGED and metadata is None and not call.payload_size:
+        if message.status == PartStatus.UNCHANGED and message.metadata is None and not call.payload_size:
             return None
+        self.check(message, part, call.payload_size)
+        buffer = bytes_of(torch.empty(call.payload_size, dtype=torch.uint8))
+        await call.read_payload_into(buffer)
+        return self.decode(message, buffer)
+
+    def check(self, message: PartMessage, part: Part, nbytes: int) -> None:
+        """Check that a message announces a part as it has to be.
+
+        Args:
+            nbytes: how many bytes the whole part is said to have.
+
+        Raises:
+            ProtocolError: it does not.
+        """
+        metadata, dtype = message.metadata, part.info.descriptor.dtype
         if metadata is None or metadata.size != (part.length,) or metadata.dtype != dtype_name(dtype):
             raise ProtocolError(f"sent {metadata} for a part of {part.length} values of {dtype}")
         size = self.codec.compressed_nbytes(metadata.size, part.info)
         limit = 2 * part.length * dtype.itemsize + 2**16
-        if call.payload_size != size if size is not None else call.payload_size > limit:
-            raise ProtocolError(f"sent {call.payload_size} bytes for a part of {part.length} values")
-        buffer = bytes_of(torch.empty(call.payload_size, dtype=torch.uint8))
-        await call.read_payload_into(buffer)
-        return self.codec.extract(SerializedTensor(metadata, buffer)).detach()
+        if nbytes != size if size is not None else nbytes > limit:
+            raise ProtocolError(f"sent {nbytes} bytes for a part of {part.length} values")
+
+    def decode(self, message: PartMessage, buffer: memoryview) -> torch.Tensor:
+        """The values of a part whose bytes are all here, after :meth:`check`."""
+        assert message.metadata is not None
+        return self.codec.extract(SerializedTensor(message.metadata, buffer)).detach()

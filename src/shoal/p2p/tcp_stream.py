@@ -198,6 +198,15 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
             if self._closed:
                 raise StreamClosedError(self._reason)
 
+    def limit_backlog(self, nbytes: int | None) -> None:
+        connection = None if self._transport is None else self._transport.get_extra_info("socket")
+        if connection is None or self._transport is None:  # it is over already
+            return
+        limit = WRITE_HIGH_WATER if nbytes is None else nbytes
+        self._transport.set_write_buffer_limits(high=limit)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, limit)
+
     def on_closed(self, callback: Callable[[], object] | None) -> None:
         self._close_callback = callback
         if self._closed and callback is not None:

@@ -53,6 +53,12 @@ class Stream(ABC):
         """
         return None
 
+    def limit_backlog(self, nbytes: int | None) -> None:  # noqa: B027
+        """Let no more than about so many bytes wait here unsent while the other side is slow; ``None``: as usual.
+
+        For work that is shared among several streams: what waits here, none of the others can take over.
+        """
+
     @abstractmethod
     def on_closed(self, callback: Callable[[], object] | None) -> None:
         """Call this once when the connection ends; at once if it has. Replaces the previous callback."""

@@ -1,0 +1,152 @@
+"""What two members of a round send each other: the parts that the other one reduces, and averages back."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from shoal.averaging.protocol import PartMessage, PartStatus
+from shoal.averaging.reducer import PartReducer
+from shoal.averaging.slices import Encoded, Incoming, Outgoing, send_all
+from shoal.averaging.vector import RoundVector
+from shoal.clock import timeout
+from shoal.errors import ProtocolError
+from shoal.p2p import Call
+
+BACKLOG_BYTES = 2**15
+"""What may wait unsent on a call that shares its work with others: little, so that all of them end together."""
+
+
+class Traffic:
+    """Everything between this member and another one, whichever of the two has made the call that carries it.
+
+    Where all is near, parts travel on the calls of the one that sends them, and averages back on the same calls. Over
+    a long link, every call carries whatever is to be sent next: so all connections are at work from the beginning,
+    when there are no averages yet, to the end, when there are no parts any more.
+
+    Args:
+        vector: this member's values.
+        own, other: positions of the two.
+        gives: whether this member sends parts.
+        takes: whether the other one does.
+        on_delivered: called when all parts are sent.
+        on_received: called when all averages are here.
+    """
+
+    def __init__(
+        self,
+        vector: RoundVector,
+        reducer: PartReducer,
+        own: int,
+        other: int,
+        *,
+        gives: bool,
+        takes: bool,
+        on_delivered: Callable[[], None],
+        on_received: Callable[[], None],
+    ) -> None:
+        self.vector, self._reducer, self.other = vector, reducer, other
+        self._on_received = on_received
+        theirs, ours = vector.parts[other] if gives else [], vector.parts[own] if takes else []
+        self.parts_out = Outgoing(len(theirs), self._encode_part, lambda index: True, _no_wait, on_delivered)
+        self.averages_out = Outgoing(
+            len(ours), self._encode_average, reducer.is_averaged, reducer.peek, on_sent=lambda: None
+        )
+        self.parts_in, self.averages_in = Incoming(vector, ours), Incoming(vector, theirs)
+        self._calls = {True: math.inf if theirs else 0, False: math.inf if ours else 0}
+        """On how many calls something may still come: those that this member makes, and those of the other one."""
+        self._begun = asyncio.Event()
+        """The other one has told its weight; parts may overtake that."""
+        self._is_over = False
+
+    async def _encode_part(self, index: int) -> Encoded:
+        part = self.vector.parts[self.other][index]
+        return Encoded(PartStatus.VALUES, self.vector.encode(part), is_average=False)
+
+    async def _encode_average(self, index: int) -> Encoded:
+        encoded, is_delta = await self._reducer.reply(index, self.other)
+        return Encoded(PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded, is_average=True)
+
+    def begin(self, calls: int, *, own: bool) -> None:
+        """Some calls begin, which are this member's own or those of the other one."""
+        self._calls[own] = calls
+        if not own:
+            self._begun.set()
+        if calls > 1:
+            self.parts_out.in_slices = self.averages_out.in_slices = True
+
+    def stop(self) -> None:
+        """No average counts any more."""
+        self._is_over = True
+
+    async def send(self, call: Call, usual: Outgoing, calls: int) -> None:
+        """Send what is left on one of some calls."""
+        if calls == 1:
+            await send_all(call, usual)
+            return
+        stream = call.connection.stream
+        stream.limit_backlog(BACKLOG_BYTES)
+        try:
+            await send_all(call, self.parts_out, self.averages_out)
+        finally:
+            stream.limit_backlog(None)
+
+    async def receive(self, call: Call, limit: Callable[[], float]) -> PartMessage | None:
+        """Receive parts and averages on one call until the other side has no more to send on it.
+
+        Args:
+            limit: seconds without the next message after which it is given up.
+
+        Returns:
+            How it has said so.
+
+        Raises:
+            ProtocolError, P2PDaemonError, P2PHandlerError, TimeoutError: the other member failed.
+        """
+        while True:
+            async with timeout(limit()):
+                message = await call.receive(PartMessage)
+            if message is None or message.status == PartStatus.NO_MORE:
+                return message
+            incoming = self._expect(message)
+            if incoming is self.parts_in:
+                await self._begun.wait()
+                await self._reducer.wait_for_room(message.index)
+            async with timeout(limit()):
+                is_complete, values = await incoming.receive(call, message)
+            if not is_complete:
+                continue
+            if incoming is self.averages_in:
+                self._check_not_over()
+                self.vector.take(self.other, message.index, values, is_delta=message.status == PartStatus.DELTA)
+                if not incoming.missing:
+                    self._on_received()
+            elif values is not None:
+                self._reducer.deliver(self.other, message.index, values)
+
+    def _expect(self, message: PartMessage) -> Incoming:
+        incoming = self.averages_in if message.is_average else self.parts_in
+        is_valid = message.is_average or message.status == PartStatus.VALUES
+        if message.index not in incoming.missing or not is_valid:
+            raise ProtocolError(f"sent part {message.index} with status {message.status}, which is not due")
+        return incoming
+
+    def _check_not_over(self) -> None:
+        if self._is_over:
+            raise ProtocolError("sent an average that is not waited for any more")
+
+    def end(self, *, own: bool) -> None:
+        """Nothing more comes on one call.
+
+        Raises:
+            ProtocolError: nothing more comes at all, but something is missing.
+        """
+        self._calls[own] -= 1
+        missing = len(self.parts_in.missing) + len(self.averages_in.missing)
+        if missing and not sum(self._calls.values()):
+            raise ProtocolError(f"ended before {missing} of its parts and averages")
+
+
+async def _no_wait(index: int) -> None:
+    await asyncio.sleep(0)

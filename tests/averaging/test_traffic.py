@@ -1,0 +1,123 @@
+"""Parts and averages between two members, on whichever call they come."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from shoal.averaging.protocol import PartMessage, PartStatus
+from shoal.averaging.reducer import PartReducer
+from shoal.averaging.traffic import Traffic
+from shoal.averaging.vector import RoundVector
+from shoal.compression import CompressionInfo, NoCompression
+from shoal.errors import ProtocolError
+
+NO_MORE = PartMessage(index=0, status=int(PartStatus.NO_MORE))
+
+
+class Incoming:
+    """A call on which the other side has sent all of this already."""
+
+    def __init__(self, *messages):
+        self.messages, self.payload = list(messages), b""
+
+    @property
+    def payload_size(self):
+        return len(self.payload)
+
+    async def receive(self, kind):
+        if not self.messages:
+            return None
+        message, self.payload = self.messages.pop(0)
+        return message
+
+    async def read_payload_into(self, buffer):
+        buffer[:] = self.payload
+
+
+class Sides:
+    """Two members of two, who each reduce one part; this is the first one."""
+
+    def __init__(self):
+        self.tensor = torch.zeros(20)
+        info = CompressionInfo.from_tensor(self.tensor, key=0)
+        self.vector = RoundVector([self.tensor], [info], NoCompression(), 40, [10, 10], 1.0)
+        infos = [part.info for part in self.vector.parts[0]]
+        own = [self.vector.values(part) for part in self.vector.parts[0]]
+        self.reducer = PartReducer(infos, NoCompression(), [1], own, 0, {0: 1.0})
+        self.received = asyncio.Event()
+        self.traffic = Traffic(
+            self.vector,
+            self.reducer,
+            0,
+            1,
+            gives=True,
+            takes=True,
+            on_delivered=lambda: None,
+            on_received=self.received.set,
+        )
+
+    def message(self, value, *, is_average):
+        part = self.vector.parts[1 if is_average else 0][0]
+        encoded = NoCompression().compress(torch.full((10,), value), part.info)
+        status = int(PartStatus.VALUES)
+        return PartMessage(0, status, encoded.metadata, is_average), bytes(encoded.buffer)
+
+    def begin(self):
+        """The other one begins."""
+        self.traffic.begin(1, own=False)
+        self.reducer.begin(1, 3.0)
+
+    async def receive(self, *messages):
+        return await self.traffic.receive(Incoming(*messages), lambda: 5.0)
+
+
+async def test_a_part_that_overtakes_the_beginning_waits_for_the_weight():
+    sides = Sides()
+    part = sides.message(4.0, is_average=False)
+    receiving = asyncio.ensure_future(sides.receive(part, (NO_MORE, b"")))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not receiving.done()
+    assert sides.traffic.parts_in.missing
+    sides.begin()
+    assert await receiving == NO_MORE
+    assert (await sides.reducer.average(0)).values.tolist() == [3.0] * 10
+
+
+async def test_an_average_that_is_not_waited_for_any_more_changes_nothing():
+    sides = Sides()
+    sides.traffic.stop()
+    with pytest.raises(ProtocolError):
+        await sides.receive(sides.message(4.0, is_average=True))
+    assert not sides.tensor.any()
+    assert sides.vector.held == [0, 0]
+
+
+async def test_averages_are_applied():
+    sides = Sides()
+    assert await sides.receive(sides.message(4.0, is_average=True)) is None
+    assert sides.tensor.tolist() == [0.0] * 10 + [4.0] * 10
+    assert sides.received.is_set()
+
+
+@pytest.mark.parametrize("is_average", [False, True])
+async def test_nothing_comes_twice(is_average):
+    sides = Sides()
+    sides.begin()
+    message = sides.message(4.0, is_average=is_average)
+    with pytest.raises(ProtocolError):
+        await sides.receive(message, message)
+
+
+async def test_it_is_noticed_when_nothing_more_comes_although_something_is_missing():
+    sides = Sides()
+    sides.traffic.begin(2, own=True)
+    sides.begin()
+    await sides.receive(sides.message(4.0, is_average=True))
+    sides.traffic.end(own=True)
+    sides.traffic.end(own=False)  # the part may still come on the second call of this member
+    with pytest.raises(ProtocolError, match="ended before 1"):
+        sides.traffic.end(own=True)
