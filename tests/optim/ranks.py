@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal import DHT, GradScaler, Optimizer
 from shoal.errors import ProcessGroupError
 from shoal.optim.multi_process import MultiProcessOptimizer
+from shoal.optim.processes import Processes
 from tests.optim.conftest import wait_until
 from tests.optim.test_equivalence import loss_of, make_model, step_schedule
 
@@ -256,6 +257,19 @@ def download() -> None:
         check_same_everywhere(model)
 
 
+def several_groups() -> None:
+    """Two peers of two processes each, in groups where words need connections of their own."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(members, backend="cpu:gloo") for members in ([0, 1], [2, 3])]
+    assert dist.get_backend(groups[rank // 2]) != "gloo", "else they need none"
+    processes = Processes(groups[rank // 2], torch.device("cpu"))
+    assert processes.add_up(rank) == ([0 + 1, 1, 2 + 3, 3][rank])
+    assert processes.agree_on([rank // 2])
+    tensor = torch.full((3,), float(rank))
+    processes.copy_from_first([tensor])
+    assert tensor.tolist() == [2 * (rank // 2)] * 3
+
+
 # --- what goes wrong; each ends its process in a way of its own -------------------------------------------------------
 
 
@@ -314,6 +328,8 @@ def wrong_use() -> None:
         MultiProcessOptimizer(dht=None, optimizer=make_sgd(model.parameters()), **options)
     with pytest.raises(ValueError, match="auxiliary"):
         MultiProcessOptimizer(dht=None, optimizer=make_sgd(model.parameters()), auxiliary=True, **options)
+    with pytest.raises(ValueError if rank == 0 else ProcessGroupError, match=r"needs a DHT|has failed"):
+        MultiProcessOptimizer(dht=None, optimizer=make_sgd(make_model().parameters()), **options)
     opt = first_of_two(make_model())
     for arguments in ({}, {"batch_size": -1}, {"batch_size": 1, "grad_scaler": object()}):
         with pytest.raises(ValueError, match=r"batch_size|grad_scaler"):

@@ -21,6 +21,10 @@ def test_a_peer_of_two_processes_and_one_of_one(scenario: Callable[[], None]) ->
     run_in_group(scenario, 3)
 
 
+def test_several_groups_at_once() -> None:
+    run_in_group(ranks.several_groups, 4)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
 @pytest.mark.parametrize(("scenario", "victim"), [(ranks.another_process_dies, 1), (ranks.first_process_dies, 0)])
 def test_a_process_that_dies_is_noticed_at_once(scenario: Callable[[], None], victim: int) -> None:

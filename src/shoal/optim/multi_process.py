@@ -93,9 +93,9 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
         self.swarm: Optimizer | None = None
         """Of the first process."""
         if self._processes.is_first:
-            if dht is None:
-                raise ValueError("the first process of a peer needs a DHT")
             with self._deciding():
+                if dht is None:
+                    raise ValueError("the first process of a peer needs a DHT")
                 self._join(
                     dht=dht,
                     optimizer=optimizer,

@@ -67,7 +67,10 @@ class Processes:
         by_gloo = dist.get_backend(self._group) == "gloo"
         self._device = torch.device("cpu") if by_gloo else device
         # gloo notices at once when a process dies, and does not make the GPU wait
-        self._control: Any = self._group if by_gloo else dist.new_group(members, backend="gloo")
+        # local: other groups may make theirs at the same time, and would meet these processes under the same name
+        self._control: Any = (
+            self._group if by_gloo else dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        )
 
     @property
     def is_first(self) -> bool:
