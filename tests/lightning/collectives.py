@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -25,6 +26,14 @@ def among_three() -> None:
     part = dist.new_group([1, 2])
     if rank in (1, 2):
         check_all_functions(part, [1, 2])
+    else:
+        check_stranger(part)
+
+
+def check_stranger(group: dist.ProcessGroup) -> None:
+    for function in (gather_all_tensors, all_gather_ddp_if_available, sync_ddp, AllGatherGrad.apply):
+        with pytest.raises(ValueError, match="process 0 does not belong to the group"):
+            function(torch.ones(2), group)
 
 
 def check_all_functions(group: dist.ProcessGroup | None, members: list[int]) -> None:

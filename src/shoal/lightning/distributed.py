@@ -135,6 +135,18 @@ def init_dist_connection(
 # --- gathering --------------------------------------------------------------------------------------------------------
 
 
+def _check_membership(group: Any) -> None:
+    """Otherwise torch only warns, and gives sizes and ranks of -1.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"process {dist.get_rank()} does not belong to the group: call this only in the processes that do"
+        )
+
+
 def _gather_equal(tensor: Tensor, group: Any) -> list[Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, tensor, group=group)
@@ -148,7 +160,11 @@ def gather_all_tensors(result: Tensor, group: Any | None = None) -> list[Tensor]
     Args:
         result: this process' tensor. All must have the same type and number of dimensions; sizes may differ.
         group: the process group; default: all processes.
+
+    Raises:
+        ValueError: this process is not in the group.
     """
+    _check_membership(group)
     result = result.contiguous()
     dist.barrier(group=group)
     if result.ndim == 0:
@@ -175,6 +191,7 @@ class AllGatherGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any | None = None) -> Tensor:
         """Stack the tensors of all processes: ``(processes of the group, *shape)``."""
+        _check_membership(group)
         ctx.group = group
         return torch.stack(_gather_equal(tensor.contiguous(), group))
 
@@ -193,6 +210,9 @@ def all_gather_ddp_if_available(tensor: Tensor, group: Any | None = None, sync_g
         tensor: of the same shape in all processes.
         group: the process group; default: all processes.
         sync_grads: let gradients flow back to all processes.
+
+    Raises:
+        ValueError: this process is not in the group.
     """
     if not distributed_available():
         return tensor
@@ -220,9 +240,10 @@ def sync_ddp(
         sum.
 
     Raises:
-        ValueError: there is no such operation.
+        ValueError: there is no such operation, or this process is not in the group.
     """
     divide, operation = _operation(reduce_op)
+    _check_membership(group)
     dist.barrier(group=group)
     reduced = result.contiguous()
     dist.all_reduce(reduced, op=operation, group=group)
