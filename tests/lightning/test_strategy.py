@@ -168,6 +168,26 @@ def test_uneven_batches_are_counted_one_by_one(make: Make, pl: ModuleType, tmp_p
 
 
 @pytest.mark.usefixtures("by_count")
+@pytest.mark.parametrize(
+    ("options", "trainer_options", "epochs"),
+    [
+        ({}, {}, [0, 0, 0, 1, 1, 1, 1, 2]),
+        ({"batch_size": BATCH, "reuse_grad_buffers": True}, {}, [0, 0, 0, 1, 1, 1, 1, 2]),
+        ({}, {"accumulate_grad_batches": 2}, [0, 0, 0, 1, 1, 1, 1, 2]),
+    ],
+)
+def test_batches_without_a_loss_do_not_count(
+    make: Make, pl: ModuleType, tmp_path: Path, options: dict[str, Any], trainer_options: dict[str, Any], epochs: list
+) -> None:
+    """``training_step`` may return None to leave a batch out; its samples have no gradients."""
+    model, with_loss = make_model(pl), iter([True, False, False, True] * 2)
+    compute = model.training_step
+    model.training_step = lambda batch, batch_idx: compute(batch, batch_idx) if next(with_loss) else None
+    make_trainer(pl, tmp_path, strategy=make(**options), **trainer_options).fit(model, data())
+    assert model.epochs == epochs
+
+
+@pytest.mark.usefixtures("by_count")
 def test_several_steps_in_one_batch(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     """Manual optimization: each step counts the whole batch."""
     model = make_model(pl)
@@ -281,6 +301,32 @@ def test_checkpoint_of_the_strategy_goes_on_without_it(make: Make, pl: ModuleTyp
     other = make_model(pl)
     make_trainer(pl, tmp_path, max_epochs=1).fit(other, data(), ckpt_path=path)
     torch.testing.assert_close(weights(other), weights(model))
+
+
+@pytest.mark.usefixtures("by_count")
+def test_an_optimizer_is_as_before_when_training_has_ended(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+    model = make_model(pl)
+    optimizer = sgd(model)
+    model.configure_optimizers = lambda: optimizer
+    make_trainer(pl, tmp_path, strategy=make(), gradient_clip_val=1e-9).fit(model, data())
+    before = weights(model).clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert (before - weights(model)).min() > 0.01, "gradients are still being clipped"
+
+
+def test_a_peer_that_fails_to_leave_politely_leaves_all_the_same(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+    model, strategy = make_model(pl), make()
+    original = shoal.Optimizer.shutdown
+
+    def fail(optimizer: shoal.Optimizer) -> None:
+        original(optimizer)
+        raise RuntimeError("a step in the background has failed")
+
+    with mock.patch.object(shoal.Optimizer, "shutdown", fail), pytest.raises(RuntimeError, match="in the background"):
+        make_trainer(pl, tmp_path, strategy=strategy).fit(model, data(batches=1))
+    assert not strategy.dht.is_alive()
 
 
 # --- grad buffers -----------------------------------------------------------------------------------------------------
@@ -436,6 +482,19 @@ def test_two_optimizers(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     model.automatic_optimization = False
     with pytest.raises(misconfiguration(pl), match="Hivemind only supports training with one optimizer"):
         make_trainer(pl, tmp_path, strategy=make()).fit(model, data())
+
+
+def test_nothing_to_train(make: Make, pl: ModuleType, tmp_path: Path) -> None:
+    for configure in (lambda module: None, lambda module: sgd(module.requires_grad_(False))):
+        with pytest.raises(misconfiguration(pl), match="no parameter that requires gradients"):
+            make_trainer(pl, tmp_path, strategy=make()).fit(make_model(pl, configure), data())
+
+
+@pytest.mark.parametrize("name", ["averaging_timout", "batch_size_per_step"])
+def test_unknown_options_are_told_at_once(make: Make, name: str) -> None:
+    with mock.patch("shoal.DHT", autospec=True) as dht, pytest.raises(TypeError, match=f"'{name}'"):
+        make(**{name: 3})
+    assert not dht.called
 
 
 def test_plateaus(make: Make, pl: ModuleType, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 
 class GradientClipping:
@@ -18,15 +19,18 @@ class GradientClipping:
         self._precision_plugin = precision_plugin
         self._value = 0.0
         self._by_value = False
+        self._handle: RemovableHandle | None = None
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip whenever this optimizer steps, as was asked for last."""
         self._precision_plugin.clip_gradients = self._remember
-        optimizer.register_step_pre_hook(self._clip)
+        self._handle = optimizer.register_step_pre_hook(self._clip)
 
     def remove(self) -> None:
-        """Give the precision plugin its own method back."""
+        """Give the precision plugin its own method back, and leave the optimizer alone."""
         del self._precision_plugin.clip_gradients
+        if self._handle is not None:
+            self._handle.remove()
 
     def _remember(self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: str = "norm") -> None:
         self._value, self._by_value = clip_val or 0.0, str(gradient_clip_algorithm).lower().endswith("value")

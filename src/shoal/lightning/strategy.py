@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union
@@ -17,6 +18,7 @@ from shoal.lightning.joining import INITIAL_PEERS_ENV, initial_peer_addresses, j
 from shoal.lightning.local_processes import LocalProcesses
 from shoal.lightning.progress import SwarmProgress
 from shoal.lightning.schedule import HiveMindScheduler, forget_schedule, joint_schedule, move_optimizer
+from shoal.optim import Optimizer
 
 __all__ = ["HiveMindScheduler", "HivemindStrategy"]
 
@@ -25,6 +27,8 @@ SwarmOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer"]
 DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic")
 DEFAULT_AVERAGER_OPTS = {"request_timeout": 1.0}
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
+GIVEN_BY_THE_STRATEGY = frozenset({"self", "dht", "optimizer", "params", "scheduler", "batch_size_per_step"})
+"""Options of the swarm's optimizer that the strategy finds itself."""
 
 
 class HivemindStrategy(LocalProcesses):
@@ -61,6 +65,7 @@ class HivemindStrategy(LocalProcesses):
 
     Raises:
         ValueError: options that contradict each other.
+        TypeError: options that do not exist.
         BootstrapError: no initial peer could be reached; it says why for each address.
         ModuleNotFoundError: Lightning is not installed.
     """
@@ -101,6 +106,7 @@ class HivemindStrategy(LocalProcesses):
         **optimizer_kwargs: Any,
     ) -> None:
         super().__init__()
+        _check_names(optimizer_kwargs)
         _check_delays(delay_grad_averaging, delay_state_averaging, delay_optimizer_step, offload_optimizer)
         if batch_size is not None and batch_size <= 0:
             raise ValueError(f"batch_size must be positive, got {batch_size}")
@@ -142,6 +148,8 @@ class HivemindStrategy(LocalProcesses):
         self._is_training = self._zero_grad_is_off = False
         self._checkpoint: Mapping[str, Any] | None = None
         self._batch_samples = self._samples_since_step = 0
+        self._has_gradients = False
+        """There was a loss since the last step."""
         self.dht: shoal.DHT | None = self._start_dht() if current_rank() == 0 else None
         """Of the first process of this peer."""
 
@@ -185,7 +193,7 @@ class HivemindStrategy(LocalProcesses):
         """Prepare the model, and refuse early what cannot work.
 
         Raises:
-            MisconfigurationException: more than one optimizer, or a precision that is not supported.
+            MisconfigurationException: more than one optimizer, nothing to train, or a precision that is not supported.
             ValueError: a scheduler that cannot follow the swarm.
         """
         self.model_to_device()
@@ -238,6 +246,11 @@ class HivemindStrategy(LocalProcesses):
             raise self._flavour.misconfigured(
                 f"Hivemind only supports training with one optimizer. configure_optimizers returned "
                 f"{len(self.optimizers)}"
+            )
+        if not any(p.requires_grad for group in self.optimizers[0].param_groups for p in group["params"]):
+            raise self._flavour.misconfigured(
+                "there is nothing to train: the optimizer of configure_optimizers has no parameter that requires "
+                "gradients. Return an optimizer of parameters with requires_grad=True"
             )
         for config in self.lr_scheduler_configs:
             if isinstance(config.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -326,10 +339,39 @@ class HivemindStrategy(LocalProcesses):
         self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
         """Tell the swarm's optimizer how many samples the gradients are of."""
-        if self._batch_size is None and optimizer is self._optimizer:
+        is_swarm = optimizer is self._optimizer
+        if not is_swarm:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._batch_size is None:
             kwargs.setdefault("batch_size", self._samples_since_step or self._batch_samples)
-            self._samples_since_step = 0
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        try:
+            return super().optimizer_step(optimizer, functools.partial(self._run, closure), model, **kwargs)
+        except _NoLossError:
+            earlier = self._samples_since_step if self._batch_size is None else self._batch_size
+            kwargs["batch_size"] = earlier if self._has_gradients else 0
+            return super().optimizer_step(optimizer, lambda: torch.zeros(()), model, **kwargs)
+        finally:
+            self._samples_since_step, self._has_gradients = 0, False
+
+    def _run(self, closure: Callable[[], Any]) -> Any:
+        """Only the closure tells whether there is a loss, when the number of samples has been given already."""
+        loss = closure()
+        if loss is None and self._is_automatic():
+            raise _NoLossError
+        return loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A batch for which the module returns no loss does not count: it has no gradients."""
+        output = super().training_step(*args, **kwargs)
+        if output is not None:
+            self._has_gradients = True
+        elif self._is_automatic():
+            self._samples_since_step -= self._batch_samples
+        return output
+
+    def _is_automatic(self) -> bool:
+        """Otherwise the module calls ``backward`` itself, and need not return anything."""
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def on_train_end(self) -> None:
         """What is still under way in the background goes into the model, in all processes of this peer."""
@@ -357,11 +399,13 @@ class HivemindStrategy(LocalProcesses):
         if self._clipping is not None:
             self._clipping.remove()
             self._clipping = None
-        if self._optimizer is not None:
-            self._optimizer.shutdown()
-        if self._is_training and self.dht is not None:
-            self.dht.shutdown()
-        super().teardown()
+        try:
+            if self._optimizer is not None:
+                self._optimizer.shutdown()
+        finally:
+            if self._is_training and self.dht is not None:
+                self.dht.shutdown()
+            super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -370,6 +414,24 @@ class HivemindStrategy(LocalProcesses):
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Takes the place of ``optimizer_zero_grad``."""
+
+
+class _NoLossError(Exception):
+    """``training_step`` has returned ``None``."""
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """A name that is wrong is told here, not when the first batch comes.
+
+    Raises:
+        TypeError: there is one.
+    """
+    known = inspect.signature(Optimizer.__init__).parameters.keys() - GIVEN_BY_THE_STRATEGY
+    if unknown := sorted(options.keys() - known):
+        raise TypeError(
+            f"HivemindStrategy has no options {unknown}: beside its own, it takes those of shoal.Optimizer, except for "
+            f"{', '.join(sorted(GIVEN_BY_THE_STRATEGY - {'self'}))}, which it finds itself"
+        )
 
 
 def _check_delays(grads: bool, state: bool, step: bool | None, offload: bool | None) -> None:
