@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from shoal.testing import Link
@@ -28,6 +30,36 @@ def test_survivors_finish_the_round(kind, when):
         members = run_round(seed, size, link=NO_LOSS, interfere=deaths(dying, first, last, kind))
         averaged += check_survivors(members, 2 * WINDOW + STAGGER + notice)
     assert averaged >= 0.9 * runs * (size - dying)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.15, 0.3])
+@pytest.mark.parametrize("count", [1, 2])
+def test_silent_coordinators_are_paid_for_only_once(count, after):
+    """The first ones in the order of coordinators fall silent, at some moment of the all-reduce."""
+    died = []
+
+    def interfere(network, members):
+        loop = asyncio.get_running_loop()
+
+        def look():
+            rounds = [current for member in members for current in member.node._rounds._running.values()]
+            if len(rounds) == len(members):
+                loop.call_later(after, silence, rounds[0]._allreduce)
+            else:
+                loop.call_later(0.01, look)
+
+        def silence(allreduce):
+            died.append(loop.time())
+            for index in allreduce.coordinators[:count]:
+                network.host_of(allreduce.group.peer_ids[index]).power_off()
+
+        look()
+
+    members = run_round(1, 8, link=NO_LOSS, interfere=interfere)
+    living = [member for member in members if member.host.is_up]
+    assert len(living) == 8 - count
+    silence = living[0].node.config.sender_timeout
+    check_survivors(members, died[0] + silence + 2)  # for the ways there and back
 
 
 def test_many_deaths_of_all_kinds_on_failing_links():
