@@ -159,7 +159,13 @@ class StateSharing:
         patience_ends = asyncio.get_running_loop().time() + BUSY_PATIENCE
         while True:
             gathering = _Gathering(self._get_stub, self._max_bytes, self._chunk_timeout)
-            state = await gathering.run(await self._find_donors())
+            donors = await self._find_donors()
+            others = [peer for rank, peer in donors[1:MAX_DONORS] if rank == donors[0][0]]
+            dialling = [asyncio.ensure_future(self._p2p.prepare(peer, 1)) for peer in others]
+            try:
+                state = await gathering.run(donors)
+            finally:
+                await cancel_and_wait(*dialling)  # who cannot be reached is told when it is asked
             if state is not None or not gathering.busy or asyncio.get_running_loop().time() >= patience_ends:
                 return state
             logger.info("the donors of the state are busy with others: asking again")
