@@ -1,7 +1,7 @@
 """Which loss low-rank averaging of gradients reaches, and with how many bytes, on the demo's language model.
 
     python benchmarks/low_rank.py
-    python benchmarks/low_rank.py --epochs 300 --target-batch-size 256 --longer 1
+    python benchmarks/low_rank.py --longer 1
 
 Real processes over loopback train the same byte-level transformer from the same parameters, with plain averaging, with
 PowerSGD and with PowerEF; these make 1.4 times as many global steps (``--longer``). Counted is every byte of messages
@@ -42,6 +42,7 @@ def measure(averager: str, args: argparse.Namespace) -> dict[str, Any]:
         "epochs": epochs,
         "target_batch_size": args.target_batch_size,
         "average_state_every": args.average_state_every,
+        "rate": args.rate,
     }
     with LanguageCrew("low_rank_peer.py", "shoal", args.peers, **options) as crew:
         crew.ask("train", FIRST_EPOCHS)
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=240, help="global steps with plain averaging")
     parser.add_argument("--longer", type=float, default=1.4, help="low-rank averagers make so many times more steps")
     parser.add_argument("--target-batch-size", type=int, default=128, help="windows of text in each global step")
+    parser.add_argument("--rate", type=float, default=0.2, help="learning rate; of embedding tables ten times as high")
     parser.add_argument("--average-state-every", type=int, default=100, help="global steps; the same for all averagers")
     args = parser.parse_args()
     print(f"{args.peers} peers, {args.epochs} global steps of {args.target_batch_size} windows, rank {args.rank}")

@@ -21,7 +21,9 @@ AVERAGERS: dict[str, Any] = {
     "PowerEF": lambda rank: PowerEFGradientAverager.get_factory(averager_rank=rank),
 }
 BATCH_SIZE = 16
-LEARNING_RATE, TABLE_LEARNING_RATE, MOMENTUM = 0.3, 3.0, 0.9
+MOMENTUM = 0.9
+TABLES_FASTER = 10
+"""So many times the learning rate of the other parameters."""
 WARM_UP_EPOCHS = 10
 HELD_OUT_WINDOWS = 1500
 
@@ -51,9 +53,9 @@ class LanguagePeer:
             self.dht = shoal.DHT(addresses, start=True)
         epochs = self.args.epochs
         groups = demo_model.parameter_groups(self.model)
-        for group, rate in zip(groups, (LEARNING_RATE, TABLE_LEARNING_RATE), strict=True):
-            group["lr"] = rate
-        optimizer = torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=MOMENTUM)
+        for group, factor in zip(groups, (1, TABLES_FASTER), strict=True):
+            group["lr"] = factor * self.args.rate
+        optimizer = torch.optim.SGD(groups, lr=self.args.rate, momentum=MOMENTUM)
         self.optimizer = shoal.Optimizer(
             dht=self.dht,
             run_id="low_rank",
@@ -105,6 +107,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--target_batch_size", type=int, required=True)
     parser.add_argument("--average_state_every", type=int, required=True)
+    parser.add_argument("--rate", type=float, required=True)
     args = parser.parse_args()
     obey(lambda: LanguagePeer(args))
 
