@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-LIGHTNING_TESTS := tests/lightning/test_strategy.py tests/lightning/test_equivalence.py
+LIGHTNING_TESTS := tests/lightning/test_strategy.py tests/lightning/test_strategy_misuse.py tests/lightning/test_equivalence.py
 # In two processes: one has the tests that start processes of their own, of which one at a time is enough.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from shoal.optim import Optimizer
 from tests.optim.conftest import wait_until
 
+PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
+"""Or ``pytorch_lightning``: a program uses one of them, so each needs a run of its own."""
 BATCH = 4
+STEP = 2 * BATCH
+"""Samples of a step of the swarm: two batches."""
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 
 MakeOptimizers = Callable[[nn.Module], Any]
@@ -94,3 +101,17 @@ def make_trainer(pl: ModuleType, folder: Any, **options: Any) -> Any:
 
 def import_lightning(package: str) -> ModuleType:
     return importlib.import_module(package)
+
+
+@contextmanager
+def warned_of(text: str) -> Iterator[None]:
+    """Lightning warns of other things, too, which ``pytest.warns`` would make errors."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert any(text in str(warning.message) and warning.category is UserWarning for warning in caught)
+
+
+def misconfiguration() -> type[Exception]:
+    """What the package that is tested raises."""
+    return import_lightning(f"{PACKAGE}.utilities.exceptions").MisconfigurationException
