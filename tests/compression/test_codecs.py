@@ -218,3 +218,5 @@ def test_copies_of_a_state_are_its_own(monkeypatch, piece_bytes):
         assert not copy.requires_grad
         assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
         assert torch.equal(copy, tensor)
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1, "their memory comes and goes as a whole"
+    assert base.copies_of([]) == []

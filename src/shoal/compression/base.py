@@ -8,6 +8,7 @@ after shape, type and number of bytes have been checked against each other.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
 import os
@@ -29,6 +30,8 @@ Buffer = bytes | bytearray | memoryview
 MAX_DIMENSIONS = 64
 HUGE_FROM_BYTES = 2**22
 """Smaller tensors do not gain from huge pages."""
+_ALIGNMENT = 64
+"""Copies begin at multiples of so many bytes."""
 _COPY_BYTES, _COPY_THREADS = 2**25, 4
 """What a thread copies at a time, and how many of them copy a large state."""
 
@@ -185,7 +188,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Like :func:`copied` for several tensors, with several threads if it takes longer than starting them."""
-    copies = [mapped(tensor.shape, tensor.dtype) for tensor in tensors]  # all at first: neighbors share huge pages
+    copies = _room_for(tensors)
     pairs = list(zip(copies, (tensor.detach() for tensor in tensors), strict=True))
     if sum(copy.nbytes for copy in copies) < _COPY_BYTES * 2:
         for copy, original in pairs:
@@ -195,6 +198,16 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for _ in pool.map(lambda pair: pair[0].copy_(pair[1]), (piece for pair in pairs for piece in _cut(*pair))):
             pass
     return copies
+
+
+def _room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Memory for copies, all in one piece, which goes back to the system when the last of them is free."""
+    ends = list(itertools.accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors))
+    memory = mapped((ends[-1] if ends else 0,), torch.uint8)
+    return [
+        memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip([0, *ends], tensors, strict=False)
+    ]
 
 
 def _cut(copy: torch.Tensor, original: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
