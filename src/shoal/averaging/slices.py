@@ -152,7 +152,9 @@ class Incoming:
             self.missing.remove(index)
             return True, await self._vector.receive(call, message, part)
         self._vector.check(message, part, message.size)
-        slices = self._begun.setdefault(index, _Slices(_room_for(message), _offsets(message), message.size))
+        if index not in self._begun:
+            self._begun[index] = _slices_of(message)
+        slices = self._begun[index]
         size = min(SLICE_BYTES, message.size - message.offset)
         if message.size != len(slices.buffer) or message.offset not in slices.due or call.payload_size != size:
             raise ProtocolError(f"sent a slice of part {index} which is not due")
@@ -166,9 +168,7 @@ class Incoming:
         return True, self._vector.decode(message, slices.buffer)
 
 
-def _room_for(message: PartMessage) -> memoryview:
-    return bytes_of(torch.empty(message.size, dtype=torch.uint8))
-
-
-def _offsets(message: PartMessage) -> set[int]:
-    return set(range(0, message.size, SLICE_BYTES))
+def _slices_of(message: PartMessage) -> _Slices:
+    """Room for a part of which the first slice has come."""
+    buffer = bytes_of(torch.empty(message.size, dtype=torch.uint8))
+    return _Slices(buffer, set(range(0, message.size, SLICE_BYTES)), message.size)
