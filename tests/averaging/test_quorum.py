@@ -66,7 +66,7 @@ async def test_who_sends_too_slowly_gets_the_result(monkeypatch, seed):
     send_parts = Exchange._send_parts
 
     async def slow(self, call):
-        if owner_of(swarm, self._vector) is swarm.nodes[0]:
+        if owner_of(swarm, self._traffic.vector) is swarm.nodes[0]:
             await asyncio.Event().wait()  # for ever, it must be interrupted
         await send_parts(self, call)
 

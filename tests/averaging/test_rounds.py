@@ -268,12 +268,12 @@ class Fault:
         monkeypatch.setattr(Intake, "_give_averages", give)
 
     def hits(self, side, where):
-        return owner_of(self.swarm, side._vector).p2p.peer_id in self.victims and where in self.kind
+        return owner_of(self.swarm, side._traffic.vector).p2p.peer_id in self.victims and where in self.kind
 
     async def fail(self, side):
         if self.kind.startswith("stall"):
             await asyncio.sleep(math.inf)
-        node = owner_of(self.swarm, side._vector)
+        node = owner_of(self.swarm, side._traffic.vector)
         for each in list(node.p2p._serving):  # what the kernel does to a killed process: every connection ends
             if each is not asyncio.current_task():
                 each.cancel()

@@ -121,7 +121,7 @@ async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far
 
     async def break_one(self, call):
         stripe = calls[self] = calls.get(self, -1) + 1
-        if owner_of(swarm, self._vector) is swarm.nodes[0] and stripe == broken_stripe:
+        if owner_of(swarm, self._traffic.vector) is swarm.nodes[0] and stripe == broken_stripe:
             for _ in range(2):
                 await self._traffic.parts_out.send_next(call)
             raise ConnectionAbortedError("killed")
@@ -158,7 +158,7 @@ async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
     refused = []
 
     async def contradict(self, begin):
-        other = next(node for node in swarm.nodes if node is not owner_of(swarm, self._vector))
+        other = next(node for node in swarm.nodes if node is not owner_of(swarm, self._traffic.vector))
         async with self._open_call() as first_call, self._open_call() as second_call:
             common = {"group_id": begin.group_id, "weight": begin.weight}
             await first_call.send(BeginReduce(**common, stripe=0, stripes=2))
@@ -183,7 +183,7 @@ async def test_a_member_that_opens_only_some_of_its_stripes_is_given_up(monkeypa
     victim, run_stripe = swarm.nodes[0].p2p.peer_id, Exchange._run_stripe
 
     async def half(self, begin):
-        if owner_of(swarm, self._vector) is not swarm.nodes[0] or begin.stripe == 0:
+        if owner_of(swarm, self._traffic.vector) is not swarm.nodes[0] or begin.stripe == 0:
             await run_stripe(self, begin)
         else:
             await asyncio.Event().wait()
@@ -221,11 +221,11 @@ async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, wha
     send_parts = Exchange._send_parts
 
     async def wrong(self, call):
-        if owner_of(swarm, self._vector) is not swarm.nodes[0]:
+        if owner_of(swarm, self._traffic.vector) is not swarm.nodes[0]:
             return await send_parts(self, call)
-        parts = self._vector.parts[self._traffic.other]
+        parts = self._traffic.vector.parts[self._traffic.other]
         for index in {"twice": [0, 0], "too few": [0], "of nobody": [len(parts)]}[what]:
-            await send_part(call, index, PartStatus.VALUES, self._vector.encode(parts[0]))
+            await send_part(call, index, PartStatus.VALUES, self._traffic.vector.encode(parts[0]))
         await call.send(PartMessage(index=0, status=int(PartStatus.NO_MORE)))
 
     monkeypatch.setattr(Exchange, "_send_parts", wrong)

@@ -103,7 +103,7 @@ class Completion:
     async def _watch_successor(self, coordinator: int) -> None:
         """Find out whether the next one in order lives: if both fall silent, nobody waits for one after the other."""
         order, silence = self.allreduce.coordinators, self.allreduce.settings.sender_timeout
-        successor = next((each for each in order[order.index(coordinator) + 1 :]), self.allreduce.own_index)
+        successor = next(iter(order[order.index(coordinator) + 1 :]), self.allreduce.own_index)
         pause = silence / ALIVE_PER_TIMEOUT
         while successor not in (self.allreduce.own_index, *self.allreduce.failed):
             await asyncio.sleep(pause)

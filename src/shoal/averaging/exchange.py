@@ -56,7 +56,7 @@ class Exchange:
         may_end: asyncio.Event,
         timeout: float,
     ) -> None:
-        self._traffic, self._vector = traffic, traffic.vector
+        self._traffic = traffic
         self._open_call, self._may_end, self._timeout = open_call, may_end, timeout
         self._stripes = 1
 
@@ -108,7 +108,7 @@ class Intake:
     """
 
     def __init__(self, traffic: Traffic, begin: BeginReduce, timeout: float, timeout_for_averages: float) -> None:
-        self._traffic, self._vector = traffic, traffic.vector
+        self._traffic = traffic
         self._timeout, self._timeout_for_averages = timeout, timeout_for_averages
         self.weight, self.stripes = begin.weight, begin.stripes
         self.begun: set[int] = set()
