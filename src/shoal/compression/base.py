@@ -201,12 +201,18 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Memory for copies, all in one piece, which goes back to the system when the last of them is free."""
-    ends = list(itertools.accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors))
-    memory = mapped((ends[-1] if ends else 0,), torch.uint8)
+    """Memory for copies, which goes back to the system: that of each large one by itself, of small ones as a whole."""
+    is_small = [tensor.nbytes < HUGE_FROM_BYTES for tensor in tensors]
+    sizes = [
+        -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT if small else 0
+        for tensor, small in zip(tensors, is_small, strict=True)
+    ]
+    shared = mapped((sum(sizes),), torch.uint8)
     return [
-        memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip([0, *ends], tensors, strict=False)
+        shared[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        if small
+        else mapped(tensor.shape, tensor.dtype)
+        for tensor, small, start in zip(tensors, is_small, itertools.accumulate(sizes, initial=0), strict=False)
     ]
 
 

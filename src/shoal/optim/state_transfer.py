@@ -10,7 +10,7 @@ import torch
 
 from shoal.averaging.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
-from shoal.compression.base import copied
+from shoal.compression.base import copies_of
 from shoal.optim.lr_schedule import dump_scheduler_state, load_scheduler_state
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
@@ -61,12 +61,12 @@ def describe_state(
         (buffers, range(len(extra_tensors), len(extra_tensors) + len(buffers)), TensorRole.UNSPECIFIED),
         (statistics, range(len(statistics)), TensorRole.OPTIMIZER),
     ]
-    tensors, infos = [], []
-    for members, keys, role in groups:
-        for tensor, key in zip(members, keys, strict=True):
-            copy = copied(tensor)
-            tensors.append(copy)
-            infos.append(CompressionInfo.from_tensor(copy, key=key, role=role))
+    tensors = copies_of([tensor for members, _, _ in groups for tensor in members])
+    keys_and_roles = [(key, role) for members, keys, role in groups for _, key in zip(members, keys, strict=True)]
+    infos = [
+        CompressionInfo.from_tensor(tensor, key=key, role=role)
+        for tensor, (key, role) in zip(tensors, keys_and_roles, strict=True)
+    ]
     return OwnedState(metadata, tensors, infos)
 
 
