@@ -62,6 +62,35 @@ def test_silent_coordinators_are_paid_for_only_once(count, after):
     check_survivors(members, died[0] + silence + 2)  # for the ways there and back
 
 
+def test_who_freezes_after_sending_everything_costs_no_more_either():
+    """Of a reducer nobody waits for anything then but averages, for which the limit is longer."""
+    frozen = []
+
+    def interfere(network, members):
+        loop = asyncio.get_running_loop()
+
+        def look():
+            rounds = [current._allreduce for member in members for current in member.node._rounds._running.values()]
+            if len(rounds) == len(members):
+                victims = rounds[0].coordinators[::7]  # the one who would notice, and another one
+                waiting = set().union(*(each._reducer.waiting_for for each in rounds if each.own_index not in victims))
+                if not waiting.intersection(victims):
+                    frozen.append(loop.time())
+                    for index in victims:
+                        network.host_of(rounds[0].group.peer_ids[index]).power_off()
+                    return
+            loop.call_later(0.001, look)
+
+        look()
+
+    members = run_round(1, 8, link=NO_LOSS, interfere=interfere)
+    living = [member for member in members if member.host.is_up]
+    assert len(living) == 6
+    assert all(member.result.failed_peers for member in living), "they have not got all averages of the frozen"
+    silence = living[0].node.config.sender_timeout
+    check_survivors(members, frozen[0] + silence + 1)
+
+
 def test_many_deaths_of_all_kinds_on_failing_links():
     size, dying, runs = 16, 8, 4
     averaged = sum(run_round_with_deaths(seed, size, dying) for seed in range(runs))

@@ -26,7 +26,7 @@ from shoal.averaging.calls import PEER_FAILURES, reason_of
 from shoal.averaging.control import RoundResult
 from shoal.averaging.exchange import MAX_STRIPES, Exchange, Intake, stripes_for
 from shoal.averaging.group_info import GroupInfo
-from shoal.averaging.protocol import BeginReduce
+from shoal.averaging.protocol import BeginReduce, StatusRequest
 from shoal.averaging.reducer import PartReducer
 from shoal.averaging.traffic import Traffic
 from shoal.averaging.vector import RoundVector
@@ -36,6 +36,9 @@ from shoal.p2p import Call, PeerID, StubBase
 from shoal.reactor import cancel_and_wait
 
 logger = logging.getLogger(__name__)
+
+ALIVE_PER_TIMEOUT = 3
+"""How often a member shows that it lives within the time after which it would be given up."""
 
 
 class AveragingMode(IntEnum):
@@ -97,6 +100,10 @@ class AllReduce:
         )
         self.failed: dict[int, str] = {}
         """Members that did not do their part, with the reason."""
+        self.on_failure: Callable[[int], None] = lambda member: None
+        """Called with each one that is added, or confirmed."""
+        self.silent = [asyncio.Event() for _ in self.modes]
+        """Members that were asked whether they live, and did not answer."""
         self.delivered = asyncio.Event()
         """This member has sent its parts to all members, or with a quorum, to all but as many as may be late."""
         self.exchanged = asyncio.Event()
@@ -165,9 +172,11 @@ class AllReduce:
                     self._exchanges[member] = asyncio.ensure_future(self._exchange_with(member))
         self._check_delivered()
         self._check_received()
-        watchdog, *rest = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *work)]
+        watches = [self._watch(member) for member in self.coordinators if member != self.own_index]
+        background = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *watches)]
+        exchange = [asyncio.ensure_future(each) for each in work]
         try:
-            await asyncio.gather(*rest)
+            await asyncio.gather(*exchange)
             await self._received.wait()
             self.vector.drop_early()
             self.exchanged.set()
@@ -178,7 +187,7 @@ class AllReduce:
             if self._exchanges:
                 await asyncio.wait(self._exchanges.values(), timeout=self.settings.sender_timeout)
         finally:
-            await cancel_and_wait(watchdog, *rest, *self._exchanges.values(), *self._handlers)
+            await cancel_and_wait(*background, *exchange, *self._exchanges.values(), *self._handlers)
 
     def end(self) -> None:
         """The round is over."""
@@ -230,6 +239,7 @@ class AllReduce:
         exchange = self._exchanges.get(member)
         if exchange is not None and exchange is not asyncio.current_task():
             exchange.cancel()
+        self.on_failure(member)
 
     def result(self, duration: float) -> RoundResult:
         """What came of the round.
@@ -278,6 +288,30 @@ class AllReduce:
             traffic.stop()
             self._note_delivery(member)
             self._note_received(member)
+
+    async def _watch(self, member: int) -> None:
+        """Ask a member now and then whether it lives, as long as it sends nothing, and give it up if it does not.
+
+        A reducer or coordinator that waits for others may be silent for longer than a sender; this tells it from one
+        that is frozen.
+        """
+        stub, traffic = self.get_stub(self.group.peer_ids[member]), self._traffic[member]
+        silence, now = self.settings.sender_timeout, asyncio.get_running_loop().time
+        pause, asked_at = silence / ALIVE_PER_TIMEOUT, now()
+        while True:
+            rest = max(traffic.heard_at, asked_at) + pause - now()
+            if rest > 0:
+                await asyncio.sleep(rest)
+                continue
+            asked_at = now()
+            try:
+                await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=silence - pause)
+            except (asyncio.TimeoutError, TimeoutError) as e:
+                self.silent[member].set()
+                self.member_failed(member, reason_of(e))
+                return
+            except PEER_FAILURES as e:  # it may have ended; those that exchange something with it will tell
+                logger.debug("could not ask %s about the round: %r", stub, e)
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 

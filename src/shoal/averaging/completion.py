@@ -9,8 +9,7 @@ members have reported, the coordinator either commits the round, or lets them fi
 - a part that nobody holds is reduced again from all living members, by the coordinator.
 
 Then all of them report again. So all survivors end with the same values for every part. If the coordinator dies, the
-next member in order takes over; members that have left the round by then say that it was committed. Whoever follows a
-coordinator also looks now and then whether the next one in order lives.
+next member in order takes over; members that have left the round by then say that it was committed.
 
 With a quorum the round does not wait for everybody. When enough members have sent everything, the others get a while
 longer; then the coordinator goes on as if those that are late were dead, but keeps the result for them. A coordinator
@@ -26,11 +25,10 @@ from shoal.averaging.allreduce import AllReduce
 from shoal.averaging.calls import PEER_FAILURES, REDIAL_PAUSE, reason_of
 from shoal.averaging.coordination import Coordination
 from shoal.averaging.following import Following, Resigned
-from shoal.averaging.protocol import RoundMessage, StatusRequest
-from shoal.averaging.recovery import ALIVE_PER_TIMEOUT
+from shoal.averaging.protocol import RoundMessage
 from shoal.errors import DialError, StreamClosedError
 from shoal.p2p import Call
-from shoal.reactor import cancel_and_wait
+from shoal.reactor import first_completed
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +68,7 @@ class Completion:
             if candidate == self.allreduce.own_index:
                 if await self._coordinate_unless_late():
                     return
-            elif self._is_worth_following(candidate) and await self._follow_and_watch(candidate):
+            elif self._is_worth_following(candidate) and await self._follow_unless_silent(candidate):
                 if not self.allreduce.late:  # members that could not reach the coordinator
                     await self._coordination.run(wait_for_absent=False)
                 return
@@ -91,30 +89,14 @@ class Completion:
 
     def _is_worth_following(self, candidate: int) -> bool:
         """One that has failed may still have the result of a round that did not wait for this member."""
-        return candidate not in self.allreduce.failed or self._quorum is not None
+        is_late = candidate in self.allreduce.failed
+        return not self.allreduce.silent[candidate].is_set() and (not is_late or self._quorum is not None)
 
-    async def _follow_and_watch(self, coordinator: int) -> bool:
-        watching = asyncio.ensure_future(self._watch_successor(coordinator))
-        try:
-            return await self._follow(coordinator)
-        finally:
-            await cancel_and_wait(watching)
-
-    async def _watch_successor(self, coordinator: int) -> None:
-        """Find out whether the next one in order lives: if both fall silent, nobody waits for one after the other."""
-        order, silence = self.allreduce.coordinators, self.allreduce.settings.sender_timeout
-        successor = next(iter(order[order.index(coordinator) + 1 :]), self.allreduce.own_index)
-        pause = silence / ALIVE_PER_TIMEOUT
-        while successor not in (self.allreduce.own_index, *self.allreduce.failed):
-            await asyncio.sleep(pause)
-            stub = self.allreduce.get_stub(self.allreduce.group.peer_ids[successor])
-            question = StatusRequest(group_id=self.allreduce.group.group_id)
-            try:
-                await stub.rpc_round_status(question, timeout=silence - pause)
-            except (asyncio.TimeoutError, TimeoutError) as e:
-                self.allreduce.member_failed(successor, reason_of(e))
-            except PEER_FAILURES as e:  # it may have ended; those that exchange something with it will tell
-                logger.debug("could not ask %s about the round: %r", stub, e)
+    async def _follow_unless_silent(self, coordinator: int) -> bool:
+        """If several fall silent, nobody waits for one after the other."""
+        following = asyncio.ensure_future(self._follow(coordinator))
+        await first_completed(following, self.allreduce.silent[coordinator].wait())
+        return not following.cancelled() and following.result()
 
     async def _follow(self, coordinator: int) -> bool:
         """Take part under a coordinator; returns whether the round was committed."""

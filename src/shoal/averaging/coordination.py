@@ -63,6 +63,7 @@ class Coordination:
         self._quorum_changed = asyncio.Event()
         self._resigned = asyncio.Event()
         self._execution: Recovery | None = None
+        allreduce.on_failure = self._note_failure
         self._committed = False
         self._result: asyncio.Future[list[torch.Tensor]] = asyncio.get_running_loop().create_future()
         """All values, for members that were late."""
@@ -122,11 +123,10 @@ class Coordination:
         """The member has not come back."""
         if self._links.get(member) is link and not self._committed:
             del self._links[member]
-            self._declare_failed(member, reason)
+            self.allreduce.member_failed(member, reason)
 
-    def _declare_failed(self, member: int, reason: str) -> None:
-        self.allreduce.member_failed(member, reason)
-        if self._execution is not None:
+    def _note_failure(self, member: int) -> None:
+        if self._execution is not None and member in self._dead:
             self._execution.member_failed(member)
         self._changed.set()
         self._deaths.set()
@@ -184,7 +184,7 @@ class Coordination:
             self._links[member].late = self._links[member].obsolete = True
             await self._tell(self._links[member], RoundMessage(kind=RoundKind.LATE))
         for member in sorted(late | absent):
-            self._declare_failed(member, "late")
+            self.allreduce.member_failed(member, "late")
 
     async def _count_own_delivery(self) -> None:
         await self.allreduce.delivered.wait()
@@ -212,7 +212,7 @@ class Coordination:
 
     def _drop(self, member: int, reason: str) -> None:
         self._links.pop(member).handler.cancel()
-        self._declare_failed(member, reason)
+        self.allreduce.member_failed(member, reason)
 
     async def _spread_failures(self) -> None:
         """Tell everybody of deaths, so that nobody has to find out by waiting."""
@@ -251,7 +251,7 @@ class Coordination:
                 logger.debug("could not ask %s about the round: %r", self.group.peer_ids[member], e)
                 return
             except P2PDaemonError as e:
-                self._declare_failed(member, reason_of(e))
+                self.allreduce.member_failed(member, reason_of(e))
                 return
             except PEER_FAILURES as e:
                 logger.debug("asked %s about the round: %r", self.group.peer_ids[member], e)
@@ -261,7 +261,7 @@ class Coordination:
             self._gone.add(member)
             self._changed.set()
         elif status in late:  # it runs the round, perhaps, but it has not found its way to this coordinator
-            self._declare_failed(member, "did not come to the coordinator in time")
+            self.allreduce.member_failed(member, "did not come to the coordinator in time")
 
     async def _broadcast(self, message: RoundMessage, *, end: bool = False) -> None:
         await asyncio.gather(*[self._tell(link, message, end) for link in self._punctual.values()])

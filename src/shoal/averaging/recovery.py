@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce import AllReduce
+from shoal.averaging.allreduce import ALIVE_PER_TIMEOUT, AllReduce
 from shoal.averaging.calls import PEER_FAILURES, all_of, describe_part
 from shoal.averaging.partition import Part
 from shoal.averaging.protocol import PartStatus, RoundKind, RoundMessage
@@ -21,9 +21,6 @@ from shoal.p2p.transport import Buffer
 from shoal.reactor import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
-
-ALIVE_PER_TIMEOUT = 3
-"""How often a member shows that it lives within the time after which it would be given up."""
 
 Ranges = list[tuple[int, int, int]]
 """Parts of a reducer: the reducer, the first one, the end."""

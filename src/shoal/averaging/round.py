@@ -41,7 +41,8 @@ class Round:
         started = asyncio.get_running_loop().time()
         for member in failed_before:
             self._allreduce.member_failed(member, "failed in an earlier phase")
-        self._work = work = asyncio.ensure_future(all_of(self._allreduce.run(), self._complete()))
+        # the call to the coordinator first: it takes the connection that is there, so that all hear of the end together
+        self._work = work = asyncio.ensure_future(all_of(self._complete(), self._allreduce.run()))
         try:
             await first_completed(asyncio.shield(work), self._allreduce.all_complete.wait())
             if work.done():

@@ -59,6 +59,8 @@ class Traffic:
         self._begun = asyncio.Event()
         """The other one has told its weight; parts may overtake that."""
         self._is_over = False
+        self.heard_at = -math.inf
+        """Loop time of the last message of the other one."""
 
     async def _encode_part(self, index: int) -> Encoded:
         part = self.vector.parts[self.other][index]
@@ -107,6 +109,7 @@ class Traffic:
         while True:
             async with timeout(limit()):
                 message = await call.receive(PartMessage)
+            self.heard_at = asyncio.get_running_loop().time()
             if message is None or message.status == PartStatus.NO_MORE:
                 return message
             incoming = self._expect(message)
