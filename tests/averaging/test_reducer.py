@@ -153,17 +153,19 @@ async def test_who_was_excluded_does_not_take_what_others_still_need():
         assert deserialize_torch_tensor(encoded).tolist() == [1.5] * 3
 
 
+@pytest.mark.parametrize("is_similar", [True, False])
 @pytest.mark.parametrize("role", [TensorRole.GRADIENT, TensorRole.PARAMETER])
-async def test_own_values_count_as_the_others_do_unless_they_are_gradients(role):
+async def test_own_values_count_as_the_others_do_if_they_are_much_the_same(role, is_similar):
     codec = Uniform8BitQuantization()
-    own, other = torch.randn(2, 1000).unbind()
+    own, noise = torch.randn(2, 1000).unbind()
+    other = own + 0.1 * noise if is_similar else noise
     info = CompressionInfo.from_tensor(own)
     counted, sent = (codec.extract(codec.compress(values, info)) for values in (own, other))
     reducer = make_reducer([own], [1], codec=codec, role=role)
     reducer.begin(1, 1.0)
     reducer.deliver(1, 0, sent)
     average = await reducer.average(0)
-    if role is TensorRole.GRADIENT:
+    if role is TensorRole.GRADIENT or not is_similar:
         assert not average.is_delta
         torch.testing.assert_close(average.values, (own + sent) / 2)
     else:

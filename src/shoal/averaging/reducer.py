@@ -39,6 +39,15 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> t
     return mean.to(dtype)
 
 
+_SIMILAR = 1 / 3
+"""Values at a smaller distance, relative to their length, have much in common; independent ones are at 1.4."""
+
+
+def _are_similar(one: torch.Tensor, other: torch.Tensor) -> bool:
+    distance = torch.linalg.vector_norm(one - other)
+    return bool(distance < _SIMILAR * torch.linalg.vector_norm(one))
+
+
 class OwnAverage(NamedTuple):
     """The average of a part for the member that reduces it."""
 
@@ -214,9 +223,11 @@ class PartReducer:
 
         Members have nearly the same parameters, and a codec errs in the same way in the same values. If it errs in
         all of them, also in these, which do not travel, that cancels out in every difference: who agrees with the
-        others stays where it is. Gradients have little in common, and count as exactly as possible.
+        others stays where it is. What has little in common, as gradients, counts as exactly as possible.
         """
         if not self.codec.lossy or not state.values or info.role is TensorRole.GRADIENT:
+            return values
+        if not _are_similar(values, next(iter(state.values.values()))):
             return values
         _, decoded = self.codec.compress_and_decode(values, info)
         state.values[self._local_index] = decoded
