@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shoal.compression.descriptor import CompressionType
-from shoal.compression.floating import FloatingPointCompression, chunks, cut, finite, scratch, typed
+from shoal.compression.floating import CHUNK, FloatingPointCompression, chunks, cut, finite, scratch, typed
 
 LEVELS = 256
 CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
@@ -160,12 +160,15 @@ class Quantile8BitQuantization(CodebookQuantization):
         if not _is_safe(largest, values) or math.isnan(mean):
             return None
         scale = 2.0**15 / largest if largest else 0.0
-        counts = scratch("counts", torch.int64, CELLS).zero_()
-        for _, _, cells in _cells(values, centre, scale):
-            counts += torch.bincount(cells, minlength=CELLS)
+        kept = list(_cells(values, centre, scale)) if values.numel() <= CHUNK else []  # one: it stays valid
+        counts = None
+        for _, _, cells in kept or _cells(values, centre, scale):
+            found = torch.bincount(cells, minlength=CELLS)
+            counts = found if counts is None else counts.add_(found)
+        assert counts is not None
         code_of_cell = _codes_of_cells(counts)
         averages = _Averages(centre)
-        for chunk, distance, cells in _cells(values, centre, scale):
+        for chunk, distance, cells in kept or _cells(values, centre, scale):
             averages.add(torch.index_select(code_of_cell, 0, cells, out=cut(codes, chunk)), distance)
         return averages
 
@@ -196,19 +199,32 @@ def _cell_values() -> torch.Tensor:
 
 def _codes_of_cells(counts: torch.Tensor) -> torch.Tensor:
     """Which code each cell takes, given how many values are in it."""
-    values = _cell_values()
     below, sums = scratch("below", torch.int64, CELLS + 1), scratch("sums", torch.float64, CELLS + 1)
     below[0] = sums[0] = 0
     torch.cumsum(counts, 0, out=below[1:])
-    torch.mul(counts, values, out=sums[1:]).cumsum_(0)
-    edges = torch.zeros(LEVELS + 1, dtype=torch.int64)
-    edges[-1] = CELLS
-    edges[1:-1] = torch.searchsorted(below[1:], below[-1] * torch.arange(1, LEVELS) // LEVELS)
-    for _ in range(_REFINEMENTS):  # every value to the nearest average, as in Lloyd's algorithm
-        inside = below[edges].diff()
-        averages = torch.where(inside > 0, sums[edges].diff() / inside, values[edges[:-1].clamp(max=CELLS - 1)])
-        edges[1:-1] = torch.searchsorted(values, (averages[1:] + averages[:-1]) / 2, right=True)
+    torch.mul(counts, _cell_values(), out=sums[1:]).cumsum_(0)
+    edges = _refined(below.numpy(), sums.numpy(), _cell_values().numpy())
     starts = torch.zeros(CELLS + 1, dtype=torch.uint8).index_add_(
-        0, edges[1:-1], torch.ones(LEVELS - 1, dtype=torch.uint8)
+        0, torch.from_numpy(edges[1:-1]), torch.ones(LEVELS - 1, dtype=torch.uint8)
     )
     return starts[:CELLS].cumsum(0, dtype=torch.uint8)
+
+
+def _refined(below: np.ndarray, sums: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The first cell of each code, and the end; with numpy, which is faster than torch with a few hundred numbers.
+
+    Args:
+        below: how many values are in the cells before each one, and in all.
+        sums: of these values.
+        values: what each cell stands for, ascending.
+    """
+    edges = np.zeros(LEVELS + 1, dtype=np.int64)
+    edges[-1] = CELLS
+    edges[1:-1] = np.searchsorted(below[1:], below[-1] * np.arange(1, LEVELS) // LEVELS)
+    for _ in range(_REFINEMENTS):  # every value to the nearest average, as in Lloyd's algorithm
+        inside = np.diff(below[edges])
+        averages = np.where(
+            inside > 0, np.diff(sums[edges]) / np.maximum(inside, 1), values[np.minimum(edges[:-1], CELLS - 1)]
+        )
+        edges[1:-1] = np.searchsorted(values, (averages[1:] + averages[:-1]) / 2, side="right")
+    return edges
