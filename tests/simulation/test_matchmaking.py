@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from shoal.averaging import matchmaking
+from shoal.clock import get_dht_time
 from shoal.testing import START_OF_TIME, Link, Network
 from tests.simulation.meetings import meet
 from tests.simulation.rounds import (
@@ -139,3 +141,22 @@ def test_a_leader_that_could_not_be_reached_is_asked_again_when_others_follow_it
     for seed in range(4):
         members = run_round(seed, 8, link=Link(delay=0.02), interfere=when_one_has_begun)
         assert {member.group_size for member in members} == {8}, f"seed {seed}"
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_no_group_is_lost_because_time_passes_between_two_looks_at_the_clock(monkeypatch, size):
+    """A leader whose time comes in just this moment starts; it does not send its followers away as if nobody had come."""
+    calls = 0
+
+    def clock() -> float:
+        """As on a real machine, each look is a little later than the one before."""
+        nonlocal calls
+        calls += 1
+        return get_dht_time() + 1e-3 * (calls % 2) - 0.5e-3
+
+    monkeypatch.setattr(matchmaking, "get_dht_time", clock)
+    for seed in range(20):
+        calls = seed
+        members = run_round(seed, size, link=Link(delay=(1e-4, 5e-4)))
+        assert {member.group_size for member in members} == {size}, f"seed {seed}"
+        assert max(member.ended for member in members) < WINDOW + STAGGER + ALLREDUCE_SECONDS, f"seed {seed}"

@@ -172,23 +172,24 @@ class Matchmaking:
         while not search.group.done():
             search.control.changed.clear()
             candidate = search.best_candidate()
-            if self._may_start(search):
+            now = get_dht_time()  # one look: if the time came between two, followers would be taken for nobody
+            if self._may_start(search, now):
                 self._start_group(search)
             elif candidate is not None:
                 await self._ask_until_start(search, candidate)
             else:
-                await self._wait_for_news(search)
+                await self._wait_for_news(search, now)
 
-    def _may_start(self, search: Search) -> bool:
+    def _may_start(self, search: Search, now: float) -> bool:
         size = 1 + len(search.followers)
         if not self.settings.leads or size < self.settings.min_group_size:
             return False
         full = self.settings.target_group_size is not None and size >= self.settings.target_group_size
-        is_time = not search.control.keep_open and get_dht_time() >= search.start_time()
+        is_time = not search.control.keep_open and now >= search.start_time()
         return full or search.is_complete() or is_time
 
-    async def _wait_for_news(self, search: Search) -> None:
-        if self.settings.leads and get_dht_time() >= search.start_time():  # nobody came: make a new promise
+    async def _wait_for_news(self, search: Search, now: float) -> None:
+        if self.settings.leads and now >= search.start_time():  # nobody came: make a new promise
             self._send_followers_away(search, None)
             search.lost.clear()
             search.expiration = self._promised_time(search.control)
@@ -213,7 +214,7 @@ class Matchmaking:
                     asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_start)
                 )
                 is_open = search.leader is None and not ask.done()
-                if is_open and (self._may_start(search) or search.has_shorter_way()):
+                if is_open and (self._may_start(search, get_dht_time()) or search.has_shorter_way()):
                     return
                 await self._tell_expectation(search)
             ask.result()
