@@ -145,7 +145,7 @@ def test_a_leader_that_could_not_be_reached_is_asked_again_when_others_follow_it
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_no_group_is_lost_because_time_passes_between_two_looks_at_the_clock(monkeypatch, size):
-    """A leader whose time comes in just this moment starts; it does not send its followers away as if nobody had come."""
+    """A leader whose time comes in just this moment starts; it does not send its followers away."""
     calls = 0
 
     def clock() -> float:
