@@ -256,7 +256,8 @@ def tensor_over(buffer: Buffer, dtype: torch.dtype, size: Sequence[int]) -> torc
     flat = torch.frombuffer(view, dtype=torch.uint8)
     if flat.data_ptr() % dtype.itemsize != 0:
         flat = flat.clone()
-    return flat.view(dtype).reshape(tuple(size))
+    values = flat if dtype == torch.uint8 else flat.view(dtype)
+    return values if len(size) == 1 else values.view(tuple(size))
 
 
 class CompressionBase(ABC):
