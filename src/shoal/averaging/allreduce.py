@@ -31,7 +31,7 @@ from shoal.averaging.reducer import PartReducer
 from shoal.averaging.traffic import Traffic
 from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionBase, CompressionInfo
-from shoal.errors import AllreduceException, ProtocolError
+from shoal.errors import AllreduceException, P2PHandlerError, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.reactor import cancel_and_wait
 
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 ALIVE_PER_TIMEOUT = 3
 """How often a member shows that it lives within the time after which it would be given up."""
+MIN_QUESTION_SECONDS = 1.5
+"""For so long, at least, a member may take to answer whether it lives: it may have to be dialled."""
 
 
 class AveragingMode(IntEnum):
@@ -128,6 +130,7 @@ class AllReduce:
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         self._handlers: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
         self._intakes: dict[int, Intake] = {}
+        self._timers: list[asyncio.TimerHandle] = []
         self._incomplete = set(self.senders)
         """Senders that are not known to hold all averages."""
         self._received = asyncio.Event()
@@ -163,16 +166,23 @@ class AllReduce:
         return [index for index, mode in enumerate(self.modes) if mode is not AveragingMode.CLIENT]
 
     async def run(self) -> None:
-        """Exchange parts with all members; their failures end up in ``failed``, never here."""
-        work: list[Coroutine[Any, Any, object]] = [self._reducer.finished.wait()]
+        """Exchange parts with all members; their failures end up in ``failed``, never here.
+
+        Raises:
+            AllreduceException: this member could not average a part.
+        """
+        work: list[Coroutine[Any, Any, object]] = [self._reducer.finish()]
         if self.is_sender:
             work.append(self._apply_own_parts())
             for member, parts in enumerate(self.vector.parts):
-                if parts and member != self.own_index:
+                if member in self.failed:  # in an earlier phase
+                    self._stop_exchange(member)
+                elif parts and member != self.own_index:
                     self._exchanges[member] = asyncio.ensure_future(self._exchange_with(member))
         self._check_delivered()
         self._check_received()
-        watches = [self._watch(member) for member in self.coordinators if member != self.own_index]
+        watched = [member for member in self.coordinators if member not in (self.own_index, *self.failed)]
+        watches = [self._watch(member) for member in watched]
         background = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *watches)]
         exchange = [asyncio.ensure_future(each) for each in work]
         try:
@@ -187,6 +197,8 @@ class AllReduce:
             if self._exchanges:
                 await asyncio.wait(self._exchanges.values(), timeout=self.settings.sender_timeout)
         finally:
+            for timer in self._timers:
+                timer.cancel()
             await cancel_and_wait(*background, *exchange, *self._exchanges.values(), *self._handlers)
 
     def end(self) -> None:
@@ -277,41 +289,55 @@ class AllReduce:
     async def _exchange_with(self, member: int) -> None:
         """Let another member reduce its parts; whatever it does wrong costs these parts and no more."""
         stub = self.get_stub(self.group.peer_ids[member])
-        traffic = self._traffic[member]
-        exchange = Exchange(traffic, stub.rpc_reduce, may_end=self._may_end, timeout=self.settings.reducer_timeout)
+        exchange = Exchange(
+            self._traffic[member], stub.rpc_reduce, may_end=self._may_end, timeout=self.settings.reducer_timeout
+        )
         try:
             stripes = stripes_for(stub.round_trip, len(self.vector.parts[member]))
             await exchange.run(self.group.group_id, self.weight, stripes)
         except PEER_FAILURES as e:
             self.member_failed(member, reason_of(e))
         finally:
-            traffic.stop()
-            self._note_delivery(member)
-            self._note_received(member)
+            self._stop_exchange(member)
+
+    def _stop_exchange(self, member: int) -> None:
+        """Nothing is to be sent to a member, or expected of it, any more."""
+        self._traffic[member].stop()
+        self._note_delivery(member)
+        self._note_received(member)
+
+    def heard_of(self, member: int) -> None:
+        """A member has shown that it lives."""
+        self._traffic[member].heard_at = asyncio.get_running_loop().time()
 
     async def _watch(self, member: int) -> None:
-        """Ask a member now and then whether it lives, as long as it sends nothing, and give it up if it does not.
+        """Ask a member whether it lives when it has sent nothing for a while, and give it up if it does not answer.
 
         A reducer or coordinator that waits for others may be silent for longer than a sender; this tells it from one
-        that is frozen.
+        that is frozen. It is asked more than once, and may have to be dialled for that.
         """
         stub, traffic = self.get_stub(self.group.peer_ids[member]), self._traffic[member]
-        silence, now = self.settings.sender_timeout, asyncio.get_running_loop().time
-        pause, asked_at = silence / ALIVE_PER_TIMEOUT, now()
-        while True:
-            rest = max(traffic.heard_at, asked_at) + pause - now()
-            if rest > 0:
-                await asyncio.sleep(rest)
+        now = asyncio.get_running_loop().time
+        begun, unanswered = now(), 0
+        pause = self.settings.sender_timeout / ALIVE_PER_TIMEOUT
+        patience = max(pause, MIN_QUESTION_SECONDS)
+        while unanswered < ALIVE_PER_TIMEOUT - 1:
+            asked, last_sign = now(), max(begun, traffic.heard_at)
+            if asked < last_sign + pause:
+                unanswered = 0
+                await asyncio.sleep(last_sign + pause - asked)
                 continue
-            asked_at = now()
             try:
-                await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=silence - pause)
-            except (asyncio.TimeoutError, TimeoutError) as e:
-                self.silent[member].set()
-                self.member_failed(member, reason_of(e))
-                return
-            except PEER_FAILURES as e:  # it may have ended; those that exchange something with it will tell
-                logger.debug("could not ask %s about the round: %r", stub, e)
+                await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=patience)
+                self.heard_of(member)
+            except P2PHandlerError:  # an answer, too
+                self.heard_of(member)
+            except PEER_FAILURES as e:
+                logger.debug("asked %s whether it lives: %r", self.group.peer_ids[member], e)
+                await asyncio.sleep(asked + patience - now())
+                unanswered += 1
+        self.silent[member].set()
+        self.member_failed(member, reason_of(asyncio.TimeoutError()))
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
@@ -373,7 +399,7 @@ class AllReduce:
             self._intakes[sender] = Intake(self._traffic[sender], begin, limit, self.settings.reducer_timeout)
             self._reducer.begin(sender, begin.weight)
             if begin.stripes > 1:
-                asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender)
+                self._timers.append(asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender))
         intake = self._intakes[sender]
         intake.begun.add(begin.stripe)
         return intake

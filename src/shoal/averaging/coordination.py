@@ -67,6 +67,8 @@ class Coordination:
         self._committed = False
         self._result: asyncio.Future[list[torch.Tensor]] = asyncio.get_running_loop().create_future()
         """All values, for members that were late."""
+        self._has_filled_gaps = False
+        """What was averaged again, without those that had failed, may differ from what one that comes back holds."""
         self.closed_early = False
         """The round goes on without members that may come later, for the result."""
 
@@ -74,12 +76,17 @@ class Coordination:
         """The round has ended here, with or without a result."""
         if not self._result.done():
             self._result.cancel()
+        if not self._committed:  # those that follow this member are not to take the round for alive
+            for link in self._links.values():
+                link.handler.cancel()
 
     async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
         """Hold a member's call until the round is over; runs in the handler of its call."""
         handler = asyncio.current_task()
         assert handler is not None
-        is_late = hello.late or (self.closed_early and member in self.allreduce.failed)
+        if self._committed and not self.closed_early:
+            raise ProtocolError("the round is over, without this member")
+        is_late = hello.late or ((self.closed_early or self._has_filled_gaps) and member in self.allreduce.failed)
         link = _Link(Line(call), handler, hello.weight, late=is_late)
         await link.line.send(RoundMessage(kind=RoundKind.ALIVE))
         self._links[member] = link
@@ -101,6 +108,7 @@ class Coordination:
     async def _serve_message(self, link: _Link, member: int) -> bool:
         async with timeout(self._silence):
             message = await link.line.call.receive(RoundMessage)
+            self.allreduce.heard_of(member)
             if message is None:
                 if not self._committed:
                     raise ProtocolError("left the round early")
@@ -313,7 +321,7 @@ class Coordination:
         links = self._punctual
         weights = {self.own: self.allreduce.weight, **{member: link.weight for member, link in links.items()}}
         execution = Recovery(self.allreduce, plan, {member: link.line for member, link in links.items()}, weights)
-        self._execution = execution
+        self._execution, self._has_filled_gaps = execution, True
         for link in links.values():
             link.held = None
         logger.info("finishing the parts of dead members: %d reduced again", len(plan.again))

@@ -13,6 +13,9 @@ from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.reactor import cancel_and_wait, first_completed
 
+MIN_ANSWER_SECONDS = 1.0
+"""For the way to the coordinator and back: one whose answer is under way has begun."""
+
 
 class Resigned(ProtocolError):
     """The coordinator is late itself."""
@@ -46,7 +49,7 @@ class Following:
             weight=self.allreduce.weight,
             late=self.allreduce.late,
         )
-        line = Line(call)
+        line, coordinator = Line(call), self.group.peer_ids.index(call.remote)
         await line.send(hello)
         helpers = [
             asyncio.ensure_future(work)
@@ -57,6 +60,7 @@ class Following:
             while True:
                 async with timeout(self._silence):
                     message = await _receive(call)
+                    self.allreduce.heard_of(coordinator)
                     if message.kind == RoundKind.PART:
                         await self._take_part(call, message)
                 if message.kind == RoundKind.COMMIT:
@@ -89,7 +93,7 @@ class Following:
             async with timeout(self._silence):
                 if self._quorum is not None:
                     await first_completed(asyncio.shield(answer), self.allreduce.delivered.wait())
-                    grace = self.allreduce.settings.quorum_grace
+                    grace = max(self.allreduce.settings.quorum_grace, MIN_ANSWER_SECONDS)
                     await first_completed(asyncio.shield(answer), timeout=grace)
                     if not answer.done():
                         raise Resigned("has not begun in time")

@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +17,9 @@ import torch
 
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import SerializedTensor, TensorRole
-from shoal.errors import ProtocolError
+from shoal.errors import AllreduceException, ProtocolError
+
+logger = logging.getLogger(__name__)
 
 WINDOW_BYTES = 32 * 2**20
 """Memory for parts that have arrived and wait for the same part of other senders."""
@@ -106,6 +109,7 @@ class PartReducer:
         self.banned: dict[int, str] = {}
         self.finished = asyncio.Event()
         """Nobody is waited for any more."""
+        self._error: Exception | None = None
         self.weights = dict(weights)
         """Of the members that have announced themselves, and this one's."""
         self._local_parts, self._local_index = local_parts, local_index
@@ -152,9 +156,14 @@ class PartReducer:
         return self._states[index].done.is_set()
 
     async def peek(self, index: int) -> torch.Tensor | None:
-        """The average of a part, which stays here."""
+        """The average of a part, which stays here.
+
+        Raises:
+            AllreduceException: this member could not average a part.
+        """
         state = self._states[index]
         await state.done.wait()
+        self._check_error()
         return state.average
 
     async def reply(self, index: int, sender: int) -> tuple[SerializedTensor | None, bool]:
@@ -211,6 +220,34 @@ class PartReducer:
     def _reduce_if_complete(self, state: _PartState, index: int) -> None:
         if self.waiting_for - state.values.keys():
             return
+        try:
+            self._reduce(state, index)
+        except Exception as e:
+            logger.exception("could not average a part")
+            self._give_up(e)
+
+    def _give_up(self, error: Exception) -> None:
+        """This member cannot go on, which is not the fault of whoever has sent the last part."""
+        self._error = self._error or error
+        self.waiting_for.clear()
+        for state in self._states:
+            state.done.set()
+        self.finished.set()
+
+    async def finish(self) -> None:
+        """Wait until nobody is waited for any more.
+
+        Raises:
+            AllreduceException: this member could not average a part.
+        """
+        await self.finished.wait()
+        self._check_error()
+
+    def _check_error(self) -> None:
+        if self._error is not None:
+            raise AllreduceException(f"this peer could not average a part: {self._error}") from self._error
+
+    def _reduce(self, state: _PartState, index: int) -> None:
         senders = sorted(state.values)
         values = dict(state.values)
         if self._local_parts is not None:
@@ -233,7 +270,7 @@ class PartReducer:
         """
         if not self.codec.lossy or not state.values or info.role is TensorRole.GRADIENT:
             return values
-        if not _are_similar(values, next(iter(state.values.values()))):
+        if not values.is_floating_point() or not _are_similar(values, state.values[min(state.values)]):
             return values
         _, decoded = self.codec.compress_and_decode(values, info)
         state.values[self._local_index] = decoded
