@@ -60,6 +60,17 @@ async def test_members_that_agree_stay_where_they_are(codec):
         torch.testing.assert_close(each, common, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.complex64, torch.float64], ids=str)
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+async def test_exact_tensors_of_any_type_beside_lossy_ones(dtype, alpha):
+    codec = PerTensorCompression([Uniform8BitQuantization(), NoCompression()])
+    tensors = [[torch.full((1000,), 1.0 + i), torch.full((1000,), 10 + 8 * i).to(dtype)] for i in range(2)]
+    await average(tensors, compression=codec, averaging_alpha=alpha)
+    for i, (_, exact) in enumerate(tensors):
+        before = 10 + 8 * i
+        assert torch.equal(exact, torch.full((1000,), before + alpha * (14 - before)).to(dtype))
+
+
 class Recorder(Uniform8BitQuantization):
     """Notes the size of each part and what the codec was told of it."""
 

@@ -171,3 +171,16 @@ async def test_own_values_count_as_the_others_do_if_they_are_much_the_same(role,
     else:
         assert average.is_delta
         torch.testing.assert_close(average.values, (sent - counted) / 2)
+
+
+async def test_whose_values_come_first_makes_no_difference():
+    own, unlike = torch.randn(2, 1000).unbind()
+    sent = {1: own + 0.01, 2: unlike}
+    averages = []
+    for order in ([1, 2], [2, 1]):
+        reducer = make_reducer([own], [1, 2], codec=Uniform8BitQuantization())
+        for sender in order:
+            reducer.begin(sender, 1.0)
+            reducer.deliver(sender, 0, sent[sender].clone())
+        averages.append(await reducer.peek(0))
+    assert torch.equal(*averages)

@@ -8,9 +8,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from shoal.averaging.allreduce import AllReduce
 from shoal.averaging.control import RoundResult, StepControl
 from shoal.averaging.node import AveragerNode
 from shoal.reactor import await_cancelled
@@ -61,14 +63,20 @@ Interfere = Callable[[Network, list[Member]], None]
 """Called when all members exist, before they begin."""
 
 
-def run_round(seed: int, size: int, *, link: Link = WIDE_AREA, interfere: Interfere | None = None) -> list[Member]:
-    """Let peers begin a step at about the same time, and wait until all living ones are done."""
+def run_round(
+    seed: int, size: int, *, link: Link = WIDE_AREA, interfere: Interfere | None = None, **settings: Any
+) -> list[Member]:
+    """Let peers begin a step at about the same time, and wait until all living ones are done.
+
+    Args:
+        settings: of the averagers.
+    """
+    settings = {"min_matchmaking_time": WINDOW, "part_size_bytes": PART_BYTES, **settings}
 
     async def main() -> list[Member]:
         network = Network(link)
         tensors = [torch.full((size * VALUES_PER_MEMBER,), own_value(index)) for index in range(size)]
         table = SharedTable(TABLE_DELAY)
-        settings = {"min_matchmaking_time": WINDOW, "part_size_bytes": PART_BYTES}
         nodes = await start_averagers(network, [[tensor] for tensor in tensors], table, **settings)
         members = [
             Member(index, node, network.host_of(node.p2p.peer_id), tensor)
@@ -80,6 +88,20 @@ def run_round(seed: int, size: int, *, link: Link = WIDE_AREA, interfere: Interf
         return members
 
     return run(main(), seed=seed, time_limit=600)
+
+
+def when_all_average(members: list[Member], then: Callable[[list[AllReduce]], None]) -> None:
+    """Call ``then`` with the all-reduces of all members once all of them have begun."""
+    loop = asyncio.get_running_loop()
+
+    def look() -> None:
+        rounds = [current._allreduce for member in members for current in member.node._rounds._running.values()]
+        if len(rounds) == len(members):
+            then(rounds)
+        else:
+            loop.call_later(0.01, look)
+
+    look()
 
 
 async def _take_part(network: Network, member: Member) -> None:

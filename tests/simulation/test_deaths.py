@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
+import torch
 
-from shoal.testing import Link
+from shoal.averaging import allreduce
+from shoal.averaging.allreduce import AllReduce
+from shoal.averaging.reducer import PartReducer
+from shoal.errors import AllreduceException
+from shoal.testing import Link, Network, run, start_averagers, start_step
 from tests.simulation.deaths import (
     NOTICE_CRASH_SECONDS,
     NOTICE_SILENCE_SECONDS,
@@ -14,7 +21,7 @@ from tests.simulation.deaths import (
     deaths,
     run_round_with_deaths,
 )
-from tests.simulation.rounds import STAGGER, WIDE_AREA, WINDOW, run_round
+from tests.simulation.rounds import STAGGER, WIDE_AREA, WINDOW, assert_same_bytes, run_round, when_all_average
 
 NO_LOSS = Link(delay=WIDE_AREA.delay, jitter=0.01)
 
@@ -41,19 +48,12 @@ def test_silent_coordinators_are_paid_for_only_once(count, after):
     def interfere(network, members):
         loop = asyncio.get_running_loop()
 
-        def look():
-            rounds = [current for member in members for current in member.node._rounds._running.values()]
-            if len(rounds) == len(members):
-                loop.call_later(after, silence, rounds[0]._allreduce)
-            else:
-                loop.call_later(0.01, look)
-
         def silence(allreduce):
             died.append(loop.time())
             for index in allreduce.coordinators[:count]:
                 network.host_of(allreduce.group.peer_ids[index]).power_off()
 
-        look()
+        when_all_average(members, lambda rounds: loop.call_later(after, silence, rounds[0]))
 
     members = run_round(1, 8, link=NO_LOSS, interfere=interfere)
     living = [member for member in members if member.host.is_up]
@@ -62,33 +62,162 @@ def test_silent_coordinators_are_paid_for_only_once(count, after):
     check_survivors(members, died[0] + silence + 2)  # for the ways there and back
 
 
-def test_who_freezes_after_sending_everything_costs_no_more_either():
+@pytest.mark.parametrize(("sender_timeout", "reducer_timeout"), [(5.0, 10.0), (30.0, 60.0)])
+def test_who_freezes_after_sending_everything_costs_no_more_either(sender_timeout, reducer_timeout):
     """Of a reducer nobody waits for anything then but averages, for which the limit is longer."""
     frozen = []
 
     def interfere(network, members):
         loop = asyncio.get_running_loop()
 
-        def look():
-            rounds = [current._allreduce for member in members for current in member.node._rounds._running.values()]
-            if len(rounds) == len(members):
-                victims = rounds[0].coordinators[::7]  # the one who would notice, and another one
-                waiting = set().union(*(each._reducer.waiting_for for each in rounds if each.own_index not in victims))
-                if not waiting.intersection(victims):
-                    frozen.append(loop.time())
-                    for index in victims:
-                        network.host_of(rounds[0].group.peer_ids[index]).power_off()
-                    return
-            loop.call_later(0.001, look)
+        def look(rounds):
+            victims = rounds[0].coordinators[::7]  # the one who would notice, and another one
+            waiting = set().union(*(each._reducer.waiting_for for each in rounds if each.own_index not in victims))
+            if waiting.intersection(victims):
+                loop.call_later(0.001, look, rounds)
+                return
+            frozen.append(loop.time())
+            for index in victims:
+                network.host_of(rounds[0].group.peer_ids[index]).power_off()
 
-        look()
+        when_all_average(members, look)
 
-    members = run_round(1, 8, link=NO_LOSS, interfere=interfere)
+    limits = {"sender_timeout": sender_timeout, "reducer_timeout": reducer_timeout}
+    members = run_round(1, 8, link=NO_LOSS, interfere=interfere, **limits)
     living = [member for member in members if member.host.is_up]
     assert len(living) == 6
     assert all(member.result.failed_peers for member in living), "they have not got all averages of the frozen"
-    silence = living[0].node.config.sender_timeout
-    check_survivors(members, frozen[0] + silence + 1)
+    check_survivors(members, frozen[0] + sender_timeout + 1)
+
+
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("after", [0.1, 0.6])
+def test_who_is_cut_off_for_less_than_the_limit_loses_nothing(which, after):
+    def interfere(network, members):
+        loop = asyncio.get_running_loop()
+
+        def cut(host):
+            network.partition([host], [other for other in network.hosts if other is not host])
+            loop.call_later(3.0, network.heal)
+
+        def then(rounds):
+            victim = rounds[0].group.peer_ids[rounds[0].coordinators[which]]
+            loop.call_later(after, cut, network.host_of(victim))
+
+        when_all_average(members, then)
+
+    members = run_round(1, 6, link=NO_LOSS, interfere=interfere)
+    assert all(member.result.share_averaged == 1 for member in members)
+    assert_same_bytes(members)
+
+
+@pytest.mark.parametrize("after", [0.3, 0.6])
+def test_a_coordinator_whose_step_is_cancelled_keeps_nobody_waiting(after):
+    left = []
+
+    def interfere(network, members):
+        def then(rounds):
+            [coordinator] = [m for m in members if m.node.p2p.peer_id == rounds[0].group.peer_ids[0]]
+            left.append(coordinator)
+            asyncio.get_running_loop().call_later(after, coordinator.step.cancel)
+
+        when_all_average(members, then)
+
+    members = run_round(1, 6, link=NO_LOSS, interfere=interfere)
+    assert left[0].step.cancelled()
+    others = [member for member in members if member is not left[0]]
+    assert all(member.result.share_averaged == 1 for member in others)
+    assert_same_bytes(others)
+
+
+@pytest.mark.parametrize("seed", [83, 115])
+def test_who_was_taken_for_dead_and_comes_back_has_the_same_bytes_as_the_others(seed):
+    """The others have averaged something again without it meanwhile."""
+    members = run_round(seed, 8, link=Link(delay=WIDE_AREA.delay, jitter=0.05, break_rate=0.05))
+    complete = [member for member in members if member.result.share_averaged == 1]
+    assert len(complete) > 1
+    assert_same_bytes(complete)
+
+
+def test_who_cannot_average_a_part_fails_alone(monkeypatch):
+    """It is not the fault of whoever has sent the last values."""
+    reduce = PartReducer._reduce
+
+    def fail_sometimes(self, state, index):
+        if self._local_index == 1 and index == 1:
+            raise RuntimeError("can't allocate memory")
+        reduce(self, state, index)
+
+    monkeypatch.setattr(PartReducer, "_reduce", fail_sometimes)
+    members = run_round(1, 4, link=NO_LOSS)
+    failed = [member for member in members if member.step.exception() is not None]
+    assert len(failed) == 1
+    assert isinstance(failed[0].step.exception(), AllreduceException)
+    assert "can't allocate memory" in str(failed[0].step.exception())
+    others = [member for member in members if member not in failed]
+    assert all(member.result.share_averaged == 1 for member in others)
+    assert_same_bytes(others)
+
+
+@pytest.mark.parametrize("kind", ["crash", "power_off"])
+def test_who_died_in_one_phase_is_not_waited_for_in_the_next(kind):
+    seconds = []
+
+    async def average(session, tensors, infos):
+        loop = asyncio.get_running_loop()
+        for phase in range(3):
+            began = loop.time()
+            await session.all_reduce(tensors, infos)
+            if phase:
+                seconds.append(loop.time() - began)
+
+    def interfere(network, members):
+        for member in members:
+            member.node._average = average
+
+        def then(rounds):
+            host = network.host_of(rounds[0].group.peer_ids[2])
+            asyncio.get_running_loop().call_later(0.35, getattr(host, kind))
+
+        when_all_average(members, then)
+
+    members = run_round(1, 6, link=NO_LOSS, interfere=interfere)
+    assert sum(member.host.is_up for member in members) == 5
+    assert len(seconds) == 2 * 5
+    assert max(seconds) < 2.0
+
+
+@pytest.mark.parametrize("seed", [28, 31, 39])
+def test_a_grace_shorter_than_the_way_to_the_coordinator_splits_no_group(seed):
+    link = Link(delay=WIDE_AREA.delay, jitter=0.03)
+    members = run_round(seed, 8, link=link, quorum=5, quorum_grace=0.1)
+    assert all(member.result.share_averaged == 1 for member in members)
+    assert len({member.result.weights for member in members}) == 1
+    assert_same_bytes(members)
+
+
+def test_a_round_is_forgotten_when_it_is_over(monkeypatch):
+    """Also if its members have several connections, for which there are time limits."""
+    monkeypatch.setattr(allreduce, "stripes_for", lambda round_trip, parts: 2)
+    begin, vectors = AllReduce.__init__, []
+
+    def note(self, *args, **options):
+        begin(self, *args, **options)
+        vectors.append(weakref.ref(self.vector))
+
+    monkeypatch.setattr(AllReduce, "__init__", note)
+
+    async def main():
+        network = Network(NO_LOSS)
+        tensors = [[torch.ones(64)] for _ in range(4)]
+        nodes = await start_averagers(network, tensors, part_size_bytes=64, sender_timeout=30.0, reducer_timeout=60.0)
+        await asyncio.gather(*(asyncio.wrap_future(start_step(network, node)) for node in nodes))
+        await asyncio.sleep(5)
+
+    run(main(), seed=1)
+    gc.collect()
+    assert len(vectors) == 4
+    assert not any(vector() for vector in vectors)
 
 
 def test_many_deaths_of_all_kinds_on_failing_links():

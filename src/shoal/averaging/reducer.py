@@ -180,7 +180,7 @@ class PartReducer:
         try:
             if average is None:
                 return None, False
-            if self.codec.lossy and sent is not None:
+            if self.codec.lossy and sent is not None and sent.is_floating_point():  # of others there are no lossy ones
                 return self.codec.compress(average - sent, self.infos[index], allow_inplace=True), True
             if state.encoded is None:
                 state.encoded = self.codec.compress(average, self.infos[index])

@@ -105,14 +105,11 @@ class RoundVector:
             self.held[reducer] += 1
 
     def _apply(self, target: torch.Tensor, values: torch.Tensor, *, is_delta: bool) -> None:
-        is_whole = not (target.is_floating_point() or target.is_complex())
-        if is_delta and is_whole:
-            target.add_(values if self.alpha == 1 else (values.double() * self.alpha).round_().to(target.dtype))
-        elif is_delta:
+        if is_delta:
             target.add_(values.to(target.dtype), alpha=self.alpha)
         elif self.alpha == 1:
             target.copy_(values)
-        elif not is_whole:
+        elif target.is_floating_point() or target.is_complex():
             target.lerp_(values, self.alpha)
         else:
             target.copy_(torch.lerp(target.double(), values.double(), self.alpha).round_())
