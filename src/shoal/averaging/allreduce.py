@@ -335,7 +335,7 @@ class AllReduce:
             except PEER_FAILURES as e:
                 logger.debug("asked %s whether it lives: %r", self.group.peer_ids[member], e)
                 await asyncio.sleep(asked + patience - now())
-                unanswered += 1
+                unanswered = unanswered + 1 if traffic.heard_at < asked else 0
         self.silent[member].set()
         self.member_failed(member, reason_of(asyncio.TimeoutError()))
 
