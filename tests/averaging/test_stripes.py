@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from shoal.averaging.calls import send_part
+from shoal.averaging.calls import describe_part
 from shoal.averaging.exchange import MAX_STRIPES, SECONDS_PER_STRIPE, Exchange, Intake
 from shoal.averaging.protocol import BeginReduce, PartMessage, PartStatus
 from shoal.averaging.vector import RoundVector
@@ -225,7 +225,8 @@ async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, wha
             return await send_parts(self, call)
         parts = self._traffic.vector.parts[self._traffic.other]
         for index in {"twice": [0, 0], "too few": [0], "of nobody": [len(parts)]}[what]:
-            await send_part(call, index, PartStatus.VALUES, self._traffic.vector.encode(parts[0]))
+            message, payload = describe_part(index, PartStatus.VALUES, self._traffic.vector.encode(parts[0]))
+            await call.send(message, *payload)
         await call.send(PartMessage(index=0, status=int(PartStatus.NO_MORE)))
 
     monkeypatch.setattr(Exchange, "_send_parts", wrong)

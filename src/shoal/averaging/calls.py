@@ -44,12 +44,6 @@ def describe_part(
     return PartMessage(index=index, status=int(status), metadata=encoded.metadata), (encoded.buffer,)
 
 
-async def send_part(call: Call, index: int, status: PartStatus, encoded: SerializedTensor | None) -> None:
-    """Send one part on a call that carries nothing else."""
-    message, payload = describe_part(index, status, encoded)
-    await call.send(message, *payload)
-
-
 @asynccontextmanager
 async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Call]]) -> AsyncIterator[Call]:
     """A call to another member; a dial that fails quickly is repeated, as long as nothing has been sent."""
