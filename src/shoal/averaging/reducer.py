@@ -270,7 +270,8 @@ class PartReducer:
         """
         if not self.codec.lossy or not state.values or info.role is TensorRole.GRADIENT:
             return values
-        if not values.is_floating_point() or not _are_similar(values, state.values[min(state.values)]):
+        others = [sender for sender in sorted(state.values) if self.weights[sender] > 0]
+        if not others or not values.is_floating_point() or not _are_similar(values, state.values[others[0]]):
             return values
         _, decoded = self.codec.compress_and_decode(values, info)
         state.values[self._local_index] = decoded
