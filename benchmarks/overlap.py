@@ -43,11 +43,16 @@ def average_forever(address: str, megabytes: float, pinned: bool, stop: Event, b
     if pinned:
         _pin(os.getpid(), OTHER_CORE)
     while not stop.is_set():
-        control = averager.step(timeout=60, wait=False)
-        control.result(60)
-        busy.value += control.round.duration
+        busy.value += average_once(averager)
     averager.shutdown()
     dht.shutdown()
+
+
+def average_once(averager: DecentralizedAverager) -> float:
+    """Returns the seconds in the all-reduce."""
+    control = averager.step(timeout=60, wait=False)
+    control.result(60)
+    return control.round.duration
 
 
 def _averager(dht: DHT, megabytes: float) -> DecentralizedAverager:
@@ -107,9 +112,7 @@ class Loop:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            control = self._averager.step(timeout=60, wait=False)
-            control.result(60)
-            self.busy += control.round.duration
+            self.busy += average_once(self._averager)
 
     def stop(self) -> None:
         self._stop.set()

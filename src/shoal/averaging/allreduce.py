@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -328,9 +329,8 @@ class AllReduce:
                 await asyncio.sleep(last_sign + pause - asked)
                 continue
             try:
-                await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=patience)
-                self.heard_of(member)
-            except P2PHandlerError:  # an answer, too
+                with suppress(P2PHandlerError):  # an answer, too
+                    await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=patience)
                 self.heard_of(member)
             except PEER_FAILURES as e:
                 logger.debug("asked %s whether it lives: %r", self.group.peer_ids[member], e)
