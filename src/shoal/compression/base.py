@@ -124,13 +124,14 @@ class TensorMetadata(msgspec.Struct, frozen=True):
         dtype = DTYPES.get(self.dtype)
         if dtype is None:
             raise ValueError(f"serialized tensor has unknown element type {self.dtype!r}")
-        if len(self.size) > MAX_DIMENSIONS or any(not 0 <= length < 2**48 for length in self.size):
+        count = math.prod(self.size)
+        if len(self.size) > MAX_DIMENSIONS or min(self.size, default=0) < 0 or max(self.size, default=0) >= 2**48:
             raise ValueError(f"serialized tensor has impossible size {self.size}")
-        if math.prod(max(length, 1) for length in self.size) >= 2**48:
+        if count >= 2**48 or (count == 0 and math.prod(filter(None, self.size)) >= 2**48):
             raise ValueError(f"serialized tensor of size {self.size} is too large")
         if self.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"serialized tensor of type {self.dtype} cannot require gradients")
-        return dtype, math.prod(self.size)
+        return dtype, count
 
 
 @dataclass(frozen=True)
@@ -238,26 +239,33 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
+def array_over(buffer: Buffer, nbytes: int) -> np.ndarray:
+    """Received bytes as an array of ``uint8``: a view where the memory is writable, else a copy.
+
+    Raises:
+        RuntimeError: they are not as many as they should be.
+    """
+    view = memoryview(buffer)
+    if view.nbytes != nbytes:
+        raise RuntimeError(f"the serialized tensor takes {nbytes} bytes, got {view.nbytes}")
+    array = np.frombuffer(view, dtype=np.uint8)
+    return array.copy() if view.readonly else array
+
+
+def typed(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes, at least one, as numbers: a view where they are aligned, else a copy."""
+    numbers = torch.frombuffer(array, dtype=dtype)
+    return numbers if numbers.data_ptr() % dtype.itemsize == 0 else torch.frombuffer(array.copy(), dtype=dtype)
+
+
 def tensor_over(buffer: Buffer, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
     """A tensor over received bytes: a view where the memory is writable and aligned, else a copy.
 
     Raises:
         RuntimeError: the number of bytes is not what such a tensor takes.
     """
-    view = memoryview(buffer)
-    view = view if view.format == "B" and view.ndim == 1 else view.cast("B")
-    expected = math.prod(size) * dtype.itemsize
-    if len(view) != expected:
-        raise RuntimeError(f"a {dtype} tensor of size {tuple(size)} takes {expected} bytes, got {len(view)}")
-    if expected == 0:
-        return torch.empty(tuple(size), dtype=dtype)
-    if view.readonly:
-        view = memoryview(bytearray(view))
-    flat = torch.frombuffer(view, dtype=torch.uint8)
-    if flat.data_ptr() % dtype.itemsize != 0:
-        flat = flat.clone()
-    values = flat if dtype == torch.uint8 else flat.view(dtype)
-    return values if len(size) == 1 else values.view(tuple(size))
+    array = array_over(buffer, math.prod(size) * dtype.itemsize)
+    return typed(array, dtype).view(tuple(size)) if len(array) else torch.empty(tuple(size), dtype=dtype)
 
 
 class CompressionBase(ABC):

@@ -14,10 +14,12 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache
 
+import numpy as np
 import torch
 
+from shoal.compression.base import typed
 from shoal.compression.descriptor import CompressionType
-from shoal.compression.floating import FloatingPointCompression, chunks, cut, finite, saturate, scratch, typed
+from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, in_chunks, saturate, scratch
 
 
 def dynamic_levels() -> tuple[list[float], list[float]]:
@@ -110,33 +112,30 @@ class BlockwiseCompression(FloatingPointCompression):
     def _scales_nbytes(self, count: int) -> int:
         return -(-count // self.block_size) * self.scale_type.itemsize
 
-    def _sections(self, payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sections(self, payload: np.ndarray, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         border = self._scales_nbytes(count)
-        return typed(payload[:border], self.scale_type), payload[border:]
+        return typed(payload[:border], self.scale_type), typed(payload[border:], torch.uint8)
 
-    def _chunks(self, count: int) -> Iterator[tuple[slice, slice, slice, int]]:
-        """Ranges of values, of their scales and of their bytes; and the values in these blocks if all are full."""
-        for chunk in chunks(count):
-            first, last = chunk.start // self.block_size, -(-chunk.stop // self.block_size)
-            packed = slice(chunk.start // self.codes_per_byte, -(-chunk.stop // self.codes_per_byte))
-            yield chunk, slice(first, last), packed, (last - first) * self.block_size
+    def _chunks(
+        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
+        """Values, their scales and their bytes chunk by chunk; and the values in these blocks if all are full."""
+        blocks, packed = in_chunks(scales, CHUNK // self.block_size), in_chunks(codes, CHUNK // self.codes_per_byte)
+        for part, own, some in zip(in_chunks(values), blocks, packed, strict=True):
+            yield part, own, some, own.numel() * self.block_size
 
-    def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
-        scales, codes = self._sections(payload, values.numel())
-        for chunk, blocks, packed, padded in self._chunks(values.numel()):
-            part = cut(values, chunk)
+    def _encode(self, values: torch.Tensor, size: Sequence[int], payload: np.ndarray) -> None:
+        for part, scales, codes, padded in self._chunks(values, *self._sections(payload, values.numel())):
             if part.dtype != torch.float32 or part.numel() < padded:
                 whole = scratch("values", torch.float32, padded)
-                whole[: part.numel()].copy_(part)
-                whole[part.numel() :].zero_()
+                whole[: len(part)].copy_(part)
+                whole[len(part) :].zero_()
                 part = whole
-            rows = part.view(-1, self.block_size)
-            own = cut(scales, blocks)
-            rows = self._write_scales(rows, own)
-            factors = own.float().reciprocal().nan_to_num_(posinf=0.0, neginf=0.0)
+            rows = self._write_scales(part.view(-1, self.block_size), scales)
+            factors = scales.float().reciprocal().nan_to_num_(posinf=0.0, neginf=0.0)
             scaled = scratch("scaled", torch.float32, padded)
             torch.mul(rows, factors.unsqueeze(1), out=scaled.view_as(rows))
-            self._write_codes(scaled, cut(codes, packed))
+            self._write_codes(scaled, codes)
 
     def _write_scales(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Write down the scale of each block, and return the blocks without what is not finite."""
@@ -161,20 +160,17 @@ class BlockwiseCompression(FloatingPointCompression):
             codes = shifted.bitwise_or_(pairs)
         packed.copy_(codes[: len(packed)])
 
-    def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
-        scales, codes = self._sections(payload, values.numel())
-        for chunk, blocks, packed, padded in self._chunks(values.numel()):
-            part = cut(values, chunk)
+    def _decode(self, payload: np.ndarray, size: Sequence[int], values: torch.Tensor) -> None:
+        for part, scales, codes, padded in self._chunks(values, *self._sections(payload, values.numel())):
             in_place = part.dtype == torch.float32 and part.numel() == padded
             whole = part if in_place else scratch("values", torch.float32, padded)
-            some = cut(codes, packed)
-            if some.numel() * self.codes_per_byte < padded:
-                some = scratch("codes", torch.uint8, padded // self.codes_per_byte)
-                some[: packed.stop - packed.start].copy_(codes[packed])
-            self.table().look_up_pairs(some if self.codes_per_byte == 2 else some.view(_SIXTEEN_BITS), whole)
-            whole.view(-1, self.block_size).mul_(cut(scales, blocks).float().unsqueeze(1))
+            if codes.numel() * self.codes_per_byte < padded:
+                some, codes = codes, scratch("codes", torch.uint8, padded // self.codes_per_byte)
+                codes[: len(some)].copy_(some)
+            self.table().look_up_pairs(codes if self.codes_per_byte == 2 else codes.view(_SIXTEEN_BITS), whole)
+            whole.view(-1, self.block_size).mul_(scales.float().unsqueeze(1))
             if not in_place:
-                saturate(part, whole[: part.numel()])
+                saturate(part, whole[: len(part)])
 
 
 class BlockwiseQuantization(BlockwiseCompression):

@@ -14,8 +14,9 @@ from functools import cache
 import numpy as np
 import torch
 
+from shoal.compression.base import typed
 from shoal.compression.descriptor import CompressionType
-from shoal.compression.floating import CHUNK, FloatingPointCompression, chunks, cut, finite, scratch, typed
+from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, in_chunks, scratch
 
 LEVELS = 256
 CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
@@ -30,18 +31,18 @@ class CodebookQuantization(FloatingPointCompression):
         count = math.prod(size)
         return CODEBOOK_NBYTES + count if count else 0
 
-    def _encode(self, values: torch.Tensor, size: Sequence[int], payload: torch.Tensor) -> None:
-        codebook, codes = payload[:CODEBOOK_NBYTES].view(torch.float32), payload[CODEBOOK_NBYTES:]
+    def _encode(self, values: torch.Tensor, size: Sequence[int], payload: np.ndarray) -> None:
+        codes = typed(payload[CODEBOOK_NBYTES:], torch.uint8)
         averages = self._quantize(values, codes) or self._quantize(finite(values), codes)
         assert averages, "finite values have averages"
-        codebook.copy_(averages.result())
+        payload[:CODEBOOK_NBYTES].view(np.float32)[:] = averages.result()
 
-    def _decode(self, payload: torch.Tensor, size: Sequence[int], values: torch.Tensor) -> None:
+    def _decode(self, payload: np.ndarray, size: Sequence[int], values: torch.Tensor) -> None:
         codebook = typed(payload[:CODEBOOK_NBYTES], torch.float32).to(values.dtype)
-        codes = payload[CODEBOOK_NBYTES:]
-        for chunk in chunks(codes.numel()):
-            index = scratch("index", torch.int32, chunk.stop - chunk.start).copy_(cut(codes, chunk))
-            torch.index_select(codebook, 0, index, out=cut(values, chunk))
+        codes = typed(payload[CODEBOOK_NBYTES:], torch.uint8)
+        for some, part in zip(in_chunks(codes), in_chunks(values), strict=True):
+            index = scratch("index", torch.int32, some.numel()).copy_(some)
+            torch.index_select(codebook, 0, index, out=part)
 
     @abstractmethod
     def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
@@ -53,38 +54,45 @@ class CodebookQuantization(FloatingPointCompression):
 
 
 class _Averages:
-    """Mean of the values of each code, collected chunk by chunk."""
+    """Mean of the values of each code, collected chunk by chunk.
 
-    def __init__(self, offset: float = 0.0) -> None:
+    One pass finds both how many values there are and their sum, since each one weighs more than itself, by a unit
+    which is so large that no sum of values makes up for half of one: the number of units is the number of values.
+
+    Args:
+        largest_sum: no sum of values of one chunk is larger.
+        offset: to be added to all averages.
+    """
+
+    def __init__(self, largest_sum: float, offset: float) -> None:
+        self._unit = math.ldexp(1.0, math.frexp(largest_sum)[1] + 2) if largest_sum else 1.0
         self._offset = offset
-        self._counts: torch.Tensor | None = None
-        self._sums: torch.Tensor | None = None
+        self._counts, self._sums = np.zeros(LEVELS), np.zeros(LEVELS)
 
     def add(self, codes: torch.Tensor, values: torch.Tensor) -> None:
         """Values, given without the offset, and their codes."""
-        counts = torch.bincount(codes, minlength=LEVELS)
-        sums = torch.bincount(codes, weights=values, minlength=LEVELS)
-        self._counts = counts if self._counts is None else self._counts.add_(counts)
-        self._sums = sums.double() if self._sums is None else self._sums.add_(sums)
+        weights = scratch("weights", torch.float64, values.numel()).copy_(values).add_(self._unit)
+        found = torch.bincount(codes, weights, LEVELS).numpy()
+        counts = np.rint(found / self._unit)
+        self._counts += counts
+        self._sums += found - counts * self._unit
 
-    def result(self) -> torch.Tensor:
-        assert self._counts is not None
-        assert self._sums is not None
-        return self._sums.div_(self._counts.clamp_(min=1)).add_(self._offset).clamp_(-_FP32_MAX, _FP32_MAX)
+    def result(self) -> np.ndarray:
+        averages = self._sums / np.maximum(self._counts, 1) + self._offset
+        return np.minimum(np.maximum(averages, -_FP32_MAX), _FP32_MAX)  # as clip(), but faster with so few
 
 
-def _readable(values: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Each chunk's range, and its values in a type that one can calculate with: in their own memory where possible."""
+def _readable(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The values chunk by chunk, in a type that one can calculate with: in their own memory where possible."""
     dtype = _working_type(values)
-    for chunk in chunks(values.numel()):
-        part = cut(values, chunk)
-        yield chunk, part if part.dtype == dtype else scratch("values", dtype, part.numel()).copy_(part)
+    for part in in_chunks(values):
+        yield part if part.dtype == dtype else scratch("values", dtype, part.numel()).copy_(part)
 
 
-def _centred(values: torch.Tensor, centre: float) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Each chunk's range, and the distance of its values from the centre."""
-    for chunk, part in _readable(values):
-        yield chunk, torch.sub(part, centre, out=scratch("centred", part.dtype, part.numel())) if centre else part
+def _centred(values: torch.Tensor, centre: float) -> Iterator[torch.Tensor]:
+    """The distance of the values from the centre, chunk by chunk."""
+    for part in _readable(values):
+        yield torch.sub(part, centre, out=scratch("centred", part.dtype, part.numel())) if centre else part
 
 
 def _working_type(values: torch.Tensor) -> torch.dtype:
@@ -94,7 +102,7 @@ def _working_type(values: torch.Tensor) -> torch.dtype:
 def _mean_and_deviation(values: torch.Tensor) -> tuple[float, float]:
     """Both as numbers; the mean is one of the working type, so that it can be taken off and put back exactly."""
     total = squares = 0.0
-    for _, part in _readable(values):
+    for part in _readable(values):
         total += float(part.sum())
         squares += float(torch.dot(part, part))
     count = values.numel()
@@ -102,13 +110,19 @@ def _mean_and_deviation(values: torch.Tensor) -> tuple[float, float]:
     if values.dtype != torch.float64:
         mean = float(np.float32(mean))
     if square - mean * mean < 0.01 * square:  # nearly all of it is the mean, and little of the precision is left
-        return mean, math.sqrt(sum(float(torch.dot(part, part)) for _, part in _centred(values, mean)) / count)
+        return mean, math.sqrt(sum(float(torch.dot(part, part)) for part in _centred(values, mean)) / count)
     return mean, math.sqrt(square - mean * mean)
 
 
 def _centre(mean: float, deviation: float) -> float:
     """What to take off the values so that little precision is lost: mostly nothing, which is fastest."""
     return mean if abs(mean) > deviation / 2 else 0.0
+
+
+def _largest_sum(values: torch.Tensor, mean: float, deviation: float, centre: float) -> float:
+    """What no sum of distances from the centre exceeds, whichever of a chunk's values it takes (Cauchy and Schwarz)."""
+    count = values.numel()
+    return math.hypot(deviation, mean - centre) * math.sqrt(count * min(count, CHUNK))
 
 
 def _is_safe(magnitude: float, values: torch.Tensor) -> bool:
@@ -133,11 +147,11 @@ class Uniform8BitQuantization(CodebookQuantization):
         centre = _centre(mean, deviation)
         bins_per_unit = (LEVELS - 1) / (6 * deviation) if deviation else 0.0
         shift = torch.full((), _BIN_ZERO + LEVELS // 2 - round((mean - centre) * bins_per_unit))
-        averages = _Averages(centre)
-        for chunk, distance in _centred(values, centre):
-            bins = scratch("bins", torch.float32, distance.numel())
+        averages = _Averages(_largest_sum(values, mean, deviation, centre), centre)
+        for distance, some in zip(_centred(values, centre), in_chunks(codes), strict=True):
+            bins = scratch("bins", torch.float32, some.numel())
             torch.add(shift, distance, alpha=bins_per_unit, out=bins).clamp_(_BIN_ZERO, _BIN_ZERO + LEVELS - 1)
-            averages.add(cut(codes, chunk).copy_(bins.view(torch.int32)), distance)
+            averages.add(some.copy_(bins.view(torch.int32)), distance)
         return averages
 
 
@@ -156,20 +170,20 @@ class Quantile8BitQuantization(CodebookQuantization):
     def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
         mean, deviation = _mean_and_deviation(values)
         centre = _centre(mean, deviation)
-        largest = max(max(float(part.amax()), -float(part.amin())) for _, part in _centred(values, centre))
-        if not _is_safe(largest, values) or math.isnan(mean):
+        largest = max(max(float(part.amax()), -float(part.amin())) for part in _centred(values, centre))
+        if not _is_safe(largest, values) or not math.isfinite(deviation):
             return None
         scale = 2.0**15 / largest if largest else 0.0
         kept = list(_cells(values, centre, scale)) if values.numel() <= CHUNK else []  # one: it stays valid
         counts = None
-        for _, _, cells in kept or _cells(values, centre, scale):
+        for _, cells in kept or _cells(values, centre, scale):
             found = torch.bincount(cells, minlength=CELLS)
             counts = found if counts is None else counts.add_(found)
         assert counts is not None
         code_of_cell = _codes_of_cells(counts)
-        averages = _Averages(centre)
-        for chunk, distance, cells in kept or _cells(values, centre, scale):
-            averages.add(torch.index_select(code_of_cell, 0, cells, out=cut(codes, chunk)), distance)
+        averages = _Averages(_largest_sum(values, mean, deviation, centre), centre)
+        for (distance, cells), some in zip(kept or _cells(values, centre, scale), in_chunks(codes), strict=True):
+            averages.add(torch.index_select(code_of_cell, 0, cells, out=some), distance)
         return averages
 
 
@@ -178,15 +192,15 @@ CELLS = 2**16
 _REFINEMENTS = 2
 
 
-def _cells(values: torch.Tensor, centre: float, scale: float) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Each chunk's range, its values' distance from the centre, and the rank of that among all float16, scaled."""
-    for chunk, distance in _centred(values, centre):
+def _cells(values: torch.Tensor, centre: float, scale: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The distance of the values from the centre, and the rank of that among all float16, scaled; chunk by chunk."""
+    for distance in _centred(values, centre):
         count = distance.numel()
         short, ranks = scratch("short", torch.float16, count), scratch("ranks", torch.int16, count)
         short.copy_(torch.mul(distance, scale, out=scratch("scaled", distance.dtype, count)))
         bits = short.view(torch.int16)  # of negative numbers, all but the sign have to be turned over
         torch.bitwise_right_shift(bits, 15, out=ranks).bitwise_and_(CELLS // 2 - 1).bitwise_xor_(bits)
-        yield chunk, distance, scratch("cells", torch.int32, count).copy_(ranks).add_(CELLS // 2)
+        yield distance, scratch("cells", torch.int32, count).copy_(ranks).add_(CELLS // 2)
 
 
 @cache
