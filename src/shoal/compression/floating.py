@@ -35,7 +35,7 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 def in_chunks(values: torch.Tensor, length: int = CHUNK) -> Sequence[torch.Tensor]:
     """Views of consecutive parts of a one-dimensional tensor."""
-    return values.split(length) if values.numel() > length else (values,)  # not to split is faster
+    return torch.split(values, length) if values.numel() > length else (values,)  # not to split is faster
 
 
 class _Scratch(threading.local):
@@ -202,7 +202,9 @@ class ScaledFloat16Compression(FloatingPointCompression):
         at_once = max(1, CHUNK // rows.shape[1])
         for start in range(0, len(rows), at_once):
             some = slice(start, start + at_once)
-            for part, columns in zip(rows[some].split(CHUNK, 1), short[some].split(CHUNK, 1), strict=True):
+            for part, columns in zip(
+                torch.split(rows[some], CHUNK, 1), torch.split(short[some], CHUNK, 1), strict=True
+            ):
                 saturate(part, torch.addcmul(means[some], columns.float(), deviations[some]))
 
     def _sections(self, payload: np.ndarray, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
