@@ -2,7 +2,7 @@
 
 Every donor is asked for the next chunk that nobody has been asked for. What a donor that fails has left undone goes to
 the others. In the end, when nothing is left to ask for, donors that are done are asked for what others still owe. A
-chunk counts when its hash is right, which is found out while the next one arrives.
+chunk counts when its hash is right.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ WINDOW_SECONDS, LAST_WINDOW_SECONDS = 0.5, 0.125
 """A donor is asked for what it delivers in this time; for less in the end, so that all donors are done together."""
 _RATE_MEMORY = 0.8
 _PAGE_BYTES = 4096
-MAX_CHECKS = 4
-"""How many chunks of a donor may be waiting to be hashed before the next one is received."""
 
 
 class _Queue:
@@ -121,7 +119,6 @@ class Download:
             ProtocolError: what it sends is not what was asked for.
             TimeoutError: it is silent.
         """
-        checks: deque[asyncio.Task[None]] = deque()
         queue, loop = _Queue(MAX_WINDOW_BYTES // self._chunks.chunk_bytes), asyncio.get_running_loop()
         self._queues.append(queue)
         try:
@@ -131,17 +128,13 @@ class Download:
                     started = loop.time()
                     async with timeout(self._chunk_timeout):
                         place = await self._receive(call, queue.chunks[0])
-                    checks.append(asyncio.ensure_future(self._check(place)))
                     queue.delivered(loop.time() - started)
-                if len(checks) > MAX_CHECKS or (checks and not queue.chunks):
-                    await asyncio.shield(checks[0])
-                    checks.popleft()
-                elif not queue.chunks:
+                    self._check(place)
+                else:
                     self._changed.clear()
                     await self._changed.wait()
         finally:
             self._queues.remove(queue)
-            await asyncio.gather(*checks, return_exceptions=True)
             for index in queue.chunks:
                 self._answered(index)
 
@@ -217,14 +210,11 @@ class Download:
             return _Place(index, pieces, is_final=True)
         return _Place(index, [memoryview(bytearray(sum(map(len, pieces))))], is_final=False)
 
-    async def _check(self, place: _Place) -> None:
-        """Count a chunk that has arrived if its hash is right."""
+    def _check(self, place: _Place) -> None:
+        """Count a chunk that has arrived if its hash is right; found out at once, while it is in the cache."""
         index = place.chunk
         try:
-            if (
-                await run_in_worker(hash_of, place.pieces)
-                != self._hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
-            ):
+            if hash_of(place.pieces) != self._hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]:
                 raise ProtocolError(f"chunk {index} of the state does not match its hash")
             if index in self._asked and (place.is_final or index not in self._writing):
                 if not place.is_final:
