@@ -139,7 +139,7 @@ async def test_a_slice_that_comes_twice_is_refused():
         await receive(incoming, wire.sent[1][0], wire.sent[1][1] + b"\0")
 
 
-async def test_one_connection_carries_what_is_there_in_turn():
+async def test_one_connection_carries_first_of_all_what_others_wait_for():
     vector = vector_of(torch.zeros(SLICE_BYTES), NoCompression())
     there, wire = [asyncio.Event(), asyncio.Event()], Wire()
     parts, averages = outgoing_of(vector), outgoing_of(vector, there=there, is_average=True)
@@ -149,8 +149,9 @@ async def test_one_connection_carries_what_is_there_in_turn():
     for _ in range(100):
         await asyncio.sleep(0)
     found = [(message.is_average, message.index) for message, _ in wire.sent]
-    assert found == [(False, 0), (True, 0)] * 2 + [(False, 1)] * 2  # the second average is not there
+    assert found == [(False, 0)] * 2 + [(False, 1)] * 2 + [(True, 0)] * 2  # the second average is not there
     assert not sending.done()
+    assert (parts.left, averages.left) == (0, 1)
     there[1].set()
     await sending
     assert [message.index for message, _ in wire.sent if message.is_average] == [0, 0, 1, 1]

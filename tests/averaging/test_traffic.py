@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from shoal.averaging.pace import Pace
 from shoal.averaging.protocol import PartMessage, PartStatus
 from shoal.averaging.reducer import PartReducer
 from shoal.averaging.traffic import Traffic
@@ -55,6 +56,7 @@ class Sides:
             1,
             gives=True,
             takes=True,
+            pace=Pace(),
             on_delivered=lambda: None,
             on_received=self.received.set,
         )

@@ -27,6 +27,7 @@ from shoal.averaging.calls import PEER_FAILURES, reason_of
 from shoal.averaging.control import RoundResult
 from shoal.averaging.exchange import MAX_STRIPES, Exchange, Intake, stripes_for
 from shoal.averaging.group_info import GroupInfo
+from shoal.averaging.pace import Pace
 from shoal.averaging.protocol import BeginReduce, StatusRequest
 from shoal.averaging.reducer import PartReducer
 from shoal.averaging.traffic import Traffic
@@ -122,6 +123,7 @@ class AllReduce:
         self.late = False
         """The others have gone on without this member."""
         self._reducer = self._make_reducer()
+        self._pace = Pace() if settings.quorum is None else None
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
         """What is exchanged with each of the others."""
         self._undelivered = {i for i in self._traffic if self.is_sender and self.vector.parts[i]}
@@ -152,6 +154,7 @@ class AllReduce:
             member,
             gives=self.is_sender,
             takes=member in self.senders,
+            pace=self._pace,
             on_delivered=lambda: self._note_delivery(member),
             on_received=lambda: self._note_received(member),
         )

@@ -23,7 +23,7 @@ from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
 
-SLICE_BYTES = 2**16
+SLICE_BYTES = 2**15
 
 
 class Encoded(NamedTuple):
@@ -63,7 +63,13 @@ class Outgoing:
         self._next = 0
         self._pieces: deque[Piece] = deque()
         """Of the part that was made ready last."""
+        self._pieces_per_part = 1
         self._under_way = 0
+
+    @property
+    def left(self) -> float:
+        """How many parts are not taken."""
+        return self._count - self._next + len(self._pieces) / self._pieces_per_part
 
     @property
     def is_taken(self) -> bool:
@@ -83,7 +89,9 @@ class Outgoing:
         """Send the next piece, which is there."""
         if not self._pieces:
             index, self._next = self._next, self._next + 1
-            self._pieces.extend(self._cut(index, await self._encode(index)))
+            pieces = list(self._cut(index, await self._encode(index)))
+            self._pieces.extend(pieces)
+            self._pieces_per_part = len(pieces)
         message, payload = self._pieces.popleft()
         self._under_way += 1
         await call.send(message, *payload)
@@ -103,16 +111,22 @@ class Outgoing:
             yield msgspec.structs.replace(message, offset=offset, size=len(whole)), (piece,)
 
 
-async def send_all(call: Call, *sources: Outgoing) -> None:
-    """Send on one connection, from all sources in turn, until others have taken the rest or nothing is left."""
-    last = None
+async def send_all(call: Call, *sources: Outgoing, before: Callable[[], Awaitable[object]] | None = None) -> None:
+    """Send on one connection, from the first source that is ready, until others have taken the rest or nothing is left.
+
+    Args:
+        before: called before each piece.
+    """
     while waiting := [source for source in sources if not source.is_taken]:
-        ready = [source for source in waiting if source.is_ready]
-        if ready:
-            last = next((source for source in ready if source is not last), ready[0])
-            await last.send_next(call)
-        else:
+        ready = next((source for source in waiting if source.is_ready), None)
+        if ready is None:
             await waiting[0].wait()
+            continue
+        if before is not None:
+            await before()
+            if not ready.is_ready:  # another connection has taken it
+                continue
+        await ready.send_next(call)
 
 
 @dataclass

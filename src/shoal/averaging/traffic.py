@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from shoal.averaging.pace import Pace, Runner
 from shoal.averaging.protocol import PartMessage, PartStatus
 from shoal.averaging.reducer import PartReducer
 from shoal.averaging.slices import Encoded, Incoming, Outgoing, send_all
@@ -23,13 +24,15 @@ class Traffic:
 
     Where all is near, parts travel on the calls of the one that sends them, and averages back on the same calls. Over
     a long link, every call carries whatever is to be sent next: so all connections are at work from the beginning,
-    when there are no averages yet, to the end, when there are no parts any more.
+    when there are no averages yet, to the end, when there are no parts any more. Parts go first: others wait for them
+    to have averages to send.
 
     Args:
         vector: this member's values.
         own, other: positions of the two.
         gives: whether this member sends parts.
         takes: whether the other one does.
+        pace: of what this member sends to all others; ``None``: nobody waits for anybody.
         on_delivered: called when all parts are sent.
         on_received: called when all averages are here.
     """
@@ -43,16 +46,19 @@ class Traffic:
         *,
         gives: bool,
         takes: bool,
+        pace: Pace | None,
         on_delivered: Callable[[], None],
         on_received: Callable[[], None],
     ) -> None:
         self.vector, self._reducer, self.other = vector, reducer, other
-        self._on_received = on_received
+        self._pace, self._on_received = pace, on_received
+        self._runner: Runner | None = None
         theirs, ours = vector.parts[other] if gives else [], vector.parts[own] if takes else []
         self.parts_out = Outgoing(len(theirs), self._encode_part, lambda index: True, _no_wait, on_delivered)
         self.averages_out = Outgoing(
             len(ours), self._encode_average, reducer.is_averaged, reducer.peek, on_sent=lambda: None
         )
+        self._count = max(1, len(theirs) + len(ours))
         self.parts_in, self.averages_in = Incoming(vector, ours), Incoming(vector, theirs)
         self._calls = {True: math.inf if theirs else 0, False: math.inf if ours else 0}
         """On how many calls something may still come: those that this member makes, and those of the other one."""
@@ -75,12 +81,19 @@ class Traffic:
         self._calls[own] = calls
         if not own:
             self._begun.set()
-        if calls > 1:
+        if calls > 1 and not self.parts_out.in_slices:
             self.parts_out.in_slices = self.averages_out.in_slices = True
+            self._runner = self._pace.add(self._share_left) if self._pace else None
+
+    def _share_left(self) -> float:
+        """Of what is to be sent."""
+        left = 0.0 if self._is_over else self.parts_out.left + self.averages_out.left
+        return left / self._count
 
     def stop(self) -> None:
         """No average counts any more."""
         self._is_over = True
+        self._note_progress()
 
     async def send(self, call: Call, usual: Outgoing, calls: int) -> None:
         """Send what is left on one of some calls."""
@@ -90,9 +103,19 @@ class Traffic:
         stream = call.connection.stream
         stream.limit_backlog(BACKLOG_BYTES)
         try:
-            await send_all(call, self.parts_out, self.averages_out)
+            await send_all(call, self.parts_out, self.averages_out, before=self._keep_pace)
         finally:
             stream.limit_backlog(None)
+            self._note_progress()
+
+    async def _keep_pace(self) -> None:
+        self._note_progress()
+        if self._runner:
+            await self._runner.wait_for_others()
+
+    def _note_progress(self) -> None:
+        if self._runner:
+            self._runner.note_progress()
 
     async def receive(self, call: Call, limit: Callable[[], float]) -> PartMessage | None:
         """Receive parts and averages on one call until the other side has no more to send on it.
