@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shoal.averaging.pace import MAX_LEAD, STALLED_SECONDS, Pace
+from shoal.averaging.pace import MAX_LEAD, MAX_WAIT_SECONDS, STALLED_SECONDS, Pace
 from tests.dht.virtual_time import in_virtual_time
 
 
@@ -15,6 +15,7 @@ class Exchange:
 
     def __init__(self, pace: Pace, pieces: int, seconds: float, connections: int = 1) -> None:
         self.pieces, self.taken, self.ended = pieces, 0, 0.0
+        self.longest_pause = 0.0
         self._seconds, self._connections = seconds, connections
         self._runner = pace.add(self.share_left)
 
@@ -26,9 +27,12 @@ class Exchange:
         self.ended = asyncio.get_running_loop().time()
 
     async def _send(self) -> None:
+        now = asyncio.get_running_loop().time
         while self.taken < self.pieces:
+            started = now()
             self._runner.note_progress()
             await self._runner.wait_for_others()
+            self.longest_pause = max(self.longest_pause, now() - started)
             if self.taken < self.pieces:
                 self.taken += 1
                 await asyncio.sleep(self._seconds)
@@ -46,6 +50,17 @@ async def test_those_that_are_faster_end_with_the_slowest():
     pace = Pace()
     slow, fast, many = Exchange(pace, 500, 0.02), Exchange(pace, 500, 0.01), Exchange(pace, 1500, 0.02, connections=4)
     assert await time_of(slow, fast, many) == [pytest.approx(10, rel=0.01)] * 3
+    assert many.longest_pause < 0.2  # of any connection: they take turns
+
+
+@in_virtual_time
+async def test_every_connection_sends_something_now_and_then():
+    pace = Pace()
+    slow, fast = Exchange(pace, 100, 0.45), Exchange(pace, 10_000, 0.001, connections=8)
+    times = await time_of(slow, fast)
+    assert times[0] == pytest.approx(45, rel=0.001)
+    assert fast.longest_pause <= MAX_WAIT_SECONDS + 0.001
+    assert fast.ended > 40
 
 
 @in_virtual_time
@@ -79,6 +94,7 @@ async def test_one_that_comes_to_life_again_is():
     assert 400 < fast.taken < 460  # it has waited, and does not any more
     assert await time_of(stalled) == [pytest.approx(5, rel=0.01)]
     assert await running == [pytest.approx(7.5, rel=0.05)]
+    assert fast.longest_pause <= MAX_WAIT_SECONDS + 0.001
 
 
 @in_virtual_time

@@ -48,7 +48,7 @@ def vector_of(tensor, codec):
     return RoundVector([tensor], [info], codec, tensor.numel() * 2, [tensor.numel()], 1.0)
 
 
-def outgoing_of(vector, on_sent=lambda: None, *, there=None, is_average=False):
+def outgoing_of(vector, on_sent=lambda: None, *, there=None, is_average=False, is_urgent=lambda index: False):
     """The parts of a vector; ``there`` has an event for each part that has to be waited for."""
 
     async def encode(index):
@@ -60,7 +60,7 @@ def outgoing_of(vector, on_sent=lambda: None, *, there=None, is_average=False):
     async def wait(index):
         await there[index].wait()
 
-    return Outgoing(len(vector.parts[0]), encode, is_there, wait, on_sent)
+    return Outgoing(len(vector.parts[0]), encode, is_there, wait, on_sent, is_urgent)
 
 
 async def send(vector, wires, *, in_slices):
@@ -155,3 +155,11 @@ async def test_one_connection_carries_first_of_all_what_others_wait_for():
     there[1].set()
     await sending
     assert [message.index for message, _ in wire.sent if message.is_average] == [0, 0, 1, 1]
+
+
+async def test_what_is_urgent_goes_first():
+    vector = vector_of(torch.zeros(2 * SLICE_BYTES), NoCompression())
+    wire = Wire()
+    averages = outgoing_of(vector, is_average=True, is_urgent=lambda index: index == 0)
+    await send_all(wire, outgoing_of(vector), averages)
+    assert [message.is_average for message, _ in wire.sent] == [True, False, False, True]

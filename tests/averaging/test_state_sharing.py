@@ -13,9 +13,11 @@ import torch
 from shoal.averaging import state_sharing
 from shoal.averaging.protocol import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.snapshot import MIN_CHUNK_BYTES, Chunks, OwnedState, Snapshot, chunk_bytes_of, hash_of, version_of
+from shoal.averaging.state_download import Download
 from shoal.averaging.state_sharing import MAX_DOWNLOADS, WORTH_SHARING_BYTES, StateSharing
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, base
 from shoal.errors import P2PHandlerError
+from shoal.reactor import cancel_and_wait
 from tests.averaging.swarm import Swarm, until
 
 LARGE = 3 * WORTH_SHARING_BYTES // 4  # values of float32: three times what is worth sharing
@@ -171,6 +173,44 @@ async def test_one_good_donor_of_three_is_enough(monkeypatch, what, chunks_befor
     newcomer = await swarm.add([torch.zeros(1)], **patience)
     assert_is_state(await newcomer.state_sharing.download(), 5)
     await swarm.close()
+
+
+class Donor:
+    """The far side of a download's call; may get stuck in the middle of its first chunk."""
+
+    def __init__(self, snapshot, gets_stuck):
+        self._snapshot, self._gets_stuck = snapshot, gets_stuck
+        self._asked, self._sending = asyncio.Queue(), 0
+        self.is_stuck = asyncio.Event()
+
+    async def send(self, request):
+        self._asked.put_nowait(request.index)
+
+    async def receive(self, message_type):
+        self._sending = await self._asked.get()
+        return message_type(index=self._sending)
+
+    async def read_payload_into(self, *pieces):
+        if self._gets_stuck:
+            pieces[0][:100] = bytes(100)
+            self.is_stuck.set()
+            await asyncio.sleep(math.inf)
+        for piece, sent in zip(pieces, self._snapshot.chunk(self._sending), strict=True):
+            piece[:] = sent
+
+
+async def test_what_one_donor_is_stuck_with_comes_from_another_one_at_once():
+    snapshot = await Snapshot.take(lambda: state_of(5), NoCompression())
+    header = StateHeader(
+        allowed=True, metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes
+    )
+    download = Download(header, snapshot.hashes, math.inf)
+    stuck = Donor(snapshot, gets_stuck=True)
+    waiting = asyncio.ensure_future(download.fetch_from(stuck))
+    await stuck.is_stuck.wait()
+    await asyncio.wait_for(download.fetch_from(Donor(snapshot, gets_stuck=False)), 30)
+    await cancel_and_wait(waiting)
+    assert_is_state(download.result(), 5)
 
 
 async def test_a_download_goes_on_with_a_donor_of_lower_rank(monkeypatch):

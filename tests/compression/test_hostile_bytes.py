@@ -48,6 +48,12 @@ def test_impossible_metadata(metadata):
         deserialize_torch_tensor(SerializedTensor(metadata, bytes(4)))
 
 
+def test_nobody_calculates_with_a_hundred_thousand_dimensions():
+    metadata = TensorMetadata(0, "float32", (2**47,) * 100_000)
+    with pytest.raises(ValueError, match="has 100000 dimensions, possible are 64"):
+        deserialize_torch_tensor(SerializedTensor(metadata, bytes(4)))
+
+
 @given(
     st.builds(
         TensorMetadata,

@@ -34,7 +34,8 @@ DATA = {
 }
 HARD_TO_SUM = {
     "two values": lambda: (torch.manual_seed(0), torch.where(torch.rand(1_200_000) < 0.1, -0.7, 0.1))[1],
-    "one far off": lambda: (torch.manual_seed(0), torch.cat([torch.randn(200_000), torch.tensor([1e6])]))[1],
+    "one far off": lambda: (torch.manual_seed(0), torch.cat([torch.randn(600_000), torch.tensor([1e8])]))[1],
+    "float64": lambda: (torch.manual_seed(0), torch.cat([torch.randn(9_000), torch.tensor([1e30])]).double())[1],
 }
 every_kind = pytest.mark.parametrize("kind", DATA)
 
@@ -52,7 +53,8 @@ def test_each_level_is_the_average_of_its_values(codec, kind):
     counts = torch.bincount(codes, minlength=256)
     averages = torch.bincount(codes, weights=tensor.double(), minlength=256) / counts
     used = counts > 0
-    assert torch.allclose(codebook[used].double(), averages[used], rtol=1e-6, atol=5e-5 * float(tensor.std()))
+    typical = tensor.double().abs().median()  # not the deviation, which one value may make as large as it likes
+    assert torch.allclose(codebook[used].double(), averages[used], rtol=1e-6, atol=1e-5 * float(typical))
     assert torch.equal(restored(codec, tensor), codebook[codes])
 
 

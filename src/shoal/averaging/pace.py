@@ -3,12 +3,14 @@
 All its connections share one uplink, and TCP does not share it equally. When only some of the others have something
 left to come, the connections to them are too few, and too slow to speed up, to fill the link: it is half idle in the
 end, while the round takes as long as the last of them. So nobody who gets ahead is sent more until the rest catch up.
-Who makes no progress at all is not waited for.
+Who makes no progress at all is not waited for, and every connection carries something now and then, or the other side
+would take this one for dead.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -18,15 +20,15 @@ MAX_LEAD = 0.05
 """Who has so much less left than the one who has most left, as a share of that, is ahead."""
 STALLED_SECONDS = 0.5
 """Who has not got the next piece for so long is not waited for."""
+MAX_WAIT_SECONDS = 0.5
+"""For how long a connection is held back before it may send another piece."""
 
 
 class Pace:
     """Of one member in one round."""
 
     def __init__(self) -> None:
-        self.runners: list[Runner] = []
-        self.progress = asyncio.Event()
-        """Set for a moment when those that are ahead may go on."""
+        self._runners: list[Runner] = []
 
     def add(self, share_left: Callable[[], float]) -> Runner:
         """From now on something is sent to one more of the others.
@@ -34,8 +36,21 @@ class Pace:
         Args:
             share_left: tells which share of that is left.
         """
-        self.runners.append(Runner(self, share_left))
-        return self.runners[-1]
+        self._runners.append(Runner(self, share_left))
+        return self._runners[-1]
+
+    def least_left(self) -> float:
+        """Who has less left is ahead."""
+        stalled_since = asyncio.get_running_loop().time() - STALLED_SECONDS
+        moving = [each.share_left() for each in self._runners if each.moved_at > stalled_since]
+        return (1 - MAX_LEAD) * max(moving, default=0.0)
+
+    def wake(self) -> None:
+        """Let a connection go on to each of those that are not ahead any more."""
+        least_left = self.least_left()
+        for runner in self._runners:
+            if runner.waiting and runner.share_left() >= least_left:
+                runner.wake_first()
 
 
 class Runner:
@@ -43,23 +58,31 @@ class Runner:
 
     def __init__(self, pace: Pace, share_left: Callable[[], float]) -> None:
         self._pace, self.share_left = pace, share_left
-        self._moved_at = asyncio.get_running_loop().time()
+        self.moved_at = asyncio.get_running_loop().time()
+        self.waiting: deque[asyncio.Future[None]] = deque()
+        """Connections that are held back; the one that has waited longest goes on first."""
 
     def note_progress(self) -> None:
         """It has been sent the next piece, or will get no more."""
-        self._moved_at = asyncio.get_running_loop().time()
-        if not self.share_left() or not self._is_ahead():
-            self._pace.progress.set()
-            self._pace.progress.clear()
+        self.moved_at = asyncio.get_running_loop().time()
+        self._pace.wake()
+
+    def wake_first(self) -> None:
+        """Let one connection go on."""
+        first = self.waiting.popleft()
+        if not first.done():
+            first.set_result(None)
 
     async def wait_for_others(self) -> None:
-        """Wait while it is ahead of them."""
-        while self._is_ahead():
+        """Wait while it is ahead of them, but not too long."""
+        if self.share_left() >= self._pace.least_left():
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self.waiting.append(turn)
+        try:
             with suppress(asyncio.TimeoutError, TimeoutError):
-                async with timeout(STALLED_SECONDS):
-                    await self._pace.progress.wait()
-
-    def _is_ahead(self) -> bool:
-        stalled_since = asyncio.get_running_loop().time() - STALLED_SECONDS
-        moving = (each.share_left() for each in self._pace.runners if each._moved_at > stalled_since)
-        return self.share_left() < (1 - MAX_LEAD) * max(moving, default=0.0)
+                async with timeout(MAX_WAIT_SECONDS):
+                    await turn
+        finally:
+            with suppress(ValueError):  # it has been woken
+                self.waiting.remove(turn)

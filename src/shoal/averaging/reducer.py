@@ -1,8 +1,8 @@
 """One member's share of an all-reduce: collect parts from the senders, average each one, hand the averages back.
 
 A part is averaged when every sender that is still trusted to come has delivered it, in the order of the members, so
-that the result does not depend on who was faster. Senders may run ahead by a few parts only, which bounds the
-memory.
+that the result does not depend on who was faster. Senders may run ahead by a few parts only, and few averages
+wait to be sent, which bounds the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from shoal.errors import AllreduceException, ProtocolError
 logger = logging.getLogger(__name__)
 
 WINDOW_BYTES = 32 * 2**20
-"""Memory for parts that have arrived and wait for the same part of other senders."""
+"""Memory for parts that have arrived and wait for the same part of other senders; and as much again, with what they are
+made of, for averages that wait to be sent while something else is sent first."""
 
 
 def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor | None:
@@ -154,6 +155,10 @@ class PartReducer:
     def is_averaged(self, index: int) -> bool:
         """Nobody is waited for any more with a part."""
         return self._states[index].done.is_set()
+
+    def is_crowded(self, index: int) -> bool:
+        """Whether too many averages have to be kept as long as part ``index`` is not sent."""
+        return index + self._window < len(self._states) and self.is_averaged(index + self._window)
 
     async def peek(self, index: int) -> torch.Tensor | None:
         """The average of a part, which stays here.

@@ -47,6 +47,7 @@ class Outgoing:
         is_there: whether a part is, given its index.
         wait: waits until it is.
         on_sent: called when all pieces have been sent.
+        is_urgent: whether a part, given its index, goes before what comes first otherwise.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class Outgoing:
         is_there: Callable[[int], bool],
         wait: Callable[[int], Awaitable[object]],
         on_sent: Callable[[], None],
+        is_urgent: Callable[[int], bool] = lambda index: False,
     ) -> None:
+        self._is_urgent = is_urgent
         self._count, self._encode, self._is_there, self._wait, self._on_sent = count, encode, is_there, wait, on_sent
         self.in_slices = False
         """Parts are cut: they travel over several connections."""
@@ -80,6 +83,11 @@ class Outgoing:
     def is_ready(self) -> bool:
         """The next piece is there."""
         return bool(self._pieces) or (self._next < self._count and self._is_there(self._next))
+
+    @property
+    def is_urgent(self) -> bool:
+        """The next piece, which is there, goes before what comes first otherwise."""
+        return not self.is_taken and self._is_urgent(self._next)
 
     async def wait(self) -> None:
         """Wait for the next piece."""
@@ -112,21 +120,24 @@ class Outgoing:
 
 
 async def send_all(call: Call, *sources: Outgoing, before: Callable[[], Awaitable[object]] | None = None) -> None:
-    """Send on one connection, from the first source that is ready, until others have taken the rest or nothing is left.
+    """Send on one connection until others have taken the rest or nothing is left.
+
+    What is ready in the first source goes first, unless something in another one is urgent.
 
     Args:
         before: called before each piece.
     """
     while waiting := [source for source in sources if not source.is_taken]:
-        ready = next((source for source in waiting if source.is_ready), None)
-        if ready is None:
+        ready = [source for source in waiting if source.is_ready]
+        if not ready:
             await waiting[0].wait()
             continue
+        chosen = max(ready, key=lambda source: source.is_urgent)
         if before is not None:
             await before()
-            if not ready.is_ready:  # another connection has taken it
+            if not chosen.is_ready:  # another connection has taken it
                 continue
-        await ready.send_next(call)
+        await chosen.send_next(call)
 
 
 @dataclass

@@ -91,9 +91,10 @@ class Download:
         self._ready: dict[int, asyncio.Future[None]] = {}
         """When the memory of a chunk has been provided."""
         self._missing = self._chunks.count
-        self._changed = asyncio.Event()
+        self._copies: dict[int, memoryview] = {}
+        """Chunks that came while another donor, which is slower or stuck, was writing them to the state's memory."""
         self.finished = asyncio.Event()
-        self._note_progress()
+        self._check_finished()
 
     @property
     def total_bytes(self) -> int:
@@ -105,6 +106,8 @@ class Download:
         Raises:
             ValueError, RuntimeError: what the donors agree on is no state.
         """
+        for index, copy in self._copies.items():
+            _copy(copy, self._chunks.pieces(index))
         self._buffers.reverse()
         tensors = [
             deserialize_torch_tensor(SerializedTensor(metadata, self._buffers.pop()))
@@ -124,15 +127,11 @@ class Download:
         try:
             while not self.finished.is_set():
                 await self._ask(call, queue)
-                if queue.chunks:
-                    started = loop.time()
-                    async with timeout(self._chunk_timeout):
-                        place = await self._receive(call, queue.chunks[0])
-                    queue.delivered(loop.time() - started)
-                    self._check(place)
-                else:
-                    self._changed.clear()
-                    await self._changed.wait()
+                started = loop.time()
+                async with timeout(self._chunk_timeout):
+                    place = await self._receive(call, queue.chunks[0])
+                queue.delivered(loop.time() - started)
+                self._check(place)
         finally:
             self._queues.remove(queue)
             for index in queue.chunks:
@@ -188,7 +187,6 @@ class Download:
         if self._asked[index] == 0:
             del self._asked[index]
             heapq.heappush(self._todo, index)
-            self._note_progress()
 
     async def _receive(self, call: Call, index: int) -> _Place:
         chunk = await call.receive(StateChunk)
@@ -216,12 +214,14 @@ class Download:
         try:
             if hash_of(place.pieces) != self._hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]:
                 raise ProtocolError(f"chunk {index} of the state does not match its hash")
-            if index in self._asked and (place.is_final or index not in self._writing):
-                if not place.is_final:
+            if index in self._asked:
+                if not place.is_final and index in self._writing:
+                    self._copies[index] = place.pieces[0]
+                elif not place.is_final:
                     _copy(place.pieces[0], self._chunks.pieces(index))
                 del self._asked[index]
                 self._missing -= 1
-                self._note_progress()
+                self._check_finished()
         finally:
             self._release(place)
             self._answered(index)
@@ -230,10 +230,9 @@ class Download:
         if place.is_final:
             self._writing.discard(place.chunk)
 
-    def _note_progress(self) -> None:
+    def _check_finished(self) -> None:
         if not self._missing:
             self.finished.set()
-        self._changed.set()
 
 
 def _copy(source: memoryview, targets: Sequence[memoryview]) -> None:

@@ -24,8 +24,8 @@ class Traffic:
 
     Where all is near, parts travel on the calls of the one that sends them, and averages back on the same calls. Over
     a long link, every call carries whatever is to be sent next: so all connections are at work from the beginning,
-    when there are no averages yet, to the end, when there are no parts any more. Parts go first: others wait for them
-    to have averages to send.
+    when there are no averages yet, to the end, when there are no parts any more. Parts go first, for others wait for
+    them to have averages to send, unless too many averages wait here.
 
     Args:
         vector: this member's values.
@@ -56,7 +56,12 @@ class Traffic:
         theirs, ours = vector.parts[other] if gives else [], vector.parts[own] if takes else []
         self.parts_out = Outgoing(len(theirs), self._encode_part, lambda index: True, _no_wait, on_delivered)
         self.averages_out = Outgoing(
-            len(ours), self._encode_average, reducer.is_averaged, reducer.peek, on_sent=lambda: None
+            len(ours),
+            self._encode_average,
+            reducer.is_averaged,
+            reducer.peek,
+            on_sent=lambda: None,
+            is_urgent=reducer.is_crowded,
         )
         self._count = max(1, len(theirs) + len(ours))
         self.parts_in, self.averages_in = Incoming(vector, ours), Incoming(vector, theirs)

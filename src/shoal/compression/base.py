@@ -124,9 +124,11 @@ class TensorMetadata(msgspec.Struct, frozen=True):
         dtype = DTYPES.get(self.dtype)
         if dtype is None:
             raise ValueError(f"serialized tensor has unknown element type {self.dtype!r}")
-        count = math.prod(self.size)
-        if len(self.size) > MAX_DIMENSIONS or min(self.size, default=0) < 0 or max(self.size, default=0) >= 2**48:
+        if len(self.size) > MAX_DIMENSIONS:
+            raise ValueError(f"serialized tensor has {len(self.size)} dimensions, possible are {MAX_DIMENSIONS}")
+        if min(self.size, default=0) < 0 or max(self.size, default=0) >= 2**48:
             raise ValueError(f"serialized tensor has impossible size {self.size}")
+        count = math.prod(self.size)
         if count >= 2**48 or (count == 0 and math.prod(filter(None, self.size)) >= 2**48):
             raise ValueError(f"serialized tensor of size {self.size} is too large")
         if self.requires_grad and not (dtype.is_floating_point or dtype.is_complex):

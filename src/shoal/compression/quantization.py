@@ -1,4 +1,4 @@
-"""8-bit codecs with one codebook per tensor: 256 levels, each the exact average of the values that it stands for.
+"""8-bit codecs with one codebook per tensor: 256 levels, each the average of the values that it stands for.
 
 NaN counts as 0 and an infinity as the largest finite magnitude of the tensor: what is restored is always finite, and
 one broken value does not spoil the others.
@@ -20,6 +20,9 @@ from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, 
 
 LEVELS = 256
 CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
+
+MOST_IN_ONE_PASS = 0.125
+"""If more of the values have the same code, most are small beside the rest, or equal: then their sum must be exact."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -56,26 +59,37 @@ class CodebookQuantization(FloatingPointCompression):
 class _Averages:
     """Mean of the values of each code, collected chunk by chunk.
 
-    One pass finds both how many values there are and their sum, since each one weighs more than itself, by a unit
-    which is so large that no sum of values makes up for half of one: the number of units is the number of values.
-
     Args:
-        largest_sum: no sum of values of one chunk is larger.
         offset: to be added to all averages.
+        largest_sum: no sum of values of one chunk is larger. It saves a pass, where that is exact enough.
     """
 
-    def __init__(self, largest_sum: float, offset: float) -> None:
-        self._unit = math.ldexp(1.0, math.frexp(largest_sum)[1] + 2) if largest_sum else 1.0
+    def __init__(self, offset: float, largest_sum: float = 0.0) -> None:
         self._offset = offset
+        self._unit = math.ldexp(1.0, math.frexp(largest_sum)[1] + 2) if largest_sum else 0.0
         self._counts, self._sums = np.zeros(LEVELS), np.zeros(LEVELS)
 
     def add(self, codes: torch.Tensor, values: torch.Tensor) -> None:
         """Values, given without the offset, and their codes."""
+        counts, sums = self._in_one_pass(codes, values) if self._unit else self._in_two_passes(codes, values)
+        self._counts += counts
+        self._sums += sums
+
+    def _in_one_pass(self, codes: torch.Tensor, values: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """How many values each code has, and their sum, from one sum: each value weighs more than itself, by a unit.
+
+        That is so large that no sum of values makes up for half of one: the number of units is that of the values.
+        """
         weights = scratch("weights", torch.float64, values.numel()).copy_(values).add_(self._unit)
         found = torch.bincount(codes, weights, LEVELS).numpy()
         counts = np.rint(found / self._unit)
-        self._counts += counts
-        self._sums += found - counts * self._unit
+        if counts.max() > MOST_IN_ONE_PASS * values.numel():
+            return self._in_two_passes(codes, values)
+        return counts, found - counts * self._unit
+
+    def _in_two_passes(self, codes: torch.Tensor, values: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        weights = scratch("weights", torch.float64, values.numel()).copy_(values)
+        return torch.bincount(codes, minlength=LEVELS).numpy(), torch.bincount(codes, weights, LEVELS).numpy()
 
     def result(self) -> np.ndarray:
         averages = self._sums / np.maximum(self._counts, 1) + self._offset
@@ -147,7 +161,7 @@ class Uniform8BitQuantization(CodebookQuantization):
         centre = _centre(mean, deviation)
         bins_per_unit = (LEVELS - 1) / (6 * deviation) if deviation else 0.0
         shift = torch.full((), _BIN_ZERO + LEVELS // 2 - round((mean - centre) * bins_per_unit))
-        averages = _Averages(_largest_sum(values, mean, deviation, centre), centre)
+        averages = _Averages(centre, _largest_sum(values, mean, deviation, centre))
         for distance, some in zip(_centred(values, centre), in_chunks(codes), strict=True):
             bins = scratch("bins", torch.float32, some.numel())
             torch.add(shift, distance, alpha=bins_per_unit, out=bins).clamp_(_BIN_ZERO, _BIN_ZERO + LEVELS - 1)
@@ -181,7 +195,7 @@ class Quantile8BitQuantization(CodebookQuantization):
             counts = found if counts is None else counts.add_(found)
         assert counts is not None
         code_of_cell = _codes_of_cells(counts)
-        averages = _Averages(_largest_sum(values, mean, deviation, centre), centre)
+        averages = _Averages(centre)
         for (distance, cells), some in zip(kept or _cells(values, centre, scale), in_chunks(codes), strict=True):
             averages.add(torch.index_select(code_of_cell, 0, cells, out=some), distance)
         return averages
