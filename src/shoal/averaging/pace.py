@@ -10,17 +10,16 @@ would take this one for dead.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 from shoal.clock import timeout
 
-MAX_LEAD = 0.05
+MAX_LEAD = 0.02
 """Who has so much less left than the one who has most left, as a share of that, is ahead."""
 STALLED_SECONDS = 0.5
 """Who has not got the next piece for so long is not waited for."""
-MAX_WAIT_SECONDS = 0.5
+MAX_WAIT_SECONDS = 1.0
 """For how long a connection is held back before it may send another piece."""
 
 
@@ -46,11 +45,11 @@ class Pace:
         return (1 - MAX_LEAD) * max(moving, default=0.0)
 
     def wake(self) -> None:
-        """Let a connection go on to each of those that are not ahead any more."""
+        """Let the connections to those go on that are not ahead any more."""
         least_left = self.least_left()
         for runner in self._runners:
             if runner.waiting and runner.share_left() >= least_left:
-                runner.wake_first()
+                runner.go_on()
 
 
 class Runner:
@@ -59,19 +58,20 @@ class Runner:
     def __init__(self, pace: Pace, share_left: Callable[[], float]) -> None:
         self._pace, self.share_left = pace, share_left
         self.moved_at = asyncio.get_running_loop().time()
-        self.waiting: deque[asyncio.Future[None]] = deque()
-        """Connections that are held back; the one that has waited longest goes on first."""
+        self.waiting: list[asyncio.Future[None]] = []
+        """Connections that are held back."""
 
     def note_progress(self) -> None:
         """It has been sent the next piece, or will get no more."""
         self.moved_at = asyncio.get_running_loop().time()
         self._pace.wake()
 
-    def wake_first(self) -> None:
-        """Let one connection go on."""
-        first = self.waiting.popleft()
-        if not first.done():
-            first.set_result(None)
+    def go_on(self) -> None:
+        """Let every connection send one piece more, at least."""
+        for turn in self.waiting:
+            if not turn.done():
+                turn.set_result(None)
+        self.waiting = []
 
     async def wait_for_others(self) -> None:
         """Wait while it is ahead of them, but not too long."""
