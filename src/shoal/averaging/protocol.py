@@ -120,8 +120,11 @@ class PartStatus(IntEnum):
     """The sender has no further part for this call. No payload."""
 
 
-class PartMessage(Header):
-    """One part, either way; its bytes follow as the payload."""
+class PartMessage(Header, array_like=True):
+    """One part, or a slice of one, either way; its bytes follow as the payload.
+
+    Over slow links there are many of them: on the wire they are as short as can be, fields have no names.
+    """
 
     index: int
     """Among the parts that this reducer reduces."""

@@ -106,7 +106,7 @@ class CompressionInfo:
         return (max(0, min(self.part_size, left)),)
 
 
-class TensorMetadata(msgspec.Struct, frozen=True):
+class TensorMetadata(msgspec.Struct, frozen=True, array_like=True):
     """What is needed to read a serialized tensor besides its bytes; fits into any message header."""
 
     compression: int
