@@ -1,8 +1,8 @@
 """Butterfly all-reduce: every member sends each part of its vector to the member that reduces it.
 
 All parts are in flight at once, each reducer averages a part as soon as it has it from everybody, and sends the average
-back (:mod:`shoal.averaging.traffic`). Afterwards the members make sure that all of them have
-everything (:mod:`shoal.averaging.completion`), and finish what a dead member has left undone.
+back (:mod:`shoal.averaging.traffic`). Afterwards the members make sure that all of them have everything
+(:mod:`shoal.averaging.completion`), and finish what a dead member has left undone.
 
 A sender ends its side of the calls when it holds all averages, of all reducers. So a reducer whose senders have all
 ended knows, without asking anybody, that the round is over everywhere.

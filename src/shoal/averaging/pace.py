@@ -46,9 +46,10 @@ class Pace:
 
     def wake(self) -> None:
         """Let the connections to those go on that are not ahead any more."""
-        least_left = self.least_left()
-        for runner in self._runners:
-            if runner.waiting and runner.share_left() >= least_left:
+        waiting = [runner for runner in self._runners if runner.waiting]
+        least_left = self.least_left() if waiting else 0.0  # this is called for each piece
+        for runner in waiting:
+            if runner.share_left() >= least_left:
                 runner.go_on()
 
 

@@ -1,8 +1,8 @@
 """One member's share of an all-reduce: collect parts from the senders, average each one, hand the averages back.
 
 A part is averaged when every sender that is still trusted to come has delivered it, in the order of the members, so
-that the result does not depend on who was faster. Senders may run ahead by a few parts only, and few averages
-wait to be sent, which bounds the memory.
+that the result does not depend on who was faster. Senders may run ahead by a few parts only, and few averages wait to
+be sent, which bounds the memory.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Outgoing:
     @property
     def is_urgent(self) -> bool:
         """The next piece, which is there, goes before what comes first otherwise."""
-        return not self.is_taken and self._is_urgent(self._next)
+        return self._is_urgent(self._next)
 
     async def wait(self) -> None:
         """Wait for the next piece."""

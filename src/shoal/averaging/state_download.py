@@ -215,10 +215,8 @@ class Download:
             if hash_of(place.pieces) != self._hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]:
                 raise ProtocolError(f"chunk {index} of the state does not match its hash")
             if index in self._asked:
-                if not place.is_final and index in self._writing:
+                if not place.is_final:
                     self._copies[index] = place.pieces[0]
-                elif not place.is_final:
-                    _copy(place.pieces[0], self._chunks.pieces(index))
                 del self._asked[index]
                 self._missing -= 1
                 self._check_finished()
