@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from statistics import median
 
 from crew import AveragerCrew, Crew
 from wide_area import WideArea
+
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def main() -> None:
@@ -39,7 +42,8 @@ def main() -> None:
         version = crew.version
     print(
         f"{args.library} {version}: {args.megabytes:g} MB among {args.hosts} hosts of {args.megabits:g} Mbit/s, "
-        f"{1000 * args.round_trip:g} ms: median {median(seconds):.3f} s, {median(seconds) / limit:.3f} × the limit of "
+        f"{1000 * args.round_trip:g} ms, {CONGESTION_CONTROL.read_text().strip()}: "
+        f"median {median(seconds):.3f} s, {median(seconds) / limit:.3f} × the limit of "
         f"{limit:.3f} s   rounds {' '.join(f'{each:.3f}' for each in seconds)}"
     )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import datetime
 import errno
+import fcntl
 import gc
 import socket
 import ssl
+import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -226,38 +229,78 @@ async def test_a_writer_waits_for_a_slow_reader() -> None:
         await writing
 
 
-async def test_what_waits_unsent_can_be_limited() -> None:
+async def test_what_waits_unsent_is_limited() -> None:
     async with pair() as (near, _):
         assert isinstance(near, TcpStream)
         assert near._transport is not None
-        block = bytes(2**12)
-
-        async def write() -> None:
-            while True:
-                await near.write(block)
-
-        for limit, least, most in ((2**13, 0, 2**14), (None, 2**14, WRITE_HIGH_WATER + 2**13)):
-            near.limit_backlog(limit)
-            writing = asyncio.ensure_future(write())
-            await asyncio.wait([writing], timeout=0.2)  # what the system takes, it has taken
-            await until(lambda: near._write_paused)
-            assert least < near._transport.get_write_buffer_size() <= most
-            writing.cancel()
-            await end_of(writing)
-        near.abort()
-        near.limit_backlog(2**13)  # there is nothing to limit any more
+        writing = asyncio.ensure_future(write_forever(near, 2**12))
+        await until(lambda: near._write_paused)  # what the system takes, it has taken
+        assert 2**14 < near._transport.get_write_buffer_size() <= WRITE_HIGH_WATER + 2**13
+        writing.cancel()
+        await end_of(writing)
 
 
-async def test_a_waiting_writer_learns_of_the_end() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell how much is unsent")
+async def test_what_waits_unsent_can_be_limited_further() -> None:
+    """Also in the kernel, and in the buffers of TLS and of the transport."""
+    limit = 2**13
     async with pair() as (near, far):
+        assert isinstance(near, TcpStream)
+        assert near._transport is not None
+        near.limit_backlog(limit)
+        unsent: list[int] = []
 
-        async def write() -> None:
-            while True:
-                await near.write(bytes(2**20))
+        def note() -> None:
+            assert near._transport is not None
+            unsent.append(near._transport.get_write_buffer_size() + unsent_in_kernel(near._descriptor))
 
-        writing = asyncio.ensure_future(write())
+        writing = asyncio.ensure_future(write_forever(near, 2**14, note))
+        await until(lambda: near._writer is not None)
+        before = len(unsent)
+        await read(far, 2**21)
+        await until(lambda: near._writer is not None)
+        assert len(unsent) - before > 64
+        assert max(unsent) < limit
+        writing.cancel()
+        await end_of(writing)
+        near.limit_backlog(None)
+        writing = asyncio.ensure_future(write_forever(near, 2**14, note))
+        await until(lambda: near._write_paused)
+        assert max(unsent) > limit
+        near.abort()
+        await end_of(writing)
+        near.limit_backlog(limit)  # there is nothing to limit any more
+
+
+def unsent_in_kernel(descriptor: int) -> int:
+    answer = array.array("i", [0])
+    fcntl.ioctl(descriptor, 0x894B, answer)  # SIOCOUTQNSD
+    return answer[0]
+
+
+async def write_forever(stream: Stream, size: int, after: Callable[[], object] = lambda: None) -> None:
+    while True:
+        await stream.write(bytes(size))
+        after()
+
+
+@pytest.mark.parametrize("limit", [None, 2**13])
+async def test_a_waiting_writer_learns_of_the_end(limit: int | None) -> None:
+    async with pair() as (near, far):
+        near.limit_backlog(limit)
+        writing = asyncio.ensure_future(write_forever(near, 2**20))
         await asyncio.wait([writing], timeout=0.2)
         far.abort()
+        assert isinstance(await end_of(writing), StreamClosedError)
+
+
+@pytest.mark.parametrize("limit", [None, 2**13])
+async def test_a_waiting_writer_is_told_when_its_own_side_gives_up(limit: int | None) -> None:
+    async with pair() as (near, _):
+        near.limit_backlog(limit)
+        writing = asyncio.ensure_future(write_forever(near, 2**20))
+        await asyncio.wait([writing], timeout=0.2)
+        near.abort()
         assert isinstance(await end_of(writing), StreamClosedError)
 
 

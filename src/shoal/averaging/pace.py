@@ -15,8 +15,9 @@ from contextlib import suppress
 
 from shoal.clock import timeout
 
-MAX_LEAD = 0.02
-"""Who has so much less left than the one who has most left, as a share of that, is ahead."""
+MAX_LEAD = 0.08
+"""Who has so much less left than the one who has most left, as a share of that, is ahead. Not less: when all but one
+are held back, the connections to that one cannot fill the link."""
 STALLED_SECONDS = 0.5
 """Who has not got the next piece for so long is not waited for."""
 MAX_WAIT_SECONDS = 1.0

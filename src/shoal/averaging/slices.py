@@ -23,7 +23,7 @@ from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
 
-SLICE_BYTES = 2**15
+SLICE_BYTES = 2**14
 
 
 class Encoded(NamedTuple):

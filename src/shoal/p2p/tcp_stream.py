@@ -7,6 +7,7 @@ views of the caller's memory, which TLS encrypts at once: when a write returns, 
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 import ssl
@@ -46,6 +47,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._write_paused = self._read_paused = False
+        self._is_backlog_limited = False
         self._closed = False
         self._reason = "the other side closed the connection"
         self._close_callback: Callable[[], object] | None = None
@@ -131,6 +133,9 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._write_paused = False
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
@@ -197,6 +202,32 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
                 self._writer = None
             if self._closed:
                 raise StreamClosedError(self._reason)
+        if self._is_backlog_limited:
+            await self._wait_until_sent()
+
+    async def _wait_until_sent(self) -> None:
+        """Wait until the kernel has sent most of what it has been given.
+
+        Between here and the kernel are buffers of TLS and of the transport, which have limits of their own; they are
+        empty when the kernel is always given less than it would take.
+        """
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLOUT)
+        while True:
+            await asyncio.sleep(0)  # uvloop writes at the end of its turn
+            if self._transport is None or self._transport.is_closing() or poller.poll(0):
+                return
+            descriptor = os.dup(self._descriptor)  # the loop lets nobody else watch the transport's own
+            own_socket(descriptor, self)
+            self._writer = self._loop.create_future()
+            try:
+                self._loop.add_writer(descriptor, self._wake_writer)
+                await self._writer
+            finally:
+                self._writer = None
+                self._loop.remove_writer(descriptor)
+                disown_socket(descriptor, self)
+                os.close(descriptor)
 
     def limit_backlog(self, nbytes: int | None) -> None:
         connection = None if self._transport is None else self._transport.get_extra_info("socket")
@@ -205,6 +236,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         limit = WRITE_HIGH_WATER if nbytes is None else nbytes
         self._transport.set_write_buffer_limits(high=limit)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            self._is_backlog_limited = nbytes is not None
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, limit)
 
     def on_closed(self, callback: Callable[[], object] | None) -> None:
