@@ -6,9 +6,11 @@ This process trains, that is, it multiplies matrices with torch on one thread, a
 the time. Its speed is compared with its speed alone, just before, in three settings:
 
 - as the system schedules it: the loop, this process's network and the other process want three cores;
-- with a core to spare: the loop has one core for itself, all the rest shares another one (Linux only);
-- the same, but what averages is not in this process, but in two others. Here the loop shares no interpreter lock (GIL)
-  with the averaging: the difference to the setting before is what the GIL costs.
+- with a core to spare: the loop has one core for itself, all the rest shares another one (Linux only). There this
+  process goes first: the other one, which would be on another machine, must not interrupt it while it holds the
+  interpreter lock (GIL), for which the loop would have to wait;
+- the same, but what averages is not in this process, but in two others. Here the loop shares no GIL with the averaging:
+  the difference to the setting before is what the GIL costs.
 
 A second loop is Python code that never leaves the GIL to others of its own accord. The interpreter lets the averaging
 interrupt it every 5 ms only, so its speed stays and the rounds starve.
@@ -38,6 +40,8 @@ LOOP_CORE, OTHER_CORE = 0, 1
 def average_forever(address: str, megabytes: float, pinned: bool, stop: Event, busy: Synchronized[float]) -> None:
     """What another process does; ``busy`` counts its seconds in all-reduces."""
     torch.set_num_threads(1)
+    if pinned:
+        os.nice(19)  # for this thread and those that it will start
     dht = DHT([address], start=True)
     averager = _averager(dht, megabytes)
     if pinned:
