@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from shoal.averaging.calls import MAX_DIALS, REDIAL_WITHIN, open_patiently
-from shoal.errors import DialError, StreamClosedError
+from shoal.averaging.calls import ANSWERED_FACTOR, MAX_DIALS, REDIAL_WITHIN, open_patiently
+from shoal.errors import DialError, InterruptedDialError, StreamClosedError
 from shoal.testing import run
 
 
-def calls(failures: int, seconds: float, dials: list[float]) -> Callable[[], AbstractAsyncContextManager[Any]]:
+def calls(
+    failures: int, seconds: float, dials: list[float], error: type[DialError] = DialError
+) -> Callable[[], AbstractAsyncContextManager[Any]]:
     """Calls of which the first ones fail after so many seconds; notes when each was begun."""
 
     @asynccontextmanager
@@ -23,7 +25,7 @@ def calls(failures: int, seconds: float, dials: list[float]) -> Callable[[], Abs
         dials.append(asyncio.get_running_loop().time())
         await asyncio.sleep(seconds)
         if len(dials) <= failures:
-            raise DialError("not now")
+            raise error("not now")
         yield "a call"
 
     return open_call
@@ -52,6 +54,34 @@ def test_dials_are_not_repeated_for_ever():
 
     run(main())
     assert len(dials) == MAX_DIALS
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
+def test_connections_that_break_at_the_start_are_made_again_more_often(seconds):
+    """Over the longest links a handshake takes a second: one in a hundred fails, and nobody is left out for that."""
+    dials: list[float] = []
+
+    async def main() -> None:
+        async with open_patiently(calls(3, seconds, dials, InterruptedDialError)) as call:
+            assert call == "a call"
+
+    run(main())
+    assert len(dials) == 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most"), [(0.1, ANSWERED_FACTOR * MAX_DIALS), (ANSWERED_FACTOR * REDIAL_WITHIN, 2)]
+)
+def test_connections_that_break_at_the_start_are_not_made_again_for_ever(seconds, most):
+    dials: list[float] = []
+
+    async def main() -> None:
+        with pytest.raises(InterruptedDialError, match="not now"):
+            async with open_patiently(calls(100, seconds, dials, InterruptedDialError)):
+                pass
+
+    run(main())
+    assert len(dials) == most
 
 
 def test_who_answers_nothing_is_dialled_once():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from shoal.averaging.protocol import PartMessage, PartStatus
 from shoal.compression.base import SerializedTensor
-from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.errors import DialError, InterruptedDialError, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
 from shoal.reactor import cancel_and_wait
@@ -24,6 +25,8 @@ REDIAL_PAUSE = 0.1
 """Seconds before a dial is repeated the first time."""
 REDIAL_WITHIN = 2.0
 """Seconds after which it is not repeated any more: who answers nothing has been waited for long enough."""
+ANSWERED_FACTOR = 2
+"""Both limits are so many times as large if something has answered and the connection broke, which is mostly chance."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -50,12 +53,13 @@ async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Cal
     now = asyncio.get_running_loop().time
     begun = now()
     async with AsyncExitStack() as stack:
-        for attempt in range(1, MAX_DIALS + 1):
+        for attempt in itertools.count(1):
             try:
                 call = await stack.enter_async_context(open_call())
                 break
-            except DialError:
-                if attempt == MAX_DIALS or now() - begun > REDIAL_WITHIN:
+            except DialError as e:
+                factor = ANSWERED_FACTOR if isinstance(e, InterruptedDialError) else 1
+                if attempt >= factor * MAX_DIALS or now() - begun > factor * REDIAL_WITHIN:
                     raise
                 await asyncio.sleep(attempt * REDIAL_PAUSE)
         yield call
