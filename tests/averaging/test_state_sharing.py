@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from shoal.averaging import state_sharing
 from shoal.averaging.protocol import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.snapshot import MIN_CHUNK_BYTES, Chunks, OwnedState, Snapshot, chunk_bytes_of, hash_of, version_of
 from shoal.averaging.state_download import Download
-from shoal.averaging.state_sharing import MAX_DOWNLOADS, WORTH_SHARING_BYTES, StateSharing
+from shoal.averaging.state_sharing import MAX_DOWNLOADS, WITHDRAWAL_SECONDS, WORTH_SHARING_BYTES, StateSharing
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, base
 from shoal.errors import P2PHandlerError
+from shoal.p2p import Identity
 from shoal.reactor import cancel_and_wait
+from shoal.testing import run
 from tests.averaging.swarm import Swarm, until
 
 LARGE = 3 * WORTH_SHARING_BYTES // 4  # values of float32: three times what is worth sharing
@@ -408,3 +411,40 @@ async def test_a_version_is_its_shapes_and_values():
     others = [values.reshape(2, 3)], [values[:3], values[3:]], [values + 1], [values.double()], []
     versions = [await version(each) for each in ([values], *others)]
     assert len({*versions, await version([values], Float16Compression())}) == 7
+
+
+def test_a_donor_that_leaves_waits_for_nobody_long():
+    """Those that keep its declaration may be frozen."""
+
+    class Table:
+        stored = 0
+
+        async def store(self, *args: object, **kwargs: object) -> None:
+            self.stored += 1
+            if self.stored > 1:
+                await asyncio.Event().wait()
+
+    async def main() -> float:
+        table = Table()
+        p2p = SimpleNamespace(peer_id=Identity.generate().peer_id, get_addresses=lambda peer: [])
+        sharing = StateSharing(
+            p2p,
+            table,
+            "donors",
+            lambda: (None, []),
+            NoCompression(),
+            declare_period=30,
+            chunk_timeout=5,
+            max_bytes=2**20,
+            get_stub=lambda peer: None,
+        )
+        sharing.set(allowed=True)
+        declaring = asyncio.ensure_future(sharing.declare_forever())
+        await asyncio.sleep(1)
+        declaring.cancel()
+        began = asyncio.get_running_loop().time()
+        await sharing.withdraw()
+        assert table.stored == 2
+        return asyncio.get_running_loop().time() - began
+
+    assert run(main()) <= WITHDRAWAL_SECONDS + 0.1

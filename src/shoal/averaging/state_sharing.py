@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 DECLARATION_LIFETIME = 1.5
 """Declarations live for this many periods, so that a slow renewal leaves no gap."""
+WITHDRAWAL_SECONDS = 0.5
+"""For so long a donor that leaves waits for those that keep its declaration; they may be frozen."""
 MAX_DOWNLOADS = 8
 """How many newcomers a donor serves at a time."""
 MAX_SNAPSHOTS = 2
@@ -107,9 +109,14 @@ class StateSharing:
         await self._node.store(self._key, value, expiration, subkey=self._p2p.peer_id.to_bytes())
 
     async def withdraw(self) -> None:
-        """Tell others not to ask any more."""
-        if self._is_declared:
-            await self._declare(allowed=False)
+        """Tell others not to ask any more; those who do all the same are refused, and the declaration expires."""
+        if not self._is_declared:
+            return
+        try:
+            async with timeout(WITHDRAWAL_SECONDS):
+                await self._declare(allowed=False)
+        except (asyncio.TimeoutError, TimeoutError):
+            logger.debug("not everybody could be told that this peer does not share its state any more")
 
     async def serve(self, call: Call) -> None:
         """Send the state to a peer that asks for it, or refuse."""
