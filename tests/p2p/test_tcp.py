@@ -285,22 +285,13 @@ async def write_forever(stream: Stream, size: int, after: Callable[[], object] =
 
 
 @pytest.mark.parametrize("limit", [None, 2**13])
-async def test_a_waiting_writer_learns_of_the_end(limit: int | None) -> None:
+@pytest.mark.parametrize("side", ["near", "far"])
+async def test_a_waiting_writer_learns_of_the_end(side: str, limit: int | None) -> None:
     async with pair() as (near, far):
         near.limit_backlog(limit)
         writing = asyncio.ensure_future(write_forever(near, 2**20))
         await asyncio.wait([writing], timeout=0.2)
-        far.abort()
-        assert isinstance(await end_of(writing), StreamClosedError)
-
-
-@pytest.mark.parametrize("limit", [None, 2**13])
-async def test_a_waiting_writer_is_told_when_its_own_side_gives_up(limit: int | None) -> None:
-    async with pair() as (near, _):
-        near.limit_backlog(limit)
-        writing = asyncio.ensure_future(write_forever(near, 2**20))
-        await asyncio.wait([writing], timeout=0.2)
-        near.abort()
+        {"near": near, "far": far}[side].abort()
         assert isinstance(await end_of(writing), StreamClosedError)
 
 
