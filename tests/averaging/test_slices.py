@@ -9,10 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from shoal.averaging.protocol import PartMessage, PartStatus
-from shoal.averaging.slices import SLICE_BYTES, Encoded, Incoming, Outgoing, send_all
+from shoal.averaging.calls import describe_part
+from shoal.averaging.protocol import PartHeader, PartMessage, PartStatus
+from shoal.averaging.slices import BUNDLE_BYTES, SLICE_BYTES, Encoded, Incoming, Outgoing, send_all
 from shoal.averaging.vector import RoundVector
-from shoal.compression import CompressionInfo, NoCompression, Uniform8BitQuantization
+from shoal.compression import CompressionInfo, CompressionType, NoCompression, Uniform8BitQuantization
+from shoal.compression.base import TensorMetadata
 from shoal.errors import ProtocolError
 
 LENGTHS = {
@@ -21,6 +23,9 @@ LENGTHS = {
     "several": SLICE_BYTES,
     "and a bit": SLICE_BYTES + 1,
 }
+
+EXACT = NoCompression()
+METADATA = TensorMetadata(int(CompressionType.NONE), "float32", (SLICE_BYTES // 2,))
 
 
 @dataclasses.dataclass
@@ -40,12 +45,16 @@ class Wire:
 
     async def read_payload_into(self, buffer):
         await asyncio.sleep(0)
+        if len(buffer) != len(self.payload):
+            raise ProtocolError("not what was expected")
         buffer[:] = self.payload
 
 
-def vector_of(tensor, codec):
-    info = CompressionInfo.from_tensor(tensor, key=0)
-    return RoundVector([tensor], [info], codec, tensor.numel() * 2, [tensor.numel()], 1.0)
+def vector_of(*tensors, codec=EXACT, part_size_bytes=None):
+    """All of it reduced by one member; each tensor in two parts of 4-byte values, unless they are to be larger."""
+    infos = [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
+    part_size_bytes = part_size_bytes or tensors[0].numel() * 2
+    return RoundVector(tensors, infos, codec, part_size_bytes, [sum(tensor.numel() for tensor in tensors)], 1.0)
 
 
 def outgoing_of(vector, on_sent=lambda: None, *, there=None, is_average=False, is_urgent=lambda index: False):
@@ -60,7 +69,7 @@ def outgoing_of(vector, on_sent=lambda: None, *, there=None, is_average=False, i
     async def wait(index):
         await there[index].wait()
 
-    return Outgoing(len(vector.parts[0]), encode, is_there, wait, on_sent, is_urgent)
+    return Outgoing([vector.nbytes(part) for part in vector.parts[0]], encode, is_there, wait, on_sent, is_urgent)
 
 
 async def send(vector, wires, *, in_slices):
@@ -80,16 +89,14 @@ async def receive(incoming, message, payload):
 @pytest.mark.parametrize("connections", [1, 3])
 async def test_parts_arrive_as_they_were(codec, length, connections):
     tensor = torch.randn(2 * length, generator=torch.Generator().manual_seed(0))
-    vector, wires = vector_of(tensor, codec), [Wire() for _ in range(connections)]
+    vector, wires = vector_of(tensor, codec=codec), [Wire() for _ in range(connections)]
     await send(vector, wires, in_slices=connections > 1)
     pieces = [piece for wire in wires for piece in wire.sent]
     assert all(len(payload) <= SLICE_BYTES for _, payload in pieces) or connections == 1
     incoming = Incoming(vector, vector.parts[0])
     found = {}
     for message, payload in reversed(pieces):
-        is_complete, values = await receive(incoming, message, payload)
-        if is_complete:
-            found[message.index] = values
+        found.update(enumerate(await receive(incoming, message, payload), message.index))
     assert not incoming.missing
     assert len(found) == len(vector.parts[0])
     for index, part in enumerate(vector.parts[0]):
@@ -98,7 +105,7 @@ async def test_parts_arrive_as_they_were(codec, length, connections):
 
 
 async def test_connections_share_a_part():
-    vector, wires = vector_of(torch.zeros(4 * SLICE_BYTES), NoCompression()), [Wire(), Wire()]
+    vector, wires = vector_of(torch.zeros(4 * SLICE_BYTES)), [Wire(), Wire()]
     await send(vector, wires, in_slices=True)
     for wire in wires:
         assert {message.index for message, _ in wire.sent} == set(range(len(vector.parts[0])))
@@ -110,26 +117,23 @@ async def test_connections_share_a_part():
         {"offset": 1},
         {"offset": -SLICE_BYTES},
         {"offset": 2**40},
-        {"size": SLICE_BYTES},
-        {"size": -1},
-        {"size": 2**60},
-        {"size": 0},
         {"index": 9},
-        {"metadata": None},
+        {"parts": [PartHeader(int(PartStatus.VALUES), None, 2 * SLICE_BYTES)]},
+        *[{"parts": [PartHeader(int(PartStatus.VALUES), METADATA, size)]} for size in (SLICE_BYTES, -1, 2**60, 0)],
     ],
 )
 async def test_slices_that_are_not_due_are_refused(change):
-    vector, wire = vector_of(torch.zeros(SLICE_BYTES), NoCompression()), Wire()
+    vector, wire = vector_of(torch.zeros(SLICE_BYTES)), Wire()
     await send(vector, [wire], in_slices=True)
     incoming = Incoming(vector, vector.parts[0])
     (message, payload), (second, second_payload) = wire.sent[:2]
-    assert await receive(incoming, message, payload) == (False, None)
+    assert await receive(incoming, message, payload) == []
     with pytest.raises(ProtocolError):
         await receive(incoming, msgspec.structs.replace(second, **change), second_payload)
 
 
 async def test_a_slice_that_comes_twice_is_refused():
-    vector, wire = vector_of(torch.zeros(SLICE_BYTES), NoCompression()), Wire()
+    vector, wire = vector_of(torch.zeros(SLICE_BYTES)), Wire()
     await send(vector, [wire], in_slices=True)
     incoming = Incoming(vector, vector.parts[0])
     await receive(incoming, *wire.sent[0])
@@ -140,7 +144,7 @@ async def test_a_slice_that_comes_twice_is_refused():
 
 
 async def test_one_connection_carries_first_of_all_what_others_wait_for():
-    vector = vector_of(torch.zeros(SLICE_BYTES), NoCompression())
+    vector = vector_of(torch.zeros(SLICE_BYTES))
     there, wire = [asyncio.Event(), asyncio.Event()], Wire()
     parts, averages = outgoing_of(vector), outgoing_of(vector, there=there, is_average=True)
     parts.in_slices = averages.in_slices = True
@@ -157,9 +161,94 @@ async def test_one_connection_carries_first_of_all_what_others_wait_for():
     assert [message.index for message, _ in wire.sent if message.is_average] == [0, 0, 1, 1]
 
 
+def small_tensors():
+    """A large one among many small ones, as in a transformer."""
+    lengths = [100] * 5 + [BUNDLE_BYTES // 4 + 1] + [1, 1000, SLICE_BYTES // 4 - 1] + [10] * 40
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(length, generator=generator) for length in lengths]
+    return [tensor.to(torch.float16) if i % 7 == 3 else tensor for i, tensor in enumerate(tensors)]
+
+
+class FreeFormat(NoCompression):
+    """Cannot tell how many bytes something takes."""
+
+    def compressed_nbytes(self, size, info):
+        return None
+
+    def estimate_compression_ratio(self, info):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("codec", "in_slices", "messages"),
+    [
+        (NoCompression(), False, 3),
+        (NoCompression(), True, 1 + BUNDLE_BYTES // SLICE_BYTES + 1 + 3),
+        (Uniform8BitQuantization(), False, 1),
+        (FreeFormat(), False, 49),
+    ],
+)
+async def test_small_parts_travel_together(codec, in_slices, messages):
+    vector = vector_of(*small_tensors(), codec=codec, part_size_bytes=2**20)
+    wire, incoming = Wire(), Incoming(vector, vector.parts[0])
+    await send(vector, [wire], in_slices=in_slices)
+    assert len(wire.sent) == messages
+    found = {}
+    for message, payload in wire.sent:
+        assert len(payload) <= (SLICE_BYTES if in_slices else BUNDLE_BYTES) or len(message.parts) == 1
+        found.update(enumerate(await receive(incoming, message, payload), message.index))
+    assert not incoming.missing
+    assert list(found) == list(range(len(vector.parts[0])))
+    for index, part in enumerate(vector.parts[0]):
+        expected = codec.extract(vector.encode(part))
+        assert found[index].dtype == expected.dtype
+        assert torch.equal(found[index], expected)
+
+
+async def test_a_bundle_holds_what_is_there():
+    vector, wire = vector_of(*[torch.zeros(2)] * 5, part_size_bytes=2**10), Wire()
+    there = [asyncio.Event() for _ in vector.parts[0]]
+    for index in (0, 1, 3, 4):
+        there[index].set()
+    sending = asyncio.ensure_future(send_all(wire, outgoing_of(vector, there=there)))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert [(message.index, len(message.parts)) for message, _ in wire.sent] == [(0, 2)]
+    there[2].set()
+    await sending
+    assert [(message.index, len(message.parts)) for message, _ in wire.sent] == [(0, 2), (2, 3)]
+
+
+async def test_parts_without_an_average_travel_with_others():
+    vector, wire = vector_of(*[torch.ones(2)] * 3, part_size_bytes=2**10), Wire()
+
+    async def encode(index):
+        return Encoded(PartStatus.VALUES, None if index == 1 else vector.encode(vector.parts[0][index]), True)
+
+    outgoing = Outgoing([8.0] * 3, encode, lambda index: True, asyncio.sleep, lambda: None)
+    await send_all(wire, outgoing)
+    [(message, payload)] = wire.sent
+    first, second, third = await receive(Incoming(vector, vector.parts[0]), message, payload)
+    assert first.tolist() == third.tolist() == [1.0, 1.0]
+    assert second is None
+
+
+@pytest.mark.parametrize("what", ["too much", "beyond the end", "before the beginning", "too few bytes", "one twice"])
+async def test_bundles_that_are_not_due_are_refused(what):
+    length = BUNDLE_BYTES // 4 if what == "too much" else 2
+    vector = vector_of(*[torch.zeros(length)] * 3, part_size_bytes=2**20)
+    headers = [describe_part(PartStatus.VALUES, vector.encode(part))[0] for part in vector.parts[0]]
+    first = {"beyond the end": 1, "before the beginning": -1}.get(what, 0)
+    payload = bytes(3 * 4 * length - (what == "too few bytes"))
+    incoming = Incoming(vector, vector.parts[0])
+    if what == "one twice":
+        await receive(incoming, PartMessage(2, headers[:1]), payload[:8])
+    with pytest.raises(ProtocolError):
+        await receive(incoming, PartMessage(first, headers), payload)
+
+
 async def test_what_is_urgent_goes_first():
-    vector = vector_of(torch.zeros(2 * SLICE_BYTES), NoCompression())
-    wire = Wire()
+    vector, wire = vector_of(torch.zeros(BUNDLE_BYTES // 2)), Wire()
     averages = outgoing_of(vector, is_average=True, is_urgent=lambda index: index == 0)
     await send_all(wire, outgoing_of(vector), averages)
     assert [message.is_average for message, _ in wire.sent] == [True, False, False, True]

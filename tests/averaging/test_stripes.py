@@ -89,7 +89,7 @@ async def test_over_long_links_every_call_carries_parts_and_averages(monkeypatch
     give, send = Intake._give_averages, Call.send
 
     async def note_kind(self, header, *payload, **options):
-        if isinstance(header, PartMessage) and header.status == PartStatus.VALUES:
+        if isinstance(header, PartMessage) and header.parts:
             (by_callees if asyncio.current_task() in giving else by_callers).add(header.is_average)
         await send(self, header, *payload, **options)
 
@@ -225,9 +225,9 @@ async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, wha
             return await send_parts(self, call)
         parts = self._traffic.vector.parts[self._traffic.other]
         for index in {"twice": [0, 0], "too few": [0], "of nobody": [len(parts)]}[what]:
-            message, payload = describe_part(index, PartStatus.VALUES, self._traffic.vector.encode(parts[0]))
-            await call.send(message, *payload)
-        await call.send(PartMessage(index=0, status=int(PartStatus.NO_MORE)))
+            header, payload = describe_part(PartStatus.VALUES, self._traffic.vector.encode(parts[0]))
+            await call.send(PartMessage(index, [header]), *payload)
+        await call.send(PartMessage())
 
     monkeypatch.setattr(Exchange, "_send_parts", wrong)
     controls = [make_control(node, expected_group_size=3, allow_retries=False) for node in swarm.nodes]

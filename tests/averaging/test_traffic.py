@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from shoal.averaging.pace import Pace
-from shoal.averaging.protocol import PartMessage, PartStatus
+from shoal.averaging.protocol import PartHeader, PartMessage, PartStatus
 from shoal.averaging.reducer import PartReducer
 from shoal.averaging.traffic import Traffic
 from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError
 
-NO_MORE = PartMessage(index=0, status=int(PartStatus.NO_MORE))
+NO_MORE = PartMessage()
 
 
 class Incoming:
@@ -64,8 +64,9 @@ class Sides:
     def message(self, value, *, is_average):
         part = self.vector.parts[1 if is_average else 0][0]
         encoded = NoCompression().compress(torch.full((10,), value), part.info)
-        status = int(PartStatus.VALUES)
-        return PartMessage(0, status, encoded.metadata, is_average), bytes(encoded.buffer)
+        payload = bytes(encoded.buffer)
+        header = PartHeader(int(PartStatus.VALUES), encoded.metadata, len(payload))
+        return PartMessage(0, [header], is_average), payload
 
     def begin(self):
         """The other one begins."""

@@ -102,7 +102,9 @@ def test_prefix_round_trip(kind: Kind, payload_bytes: int, end: bool, text: str)
 def test_pieces_are_the_whole(payload: list[bytes]) -> None:
     pieces = list(pieces_of(b"head", payload))
     assert b"".join(b"".join(piece) for piece in pieces) == b"head" + b"".join(payload)
-    assert all(sum(map(len, piece)) <= 4 + WRITE_PIECE_BYTES for piece in pieces)
+    sizes = [sum(map(len, piece)) for piece in pieces]
+    assert all(size == 4 * (index == 0) + WRITE_PIECE_BYTES for index, size in enumerate(sizes[:-1]))
+    assert sizes[-1] <= 4 + WRITE_PIECE_BYTES
 
 
 @pytest.mark.parametrize("size", [0, 1, READ_STEP_BYTES - 1, READ_STEP_BYTES, READ_STEP_BYTES + 1, 5 * READ_STEP_BYTES])

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from shoal.averaging.protocol import PartMessage, PartStatus
+from shoal.averaging.protocol import PartHeader, PartStatus
 from shoal.compression.base import SerializedTensor
 from shoal.errors import DialError, InterruptedDialError, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import Call
@@ -38,13 +38,11 @@ def reason_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def describe_part(
-    index: int, status: PartStatus, encoded: SerializedTensor | None
-) -> tuple[PartMessage, tuple[Buffer, ...]]:
-    """A part as a message and its payload; ``None`` = there is no average, the receiver keeps its values."""
+def describe_part(status: PartStatus, encoded: SerializedTensor | None) -> tuple[PartHeader, tuple[Buffer, ...]]:
+    """A part's header and its bytes; ``None`` = there is no average, the receiver keeps its values."""
     if encoded is None:
-        return PartMessage(index=index, status=int(PartStatus.UNCHANGED)), ()
-    return PartMessage(index=index, status=int(status), metadata=encoded.metadata), (encoded.buffer,)
+        return PartHeader(int(PartStatus.UNCHANGED)), ()
+    return PartHeader(int(status), encoded.metadata, len(encoded.buffer)), (encoded.buffer,)
 
 
 @asynccontextmanager

@@ -335,10 +335,10 @@ class Coordination:
             await self._broadcast(RoundMessage(kind=RoundKind.RESTART))
 
     async def _receive_for_plan(self, link: _Link, member: int, message: RoundMessage) -> None:
-        key, part = (message.reducer, message.part.index if message.part is not None else -1), message.part
-        exists = 0 <= key[0] < self.group.group_size and 0 <= key[1] < len(self.vector.parts[key[0]])
-        if part is None or not exists:
+        reducer, index, header = message.reducer, message.index, message.part
+        exists = 0 <= reducer < self.group.group_size and 0 <= index < len(self.vector.parts[reducer])
+        if header is None or not exists:
             raise ProtocolError("sent a part that does not exist")
-        values = await self.vector.receive(link.line.call, part, self.vector.parts[key[0]][key[1]])
+        [values] = await self.vector.receive(link.line.call, [header], [self.vector.parts[reducer][index]])
         if self._execution is not None and not link.obsolete:
-            self._execution.deliver(member, key, values)
+            self._execution.deliver(member, (reducer, index), values)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from shoal.averaging.calls import PEER_FAILURES, all_of, open_patiently
-from shoal.averaging.protocol import BeginReduce, PartMessage, PartStatus
+from shoal.averaging.protocol import BeginReduce, PartMessage
 from shoal.averaging.traffic import Traffic
 from shoal.clock import timeout
 from shoal.errors import ProtocolError
@@ -89,7 +89,7 @@ class Exchange:
 
     async def _send_parts(self, call: Call) -> None:
         await self._traffic.send(call, self._traffic.parts_out, self._stripes)
-        await call.send(PartMessage(index=0, status=int(PartStatus.NO_MORE)))
+        await call.send(PartMessage())
 
     async def _receive_averages(self, call: Call) -> None:
         if await self._traffic.receive(call, lambda: self._timeout) is not None:

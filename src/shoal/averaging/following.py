@@ -139,13 +139,13 @@ class Following:
         await self._report(line)
 
     async def _take_part(self, call: Call, message: RoundMessage) -> None:
-        reducer, part = message.reducer, message.part
-        if part is None or not 0 <= reducer < self.group.group_size or part.index != self.vector.held[reducer]:
+        reducer, index, header = message.reducer, message.index, message.part
+        if header is None or not 0 <= reducer < self.group.group_size or index != self.vector.held[reducer]:
             raise ProtocolError("the coordinator sent a part that is not due")
-        if part.index >= len(self.vector.parts[reducer]):
+        if index >= len(self.vector.parts[reducer]):
             raise ProtocolError("the coordinator sent a part that does not exist")
-        values = await self.vector.receive(call, part, self.vector.parts[reducer][part.index])
-        self.vector.take(reducer, part.index, values)
+        [values] = await self.vector.receive(call, [header], [self.vector.parts[reducer][index]])
+        self.vector.take(reducer, index, values)
         self._changed.set()
 
 

@@ -115,27 +115,33 @@ class PartStatus(IntEnum):
     DELTA = 2
     """The payload holds the difference between the average and what the sender sent, as it was decoded."""
     UNCHANGED = 3
-    """There is no average (all weights were 0): keep the local values. No payload."""
-    NO_MORE = 4
-    """The sender has no further part for this call. No payload."""
+    """There is no average (all weights were 0): keep the local values. No bytes."""
+
+
+class PartHeader(msgspec.Struct, array_like=True):
+    """What has to be known of one part to read its bytes."""
+
+    status: int
+    metadata: TensorMetadata | None = None
+    nbytes: int = 0
+    """Of the whole part, as it travels."""
 
 
 class PartMessage(Header, array_like=True):
-    """One part, or a slice of one, either way; its bytes follow as the payload.
+    """Parts, either way; their bytes follow as the payload.
 
-    Over slow links there are many of them: on the wire they are as short as can be, fields have no names.
+    There are many of them: on the wire they are as short as can be, fields have no names.
     """
 
-    index: int
-    """Among the parts that this reducer reduces."""
-    status: int
-    metadata: TensorMetadata | None = None
+    index: int = 0
+    """Of the first part, among those that this reducer reduces."""
+    parts: list[PartHeader] = msgspec.field(default_factory=list)
+    """One, of which the payload may be a slice, or several small ones in a row. None: the sender has no more for this
+    call."""
     is_average: bool = False
     """Of all members' values, from the reducer; otherwise the values of one, for the reducer."""
     offset: int = 0
-    """Where the payload begins within the part, if that travels in slices."""
-    size: int = 0
-    """Of the whole part in bytes, if it travels in slices."""
+    """Where the payload begins within the part, if it is a slice."""
 
 
 class RoundKind(IntEnum):
@@ -181,7 +187,8 @@ class RoundMessage(Header):
     """Ranges of parts: reducer, first, end."""
     expect: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
     reducer: int = 0
-    part: PartMessage | None = None
+    index: int = 0
+    part: PartHeader | None = None
 
 
 class RoundStatus(IntEnum):

@@ -42,8 +42,8 @@ class Line:
     async def send_part(self, key: PartKey, encoded: SerializedTensor | None) -> None:
         """Send one part; ``None`` = there is no average."""
         reducer, index = key
-        part, payload = describe_part(index, PartStatus.VALUES, encoded)
-        await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, part=part), *payload)
+        part, payload = describe_part(PartStatus.VALUES, encoded)
+        await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, index=index, part=part), *payload)
 
 
 async def show_life(line: Line, silence: float) -> None:

@@ -1,4 +1,7 @@
-"""Parts on their way over one connection as a whole, or over several at once in slices.
+"""Parts on their way: small ones several in a message, large ones alone, over long links in slices.
+
+Each tensor makes parts of its own, and models have many tensors of some hundred values, for which a message each would
+cost more than their bytes.
 
 Where connections share a slow link, each of them is slow. If each had a whole part to itself, the last parts would end
 at very different times, and the link would be half idle meanwhile; in slices they end together.
@@ -7,23 +10,24 @@ at very different times, and the link would be half idle meanwhile; in slices th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from shoal.averaging.calls import describe_part
 from shoal.averaging.partition import Part
 from shoal.averaging.protocol import PartMessage, PartStatus
-from shoal.averaging.vector import RoundVector
+from shoal.averaging.vector import Averages, RoundVector
 from shoal.compression.base import SerializedTensor, bytes_of
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
 
 SLICE_BYTES = 2**14
+BUNDLE_BYTES = 2**19
+"""Parts that take no more than this together travel in one message."""
 
 
 class Encoded(NamedTuple):
@@ -42,7 +46,7 @@ class Outgoing:
     """Parts for one member, in order, which any number of connections take piece by piece.
 
     Args:
-        count: how many parts.
+        sizes: of the parts in bytes.
         encode: makes a part ready, given its index; does not wait when the part is there.
         is_there: whether a part is, given its index.
         wait: waits until it is.
@@ -52,7 +56,7 @@ class Outgoing:
 
     def __init__(
         self,
-        count: int,
+        sizes: Sequence[float],
         encode: Callable[[int], Awaitable[Encoded]],
         is_there: Callable[[int], bool],
         wait: Callable[[int], Awaitable[object]],
@@ -60,12 +64,13 @@ class Outgoing:
         is_urgent: Callable[[int], bool] = lambda index: False,
     ) -> None:
         self._is_urgent = is_urgent
-        self._count, self._encode, self._is_there, self._wait, self._on_sent = count, encode, is_there, wait, on_sent
+        self._sizes, self._count = sizes, len(sizes)
+        self._encode, self._is_there, self._wait, self._on_sent = encode, is_there, wait, on_sent
         self.in_slices = False
         """Parts are cut: they travel over several connections."""
         self._next = 0
         self._pieces: deque[Piece] = deque()
-        """Of the part that was made ready last."""
+        """Of what was made ready last."""
         self._pieces_per_part = 1
         self._under_way = 0
 
@@ -96,8 +101,8 @@ class Outgoing:
     async def send_next(self, call: Call) -> None:
         """Send the next piece, which is there."""
         if not self._pieces:
-            index, self._next = self._next, self._next + 1
-            pieces = list(self._cut(index, await self._encode(index)))
+            first, self._next = self._next, self._end_of_bundle()
+            pieces = list(self._cut(first, [await self._encode(index) for index in range(first, self._next)]))
             self._pieces.extend(pieces)
             self._pieces_per_part = len(pieces)
         message, payload = self._pieces.popleft()
@@ -107,16 +112,25 @@ class Outgoing:
         if self.is_taken and not self._under_way:
             self._on_sent()
 
-    def _cut(self, index: int, encoded: Encoded) -> Iterator[Piece]:
-        message, payload = describe_part(index, encoded.status, encoded.values)
-        message.is_average = encoded.is_average
-        if not (self.in_slices and payload):
-            yield message, payload
+    def _end_of_bundle(self) -> int:
+        """After the last part that goes with the next one."""
+        left = (SLICE_BYTES if self.in_slices else BUNDLE_BYTES) - self._sizes[self._next]
+        for index in range(self._next + 1, self._count):
+            left -= self._sizes[index]
+            if left < 0 or not self._is_there(index):
+                return index
+        return self._count
+
+    def _cut(self, first: int, encoded: Sequence[Encoded]) -> Iterator[Piece]:
+        described = [describe_part(each.status, each.values) for each in encoded]
+        headers, is_average = [header for header, _ in described], encoded[0].is_average
+        payload = tuple(buffer for _, buffers in described for buffer in buffers)
+        if not self.in_slices or len(headers) > 1 or headers[0].nbytes <= SLICE_BYTES:
+            yield PartMessage(first, headers, is_average), payload
             return
         whole = memoryview(payload[0])
-        for offset in range(0, max(1, len(whole)), SLICE_BYTES):
-            piece = whole[offset : offset + SLICE_BYTES]
-            yield msgspec.structs.replace(message, offset=offset, size=len(whole)), (piece,)
+        for offset in range(0, len(whole), SLICE_BYTES):
+            yield PartMessage(first, headers, is_average, offset), (whole[offset : offset + SLICE_BYTES],)
 
 
 async def send_all(call: Call, *sources: Outgoing, before: Callable[[], Awaitable[object]] | None = None) -> None:
@@ -150,6 +164,11 @@ class _Slices:
     left: int
     """How many bytes have not come."""
 
+    @classmethod
+    def of(cls, nbytes: int) -> _Slices:
+        """Room for a part of which the first slice has come."""
+        return cls(bytes_of(torch.empty(nbytes, dtype=torch.uint8)), set(range(0, nbytes, SLICE_BYTES)), nbytes)
+
 
 class Incoming:
     """Parts of one member as they arrive."""
@@ -160,40 +179,42 @@ class Incoming:
         """Parts that are not here yet, as a whole."""
         self._begun: dict[int, _Slices] = {}
 
-    async def receive(self, call: Call, message: PartMessage) -> tuple[bool, torch.Tensor | None]:
+    async def receive(self, call: Call, message: PartMessage) -> Averages:
         """Receive the payload that belongs to a message.
 
         Returns:
-            Whether the part is complete now; and its values, or ``None`` for "unchanged".
+            The values of the parts that are complete now, or ``None`` for "unchanged".
 
         Raises:
             ProtocolError: it is something that is not due.
         """
-        index = message.index
-        if index not in self.missing or (not message.size and index in self._begun):
-            raise ProtocolError(f"sent part {index}, which is not due")
-        part = self._parts[index]
-        if not message.size:
-            self.missing.remove(index)
-            return True, await self._vector.receive(call, message, part)
-        self._vector.check(message, part, message.size)
+        indices = range(message.index, message.index + len(message.parts))
+        if not self.missing.issuperset(indices):
+            raise ProtocolError(f"sent parts {indices}, which are not due")
+        if len(indices) == 1 and call.payload_size < message.parts[0].nbytes:
+            return await self._receive_slice(call, message)
+        parts = [self._parts[index] for index in indices]
+        if not self._begun.keys().isdisjoint(indices) or (
+            len(parts) > 1 and sum(map(self._vector.nbytes, parts)) > BUNDLE_BYTES
+        ):
+            raise ProtocolError(f"sent parts {indices} as a whole")
+        self.missing.difference_update(indices)
+        return await self._vector.receive(call, message.parts, parts)
+
+    async def _receive_slice(self, call: Call, message: PartMessage) -> Averages:
+        index, header, offset = message.index, message.parts[0], message.offset
+        self._vector.check(header, self._parts[index])
         if index not in self._begun:
-            self._begun[index] = _slices_of(message)
+            self._begun[index] = _Slices.of(header.nbytes)
         slices = self._begun[index]
-        size = min(SLICE_BYTES, message.size - message.offset)
-        if message.size != len(slices.buffer) or message.offset not in slices.due or call.payload_size != size:
+        size = min(SLICE_BYTES, header.nbytes - offset)
+        if header.nbytes != len(slices.buffer) or offset not in slices.due or call.payload_size != size:
             raise ProtocolError(f"sent a slice of part {index} which is not due")
-        slices.due.remove(message.offset)
-        await call.read_payload_into(slices.buffer[message.offset : message.offset + size])
+        slices.due.remove(offset)
+        await call.read_payload_into(slices.buffer[offset : offset + size])
         slices.left -= size
         if slices.left:
-            return False, None
+            return []
         del self._begun[index]
         self.missing.remove(index)
-        return True, self._vector.decode(message, slices.buffer)
-
-
-def _slices_of(message: PartMessage) -> _Slices:
-    """Room for a part of which the first slice has come."""
-    buffer = bytes_of(torch.empty(message.size, dtype=torch.uint8))
-    return _Slices(buffer, set(range(0, message.size, SLICE_BYTES)), message.size)
+        return [self._vector.decode(header, slices.buffer)]

@@ -10,7 +10,7 @@ from shoal.averaging.pace import Pace, Runner
 from shoal.averaging.protocol import PartMessage, PartStatus
 from shoal.averaging.reducer import PartReducer
 from shoal.averaging.slices import Encoded, Incoming, Outgoing, send_all
-from shoal.averaging.vector import RoundVector
+from shoal.averaging.vector import Averages, RoundVector
 from shoal.clock import timeout
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
@@ -54,9 +54,11 @@ class Traffic:
         self._pace, self._on_received = pace, on_received
         self._runner: Runner | None = None
         theirs, ours = vector.parts[other] if gives else [], vector.parts[own] if takes else []
-        self.parts_out = Outgoing(len(theirs), self._encode_part, lambda index: True, _no_wait, on_delivered)
+        self.parts_out = Outgoing(
+            [vector.nbytes(part) for part in theirs], self._encode_part, lambda index: True, _no_wait, on_delivered
+        )
         self.averages_out = Outgoing(
-            len(ours),
+            [vector.nbytes(part) for part in ours],
             self._encode_average,
             reducer.is_averaged,
             reducer.peek,
@@ -138,34 +140,33 @@ class Traffic:
             async with timeout(limit()):
                 message = await call.receive(PartMessage)
             self.heard_at = asyncio.get_running_loop().time()
-            if message is None or message.status == PartStatus.NO_MORE:
+            if message is None or not message.parts:
                 return message
             incoming = self._expect(message)
             if incoming is self.parts_in:
                 await self._begun.wait()
                 await self._reducer.wait_for_room(message.index)
             async with timeout(limit()):
-                is_complete, values = await incoming.receive(call, message)
-            if not is_complete:
-                continue
-            if incoming is self.averages_in:
-                self._check_not_over()
-                self.vector.take(self.other, message.index, values, is_delta=message.status == PartStatus.DELTA)
-                if not incoming.missing:
-                    self._on_received()
-            elif values is not None:
-                self._reducer.deliver(self.other, message.index, values)
+                complete = await incoming.receive(call, message)
+            self._take(message, complete)
 
     def _expect(self, message: PartMessage) -> Incoming:
         incoming = self.averages_in if message.is_average else self.parts_in
-        is_valid = message.is_average or message.status == PartStatus.VALUES
-        if message.index not in incoming.missing or not is_valid:
-            raise ProtocolError(f"sent part {message.index} with status {message.status}, which is not due")
+        statuses = {header.status for header in message.parts}
+        if message.index not in incoming.missing or not (message.is_average or statuses == {PartStatus.VALUES}):
+            raise ProtocolError(f"sent part {message.index} with status {statuses}, which is not due")
         return incoming
 
-    def _check_not_over(self) -> None:
-        if self._is_over:
+    def _take(self, message: PartMessage, complete: Averages) -> None:
+        if complete and message.is_average and self._is_over:
             raise ProtocolError("sent an average that is not waited for any more")
+        for index, (header, values) in enumerate(zip(message.parts, complete, strict=False), message.index):
+            if message.is_average:
+                self.vector.take(self.other, index, values, is_delta=header.status == PartStatus.DELTA)
+            elif values is not None:
+                self._reducer.deliver(self.other, index, values)
+        if message.is_average and not self.averages_in.missing:
+            self._on_received()
 
     def end(self, *, own: bool) -> None:
         """Nothing more comes on one call.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from shoal.averaging.partition import Part, split_into_parts
-from shoal.averaging.protocol import PartMessage, PartStatus
+from shoal.averaging.protocol import PartHeader, PartStatus
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import SerializedTensor, bytes_of, dtype_name
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
+
+Averages = list[torch.Tensor | None]
+"""Values of several parts; ``None`` = the local values stay."""
 
 
 class _Average(NamedTuple):
@@ -114,40 +118,48 @@ class RoundVector:
         else:
             target.copy_(torch.lerp(target.double(), values.double(), self.alpha).round_())
 
-    async def receive(self, call: Call, message: PartMessage, part: Part) -> torch.Tensor | None:
-        """Receive the payload that belongs to a message, after checking that it is the part that is due.
+    def nbytes(self, part: Part) -> float:
+        """How many bytes a part takes on the way; ``inf``: the codec cannot tell before it has the values."""
+        nbytes = self.codec.compressed_nbytes((part.length,), part.info)
+        return math.inf if nbytes is None else nbytes
+
+    async def receive(self, call: Call, headers: Sequence[PartHeader], parts: Sequence[Part]) -> Averages:
+        """Receive the payload of a message, after checking that it holds the parts that are due.
 
         Returns:
-            The values, or ``None`` for "unchanged".
+            The values of each part, or ``None`` for "unchanged".
 
         Raises:
-            ProtocolError: it is something else.
+            ProtocolError: it holds something else.
         """
-        if message.status == PartStatus.UNCHANGED and message.metadata is None and not call.payload_size:
-            return None
-        self.check(message, part, call.payload_size)
-        buffer = bytes_of(torch.empty(call.payload_size, dtype=torch.uint8))
+        for header, part in zip(headers, parts, strict=True):
+            self.check(header, part)
+        buffer = bytes_of(torch.empty(sum(header.nbytes for header in headers), dtype=torch.uint8))
         await call.read_payload_into(buffer)
-        return self.decode(message, buffer)
+        values, start = [], 0
+        for header in headers:
+            values.append(self.decode(header, buffer[start : start + header.nbytes]))
+            start += header.nbytes
+        return values
 
-    def check(self, message: PartMessage, part: Part, nbytes: int) -> None:
-        """Check that a message announces a part as it has to be.
-
-        Args:
-            nbytes: how many bytes the whole part is said to have.
+    def check(self, header: PartHeader, part: Part) -> None:
+        """Check that a part is announced as it has to be.
 
         Raises:
-            ProtocolError: it does not.
+            ProtocolError: it is not.
         """
-        metadata, dtype = message.metadata, part.info.descriptor.dtype
+        metadata, nbytes, dtype = header.metadata, header.nbytes, part.info.descriptor.dtype
+        if header.status == PartStatus.UNCHANGED and metadata is None and not nbytes:
+            return
         if metadata is None or metadata.size != (part.length,) or metadata.dtype != dtype_name(dtype):
             raise ProtocolError(f"sent {metadata} for a part of {part.length} values of {dtype}")
         size = self.codec.compressed_nbytes(metadata.size, part.info)
         limit = 2 * part.length * dtype.itemsize + 2**16
-        if nbytes != size if size is not None else nbytes > limit:
+        if nbytes != size if size is not None else not 0 <= nbytes <= limit:
             raise ProtocolError(f"sent {nbytes} bytes for a part of {part.length} values")
 
-    def decode(self, message: PartMessage, buffer: memoryview) -> torch.Tensor:
-        """The values of a part whose bytes are all here, after :meth:`check`."""
-        assert message.metadata is not None
-        return self.codec.extract(SerializedTensor(message.metadata, buffer)).detach()
+    def decode(self, header: PartHeader, buffer: memoryview) -> torch.Tensor | None:
+        """The values of a part whose bytes are all here, after :meth:`check`; ``None`` for "unchanged"."""
+        if header.metadata is None:
+            return None
+        return self.codec.extract(SerializedTensor(header.metadata, buffer)).detach()

@@ -102,14 +102,18 @@ def pack(kind: Kind, header: Header | None, payload_bytes: int = 0, *, end: bool
 
 
 def pieces_of(head: bytes, payload: Sequence[Buffer]) -> Iterator[Sequence[Buffer]]:
-    """What to write at a time: the head together with the first piece of the payload, then the other pieces."""
+    """What to write at a time: the head and small buffers together, large ones in pieces."""
     waiting: list[Buffer] = [head]
+    room = WRITE_PIECE_BYTES
     for buffer in payload:
         view = memoryview(buffer)
-        for start in range(0, len(view), WRITE_PIECE_BYTES):
-            waiting.append(view[start : start + WRITE_PIECE_BYTES])
-            yield waiting
-            waiting = []
+        while len(view):
+            piece, view = view[:room], view[room:]
+            waiting.append(piece)
+            room -= len(piece)
+            if not room:
+                yield waiting
+                waiting, room = [], WRITE_PIECE_BYTES
     if waiting:
         yield waiting
 
