@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from shoal.averaging.partition import Part, Segment
 from shoal.averaging.reducer import OwnAverage, PartReducer, weighted_mean
 from shoal.compression import (
     CompressionInfo,
@@ -22,8 +23,13 @@ EXACT = NoCompression()
 
 
 def make_reducer(parts, senders, *, local=True, weight=1.0, codec=EXACT, role=TensorRole.UNSPECIFIED):
+    """Each tensor is a part."""
     infos = [CompressionInfo.from_tensor(part, key=0, part_size=part.numel(), role=role) for part in parts]
-    return PartReducer(infos, codec, senders, list(parts) if local else None, 0, {0: weight})
+    described = [
+        Part((Segment(index, 0, len(part)),), len(part), 0, codec, info)
+        for index, (part, info) in enumerate(zip(parts, infos, strict=True))
+    ]
+    return PartReducer(described, senders, (lambda part: part.of(parts)) if local else None, 0, {0: weight})
 
 
 @pytest.mark.parametrize("num_parts", [0, 1, 100])

@@ -169,6 +169,10 @@ def small_tensors():
     return [tensor.to(torch.float16) if i % 7 == 3 else tensor for i, tensor in enumerate(tensors)]
 
 
+class TensorByTensor(NoCompression):
+    """Each tensor has parts of its own."""
+
+
 class FreeFormat(NoCompression):
     """Cannot tell how many bytes something takes."""
 
@@ -182,8 +186,8 @@ class FreeFormat(NoCompression):
 @pytest.mark.parametrize(
     ("codec", "in_slices", "messages"),
     [
-        (NoCompression(), False, 3),
-        (NoCompression(), True, 1 + BUNDLE_BYTES // SLICE_BYTES + 1 + 3),
+        (TensorByTensor(), False, 3),
+        (TensorByTensor(), True, 1 + BUNDLE_BYTES // SLICE_BYTES + 1 + 3),
         (Uniform8BitQuantization(), False, 1),
         (FreeFormat(), False, 49),
     ],
@@ -206,7 +210,7 @@ async def test_small_parts_travel_together(codec, in_slices, messages):
 
 
 async def test_a_bundle_holds_what_is_there():
-    vector, wire = vector_of(*[torch.zeros(2)] * 5, part_size_bytes=2**10), Wire()
+    vector, wire = vector_of(*[torch.zeros(2)] * 5, codec=TensorByTensor(), part_size_bytes=2**10), Wire()
     there = [asyncio.Event() for _ in vector.parts[0]]
     for index in (0, 1, 3, 4):
         there[index].set()
@@ -220,7 +224,7 @@ async def test_a_bundle_holds_what_is_there():
 
 
 async def test_parts_without_an_average_travel_with_others():
-    vector, wire = vector_of(*[torch.ones(2)] * 3, part_size_bytes=2**10), Wire()
+    vector, wire = vector_of(*[torch.ones(2)] * 3, codec=TensorByTensor(), part_size_bytes=2**10), Wire()
 
     async def encode(index):
         return Encoded(PartStatus.VALUES, None if index == 1 else vector.encode(vector.parts[0][index]), True)
@@ -236,7 +240,7 @@ async def test_parts_without_an_average_travel_with_others():
 @pytest.mark.parametrize("what", ["too much", "beyond the end", "before the beginning", "too few bytes", "one twice"])
 async def test_bundles_that_are_not_due_are_refused(what):
     length = BUNDLE_BYTES // 4 if what == "too much" else 2
-    vector = vector_of(*[torch.zeros(length)] * 3, part_size_bytes=2**20)
+    vector = vector_of(*[torch.zeros(length)] * 3, codec=TensorByTensor(), part_size_bytes=2**20)
     headers = [describe_part(PartStatus.VALUES, vector.encode(part))[0] for part in vector.parts[0]]
     first = {"beyond the end": 1, "before the beginning": -1}.get(what, 0)
     payload = bytes(3 * 4 * length - (what == "too few bytes"))

@@ -45,9 +45,7 @@ class Sides:
         self.tensor = torch.zeros(20)
         info = CompressionInfo.from_tensor(self.tensor, key=0)
         self.vector = RoundVector([self.tensor], [info], NoCompression(), 40, [10, 10], 1.0)
-        infos = [part.info for part in self.vector.parts[0]]
-        own = [self.vector.values(part) for part in self.vector.parts[0]]
-        self.reducer = PartReducer(infos, NoCompression(), [1], own, 0, {0: 1.0})
+        self.reducer = PartReducer(self.vector.parts[0], [1], self.vector.values, 0, {0: 1.0})
         self.received = asyncio.Event()
         self.traffic = Traffic(
             self.vector,

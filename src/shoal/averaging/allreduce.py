@@ -142,9 +142,8 @@ class AllReduce:
     def _make_reducer(self) -> PartReducer:
         parts = self.vector.parts[self.own_index]
         senders = [index for index in self.senders if index != self.own_index and parts]
-        local = [self.vector.values(part) for part in parts] if self.is_sender else None
-        infos = [part.info for part in parts]
-        return PartReducer(infos, self.settings.codec, senders, local, self.own_index, {self.own_index: self.weight})
+        local = self.vector.values if self.is_sender else None
+        return PartReducer(parts, senders, local, self.own_index, {self.own_index: self.weight})
 
     def _make_traffic(self, member: int) -> Traffic:
         return Traffic(

@@ -127,7 +127,7 @@ class Lane:
             min_vector_size=config.min_vector_size,
             total_size=sum(info.descriptor.numel() for info in self.infos),
             agreed={
-                "shapes and types of tensors": schema_of(self.infos),
+                "shapes, types and roles of tensors": schema_of(self.infos),
                 "compression": config.compression.fingerprint,
                 "part_size_bytes": str(config.part_size_bytes),
                 "phases": config.phases,
@@ -138,8 +138,10 @@ class Lane:
 
 
 def schema_of(infos: Sequence[CompressionInfo]) -> str:
-    """Hash of the shapes and types that all members of a group must share."""
-    description = ";".join(f"{info.descriptor.size}:{dtype_name(info.descriptor.dtype)}" for info in infos)
+    """Hash of the shapes, types and roles that all members of a group must share."""
+    description = ";".join(
+        f"{info.descriptor.size}:{dtype_name(info.descriptor.dtype)}:{info.role.name}" for info in infos
+    )
     return hashlib.sha256(description.encode()).hexdigest()
 
 

@@ -1,15 +1,16 @@
 """Cutting a list of tensors into parts, and saying who reduces which part.
 
-Tensors are taken in order and each one is cut into parts of a size that is good for the network; a part never spans
-tensors. The flat vector's values are assigned to members by consecutive ranges (their shares); a part that crosses the
-border between two ranges goes wholly to the member that has more of it. All members derive the same parts from the
-same agreed numbers.
+Each tensor is cut into parts of a size that is good for the network. Tensors of one type whose codec treats each value
+by itself are cut as if they were one: models have many small tensors, and each part costs more than its bytes. The
+values are assigned to members by consecutive ranges (their shares); a part that crosses the border between two ranges
+goes wholly to the member that has more of it. All members derive the same parts from the same agreed numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -28,28 +29,36 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Part:
-    """A piece of one tensor, reduced by one member."""
+class Segment(NamedTuple):
+    """A range of values of one flattened tensor."""
 
     tensor_index: int
-    part_index: int
-    """Among the parts of the same tensor."""
     start: int
     stop: int
-    """Range of values within the flattened tensor."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is averaged as a whole, by one member: a piece of a tensor, or of several that are cut as one."""
+
+    segments: tuple[Segment, ...]
+    """Where its values are, in order."""
+    length: int
+    """How many values."""
     reducer: int
     """Position of the member in the group."""
+    codec: CompressionBase
     info: CompressionInfo
     """What the codec may know about this part."""
 
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
+    def pieces_of(self, flat_tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values of this part, as a view of each tensor that has some."""
+        return [flat_tensors[tensor_index][start:stop] for tensor_index, start, stop in self.segments]
 
     def of(self, flat_tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The values of this part, as a view."""
-        return flat_tensors[self.tensor_index][self.start : self.stop]
+        """The values of this part: a view if they are of one tensor, else a copy."""
+        pieces = self.pieces_of(flat_tensors)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def part_length(info: CompressionInfo, codec: CompressionBase, part_size_bytes: int) -> int:
@@ -70,14 +79,51 @@ def split_into_parts(
     borders = _Borders(shares)
     parts: list[Part] = []
     offset = 0
-    for tensor_index, info in enumerate(infos):
-        total, length = info.descriptor.numel(), part_length(info, codec, part_size_bytes)
+    for indices in _cut_as_one(infos, codec):
+        lengths = [infos[index].descriptor.numel() for index in indices]
+        info, total = infos[indices[0]], sum(lengths)
+        own_codec = codec.for_tensor(info)
+        if len(indices) > 1:
+            info = replace(info, descriptor=replace(info.descriptor, size=(total,)))
+        length = part_length(info, own_codec, part_size_bytes)
+        segments = _Segments(indices, lengths)
         for part_index, start in enumerate(range(0, total, length)):
             stop = min(start + length, total)
             reducer = borders.owner(offset + start, offset + stop)
-            parts.append(Part(tensor_index, part_index, start, stop, reducer, info.get_part(part_index, length)))
+            part_info = info.get_part(part_index, length)
+            parts.append(Part(segments.next(stop - start), stop - start, reducer, own_codec, part_info))
         offset += total
     return parts
+
+
+def _cut_as_one(infos: Sequence[CompressionInfo], codec: CompressionBase) -> Iterator[list[int]]:
+    """Indices of tensors, in groups; codecs may look at the role."""
+    groups: dict[object, list[int]] = {}
+    for index, info in enumerate(infos):
+        own_codec = codec.for_tensor(info)
+        kind = (own_codec.fingerprint, info.descriptor.dtype, info.role) if own_codec.elementwise else index
+        groups.setdefault(kind, []).append(index)
+    yield from groups.values()
+
+
+class _Segments:
+    """Cuts tensors of some lengths as if they were one."""
+
+    def __init__(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
+        self._left = [Segment(*each) for each in zip(indices, [0] * len(indices), lengths, strict=True)][::-1]
+
+    def next(self, length: int) -> tuple[Segment, ...]:
+        """Where the next so many values are."""
+        segments: list[Segment] = []
+        while length:
+            tensor_index, start, end = self._left.pop()
+            stop = min(start + length, end)
+            length -= stop - start
+            if stop > start:
+                segments.append(Segment(tensor_index, start, stop))
+            if stop < end:
+                self._left.append(Segment(tensor_index, stop, end))
+        return tuple(segments)
 
 
 class _Borders:

@@ -103,9 +103,8 @@ class Recovery:
         self._vector, self._own, self._plan, self._lines = allreduce.vector, allreduce.own_index, plan, lines
         senders = [member for member in lines if member in allreduce.senders]
         parts = [self._vector.parts[reducer][index] for reducer, index in plan.again]
-        local = [self._vector.values(part) for part in parts] if allreduce.is_sender else None
-        infos = [part.info for part in parts]
-        self._reducer = PartReducer(infos, self._vector.codec, senders, local, self._own, weights)
+        local = self._vector.values if allreduce.is_sender else None
+        self._reducer = PartReducer(parts, senders, local, self._own, weights)
         self._position = {key: position for position, key in enumerate(plan.again)}
         self._senders = senders
         loop = asyncio.get_running_loop()
@@ -158,7 +157,7 @@ class Recovery:
         for key in self._plan.parts_missing(member):
             average = await self._average(key)
             part = self._vector.parts[key[0]][key[1]]
-            await line.send_part(key, None if average is None else self._vector.codec.compress(average, part.info))
+            await line.send_part(key, None if average is None else part.codec.compress(average, part.info))
 
     async def _fill_own(self) -> None:
         for key in self._plan.parts_missing(self._own):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from shoal.compression import CompressionBase, CompressionInfo
+from shoal.averaging.partition import Part
 from shoal.compression.base import SerializedTensor, TensorRole
 from shoal.errors import AllreduceException, ProtocolError
 
@@ -86,24 +86,22 @@ class PartReducer:
     """Averages the parts of which this member is the reducer.
 
     Args:
-        infos: one for each part.
-        codec: how parts travel.
+        parts: those that it reduces.
         senders: positions of the members that will send, without this one.
-        local_parts: this member's own values of each part, or ``None`` if it does not contribute.
+        own_values: gives this member's own values of a part; ``None``: it does not contribute.
         local_index: this member's position.
         weights: of the members as far as they are known: this one's, at least.
     """
 
     def __init__(
         self,
-        infos: Sequence[CompressionInfo],
-        codec: CompressionBase,
+        parts: Sequence[Part],
         senders: Sequence[int],
-        local_parts: Sequence[torch.Tensor] | None,
+        own_values: Callable[[Part], torch.Tensor] | None,
         local_index: int,
         weights: dict[int, float],
     ) -> None:
-        self.infos, self.codec = infos, codec
+        self._parts = parts
         self._expects_others = bool(senders)
         self.waiting_for = set(senders)
         """Senders that have neither delivered everything and said so, nor been excluded."""
@@ -113,15 +111,15 @@ class PartReducer:
         self._error: Exception | None = None
         self.weights = dict(weights)
         """Of the members that have announced themselves, and this one's."""
-        self._local_parts, self._local_index = local_parts, local_index
-        self._states = [_PartState() for _ in infos]
-        largest = max((info.part_size or 1) * info.descriptor.dtype.itemsize for info in infos) if infos else 1
+        self._own_values, self._local_index = own_values, local_index
+        self._states = [_PartState() for _ in parts]
+        largest = max((part.length * part.info.descriptor.dtype.itemsize for part in parts), default=1)
         self._window = max(2, WINDOW_BYTES // (largest * max(1, len(self.waiting_for))))
         self._reduce_complete_parts()
         self._check_finished()
 
     def __len__(self) -> int:
-        return len(self.infos)
+        return len(self._parts)
 
     def begin(self, sender: int, weight: float) -> None:
         """A sender has announced itself."""
@@ -181,14 +179,14 @@ class PartReducer:
         await state.done.wait()
         if sender not in state.takers:
             raise ProtocolError(f"part {index} was averaged without this member")
-        average, sent = state.average, state.values.get(sender)
+        part, average, sent = self._parts[index], state.average, state.values.get(sender)
         try:
             if average is None:
                 return None, False
-            if self.codec.lossy and sent is not None and sent.is_floating_point():  # of others there are no lossy ones
-                return self.codec.compress(average - sent, self.infos[index], allow_inplace=True), True
+            if part.codec.lossy and sent is not None and sent.is_floating_point():  # of others there are no lossy ones
+                return part.codec.compress(average - sent, part.info, allow_inplace=True), True
             if state.encoded is None:
-                state.encoded = self.codec.compress(average, self.infos[index])
+                state.encoded = part.codec.compress(average, part.info)
             return state.encoded, False
         finally:
             self._taken(state, sender)
@@ -253,31 +251,31 @@ class PartReducer:
             raise AllreduceException(f"this peer could not average a part: {self._error}") from self._error
 
     def _reduce(self, state: _PartState, index: int) -> None:
-        senders = sorted(state.values)
+        senders, part = sorted(state.values), self._parts[index]
         values = dict(state.values)
-        if self._local_parts is not None:
-            values[self._local_index] = self._counted(self._local_parts[index], self.infos[index], state)
+        if self._own_values is not None:
+            values[self._local_index] = self._counted(self._own_values(part), part, state)
         if values:
             order = sorted(values)
             state.average = weighted_mean([values[i] for i in order], [self.weights[i] for i in order])
-        state.takers = {*senders, self._local_index} if self._local_parts is not None else set(senders)
+        state.takers = {*senders, self._local_index} if self._own_values is not None else set(senders)
         state.is_shared = bool(senders) or not self._expects_others
-        if not self.codec.lossy:  # only differences need what was sent
+        if not part.codec.lossy:  # only differences need what was sent
             state.values.clear()
         state.done.set()
 
-    def _counted(self, values: torch.Tensor, info: CompressionInfo, state: _PartState) -> torch.Tensor:
+    def _counted(self, values: torch.Tensor, part: Part, state: _PartState) -> torch.Tensor:
         """This member's own values as they count in an average with those that have arrived.
 
         Members have nearly the same parameters, and a codec errs in the same way in the same values. If it errs in
         all of them, also in these, which do not travel, that cancels out in every difference: who agrees with the
         others stays where it is. What has little in common, as gradients, counts as exactly as possible.
         """
-        if not self.codec.lossy or not state.values or info.role is TensorRole.GRADIENT:
+        if not part.codec.lossy or not state.values or part.info.role is TensorRole.GRADIENT:
             return values
         others = [sender for sender in sorted(state.values) if self.weights[sender] > 0]
         if not others or not values.is_floating_point() or not _are_similar(values, state.values[others[0]]):
             return values
-        _, decoded = self.codec.compress_and_decode(values, info)
+        _, decoded = part.codec.compress_and_decode(values, part.info)
         state.values[self._local_index] = decoded
         return decoded

@@ -203,7 +203,8 @@ class Incoming:
 
     async def _receive_slice(self, call: Call, message: PartMessage) -> Averages:
         index, header, offset = message.index, message.parts[0], message.offset
-        self._vector.check(header, self._parts[index])
+        part = self._parts[index]
+        self._vector.check(header, part)
         if index not in self._begun:
             self._begun[index] = _Slices.of(header.nbytes)
         slices = self._begun[index]
@@ -217,4 +218,4 @@ class Incoming:
             return []
         del self._begun[index]
         self.missing.remove(index)
-        return [self._vector.decode(header, slices.buffer)]
+        return [self._vector.decode(header, part, slices.buffer)]

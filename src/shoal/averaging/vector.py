@@ -45,7 +45,7 @@ class RoundVector:
         shares: Sequence[int],
         alpha: float,
     ) -> None:
-        self.codec, self.alpha = codec, alpha
+        self.alpha = alpha
         self._flat = [tensor.detach().view(-1) for tensor in tensors]
         self._values_averaged = 0
         self.parts: list[list[Part]] = [[] for _ in shares]
@@ -84,12 +84,12 @@ class RoundVector:
         return [flat.clone() for flat in self._flat]
 
     def values(self, part: Part) -> torch.Tensor:
-        """The values of a part, as a view."""
+        """The values of a part: a view if they are of one tensor, else a copy."""
         return part.of(self._flat)
 
     def encode(self, part: Part) -> SerializedTensor:
         """The values of a part, ready to be sent."""
-        return self.codec.compress(self.values(part), part.info)
+        return part.codec.compress(self.values(part), part.info)
 
     def take(self, reducer: int, index: int, values: torch.Tensor | None, *, is_delta: bool = False) -> None:
         """The average of a reducer's part is here; it is applied when those of all earlier parts are.
@@ -105,7 +105,9 @@ class RoundVector:
             part = self.parts[reducer][self.held[reducer]]
             self._values_averaged += part.length
             if average.values is not None:
-                self._apply(self.values(part), average.values, is_delta=average.is_delta)
+                pieces = part.pieces_of(self._flat)
+                for piece, values in zip(pieces, average.values.split_with_sizes([*map(len, pieces)]), strict=True):
+                    self._apply(piece, values, is_delta=average.is_delta)
             self.held[reducer] += 1
 
     def _apply(self, target: torch.Tensor, values: torch.Tensor, *, is_delta: bool) -> None:
@@ -120,7 +122,7 @@ class RoundVector:
 
     def nbytes(self, part: Part) -> float:
         """How many bytes a part takes on the way; ``inf``: the codec cannot tell before it has the values."""
-        nbytes = self.codec.compressed_nbytes((part.length,), part.info)
+        nbytes = part.codec.compressed_nbytes((part.length,), part.info)
         return math.inf if nbytes is None else nbytes
 
     async def receive(self, call: Call, headers: Sequence[PartHeader], parts: Sequence[Part]) -> Averages:
@@ -137,8 +139,8 @@ class RoundVector:
         buffer = bytes_of(torch.empty(sum(header.nbytes for header in headers), dtype=torch.uint8))
         await call.read_payload_into(buffer)
         values, start = [], 0
-        for header in headers:
-            values.append(self.decode(header, buffer[start : start + header.nbytes]))
+        for header, part in zip(headers, parts, strict=True):
+            values.append(self.decode(header, part, buffer[start : start + header.nbytes]))
             start += header.nbytes
         return values
 
@@ -153,13 +155,13 @@ class RoundVector:
             return
         if metadata is None or metadata.size != (part.length,) or metadata.dtype != dtype_name(dtype):
             raise ProtocolError(f"sent {metadata} for a part of {part.length} values of {dtype}")
-        size = self.codec.compressed_nbytes(metadata.size, part.info)
+        size = part.codec.compressed_nbytes(metadata.size, part.info)
         limit = 2 * part.length * dtype.itemsize + 2**16
         if nbytes != size if size is not None else not 0 <= nbytes <= limit:
             raise ProtocolError(f"sent {nbytes} bytes for a part of {part.length} values")
 
-    def decode(self, header: PartHeader, buffer: memoryview) -> torch.Tensor | None:
+    def decode(self, header: PartHeader, part: Part, buffer: memoryview) -> torch.Tensor | None:
         """The values of a part whose bytes are all here, after :meth:`check`; ``None`` for "unchanged"."""
         if header.metadata is None:
             return None
-        return self.codec.extract(SerializedTensor(header.metadata, buffer)).detach()
+        return part.codec.extract(SerializedTensor(header.metadata, buffer)).detach()

@@ -32,6 +32,9 @@ class AdaptiveCompressionBase(CompressionBase):
     def lossy(self) -> bool:  # type: ignore[override]
         return any(codec.lossy for _, codec in self.choices())
 
+    def for_tensor(self, info: CompressionInfo) -> CompressionBase:
+        return self.choose_compression(info).for_tensor(info)
+
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
         return self.choose_compression(info).compress(tensor, info, allow_inplace)
 

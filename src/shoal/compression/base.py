@@ -286,6 +286,15 @@ class CompressionBase(ABC):
         """Two peers may average together if their codecs have equal fingerprints."""
         return self.compression_type.name
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether each value is encoded by itself, so that several tensors of one type may be encoded as one."""
+        return False
+
+    def for_tensor(self, info: CompressionInfo) -> CompressionBase:
+        """The codec that this one uses for a tensor: itself, unless it chooses among others."""
+        return self
+
     @abstractmethod
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
         """Turn a tensor into bytes.
@@ -366,6 +375,10 @@ class NoCompression(CompressionBase):
     @property
     def fingerprint(self) -> str:
         return "NONE" if USE_LEGACY_BFLOAT16 else "NONE, bfloat16 in two bytes"
+
+    @property
+    def elementwise(self) -> bool:
+        return type(self) is NoCompression  # what a subclass does is its own
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
         metadata, values = self._metadata_of(tensor), plain(tensor)

@@ -140,6 +140,10 @@ class Float16Compression(FloatingPointCompression):
     compression_type = CompressionType.FLOAT16
     _wire = torch.float16
 
+    @property
+    def elementwise(self) -> bool:
+        return type(self) in (Float16Compression, BFloat16Compression)  # what other subclasses do is their own
+
     def _nbytes(self, size: Sequence[int]) -> int:
         return math.prod(size) * self._wire.itemsize
 
