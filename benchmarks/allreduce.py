@@ -5,7 +5,8 @@
 
 The group is formed before the clock starts; a round counts from the trigger, given to all peers at once, until the last
 of them has the result, and every result is checked. ``--library all`` takes the libraries in turn within each round, so
-that a noisy moment of the machine hits all of them, and prints ratios.
+that a noisy moment of the machine hits all of them, and prints ratios. Rounds that fail, also those before the clock
+counts, are reported, and are not part of the medians.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import sys
 from statistics import median
 from typing import Any
 
@@ -29,22 +32,38 @@ def measure(libraries: list[str], args: argparse.Namespace) -> dict[str, dict[st
         for library in libraries:
             options = {} if library == "gloo" else args.options
             crews.append(stack.enter_context(AveragerCrew(library, args.peers, args.megabytes, options)))
-            results[library] = {"version": crews[-1].version, "seconds": [], "cpu_seconds": []}
+            results[library] = {"version": crews[-1].version, "seconds": [], "cpu_seconds": [], "failures": []}
         for round_number in range(-args.warmup, args.rounds):
             for crew in crews:
-                crew.ask("fill")
-                crew.ask("form")
-                cpu_before = crew.cpu_seconds()
-                seconds = crew.time("reduce")
-                cpu_seconds = crew.cpu_seconds() - cpu_before
-                crew.ask("check")
+                result = results[crew.library]
+                try:
+                    seconds, cpu_seconds = run_round(crew)
+                except (RuntimeError, OSError) as e:  # the others go on
+                    print(f"a round failed: {e}", file=sys.stderr)
+                    result["failures"].append(str(e).splitlines()[0])
+                    continue
                 if round_number >= 0:
-                    results[crew.library]["seconds"].append(seconds)
-                    results[crew.library]["cpu_seconds"].append(cpu_seconds)
+                    result["seconds"].append(seconds)
+                    result["cpu_seconds"].append(cpu_seconds)
     for result in results.values():
-        result["median"] = median(result["seconds"])
-        result["cpu_median"] = median(result["cpu_seconds"])
+        result["median"] = median(result["seconds"] or [math.nan])
+        result["cpu_median"] = median(result["cpu_seconds"] or [math.nan])
     return results
+
+
+def run_round(crew: AveragerCrew) -> tuple[float, float]:
+    """Seconds, and processor time, of one round.
+
+    Raises:
+        RuntimeError, OSError: it failed, or its result was wrong.
+    """
+    crew.ask("fill")
+    crew.ask("form")
+    cpu_before = crew.cpu_seconds()
+    seconds = crew.time("reduce")
+    cpu_seconds = crew.cpu_seconds() - cpu_before
+    crew.ask("check")
+    return seconds, cpu_seconds
 
 
 def report(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
@@ -53,7 +72,8 @@ def report(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None
     for library, result in results.items():
         rounds = " ".join(f"{seconds:6.3f}" for seconds in result["seconds"])
         medians = f"median {result['median']:6.3f}   cpu {result['cpu_median']:6.2f}"
-        print(f"  {library:<9} {result['version']:<12} {medians}   rounds {rounds}")
+        failed = f"   FAILED {len(result['failures'])}" if result["failures"] else ""
+        print(f"  {library:<9} {result['version']:<12} {medians}   rounds {rounds}{failed}")
     if "shoal" in results:
         own = results["shoal"]["median"]
         for library in results.keys() - {"shoal"}:
@@ -83,7 +103,10 @@ def main() -> None:
     libraries = [each for each in LIBRARIES if args.library in (each, "all") and not (each == "gloo" and args.codec)]
     if not libraries:
         parser.error("gloo has no codecs: leave --codec out, or take another library")
-    report(measure(libraries, args), args)
+    results = measure(libraries, args)
+    report(results, args)
+    if results.get("shoal", {}).get("failures"):
+        sys.exit("shoal failed")
 
 
 if __name__ == "__main__":
