@@ -16,6 +16,7 @@ from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionInfo, CompressionType, NoCompression, Uniform8BitQuantization
 from shoal.compression.base import TensorMetadata
 from shoal.errors import ProtocolError
+from shoal.p2p.wire import MAX_HEADER_BYTES, Kind, pack
 
 LENGTHS = {
     "less than a slice": 10,
@@ -207,6 +208,13 @@ async def test_small_parts_travel_together(codec, in_slices, messages):
         expected = codec.extract(vector.encode(part))
         assert found[index].dtype == expected.dtype
         assert torch.equal(found[index], expected)
+
+
+async def test_any_number_of_tiny_parts_fits_into_headers():
+    vector, wire = vector_of(torch.zeros(100_000), part_size_bytes=4), Wire()
+    await send(vector, [wire], in_slices=False)
+    assert sum(len(message.parts) for message, _ in wire.sent) == 100_000
+    assert all(len(pack(Kind.ITEM, message)) < MAX_HEADER_BYTES / 10 for message, _ in wire.sent)
 
 
 async def test_a_bundle_holds_what_is_there():

@@ -1,7 +1,7 @@
 """Parts on their way: small ones several in a message, large ones alone, over long links in slices.
 
-Each tensor makes parts of its own, and models have many tensors of some hundred values, for which a message each would
-cost more than their bytes.
+Models have many tensors of some hundred values. With codecs that look at a tensor as a whole, each of them makes a part
+of its own, for which a message would cost more than its bytes.
 
 Where connections share a slow link, each of them is slow. If each had a whole part to itself, the last parts would end
 at very different times, and the link would be half idle meanwhile; in slices they end together.
@@ -28,6 +28,8 @@ from shoal.p2p.transport import Buffer
 SLICE_BYTES = 2**14
 BUNDLE_BYTES = 2**19
 """Parts that take no more than this together travel in one message."""
+BUNDLE_PARTS = 256
+"""But not more parts than this: their descriptions have to fit into its header."""
 
 
 class Encoded(NamedTuple):
@@ -115,11 +117,12 @@ class Outgoing:
     def _end_of_bundle(self) -> int:
         """After the last part that goes with the next one."""
         left = (SLICE_BYTES if self.in_slices else BUNDLE_BYTES) - self._sizes[self._next]
-        for index in range(self._next + 1, self._count):
+        end = min(self._count, self._next + BUNDLE_PARTS)
+        for index in range(self._next + 1, end):
             left -= self._sizes[index]
             if left < 0 or not self._is_there(index):
                 return index
-        return self._count
+        return end
 
     def _cut(self, first: int, encoded: Sequence[Encoded]) -> Iterator[Piece]:
         described = [describe_part(each.status, each.values) for each in encoded]
@@ -194,9 +197,8 @@ class Incoming:
         if len(indices) == 1 and call.payload_size < message.parts[0].nbytes:
             return await self._receive_slice(call, message)
         parts = [self._parts[index] for index in indices]
-        if not self._begun.keys().isdisjoint(indices) or (
-            len(parts) > 1 and sum(map(self._vector.nbytes, parts)) > BUNDLE_BYTES
-        ):
+        is_too_large = len(parts) > 1 and sum(map(self._vector.nbytes, parts)) > BUNDLE_BYTES
+        if is_too_large or len(parts) > BUNDLE_PARTS or not self._begun.keys().isdisjoint(indices):
             raise ProtocolError(f"sent parts {indices} as a whole")
         self.missing.difference_update(indices)
         return await self._vector.receive(call, message.parts, parts)
