@@ -88,6 +88,35 @@ async def test_a_member_that_fails_between_phases_is_left_out_of_the_next():
     await swarm.close()
 
 
+@pytest.mark.parametrize("leaver", [0, 1])
+async def test_nobody_waits_for_a_member_that_has_left_before_it_sent_anything(leaver):
+    """There is one part: the other member may have nothing to send, and only wait for what will never come."""
+    swarm, waited = Swarm(), []
+
+    async def leave_after_the_first(session, tensors, infos):
+        await session.all_reduce([tensors[0]])
+        raise RuntimeError("out of memory")
+
+    async def twice(session, tensors, infos):
+        await session.all_reduce([tensors[0]])
+        begun = asyncio.get_running_loop().time()
+        try:
+            await session.all_reduce([tensors[1]])
+        finally:
+            waited.append(asyncio.get_running_loop().time() - begun)
+
+    tensors = [[torch.full((100,), float(i)), torch.full((30,), float(i))] for i in range(2)]
+    for i, each in enumerate(tensors):
+        await swarm.add(each, average=leave_after_the_first if i == leaver else twice, phases="two")
+    controls = [make_control(node, expected_group_size=2, allow_retries=False) for node in swarm.nodes]
+    await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
+    with pytest.raises(AllreduceException, match="every other member failed"):
+        controls[1 - leaver].result()
+    assert tensors[1 - leaver][1].tolist() == [1.0 - leaver] * 30
+    assert waited[0] < swarm.nodes[0].config.sender_timeout / 2
+    await swarm.close()
+
+
 class StopsAfter:
     """Its first attempt does so many all-reduces and then nothing more."""
 

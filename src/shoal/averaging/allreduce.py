@@ -350,11 +350,15 @@ class AllReduce:
                 return
             self.vector.take(self.own_index, index, average.values, is_delta=average.is_delta)
 
+    def waits_for_beginning_of(self, member: int) -> bool:
+        """Whether this member is to reduce parts of another one that has not even begun to send them."""
+        return member in self._reducer.waiting_for and not self._reducer.has_begun(member)
+
     async def _give_up_absent_senders(self) -> None:
         """Whoever has not even begun within the time limit is not waited for."""
         await asyncio.sleep(self.settings.sender_timeout)
         for sender in sorted(self._reducer.waiting_for):
-            if not self._reducer.has_begun(sender):
+            if self.waits_for_beginning_of(sender):
                 self.member_failed(sender, "did not begin to send in time")
 
     async def serve(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:

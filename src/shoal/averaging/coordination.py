@@ -265,7 +265,9 @@ class Coordination:
                 logger.debug("asked %s about the round: %r", self.group.peer_ids[member], e)
         if member in self._links:
             return
-        if status is RoundStatus.FINISHED:
+        if status is RoundStatus.FINISHED and self.allreduce.waits_for_beginning_of(member):
+            self.allreduce.member_failed(member, "has left without taking part")
+        elif status is RoundStatus.FINISHED:
             self._gone.add(member)
             self._changed.set()
         elif status in late:  # it runs the round, perhaps, but it has not found its way to this coordinator
