@@ -85,6 +85,26 @@ def test_tensors_whose_values_are_encoded_one_by_one_are_cut_as_one(codec, expec
     assert all(part.info.size == (part.length,) for part in parts)
 
 
+@pytest.mark.parametrize(
+    ("values", "lengths"),
+    [
+        (10, {0: [10]}),
+        (10_000, {0: [4096], 2: [4096, 1808]}),
+        (80_000, {0: [10_000] * 4, 2: [10_000] * 4}),
+        (800_000, {0: [100_000] * 4, 2: [100_000] * 4}),
+        (2**20, {0: [2**17] * 4, 2: [2**17] * 4}),
+        (2**21, {0: [2**17] * 8, 2: [2**17] * 8}),
+    ],
+)
+def test_members_reduce_as_much_as_they_should_also_of_small_vectors(values, lengths):
+    info = CompressionInfo.from_tensor(torch.zeros(values), key=0)
+    parts = split_into_parts([info], NoCompression(), 2**19, (values // 2, 0, values // 2))
+    found = {}
+    for part in parts:
+        found.setdefault(part.reducer, []).append(part.length)
+    assert found == lengths
+
+
 def test_tensors_of_several_roles_are_not_cut_as_one():
     roles = [TensorRole.PARAMETER, TensorRole.GRADIENT, TensorRole.PARAMETER]
     infos = [CompressionInfo.from_tensor(torch.zeros(2), key=i, role=role) for i, role in enumerate(roles)]

@@ -25,7 +25,12 @@ LENGTHS = {
     "and a bit": SLICE_BYTES + 1,
 }
 
-EXACT = NoCompression()
+
+class TensorByTensor(NoCompression):
+    """Each tensor has parts of its own, all of the same size."""
+
+
+EXACT = TensorByTensor()
 METADATA = TensorMetadata(int(CompressionType.NONE), "float32", (SLICE_BYTES // 2,))
 
 
@@ -85,7 +90,7 @@ async def receive(incoming, message, payload):
     return await incoming.receive(Wire(payload=payload), message)
 
 
-@pytest.mark.parametrize("codec", [NoCompression(), Uniform8BitQuantization()])
+@pytest.mark.parametrize("codec", [EXACT, Uniform8BitQuantization()])
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("connections", [1, 3])
 async def test_parts_arrive_as_they_were(codec, length, connections):
@@ -170,10 +175,6 @@ def small_tensors():
     return [tensor.to(torch.float16) if i % 7 == 3 else tensor for i, tensor in enumerate(tensors)]
 
 
-class TensorByTensor(NoCompression):
-    """Each tensor has parts of its own."""
-
-
 class FreeFormat(NoCompression):
     """Cannot tell how many bytes something takes."""
 
@@ -187,8 +188,8 @@ class FreeFormat(NoCompression):
 @pytest.mark.parametrize(
     ("codec", "in_slices", "messages"),
     [
-        (TensorByTensor(), False, 3),
-        (TensorByTensor(), True, 1 + BUNDLE_BYTES // SLICE_BYTES + 1 + 3),
+        (EXACT, False, 3),
+        (EXACT, True, 1 + BUNDLE_BYTES // SLICE_BYTES + 1 + 3),
         (Uniform8BitQuantization(), False, 1),
         (FreeFormat(), False, 49),
     ],
@@ -218,7 +219,7 @@ async def test_any_number_of_tiny_parts_fits_into_headers():
 
 
 async def test_a_bundle_holds_what_is_there():
-    vector, wire = vector_of(*[torch.zeros(2)] * 5, codec=TensorByTensor(), part_size_bytes=2**10), Wire()
+    vector, wire = vector_of(*[torch.zeros(2)] * 5, part_size_bytes=2**10), Wire()
     there = [asyncio.Event() for _ in vector.parts[0]]
     for index in (0, 1, 3, 4):
         there[index].set()
@@ -232,7 +233,7 @@ async def test_a_bundle_holds_what_is_there():
 
 
 async def test_parts_without_an_average_travel_with_others():
-    vector, wire = vector_of(*[torch.ones(2)] * 3, codec=TensorByTensor(), part_size_bytes=2**10), Wire()
+    vector, wire = vector_of(*[torch.ones(2)] * 3, part_size_bytes=2**10), Wire()
 
     async def encode(index):
         return Encoded(PartStatus.VALUES, None if index == 1 else vector.encode(vector.parts[0][index]), True)
@@ -248,7 +249,7 @@ async def test_parts_without_an_average_travel_with_others():
 @pytest.mark.parametrize("what", ["too much", "beyond the end", "before the beginning", "too few bytes", "one twice"])
 async def test_bundles_that_are_not_due_are_refused(what):
     length = BUNDLE_BYTES // 4 if what == "too much" else 2
-    vector = vector_of(*[torch.zeros(length)] * 3, codec=TensorByTensor(), part_size_bytes=2**20)
+    vector = vector_of(*[torch.zeros(length)] * 3, part_size_bytes=2**20)
     headers = [describe_part(PartStatus.VALUES, vector.encode(part))[0] for part in vector.parts[0]]
     first = {"beyond the end": 1, "before the beginning": -1}.get(what, 0)
     payload = bytes(3 * 4 * length - (what == "too few bytes"))

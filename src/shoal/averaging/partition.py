@@ -8,6 +8,7 @@ goes wholly to the member that has more of it. All members derive the same parts
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,6 +19,10 @@ from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, BannedException
 
 DEFAULT_PART_SIZE_BYTES = 2**19
+PARTS_PER_MEMBER = 4
+"""At least, for each member that reduces, of tensors that are cut as one: so that shares come out even."""
+MIN_EVEN_BYTES = 2**14
+"""But no smaller parts than this: fewer members reduce a small vector."""
 
 __all__ = [
     "DEFAULT_PART_SIZE_BYTES",
@@ -86,6 +91,9 @@ def split_into_parts(
         if len(indices) > 1:
             info = replace(info, descriptor=replace(info.descriptor, size=(total,)))
         length = part_length(info, own_codec, part_size_bytes)
+        if own_codec.elementwise and total:
+            evenly = math.ceil(total / (PARTS_PER_MEMBER * sum(share > 0 for share in shares)))
+            length = min(length, max(evenly, part_length(info, own_codec, MIN_EVEN_BYTES)))
         segments = _Segments(indices, lengths)
         for part_index, start in enumerate(range(0, total, length)):
             stop = min(start + length, total)
