@@ -9,6 +9,7 @@ one broken value does not spoil the others.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ import torch
 
 from shoal.compression.base import typed
 from shoal.compression.descriptor import CompressionType
-from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, in_chunks, saturate, scratch
+from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, saturate, scratch
 
 
 def dynamic_levels() -> tuple[list[float], list[float]]:
@@ -119,10 +120,19 @@ class BlockwiseCompression(FloatingPointCompression):
     def _chunks(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
-        """Values, their scales and their bytes chunk by chunk; and the values in these blocks if all are full."""
-        blocks, packed = in_chunks(scales, CHUNK // self.block_size), in_chunks(codes, CHUNK // self.codes_per_byte)
-        for part, own, some in zip(in_chunks(values), blocks, packed, strict=True):
-            yield part, own, some, own.numel() * self.block_size
+        """Values, their scales and their bytes chunk by chunk; and the values in these blocks if all are full.
+
+        A last block that is not full comes by itself, or the whole chunk would have to be copied.
+        """
+        count = values.numel()
+        full = count - count % self.block_size
+        if full == count <= CHUNK:  # not to cut is faster
+            yield values, scales, codes, count
+            return
+        for start, stop in itertools.pairwise(sorted({*range(0, full, CHUNK), full, count})):
+            own = scales[start // self.block_size : -(-stop // self.block_size)]
+            packed = codes[start // self.codes_per_byte : -(-stop // self.codes_per_byte)]
+            yield values[start:stop], own, packed, own.numel() * self.block_size
 
     def _encode(self, values: torch.Tensor, size: Sequence[int], payload: np.ndarray) -> None:
         for part, scales, codes, padded in self._chunks(values, *self._sections(payload, values.numel())):
