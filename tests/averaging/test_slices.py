@@ -11,7 +11,7 @@ import torch
 
 from shoal.averaging.calls import describe_part
 from shoal.averaging.protocol import PartHeader, PartMessage, PartStatus
-from shoal.averaging.slices import BUNDLE_BYTES, SLICE_BYTES, Encoded, Incoming, Outgoing, send_all
+from shoal.averaging.slices import BUNDLE_BYTES, SLICE_BYTES, Incoming, Outgoing, send_all
 from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionInfo, CompressionType, NoCompression, Uniform8BitQuantization
 from shoal.compression.base import TensorMetadata
@@ -67,7 +67,7 @@ def outgoing_of(vector, on_sent=lambda: None, *, there=None, is_average=False, i
     """The parts of a vector; ``there`` has an event for each part that has to be waited for."""
 
     async def encode(index):
-        return Encoded(PartStatus.VALUES, vector.encode(vector.parts[0][index]), is_average)
+        return describe_part(PartStatus.VALUES, vector.encode(vector.parts[0][index]))
 
     def is_there(index):
         return there is None or there[index].is_set()
@@ -75,7 +75,8 @@ def outgoing_of(vector, on_sent=lambda: None, *, there=None, is_average=False, i
     async def wait(index):
         await there[index].wait()
 
-    return Outgoing([vector.nbytes(part) for part in vector.parts[0]], encode, is_there, wait, on_sent, is_urgent)
+    sizes = [part.nbytes for part in vector.parts[0]]
+    return Outgoing(sizes, encode, is_there, wait, on_sent, is_average=is_average, is_urgent=is_urgent)
 
 
 async def send(vector, wires, *, in_slices):
@@ -236,9 +237,9 @@ async def test_parts_without_an_average_travel_with_others():
     vector, wire = vector_of(*[torch.ones(2)] * 3, part_size_bytes=2**10), Wire()
 
     async def encode(index):
-        return Encoded(PartStatus.VALUES, None if index == 1 else vector.encode(vector.parts[0][index]), True)
+        return describe_part(PartStatus.VALUES, None if index == 1 else vector.encode(vector.parts[0][index]))
 
-    outgoing = Outgoing([8.0] * 3, encode, lambda index: True, asyncio.sleep, lambda: None)
+    outgoing = Outgoing([8.0] * 3, encode, lambda index: True, asyncio.sleep, lambda: None, is_average=True)
     await send_all(wire, outgoing)
     [(message, payload)] = wire.sent
     first, second, third = await receive(Incoming(vector, vector.parts[0]), message, payload)

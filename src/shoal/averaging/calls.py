@@ -38,7 +38,10 @@ def reason_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def describe_part(status: PartStatus, encoded: SerializedTensor | None) -> tuple[PartHeader, tuple[Buffer, ...]]:
+DescribedPart = tuple[PartHeader, "tuple[Buffer, ...]"]
+
+
+def describe_part(status: PartStatus, encoded: SerializedTensor | None) -> DescribedPart:
     """A part's header and its bytes; ``None`` = there is no average, the receiver keeps its values."""
     if encoded is None:
         return PartHeader(int(PartStatus.UNCHANGED)), ()

@@ -307,7 +307,7 @@ class Coordination:
         values = await asyncio.shield(self._result)
         for reducer, parts in enumerate(self.vector.parts):
             for index, part in enumerate(parts):
-                await link.line.send_part((reducer, index), part.codec.compress(part.of(values), part.info))
+                await link.line.send_part((reducer, index), part.compress(part.of(values)))
         await link.line.send(RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights), end=True)
 
     # --- filling gaps -------------------------------------------------------------------------------------------------

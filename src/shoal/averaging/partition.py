@@ -9,13 +9,15 @@ goes wholly to the member that has more of it. All members derive the same parts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from shoal.compression import CompressionBase, CompressionInfo
+from shoal.compression.base import SerializedTensor
 from shoal.errors import AllreduceException, BannedException
 
 DEFAULT_PART_SIZE_BYTES = 2**19
@@ -65,6 +67,16 @@ class Part:
         pieces = self.pieces_of(flat_tensors)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    @cached_property
+    def nbytes(self) -> float:
+        """How many bytes it takes on the way; ``inf``: the codec cannot tell before it has the values."""
+        nbytes = self.codec.compressed_nbytes((self.length,), self.info)
+        return math.inf if nbytes is None else nbytes
+
+    def compress(self, values: torch.Tensor) -> SerializedTensor:
+        """Values in the place of this part's, ready to be sent."""
+        return self.codec.compress(values, self.info)
+
 
 def part_length(info: CompressionInfo, codec: CompressionBase, part_size_bytes: int) -> int:
     """How many values of a tensor make a part of about this many bytes after compression."""
@@ -82,17 +94,17 @@ def split_into_parts(
         shares: how many values each member should reduce; their sum is the number of values of all tensors.
     """
     borders = _Borders(shares)
+    reducers = sum(share > 0 for share in shares)
     parts: list[Part] = []
     offset = 0
-    for indices in _cut_as_one(infos, codec):
+    for own_codec, indices in _cut_as_one(infos, codec):
         lengths = [infos[index].descriptor.numel() for index in indices]
         info, total = infos[indices[0]], sum(lengths)
-        own_codec = codec.for_tensor(info)
         if len(indices) > 1:
             info = replace(info, descriptor=replace(info.descriptor, size=(total,)))
         length = part_length(info, own_codec, part_size_bytes)
         if own_codec.elementwise and total:
-            evenly = math.ceil(total / (PARTS_PER_MEMBER * sum(share > 0 for share in shares)))
+            evenly = math.ceil(total / (PARTS_PER_MEMBER * reducers))
             length = min(length, max(evenly, part_length(info, own_codec, MIN_EVEN_BYTES)))
         segments = _Segments(indices, lengths)
         for part_index, start in enumerate(range(0, total, length)):
@@ -104,21 +116,24 @@ def split_into_parts(
     return parts
 
 
-def _cut_as_one(infos: Sequence[CompressionInfo], codec: CompressionBase) -> Iterator[list[int]]:
-    """Indices of tensors, in groups; codecs may look at the role."""
-    groups: dict[object, list[int]] = {}
+def _cut_as_one(
+    infos: Sequence[CompressionInfo], codec: CompressionBase
+) -> Iterable[tuple[CompressionBase, list[int]]]:
+    """Indices of tensors in groups, with the codec of each; the role matters when a part is averaged."""
+    groups: dict[object, tuple[CompressionBase, list[int]]] = {}
     for index, info in enumerate(infos):
         own_codec = codec.for_tensor(info)
         kind = (own_codec.fingerprint, info.descriptor.dtype, info.role) if own_codec.elementwise else index
-        groups.setdefault(kind, []).append(index)
-    yield from groups.values()
+        groups.setdefault(kind, (own_codec, []))[1].append(index)
+    return groups.values()
 
 
 class _Segments:
     """Cuts tensors of some lengths as if they were one."""
 
     def __init__(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
-        self._left = [Segment(*each) for each in zip(indices, [0] * len(indices), lengths, strict=True)][::-1]
+        whole = [Segment(index, 0, length) for index, length in zip(indices, lengths, strict=True) if length]
+        self._left = whole[::-1]
 
     def next(self, length: int) -> tuple[Segment, ...]:
         """Where the next so many values are."""
@@ -127,8 +142,7 @@ class _Segments:
             tensor_index, start, end = self._left.pop()
             stop = min(start + length, end)
             length -= stop - start
-            if stop > start:
-                segments.append(Segment(tensor_index, start, stop))
+            segments.append(Segment(tensor_index, start, stop))
             if stop < end:
                 self._left.append(Segment(tensor_index, stop, end))
         return tuple(segments)

@@ -157,7 +157,7 @@ class Recovery:
         for key in self._plan.parts_missing(member):
             average = await self._average(key)
             part = self._vector.parts[key[0]][key[1]]
-            await line.send_part(key, None if average is None else part.codec.compress(average, part.info))
+            await line.send_part(key, None if average is None else part.compress(average))
 
     async def _fill_own(self) -> None:
         for key in self._plan.parts_missing(self._own):

@@ -186,7 +186,7 @@ class PartReducer:
             if part.codec.lossy and sent is not None and sent.is_floating_point():  # of others there are no lossy ones
                 return part.codec.compress(average - sent, part.info, allow_inplace=True), True
             if state.encoded is None:
-                state.encoded = part.codec.compress(average, part.info)
+                state.encoded = part.compress(average)
             return state.encoded, False
         finally:
             self._taken(state, sender)

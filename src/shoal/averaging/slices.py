@@ -12,15 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from shoal.averaging.calls import describe_part
+from shoal.averaging.calls import DescribedPart
 from shoal.averaging.partition import Part
-from shoal.averaging.protocol import PartMessage, PartStatus
+from shoal.averaging.protocol import PartMessage
 from shoal.averaging.vector import Averages, RoundVector
-from shoal.compression.base import SerializedTensor, bytes_of
+from shoal.compression.base import bytes_of
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
@@ -30,15 +29,6 @@ BUNDLE_BYTES = 2**19
 """Parts that take no more than this together travel in one message."""
 BUNDLE_PARTS = 256
 """But not more parts than this: their descriptions have to fit into its header."""
-
-
-class Encoded(NamedTuple):
-    """A part ready to be sent."""
-
-    status: PartStatus
-    values: SerializedTensor | None
-    """``None`` = there is no average, the receiver keeps its values."""
-    is_average: bool
 
 
 Piece = tuple[PartMessage, "tuple[Buffer, ...]"]
@@ -53,19 +43,22 @@ class Outgoing:
         is_there: whether a part is, given its index.
         wait: waits until it is.
         on_sent: called when all pieces have been sent.
+        is_average: whether they are averages.
         is_urgent: whether a part, given its index, goes before what comes first otherwise.
     """
 
     def __init__(
         self,
         sizes: Sequence[float],
-        encode: Callable[[int], Awaitable[Encoded]],
+        encode: Callable[[int], Awaitable[DescribedPart]],
         is_there: Callable[[int], bool],
         wait: Callable[[int], Awaitable[object]],
         on_sent: Callable[[], None],
+        *,
+        is_average: bool,
         is_urgent: Callable[[int], bool] = lambda index: False,
     ) -> None:
-        self._is_urgent = is_urgent
+        self._is_average, self._is_urgent = is_average, is_urgent
         self._sizes, self._count = sizes, len(sizes)
         self._encode, self._is_there, self._wait, self._on_sent = encode, is_there, wait, on_sent
         self.in_slices = False
@@ -124,16 +117,15 @@ class Outgoing:
                 return index
         return end
 
-    def _cut(self, first: int, encoded: Sequence[Encoded]) -> Iterator[Piece]:
-        described = [describe_part(each.status, each.values) for each in encoded]
-        headers, is_average = [header for header, _ in described], encoded[0].is_average
-        payload = tuple(buffer for _, buffers in described for buffer in buffers)
+    def _cut(self, first: int, encoded: Sequence[DescribedPart]) -> Iterator[Piece]:
+        headers = [header for header, _ in encoded]
+        payload = tuple(buffer for _, buffers in encoded for buffer in buffers)
         if not self.in_slices or len(headers) > 1 or headers[0].nbytes <= SLICE_BYTES:
-            yield PartMessage(first, headers, is_average), payload
+            yield PartMessage(first, headers, self._is_average), payload
             return
         whole = memoryview(payload[0])
         for offset in range(0, len(whole), SLICE_BYTES):
-            yield PartMessage(first, headers, is_average, offset), (whole[offset : offset + SLICE_BYTES],)
+            yield PartMessage(first, headers, self._is_average, offset), (whole[offset : offset + SLICE_BYTES],)
 
 
 async def send_all(call: Call, *sources: Outgoing, before: Callable[[], Awaitable[object]] | None = None) -> None:
@@ -197,7 +189,7 @@ class Incoming:
         if len(indices) == 1 and call.payload_size < message.parts[0].nbytes:
             return await self._receive_slice(call, message)
         parts = [self._parts[index] for index in indices]
-        is_too_large = len(parts) > 1 and sum(map(self._vector.nbytes, parts)) > BUNDLE_BYTES
+        is_too_large = len(parts) > 1 and sum(part.nbytes for part in parts) > BUNDLE_BYTES
         if is_too_large or len(parts) > BUNDLE_PARTS or not self._begun.keys().isdisjoint(indices):
             raise ProtocolError(f"sent parts {indices} as a whole")
         self.missing.difference_update(indices)

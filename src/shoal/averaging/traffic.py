@@ -6,10 +6,11 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from shoal.averaging.calls import DescribedPart, describe_part
 from shoal.averaging.pace import Pace, Runner
 from shoal.averaging.protocol import PartMessage, PartStatus
 from shoal.averaging.reducer import PartReducer
-from shoal.averaging.slices import Encoded, Incoming, Outgoing, send_all
+from shoal.averaging.slices import Incoming, Outgoing, send_all
 from shoal.averaging.vector import Averages, RoundVector
 from shoal.clock import timeout
 from shoal.errors import ProtocolError
@@ -55,14 +56,20 @@ class Traffic:
         self._runner: Runner | None = None
         theirs, ours = vector.parts[other] if gives else [], vector.parts[own] if takes else []
         self.parts_out = Outgoing(
-            [vector.nbytes(part) for part in theirs], self._encode_part, lambda index: True, _no_wait, on_delivered
+            [part.nbytes for part in theirs],
+            self._encode_part,
+            lambda index: True,
+            _no_wait,
+            on_delivered,
+            is_average=False,
         )
         self.averages_out = Outgoing(
-            [vector.nbytes(part) for part in ours],
+            [part.nbytes for part in ours],
             self._encode_average,
             reducer.is_averaged,
             reducer.peek,
             on_sent=lambda: None,
+            is_average=True,
             is_urgent=reducer.is_crowded,
         )
         self._count = max(1, len(theirs) + len(ours))
@@ -75,13 +82,13 @@ class Traffic:
         self.heard_at = -math.inf
         """Loop time of the last message of the other one."""
 
-    async def _encode_part(self, index: int) -> Encoded:
+    async def _encode_part(self, index: int) -> DescribedPart:
         part = self.vector.parts[self.other][index]
-        return Encoded(PartStatus.VALUES, self.vector.encode(part), is_average=False)
+        return describe_part(PartStatus.VALUES, self.vector.encode(part))
 
-    async def _encode_average(self, index: int) -> Encoded:
+    async def _encode_average(self, index: int) -> DescribedPart:
         encoded, is_delta = await self._reducer.reply(index, self.other)
-        return Encoded(PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded, is_average=True)
+        return describe_part(PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded)
 
     def begin(self, calls: int, *, own: bool) -> None:
         """Some calls begin, which are this member's own or those of the other one."""

@@ -89,7 +89,7 @@ class RoundVector:
 
     def encode(self, part: Part) -> SerializedTensor:
         """The values of a part, ready to be sent."""
-        return part.codec.compress(self.values(part), part.info)
+        return part.compress(self.values(part))
 
     def take(self, reducer: int, index: int, values: torch.Tensor | None, *, is_delta: bool = False) -> None:
         """The average of a reducer's part is here; it is applied when those of all earlier parts are.
@@ -119,11 +119,6 @@ class RoundVector:
             target.lerp_(values, self.alpha)
         else:
             target.copy_(torch.lerp(target.double(), values.double(), self.alpha).round_())
-
-    def nbytes(self, part: Part) -> float:
-        """How many bytes a part takes on the way; ``inf``: the codec cannot tell before it has the values."""
-        nbytes = part.codec.compressed_nbytes((part.length,), part.info)
-        return math.inf if nbytes is None else nbytes
 
     async def receive(self, call: Call, headers: Sequence[PartHeader], parts: Sequence[Part]) -> Averages:
         """Receive the payload of a message, after checking that it holds the parts that are due.
@@ -155,9 +150,8 @@ class RoundVector:
             return
         if metadata is None or metadata.size != (part.length,) or metadata.dtype != dtype_name(dtype):
             raise ProtocolError(f"sent {metadata} for a part of {part.length} values of {dtype}")
-        size = part.codec.compressed_nbytes(metadata.size, part.info)
         limit = 2 * part.length * dtype.itemsize + 2**16
-        if nbytes != size if size is not None else not 0 <= nbytes <= limit:
+        if nbytes != part.nbytes if math.isfinite(part.nbytes) else not 0 <= nbytes <= limit:
             raise ProtocolError(f"sent {nbytes} bytes for a part of {part.length} values")
 
     def decode(self, header: PartHeader, part: Part, buffer: memoryview) -> torch.Tensor | None:
