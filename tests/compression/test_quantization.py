@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from shoal.compression import (
     Blockwise4BitQuantization,
     BlockwiseQuantization,
+    CompressionInfo,
     Quantile8BitQuantization,
     Uniform8BitQuantization,
 )
@@ -102,18 +104,28 @@ def test_few_different_values_are_restored_exactly_by_quantiles(values, scale):
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_dynamic_levels_are_the_published_ones():
-    levels = BlockwiseQuantization.table().levels.sort().values
-    assert len(levels) == len(levels.unique()) == 256
-    positive = levels[levels > 0]
-    for decade in range(-6, 1):
-        inside = positive[(positive > 10.0 ** (decade - 1)) & (positive < 10.0**decade)]
-        count = 2 ** (decade + 6)
-        expected = 10.0**decade * (0.1 + 0.9 * (torch.arange(count) + 0.5) / count)
-        assert torch.allclose(inside, expected, rtol=1e-5)
-    assert positive[-1] == 1
-    assert torch.equal(-levels[levels < 0].flip(0), positive[:-1])
+def levels_of_8_bits() -> torch.Tensor:
+    """What the bytes -127 to 127 are restored as in a block of scale 1."""
+    numbers = torch.arange(-127, 128, dtype=torch.int8)
+    serialized = BlockwiseQuantization().compress(torch.zeros(255), CompressionInfo.from_tensor(torch.zeros(255)))
+    payload = torch.tensor([1.0]).numpy().tobytes() + numbers.numpy().tobytes()
+    return BlockwiseQuantization().extract(replace(serialized, buffer=payload))
+
+
+def test_levels_of_8_bits_are_cubes():
+    levels = levels_of_8_bits()
+    steps = torch.arange(-127, 128, dtype=torch.float64)
+    assert torch.allclose(levels.double(), (steps / 127) ** 3, rtol=3e-7, atol=0)
+    assert levels[0] == -1
     assert levels[127] == 0
+    assert levels[254] == 1
+
+
+def test_each_level_of_8_bits_takes_its_own_byte():
+    levels = levels_of_8_bits()
+    payload = compressed(BlockwiseQuantization(), levels.flip(0))  # so that the scale is 1, not -1
+    assert torch.equal(torch.frombuffer(bytearray(payload[4:]), dtype=torch.int8).flip(0), torch.arange(-127, 128))
+    assert torch.equal(BlockwiseQuantization.table().levels.unique(), levels)
 
 
 @pytest.mark.parametrize("codec", BLOCKWISE, ids=name_of)
@@ -171,16 +183,37 @@ def quantized(tensor: torch.Tensor, levels: torch.Tensor, block_size: int) -> to
     return (ascending[torch.bucketize(blocks / scales, borders)] * scales).view(-1)
 
 
-@every_kind
-def test_signed_scales_are_no_worse_than_the_published_unsigned_ones(kind):
+def dynamic_levels() -> torch.Tensor:
+    """Those of the dynamic 8-bit type (Dettmers et al., arXiv 2110.02861)."""
+    decades = [
+        10.0**-power * (0.1 + 0.9 * (torch.arange(2 ** (6 - power)) + 0.5) / 2 ** (6 - power)) for power in range(7)
+    ]
+    positive = torch.cat(decades)
+    return torch.cat([-positive, torch.tensor([0.0, 1.0]), positive])
+
+
+@pytest.mark.parametrize(("kind", "part"), [("normal", 0.6), ("gradients", 0.6), ("mostly 0", 0.9)])
+def test_cubes_lose_less_than_the_dynamic_type(kind, part):
     tensor = DATA[kind]()[: 200_000 // 4096 * 4096]
-    if kind == "mostly 0":
-        tensor = tensor + 1e-30  # a block of zeros has no scale
-    published = quantized(tensor, BlockwiseQuantization.table().levels, 4096)
-    squares = tensor.square().mean()
-    assert relative_error(BlockwiseQuantization(), tensor) * squares <= (published - tensor).square().mean() * (
-        1 + 1e-6
+    levels = dynamic_levels()
+    assert len(levels.unique()) == 256
+    others_error = (quantized(tensor, levels, 4096) - tensor).square().mean() / tensor.square().mean()
+    assert relative_error(BlockwiseQuantization(), tensor) < part * others_error
+
+
+def test_cubes_keep_small_values_like_the_dynamic_type():
+    torch.manual_seed(0)
+    blocks = 10 ** (-6 * torch.rand(50, 4096))  # any power of ten is as likely
+    blocks[:, 0] = 1
+    tensor = blocks.flatten()
+    restored_by_others = quantized(tensor, dynamic_levels(), 4096)
+    relative, others = (
+        (tensor - each).abs() / tensor for each in (restored(BlockwiseQuantization(), tensor), restored_by_others)
     )
+    for power in range(5):
+        inside = (tensor <= 10.0**-power) & (tensor > 10.0 ** (-power - 1))
+        assert relative[inside].mean() < others[inside].mean()
+        assert relative[inside].amax() < others[inside].amax()
 
 
 @pytest.mark.parametrize("kind", ["normal", "gradients"])

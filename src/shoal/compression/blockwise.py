@@ -1,7 +1,7 @@
-"""Codecs with one scale per block and a fixed table of levels between -1 and 1: 8 and 4 bits per value.
+"""Codecs with one scale per block and fixed levels between -1 and 1: 8 and 4 bits per value.
 
 The scale of a block is its value of largest magnitude, with its sign, so that this value is always restored as level 1
-and a table needs no level -1. Every value takes the nearest level, exactly.
+and 4 bits need no level -1. Every value takes the nearest level, exactly.
 
 NaN counts as 0 and an infinity as the largest finite magnitude of the block: what is restored is always finite, and
 one broken value does not spoil the others.
@@ -22,27 +22,19 @@ from shoal.compression.base import typed
 from shoal.compression.descriptor import CompressionType
 from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, saturate, scratch
 
+STEPS_8BIT = 127
+"""Levels of 8 bits are the cubes of so many equal steps to either side of 0.
 
-def dynamic_levels() -> tuple[list[float], list[float]]:
-    """Positive and negative levels of the dynamic 8-bit type (Dettmers et al., arXiv 2110.02861), ascending from 0.
-
-    A power of ten from 1e-6 to 1, and behind it as many linear steps from 0.1 to 1 as the remaining bits can count.
-    """
-    positive = []
-    for bits in range(7):
-        step = 0.9 / 2**bits
-        positive += [10.0 ** (bits - 6) * (0.1 + step * (index + 0.5)) for index in range(2**bits)]
-    return [*positive, 1.0], [-level for level in positive]
-
+They reach from 5e-7 to 1, and their relative precision falls to about half with each power of ten, like that of the
+dynamic 8-bit type (Dettmers et al., arXiv 2110.02861), but smoothly, and they are calculated, not looked up;
+docs/compression.md compares the two.
+"""
 
 POSITIVE_4BIT = [0.0610, 0.1394, 0.2310, 0.3346, 0.4531, 0.5912, 0.7644, 1.0]
 NEGATIVE_4BIT = [-250 / 4096, -0.1391, -0.2350, -0.3467, -0.4779, -0.6374, -0.8430]
 """Levels of least squared error (Lloyd's algorithm) on blocks of 64 signed-scaled values: a mixture of normal, Laplace,
 Student-t and row-scaled values and of gradients of a small network; docs/compression.md compares other tables. The
 first negative one is such that half of it, the border to 0, is exact in :class:`LevelTable`."""
-
-
-_SIXTEEN_BITS: torch.dtype = getattr(torch, "uint16", torch.int16)
 
 
 class LevelTable:
@@ -52,14 +44,20 @@ class LevelTable:
     one border between two levels lies in it. For each interval the table holds the code of its lower end and, in the
     lower half of the word, how far the border is from the upper end: adding the lower 16 bits of the number carries
     into the code exactly if the number is beyond the border.
+
+    Args:
+        positive: levels above 0, by magnitude; their codes are 1 and so on.
+        negative: levels below 0, by magnitude; their codes follow.
+        zeros: how many codes stand for 0: with 2, numbers below it that round to it have the code before those of the
+            negative levels, and the border there is exact for any level.
     """
 
-    def __init__(self, positive: Sequence[float], negative: Sequence[float]) -> None:
-        self.levels = torch.tensor([0.0, *positive, *negative], dtype=torch.float32)
-        """By code: 0, then positive ones and then negative ones, both by magnitude."""
-        first, second = torch.meshgrid(self.levels, self.levels, indexing="xy")
-        self._pairs = torch.stack([first, second], dim=-1).view(torch.float64).flatten()
-        self._carries = torch.cat([_carries([0.0, *positive], 0), _carries([0.0, *negative], len(positive))])
+    def __init__(self, positive: Sequence[float], negative: Sequence[float], zeros: int = 1) -> None:
+        self.levels = torch.tensor([0.0, *positive, *[-0.0] * (zeros - 1), *negative], dtype=torch.float32)
+        """By code."""
+        first_negative = len(self.levels) - len(negative)
+        zero = 0 if zeros == 1 else first_negative - 1
+        self._carries = torch.cat([_carries(positive, 0, 1), _carries(negative, zero, first_negative)])
 
     def nearest(self, values: torch.Tensor, codes: torch.Tensor) -> None:
         """Write down the code of each of some float32 numbers, which are spoilt."""
@@ -69,28 +67,21 @@ class LevelTable:
         found = torch.index_select(self._carries, 0, index, out=scratch("found", torch.int32, bits.numel()))
         codes.copy_(found.add_(bits.bitwise_and_(2**16 - 1)).bitwise_right_shift_(16))
 
-    def look_up_pairs(self, codes: torch.Tensor, levels: torch.Tensor) -> None:
-        """Fill in the levels of pairs of codes, of which the first is in the lower bits: half as many looks."""
-        index = scratch("index", torch.int32, codes.numel()).copy_(codes)
-        if codes.dtype == torch.int16:  # uint16 would spare this, where torch knows it (since 2.3)
-            index.bitwise_and_(len(self._pairs) - 1)
-        torch.index_select(self._pairs, 0, index, out=levels.view(torch.float64))  # in name only: 64 bits
 
+def _carries(levels: Sequence[float], zero: int, first: int) -> torch.Tensor:
+    """The table for the numbers of one sign, given the levels of this sign, and the codes of 0 and the first of them.
 
-def _carries(levels: Sequence[float], offset: int) -> torch.Tensor:
-    """The table for the numbers of one sign; ``levels`` are 0 and all of this sign, by magnitude.
-
-    Codes are ranks plus the offset, except that 0 has code 0: negative numbers round to it by whole intervals.
+    If one does not follow the other, numbers round to 0 by whole intervals.
     """
-    magnitudes = torch.tensor(levels, dtype=torch.float64).abs()
+    magnitudes = torch.tensor([0.0, *levels], dtype=torch.float32).double().abs()
     borders = ((magnitudes[1:] + magnitudes[:-1]) / 2).float().view(torch.int32).long()
     starts = torch.arange(2**15) << 16
     rank = torch.searchsorted(borders, starts, right=True)
     following = torch.cat([borders, torch.tensor([2**31])])[rank]
     carry = torch.where(following < starts + 2**16, starts + 2**16 - following, 0)
-    if offset:
+    if first != zero + 1:
         carry[rank == 0] = 0
-    code = torch.where(rank == 0, 0, rank + offset)
+    code = torch.where(rank == 0, zero, rank - 1 + first)
     return ((code << 16) + carry).to(torch.int32)
 
 
@@ -105,6 +96,14 @@ class BlockwiseCompression(FloatingPointCompression):
     @abstractmethod
     def table() -> LevelTable:
         """The levels."""
+
+    @abstractmethod
+    def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:
+        """Fill the bytes of some values, which are spoilt, and of which the last ones may be too many."""
+
+    @abstractmethod
+    def _read_levels(self, packed: torch.Tensor, levels: torch.Tensor) -> None:
+        """Fill in the levels that some bytes stand for."""
 
     def _nbytes(self, size: Sequence[int]) -> int:
         count = math.prod(size)
@@ -157,19 +156,6 @@ class BlockwiseCompression(FloatingPointCompression):
         scales.copy_(extremes.clamp_(-largest, largest))
         return rows
 
-    def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:
-        """Fill the bytes of some values, which are spoilt, and of which the last ones may be too many."""
-        if scaled.numel() == packed.numel():
-            self.table().nearest(scaled, packed)
-            return
-        codes = scratch("codes", torch.uint8, len(scaled))
-        self.table().nearest(scaled, codes)
-        if self.codes_per_byte == 2:
-            pairs = codes.view(torch.int16)  # the second code is in the upper byte
-            shifted = torch.bitwise_right_shift(pairs, 4, out=scratch("pairs", torch.int16, len(pairs)))
-            codes = shifted.bitwise_or_(pairs)
-        packed.copy_(codes[: len(packed)])
-
     def _decode(self, payload: np.ndarray, size: Sequence[int], values: torch.Tensor) -> None:
         for part, scales, codes, padded in self._chunks(values, *self._sections(payload, values.numel())):
             in_place = part.dtype == torch.float32 and part.numel() == padded
@@ -177,14 +163,17 @@ class BlockwiseCompression(FloatingPointCompression):
             if codes.numel() * self.codes_per_byte < padded:
                 some, codes = codes, scratch("codes", torch.uint8, padded // self.codes_per_byte)
                 codes[: len(some)].copy_(some)
-            self.table().look_up_pairs(codes if self.codes_per_byte == 2 else codes.view(_SIXTEEN_BITS), whole)
+            self._read_levels(codes, whole)
             whole.view(-1, self.block_size).mul_(scales.float().unsqueeze(1))
             if not in_place:
                 saturate(part, whole[: len(part)])
 
 
 class BlockwiseQuantization(BlockwiseCompression):
-    """8 bits per value and a float32 for each 4096 of them, with the levels of the dynamic 8-bit type."""
+    """8 bits per value and a float32 for each 4096 of them; levels are the cubes of equal steps.
+
+    Fine where values are small: best for heavy tails.
+    """
 
     compression_type = CompressionType.BLOCKWISE_8BIT
     block_size = 4096
@@ -194,7 +183,22 @@ class BlockwiseQuantization(BlockwiseCompression):
     @staticmethod
     @cache
     def table() -> LevelTable:
-        return LevelTable(*dynamic_levels())
+        levels = _cubes(torch.arange(1.0, STEPS_8BIT + 1)).tolist()
+        return LevelTable(levels, [-level for level in levels], zeros=2)
+
+    def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:
+        self.table().nearest(scaled[: len(packed)], packed)
+        codes = packed.view(torch.int8)  # a sign bit and the number of steps; what is sent is the number with its sign
+        signs = torch.sign(codes, out=scratch("signs", torch.int8, len(codes)))
+        codes.bitwise_and_(STEPS_8BIT).mul_(signs)
+
+    def _read_levels(self, packed: torch.Tensor, levels: torch.Tensor) -> None:
+        _cubes(levels.copy_(packed.view(torch.int8)))
+
+
+def _cubes(steps: torch.Tensor) -> torch.Tensor:
+    """The levels that are so many steps from 0, in place."""
+    return steps.mul_(1 / STEPS_8BIT).pow_(3)
 
 
 class Blockwise4BitQuantization(BlockwiseCompression):
@@ -212,3 +216,22 @@ class Blockwise4BitQuantization(BlockwiseCompression):
     @cache
     def table() -> LevelTable:
         return LevelTable(POSITIVE_4BIT, NEGATIVE_4BIT)
+
+    def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:
+        codes = scratch("codes", torch.uint8, len(scaled))
+        self.table().nearest(scaled, codes)
+        pairs = codes.view(torch.int16)  # the second code is in the upper byte
+        shifted = torch.bitwise_right_shift(pairs, 4, out=scratch("pairs", torch.int16, len(pairs)))
+        packed.copy_(shifted.bitwise_or_(pairs)[: len(packed)])
+
+    def _read_levels(self, packed: torch.Tensor, levels: torch.Tensor) -> None:
+        index = scratch("index", torch.int32, len(packed)).copy_(packed)
+        torch.index_select(_pairs_of_levels(), 0, index, out=levels.view(torch.float64))  # in name only: 64 bits
+
+
+@cache
+def _pairs_of_levels() -> torch.Tensor:
+    """Two levels of 4 bits for each byte, of which the first is in the lower bits."""
+    levels = Blockwise4BitQuantization.table().levels
+    first, second = torch.meshgrid(levels, levels, indexing="xy")
+    return torch.stack([first, second], dim=-1).view(torch.float64).flatten()

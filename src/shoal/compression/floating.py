@@ -98,13 +98,13 @@ class FloatingPointCompression(CompressionBase):
         metadata = self._metadata_of(tensor)
         payload = np.empty(self._nbytes(metadata.size), dtype=np.uint8)
         if len(payload):
-            self._encode(plain(tensor).view(-1), metadata.size, payload)
+            self._encode(_flat(plain(tensor)), metadata.size, payload)
         return metadata, payload
 
     def _restored(self, metadata: TensorMetadata, dtype: torch.dtype, payload: np.ndarray) -> torch.Tensor:
         values = empty(metadata.size, dtype)
         if len(payload):
-            self._decode(payload, metadata.size, values if values.dim() == 1 else values.view(-1))
+            self._decode(payload, metadata.size, _flat(values))
         return values.requires_grad_() if metadata.requires_grad else values
 
     def extract(self, serialized_tensor: SerializedTensor) -> torch.Tensor:
@@ -132,6 +132,10 @@ class FloatingPointCompression(CompressionBase):
     @abstractmethod
     def _decode(self, payload: np.ndarray, size: Sequence[int], values: torch.Tensor) -> None:
         """Fill the flattened values from the bytes."""
+
+
+def _flat(values: torch.Tensor) -> torch.Tensor:
+    return values if values.dim() == 1 else values.view(-1)  # not to view is faster
 
 
 class Float16Compression(FloatingPointCompression):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -36,9 +36,13 @@ class CodebookQuantization(FloatingPointCompression):
 
     def _encode(self, values: torch.Tensor, size: Sequence[int], payload: np.ndarray) -> None:
         codes = typed(payload[CODEBOOK_NBYTES:], torch.uint8)
-        averages = self._quantize(values, codes) or self._quantize(finite(values), codes)
-        assert averages, "finite values have averages"
-        payload[:CODEBOOK_NBYTES].view(np.float32)[:] = averages.result()
+        averages = self._quantize(values, codes)
+        if averages is None:
+            averages = self._quantize(finite(values), codes)
+            assert averages is not None, "finite values have averages"
+        if values.dtype == torch.float64:
+            averages.clip(-_FP32_MAX, _FP32_MAX, out=averages)
+        payload[:CODEBOOK_NBYTES].view(np.float32)[:] = averages
 
     def _decode(self, payload: np.ndarray, size: Sequence[int], values: torch.Tensor) -> None:
         codebook = typed(payload[:CODEBOOK_NBYTES], torch.float32).to(values.dtype)
@@ -48,65 +52,66 @@ class CodebookQuantization(FloatingPointCompression):
             torch.index_select(codebook, 0, index, out=part)
 
     @abstractmethod
-    def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
+    def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> np.ndarray | None:
         """Choose a code for each value.
 
         Returns:
-            The averages of the codes; ``None``: not finite, or too large or small for float32, which float64 is not.
+            The average of the values of each code; ``None``: they are not finite, or too large or small for float32,
+            which float64 is not.
         """
 
 
-class _Averages:
-    """Mean of the values of each code, collected chunk by chunk.
+def _averages(
+    chunks: Iterable[tuple[torch.Tensor, torch.Tensor]], offset: float, largest_sum: float = 0.0
+) -> np.ndarray:
+    """Mean of the values of each code.
 
     Args:
+        chunks: codes, and their values without the offset.
         offset: to be added to all averages.
         largest_sum: no sum of values of one chunk is larger. It saves a pass, where that is exact enough.
     """
-
-    def __init__(self, offset: float, largest_sum: float = 0.0) -> None:
-        self._offset = offset
-        self._unit = math.ldexp(1.0, math.frexp(largest_sum)[1] + 2) if largest_sum else 0.0
-        self._counts, self._sums = np.zeros(LEVELS), np.zeros(LEVELS)
-
-    def add(self, codes: torch.Tensor, values: torch.Tensor) -> None:
-        """Values, given without the offset, and their codes."""
-        counts, sums = self._in_one_pass(codes, values) if self._unit else self._in_two_passes(codes, values)
-        self._counts += counts
-        self._sums += sums
-
-    def _in_one_pass(self, codes: torch.Tensor, values: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """How many values each code has, and their sum, from one sum: each value weighs more than itself, by a unit.
-
-        That is so large that no sum of values makes up for half of one: the number of units is that of the values.
-        """
-        weights = scratch("weights", torch.float64, values.numel()).copy_(values).add_(self._unit)
-        found = torch.bincount(codes, weights, LEVELS).numpy()
-        counts = np.rint(found / self._unit)
-        if counts.max() > MOST_IN_ONE_PASS * values.numel():
-            return self._in_two_passes(codes, values)
-        return counts, found - counts * self._unit
-
-    def _in_two_passes(self, codes: torch.Tensor, values: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        weights = scratch("weights", torch.float64, values.numel()).copy_(values)
-        return torch.bincount(codes, minlength=LEVELS).numpy(), torch.bincount(codes, weights, LEVELS).numpy()
-
-    def result(self) -> np.ndarray:
-        averages = self._sums / np.maximum(self._counts, 1) + self._offset
-        return np.minimum(np.maximum(averages, -_FP32_MAX), _FP32_MAX)  # as clip(), but faster with so few
+    unit = math.ldexp(1.0, math.frexp(largest_sum)[1] + 2) if largest_sum else 0.0
+    total = None
+    for codes, values in chunks:
+        found = (_in_one_pass(codes, values, unit) if unit else None) or _in_two_passes(codes, values)
+        total = found if total is None else (total[0] + found[0], total[1] + found[1])
+    assert total is not None, "there are values"
+    counts, sums = total
+    averages: np.ndarray = sums / np.maximum(counts, 1)
+    return averages + offset if offset else averages
 
 
-def _readable(values: torch.Tensor) -> Iterator[torch.Tensor]:
+def _in_one_pass(codes: torch.Tensor, values: torch.Tensor, unit: float) -> tuple[np.ndarray, np.ndarray] | None:
+    """How many values each code has, and their sum, from one sum: each value weighs more than itself, by a unit.
+
+    That is so large that no sum of values makes up for half of one: the number of units is that of the values.
+    """
+    weights = scratch("weights", torch.float64, len(values)).copy_(values).add_(unit)
+    found = torch.bincount(codes, weights, LEVELS).numpy()
+    counts = np.rint(found / unit)
+    if np.maximum.reduce(counts) > MOST_IN_ONE_PASS * len(values):
+        return None
+    return counts, found - counts * unit
+
+
+def _in_two_passes(codes: torch.Tensor, values: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    weights = scratch("weights", torch.float64, len(values)).copy_(values)
+    return torch.bincount(codes, minlength=LEVELS).numpy(), torch.bincount(codes, weights, LEVELS).numpy()
+
+
+def _readable(values: torch.Tensor) -> Iterable[torch.Tensor]:
     """The values chunk by chunk, in a type that one can calculate with: in their own memory where possible."""
-    dtype = _working_type(values)
-    for part in in_chunks(values):
-        yield part if part.dtype == dtype else scratch("values", dtype, part.numel()).copy_(part)
+    dtype, parts = _working_type(values), in_chunks(values)
+    return parts if dtype == values.dtype else (scratch("values", dtype, len(part)).copy_(part) for part in parts)
 
 
-def _centred(values: torch.Tensor, centre: float) -> Iterator[torch.Tensor]:
+def _centred(values: torch.Tensor, centre: float) -> Iterable[torch.Tensor]:
     """The distance of the values from the centre, chunk by chunk."""
-    for part in _readable(values):
-        yield torch.sub(part, centre, out=scratch("centred", part.dtype, part.numel())) if centre else part
+    parts = _readable(values)
+    if not centre:
+        return parts
+    return (torch.sub(part, centre, out=scratch("centred", part.dtype, len(part))) for part in parts)
 
 
 def _working_type(values: torch.Tensor) -> torch.dtype:
@@ -154,19 +159,24 @@ class Uniform8BitQuantization(CodebookQuantization):
 
     compression_type = CompressionType.UNIFORM_8BIT
 
-    def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
+    def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> np.ndarray | None:
         mean, deviation = _mean_and_deviation(values)
         if not _is_safe(deviation, values):
             return None
         centre = _centre(mean, deviation)
         bins_per_unit = (LEVELS - 1) / (6 * deviation) if deviation else 0.0
         shift = torch.full((), _BIN_ZERO + LEVELS // 2 - round((mean - centre) * bins_per_unit))
-        averages = _Averages(centre, _largest_sum(values, mean, deviation, centre))
-        for distance, some in zip(_centred(values, centre), in_chunks(codes), strict=True):
-            bins = scratch("bins", torch.float32, some.numel())
+        chunks = self._chunks(_centred(values, centre), codes, shift, bins_per_unit)
+        return _averages(chunks, centre, _largest_sum(values, mean, deviation, centre))
+
+    def _chunks(
+        self, distances: Iterable[torch.Tensor], codes: torch.Tensor, shift: torch.Tensor, bins_per_unit: float
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Fill in the codes, and give them chunk by chunk with their values."""
+        for distance, some in zip(distances, in_chunks(codes), strict=True):
+            bins = scratch("bins", torch.float32, len(some))
             torch.add(shift, distance, alpha=bins_per_unit, out=bins).clamp_(_BIN_ZERO, _BIN_ZERO + LEVELS - 1)
-            averages.add(some.copy_(bins.view(torch.int32)), distance)
-        return averages
+            yield some.copy_(bins.view(torch.int32)), distance
 
 
 _BIN_ZERO = 2.0**23
@@ -181,7 +191,7 @@ class Quantile8BitQuantization(CodebookQuantization):
 
     compression_type = CompressionType.QUANTILE_8BIT
 
-    def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> _Averages | None:
+    def _quantize(self, values: torch.Tensor, codes: torch.Tensor) -> np.ndarray | None:
         mean, deviation = _mean_and_deviation(values)
         centre = _centre(mean, deviation)
         largest = max(max(float(part.amax()), -float(part.amin())) for part in _centred(values, centre))
@@ -195,10 +205,11 @@ class Quantile8BitQuantization(CodebookQuantization):
             counts = found if counts is None else counts.add_(found)
         assert counts is not None
         code_of_cell = _codes_of_cells(counts)
-        averages = _Averages(centre)
-        for (distance, cells), some in zip(kept or _cells(values, centre, scale), in_chunks(codes), strict=True):
-            averages.add(torch.index_select(code_of_cell, 0, cells, out=some), distance)
-        return averages
+        chunks = zip(kept or _cells(values, centre, scale), in_chunks(codes), strict=True)
+        return _averages(
+            ((torch.index_select(code_of_cell, 0, cells, out=some), distance) for (distance, cells), some in chunks),
+            centre,
+        )
 
 
 CELLS = 2**16
