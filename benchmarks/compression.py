@@ -32,7 +32,8 @@ CODECS = {
     "blockwise 4-bit": "Blockwise4BitQuantization",
 }
 SIZES = {"512 KiB": 2**17, "2 MiB": 2**19, "40 MB": 10**7}
-"""Values. The second is what makes a part of 512 KiB for an 8-bit codec in the all-reduce."""
+"""Values, by their bytes as fp32. A part in the all-reduce takes 512 KiB when compressed: without a codec it is of the
+first size, with an 8-bit codec of the second."""
 BITSANDBYTES = "bitsandbytes~=0.45.2"
 """What hivemind's blockwise codec needs."""
 
@@ -198,7 +199,7 @@ def ask(process: subprocess.Popen[str], command: str, *arguments: str) -> dict[s
 def report(results: dict[str, Any], args: argparse.Namespace) -> None:
     libraries = list(results)
     for size in args.sizes:
-        print(f"{size}: MB/s of input, compress / extract")
+        print(f"{size} of values: MB/s of them, compress / extract")
         for codec in args.codecs:
             speeds = [results[library]["speeds"][size].get(codec) for library in libraries]
             cells = [
