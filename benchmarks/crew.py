@@ -93,15 +93,20 @@ class Crew:
             if error is None and all(process.poll() is None for process in self.processes) and not self.broken:
                 self.ask("close")
         finally:
+            self._kill()
             for process in self.processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 assert process.stdin
                 assert process.stdout
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
                 process.stdout.close()
+
+    def _kill(self) -> None:
+        """With all child processes: as long as one of them has a peer's pipe, its end cannot be read."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def ask(self, command: str, *arguments: Any, to: Sequence[subprocess.Popen[str]] | None = None) -> list[Any]:
         """Give a command to all peers (or to some) at once and return their answers.
@@ -127,7 +132,7 @@ class Crew:
 
     def answers_of(self, peers: Sequence[subprocess.Popen[str]]) -> list[Any]:
         """What these peers answer to what they have been told."""
-        alarm = threading.Timer(ANSWER_LIMIT_SECONDS, lambda: [process.kill() for process in self.processes])
+        alarm = threading.Timer(ANSWER_LIMIT_SECONDS, self._kill)
         alarm.start()
         try:
             lines = [process.stdout.readline() for process in peers if process.stdout]
