@@ -5,8 +5,8 @@
 
 The group is formed before the clock starts; a round counts from the trigger, given to all peers at once, until the last
 of them has the result, and every result is checked. ``--library all`` takes the libraries in turn within each round, so
-that a noisy moment of the machine hits all of them, and prints ratios. Rounds that fail, also those before the clock
-counts, are reported, and are not part of the medians.
+that a noisy moment of the machine hits all of them, waits each time until what the others have left to do is done, and
+prints ratios. Rounds that fail, also those before the clock counts, are reported, and are not part of the medians.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import contextlib
 import json
 import math
 import sys
+import time
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -23,6 +25,8 @@ from crew import AveragerCrew
 from peer import CODECS
 
 LIBRARIES = ("gloo", "shoal", "hivemind")
+LOOK_SECONDS, REST_SHARE, REST_LIMIT_SECONDS = 0.2, 0.05, 5.0
+"""Peers rest when in such a time they use less than this share of one core; some never do."""
 
 
 def measure(libraries: list[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -37,7 +41,7 @@ def measure(libraries: list[str], args: argparse.Namespace) -> dict[str, dict[st
             for crew in crews:
                 result = results[crew.library]
                 try:
-                    seconds, cpu_seconds = run_round(crew)
+                    seconds, cpu_seconds = run_round(crew, crews)
                 except (RuntimeError, OSError) as e:  # the others go on
                     print(f"a round failed: {e}", file=sys.stderr)
                     result["failures"].append(str(e).splitlines()[0])
@@ -51,19 +55,30 @@ def measure(libraries: list[str], args: argparse.Namespace) -> dict[str, dict[st
     return results
 
 
-def run_round(crew: AveragerCrew) -> tuple[float, float]:
-    """Seconds, and processor time, of one round.
+def run_round(crew: AveragerCrew, crews: Sequence[AveragerCrew]) -> tuple[float, float]:
+    """Seconds, and processor time, of one round of one crew, while the others rest.
 
     Raises:
         RuntimeError, OSError: it failed, or its result was wrong.
     """
     crew.ask("fill")
     crew.ask("form")
+    wait_for_rest(crews)
     cpu_before = crew.cpu_seconds()
     seconds = crew.time("reduce")
     cpu_seconds = crew.cpu_seconds() - cpu_before
     crew.ask("check")
     return seconds, cpu_seconds
+
+
+def wait_for_rest(crews: Sequence[AveragerCrew]) -> None:
+    """What a library still does after its round, or after forming a group, must not be in the way of another one's."""
+    deadline = time.monotonic() + REST_LIMIT_SECONDS
+    living = [crew for crew in crews if crew.lives()]
+    used, before = sum(crew.cpu_seconds() for crew in living), -math.inf
+    while used - before > REST_SHARE * LOOK_SECONDS and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        used, before = sum(crew.cpu_seconds() for crew in living), used
 
 
 def report(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:

@@ -90,7 +90,7 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if error is None and all(process.poll() is None for process in self.processes) and not self.broken:
+            if error is None and self.lives() and not self.broken:
                 self.ask("close")
         finally:
             self._kill()
@@ -101,6 +101,10 @@ class Crew:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
                 process.stdout.close()
+
+    def lives(self) -> bool:
+        """Whether no peer has ended."""
+        return all(process.poll() is None for process in self.processes)
 
     def _kill(self) -> None:
         """With all child processes: as long as one of them has a peer's pipe, its end cannot be read."""
