@@ -18,6 +18,7 @@ from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
 from tests.optim.conftest import (
+    PATIENCE,
     Trainer,
     backward,
     check_identical,
@@ -469,6 +470,23 @@ def train_until_all_have_met(trainers: list[Trainer]) -> None:
     in_parallel(*(lambda t=t: train(t) for t in trainers))
 
 
+def train_until_all_are_alike(trainers: list[Trainer]) -> None:
+    """One epoch after the other: on a busy machine one of them may be late for the last round, but not for all."""
+    deadline = time.monotonic() + PATIENCE
+
+    def alike() -> bool:
+        for trainer in trainers:
+            trainer.opt.state_averager.finish_jobs(10)
+        rounds = [trainer.opt.grad_averager.last_round for trainer in trainers]
+        models = [values(trainer.model) for trainer in trainers]
+        return all(len(each.peers) == len(trainers) for each in rounds) and all(map(models[0].equal, models))
+
+    while not alike():
+        assert time.monotonic() < deadline, "they stay different"
+        epoch = max(trainer.opt.local_epoch for trainer in trainers) + 1
+        in_parallel(*(lambda t=t, epoch=epoch: t.train_until(epoch) for t in trainers))
+
+
 @pytest.mark.parametrize("use_ext_grad_buffer", [True, False])
 @pytest.mark.parametrize("averager", [GradientAverager, PowerSGDGradientAverager, PowerEFGradientAverager])
 @pytest.mark.parametrize("options", [{}, {"offload": True, "delay_optimizer_step": True}], ids=["", "offload"])
@@ -488,9 +506,8 @@ def test_every_gradient_averager_works_with_newcomers(make_trainers, averager, u
         assert all(map(torch.equal, downloaded, own)) is not use_ext_grad_buffer
     everybody = [*trainers, newcomer]
     train_until_all_have_met(everybody)
-    check_identical(everybody)
+    train_until_all_are_alike(everybody)
     for trainer in everybody:
-        assert len(trainer.opt.grad_averager.last_round.peers) == 3
         buffers = trainer.opt.grad_averager.get_buffers()
         assert all(map(torch.equal, buffers, trainers[0].opt.grad_averager.get_buffers()))
 
