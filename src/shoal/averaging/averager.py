@@ -263,6 +263,10 @@ class DecentralizedAverager:
         """Whether this averager answers others."""
         return self._started is not None and not self._portal.closed
 
+    def begin_shutdown(self) -> None:
+        """Start to leave, without waiting for it: :meth:`shutdown` does."""
+        self._portal.begin_close()
+
     def shutdown(self) -> None:
         """Leave: outstanding steps are cancelled, others are told. Idempotent, bounded by ``shutdown_timeout``."""
         self._portal.close(self.shutdown_timeout)

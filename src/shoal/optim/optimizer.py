@@ -492,6 +492,8 @@ class Optimizer(torch.optim.Optimizer):
                 self._auxiliary.let_go_of_rounds()
             self._synchronization.end_other_work()
         finally:
+            if self.grad_averager is not None:
+                self.grad_averager.begin_shutdown()  # both at once: either may have to wait for frozen peers
             self.state_averager.shutdown()
             if self.grad_averager is not None:
                 self.grad_averager.shutdown()
