@@ -507,7 +507,9 @@ def test_every_gradient_averager_works_with_newcomers(make_trainers, averager, u
     everybody = [*trainers, newcomer]
     train_until_all_have_met(everybody)
     train_until_all_are_alike(everybody)
+    check_identical(everybody)
     for trainer in everybody:
+        assert len(trainer.opt.grad_averager.last_round.peers) == 3
         buffers = trainer.opt.grad_averager.get_buffers()
         assert all(map(torch.equal, buffers, trainers[0].opt.grad_averager.get_buffers()))
 
