@@ -513,3 +513,18 @@ dht.shutdown()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_knows_the_facts_and_nothing_else_works():
     subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK], check=True, timeout=30)
+
+
+def test_a_busy_minute_loses_nothing():
+    """Hundreds of calls at once, of many peers in one process: each waits for its turn, and nobody takes others for
+    dead because it is busy itself."""
+    first = DHT(start=True)
+    dhts = [first, *(DHT(initial_peers=first.get_visible_maddrs(), start=True) for _ in range(15))]
+    expires = get_dht_time() + 600
+    stores = [dhts[n % 16].store(f"key {n}", n, expires, return_future=True) for n in range(400)]
+    assert all(future.result() for future in stores)
+    gets = [dhts[n % 7].get(f"key {n}", return_future=True) for n in range(400)]
+    assert [getattr(future.result(), "value", None) for future in gets] == list(range(400))
+    for dht in dhts:
+        assert len(dht.node.protocol.routing_table) == 15
+        dht.shutdown()

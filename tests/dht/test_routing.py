@@ -104,6 +104,53 @@ def test_the_newest_replacement_follows_a_member():
     assert list(bucket.replacement_nodes) == [1]
 
 
+def test_a_suspect_keeps_its_place_until_a_living_node_wants_it():
+    table = RoutingTable(DHTID(0), bucket_size=2, depth_modulo=1)
+    first, second, third, fourth = (DHTID(2**159 + number) for number in range(4))
+    table.add_or_update_node(DHTID(1), peer(100))
+    for number, node_id in enumerate((first, second)):
+        table.add_or_update_node(node_id, peer(number))
+    table.suspect(first)
+    table.suspect(second)
+    assert table.suspects == {first: peer(0), second: peer(1)}
+    assert first not in table
+    assert peer(0) not in table
+    assert [node_id for node_id, _ in table.get_nearest_neighbors(first, 5)] == [1], "nobody is told of suspects"
+    table.add_or_update_node(third, peer(2))
+    assert table.suspects == {second: peer(1)}, "who fell silent first goes first"
+    assert peer(0) not in table.peer_id_to_node
+    table.add_or_update_node(second, peer(1))
+    assert not table.suspects
+    assert [node_id for node_id, _ in table] == [1, third, second]
+    table.add_or_update_node(fourth, peer(3))
+    table.suspect(third)
+    assert [node_id for node_id, _ in table] == [1, second, fourth], "somebody was waiting for its place"
+    assert not table.suspects
+
+
+def test_an_outage_leaves_a_table_of_suspects():
+    table = random_table(200, 20, 5)
+    members = dict(table)
+    for node_id in members:
+        table.suspect(node_id)
+        check_invariants(table)
+    while len(table):  # those who had waited for a place
+        for node_id, _ in list(table):
+            table.suspect(node_id)
+    assert len(table.suspects) >= 0.8 * len(members)
+    assert all(len(bucket.suspects) <= 20 for bucket in table.buckets)
+    check_invariants(table)
+
+
+def test_the_id_of_a_suspect_is_free():
+    table = RoutingTable(DHTID(0), 20, 5)
+    table.add_or_update_node(DHTID(7), peer(1))
+    table.suspect(DHTID(7))
+    table.add_or_update_node(DHTID(7), peer(2))
+    assert table[DHTID(7)] == peer(2)
+    check_invariants(table)
+
+
 @in_virtual_time
 async def test_a_full_bucket_asks_for_a_check_of_its_oldest_member_but_not_too_often():
     import asyncio
@@ -157,10 +204,10 @@ def check_invariants(table: RoutingTable) -> None:
         assert left.upper == right.lower
     known = {}
     for bucket in table.buckets:
-        assert len(bucket.nodes_to_peer_id) <= table.bucket_size
+        assert len(bucket.nodes_to_peer_id) + len(bucket.suspects) <= table.bucket_size
         assert len(bucket.replacement_nodes) <= table.bucket_size
         assert not bucket.replacement_nodes or len(bucket) == table.bucket_size
-        for node_id, peer_id in [*bucket.nodes_to_peer_id.items(), *bucket.replacement_nodes.items()]:
+        for node_id, peer_id in (bucket.nodes_to_peer_id | bucket.suspects | bucket.replacement_nodes).items():
             assert bucket.has_in_range(node_id)
             assert peer_id not in known, "a peer with two ids"
             known[peer_id] = node_id
@@ -168,7 +215,7 @@ def check_invariants(table: RoutingTable) -> None:
 
 
 operations = st.lists(
-    st.tuples(st.sampled_from(["see", "forget"]), st.integers(0, 40), st.integers(0, 40)), max_size=150
+    st.tuples(st.sampled_from(["see", "forget", "suspect"]), st.integers(0, 40), st.integers(0, 40)), max_size=150
 )
 
 
@@ -183,7 +230,10 @@ def test_the_table_stays_consistent(own_id, operations, bucket_size, depth_modul
             table.add_or_update_node(node_id, peer_id)
             assert table.get(node_id) == (peer_id if holder is None or holder == peer_id else holder)
         elif node_id in table:
-            del table[node_id]
+            if operation == "suspect":
+                table.suspect(node_id)
+            else:
+                del table[node_id]
             assert node_id not in table
         check_invariants(table)
 

@@ -183,12 +183,15 @@ def lie(swarm: ClockSwarm, node: DHTNode, seconds: float) -> None:
 def test_liars_in_the_minority_move_nobody(seconds):
     async def main() -> None:
         swarm = ClockSwarm()
-        await swarm.join(0.0)
-        for number in range(15):
-            friends = swarm.nodes[:1] if number < 3 else None
+        honest, liars = [await swarm.join(0.0)], []
+        for number in range(15):  # who joins through more liars than others cannot know better
+            friends = honest[:1] if number < 3 else [*honest[-2:], liars[-1]]
             node = await swarm.join(-200.0 if number == 7 else 0.0, friends)
             if number in (1, 5, 9, 13):
                 lie(swarm, node, seconds)
+                liars.append(node)
+            else:
+                honest.append(node)
             assert_same_time(swarm)
         for node in swarm.nodes:
             await swarm.store(node, f"by {node.peer_id}", 60)

@@ -20,7 +20,7 @@ class Blacklist:
         backoff_rate: every further failure in a row takes this many times longer.
     """
 
-    def __init__(self, base_time: float, backoff_rate: float) -> None:
+    def __init__(self, base_time: float = 5.0, backoff_rate: float = 2.0) -> None:
         if not (base_time >= 0 and backoff_rate >= 1):
             raise ValueError(
                 f"blacklist_time must be at least 0 and backoff_rate at least 1, got {base_time} and {backoff_rate}"

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from shoal.dht.blacklist import Blacklist
 from shoal.dht.messages import MAX_KEYS_PER_FIND, unpack_contact
 from shoal.dht.protocol import DHTProtocol, FoundRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.traverse import Answer, OnFinished, Traversal
+from shoal.dht.walk_line import walk_line
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -21,25 +21,22 @@ class Lookup:
     """What all requests of one walk share.
 
     Args:
-        protocol: asks other nodes.
-        blacklist: peers that are left alone; gains the peers that do not answer.
+        protocol: asks other nodes; knows which peers to leave alone.
         known_nodes: nodes to begin with, besides those of the routing table.
     """
 
-    def __init__(
-        self, protocol: DHTProtocol, blacklist: Blacklist, known_nodes: Mapping[DHTID, PeerID] | None = None
-    ) -> None:
+    def __init__(self, protocol: DHTProtocol, known_nodes: Mapping[DHTID, PeerID] | None = None) -> None:
         self._protocol = protocol
-        self._blacklist = blacklist
+        self._blacklist = protocol.blacklist
         self._known_nodes = dict(known_nodes or {})
         self._peers: dict[int, PeerID] = {int(node_id): peer for node_id, peer in self._known_nodes.items()}
         self._contacts: dict[int, msgspec.Raw] = {}  # of nodes that others told of
         self._hops: dict[int, int] = {}
 
     def starting_nodes(self, target: DHTID) -> list[DHTID]:
-        """The nodes nearest to a target that are known without asking anybody."""
+        """The nodes nearest to a target that are known without asking anybody; suspects if there is nobody else."""
         table = self._protocol.routing_table
-        nearest = dict(table.get_nearest_neighbors(target, self._protocol.bucket_size))
+        nearest = dict(table.get_nearest_neighbors(target, self._protocol.bucket_size)) or table.suspects
         for node_id, peer in nearest.items():
             self._peers[node_id] = peer
             self._hops[node_id] = 1
@@ -51,15 +48,13 @@ class Lookup:
         ]
 
     async def ask(self, node_id: DHTID, targets: Iterable[DHTID]) -> dict[DHTID, FoundRecord] | None:
-        """Ask a node about targets; ``None`` if it does not answer, which gets it banned for a while."""
+        """Ask a node about targets; ``None`` if it does not answer."""
         peer = self.peer_of(node_id)
         if peer is None or peer in self._blacklist:
             return None
         answer = await self._protocol.call_find(peer, targets)
         if answer is None:
-            self._blacklist.register_failure(peer)
             return None
-        self._blacklist.register_success(peer)
         if answer.node_id != node_id.to_bytes():  # a made-up id: one peer shall not stand for many nodes
             return None
         hops = self.hops_to(node_id) + 1
@@ -126,7 +121,13 @@ class Lookup:
             stall_after=self._protocol.stall_after,
             spawn=self._protocol.spawn,
         )
-        await walk.run()
+        await self.run(walk)
+
+    @staticmethod
+    async def run(walk: Traversal) -> None:
+        """Carry out a walk when it is its turn."""
+        async with walk_line():
+            await walk.run()
 
     async def _ask_for_neighbors(self, node_id: DHTID, targets: list[DHTID]) -> dict[DHTID, Answer] | None:
         answers = await self.ask(node_id, targets)

@@ -17,6 +17,7 @@ from shoal.dht.config import DEFAULT_NUM_WORKERS, NodeConfig
 from shoal.dht.lookup import Lookup
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.reading import Reader
+from shoal.dht.reunion import Reunion
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.search import GetResult, PendingSearches
 from shoal.dht.storage import DHTValue, Subkey
@@ -53,11 +54,11 @@ class DHTNode:
         self.node_id = protocol.node_id
         self.p2p = protocol.p2p
         self.peer_id: PeerID = protocol.p2p.peer_id
-        self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate)
+        self.blacklist = protocol.blacklist
         self.is_alive = True
         self._owns_p2p = owns_p2p
-        self._reader = Reader(protocol, self.blacklist, config)
-        self._writer = Writer(protocol, self.blacklist, config, self._reader.refresh_queue)
+        self._reader = Reader(protocol, config)
+        self._writer = Writer(protocol, config, self._reader.refresh_queue)
 
     @classmethod
     async def create(
@@ -151,6 +152,7 @@ class DHTNode:
                 client_mode=client_mode or p2p.client_mode,
                 record_validator=record_validator,
                 authorizer=authorizer,
+                blacklist=Blacklist(blacklist_time, backoff_rate),
             )
             node = cls(protocol=protocol, config=config, owns_p2p=owns_p2p, _from_create=True)
         except BaseException:
@@ -178,13 +180,16 @@ class DHTNode:
                 must_succeed=config.ensure_bootstrap_success,
                 strict=config.strict,
             )
-            meeting_neighbors = self.protocol.spawn(self._look_for([self.node_id]))
+            meeting_neighbors = self.protocol.spawn(self._meet_neighbors())
             await asyncio.wait([meeting_neighbors], timeout=max(0.0, deadline - loop.time()))
         if config.refresh_timeout is not None:
             self.protocol.spawn(self._refresh_stale_buckets(config.refresh_timeout))
+        self.protocol.spawn(Reunion(self.protocol, targets, self._meet_neighbors).run())
 
-    async def _look_for(self, targets: Sequence[DHTID]) -> None:
-        await self.find_nearest_nodes(targets)
+    async def _meet_neighbors(self) -> bool:
+        """Look for the own id, so that the nodes near it know of each other; whether there is anybody."""
+        found = await self.find_nearest_nodes([self.node_id], exclude_self=True)
+        return bool(found[self.node_id])
 
     async def _refresh_stale_buckets(self, period: float) -> None:
         """Look for random ids in buckets from which nothing was heard for a while, so that they stay filled.
@@ -201,7 +206,7 @@ class DHTNode:
             far = [bucket for bucket in due_now if not bucket.has_in_range(self.node_id)]
             targets = [DHTID(self.p2p.rng.randrange(bucket.lower, bucket.upper)) for bucket in far]
             if len(far) < len(due_now):
-                await self._look_for([self.node_id])
+                await self._meet_neighbors()
             await self.find_nearest_nodes(targets, k_nearest=self.config.num_replicas)
             oldest = min(bucket.last_updated for bucket in self.protocol.routing_table.buckets)
             await asyncio.sleep(max(oldest + period - get_dht_time(), 0.01 * period))
@@ -246,7 +251,7 @@ class DHTNode:
         """
         self._check_alive()
         count = self.config.bucket_size if k_nearest is None else k_nearest
-        lookup = Lookup(self.protocol, self.blacklist, node_to_peer_id)
+        lookup = Lookup(self.protocol, node_to_peer_id)
         results: dict[DHTID, dict[DHTID, PeerID]] = {}
         without_self = exclude_self or self.protocol.client_mode
 

@@ -13,6 +13,7 @@ import msgspec
 
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
 from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper
+from shoal.dht.blacklist import Blacklist
 from shoal.dht.handover import records_for_newcomer
 from shoal.dht.messages import (
     MAX_ADDRESSES,
@@ -30,21 +31,33 @@ from shoal.dht.messages import (
     StoreResponse,
     pack_contact,
 )
+from shoal.dht.reception import Reception
 from shoal.dht.records import LocalRecords, NewRecord, check_expiration, pack_value, split_into_requests
 from shoal.dht.routing import DHTID, RoutingTable
 from shoal.dht.storage import DHTLocalStorage, StoredValue
 from shoal.dht.validation import WHOLE_DICTIONARY, RecordValidatorBase
-from shoal.errors import DHTError, InterruptedDialError, ProtocolError, ShoalError, StreamClosedError, ValidationError
+from shoal.errors import (
+    DHTError,
+    InterruptedDialError,
+    ProtocolError,
+    ShoalError,
+    StreamClosedError,
+    ValidationError,
+)
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from shoal.p2p.joining import explain_unreachable
 
 __all__ = ["NO_ANSWER", "DHTProtocol", "FindAnswer", "FoundRecord", "ValidationError"]
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 ResponseT = TypeVar("ResponseT", bound=Header)
 
 NO_ANSWER = (ShoalError, ConnectionError, asyncio.TimeoutError, TimeoutError)
 """What a call raises when the other node is gone, silent, or does not speak this protocol."""
+
+SILENCE = (ConnectionError, asyncio.TimeoutError, TimeoutError)
+"""What a call raises when nothing was heard of the other node: it may be gone, or this machine offline or busy."""
 
 REPLY_BYTES = 3 * 2**18
 """Values beyond this are left out of one answer."""
@@ -101,6 +114,7 @@ class DHTProtocol(ServicerBase):
         client_mode: only call, never answer.
         record_validator: decides what may be stored and believed.
         authorizer: decides whom this node talks to; everybody by default.
+        blacklist: peers that walks leave alone.
     """
 
     def __init__(
@@ -117,8 +131,13 @@ class DHTProtocol(ServicerBase):
         client_mode: bool = False,
         record_validator: RecordValidatorBase | None = None,
         authorizer: AuthorizerBase | None = None,
+        blacklist: Blacklist | None = None,
     ) -> None:
         self.p2p, self.node_id = p2p, node_id
+        self.blacklist = Blacklist() if blacklist is None else blacklist
+        self.reception = Reception()
+        self.came_back = asyncio.Event()
+        """A suspect has given a sign of life: there may be more nodes to meet behind it."""
         self._authorizer = authorizer
         self._announced_id = None if client_mode else node_id.to_bytes()  # what others are told about this node
         self.routing_table = RoutingTable(node_id, bucket_size, depth_modulo)
@@ -165,6 +184,7 @@ class DHTProtocol(ServicerBase):
     async def shutdown(self) -> None:
         """Stop answering, and cancel what goes on in the background."""
         self._is_shut_down = True
+        self.reception.close()
         if not self.client_mode:
             await self.remove_p2p_handlers(self.p2p)
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
@@ -172,7 +192,7 @@ class DHTProtocol(ServicerBase):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run something in the background for as long as this node lives."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks[task] = None
@@ -181,35 +201,56 @@ class DHTProtocol(ServicerBase):
             task.cancel()
         return task
 
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a background task of a DHT node failed", exc_info=error)
 
     # --- learning who is there ----------------------------------------------------------------------------------------
 
-    def note_alive(self, node_id: bytes | None, peer: PeerID) -> None:
-        """A peer has just told its node id."""
+    def note_alive(self, node_id: bytes | None, peer: PeerID, *, is_news: bool = True) -> None:
+        """A peer has just told its node id; ``is_news`` as for :meth:`RoutingTable.add_or_update_node`."""
+        self.blacklist.register_success(peer)
         if node_id is None or not self.p2p.is_reachable(peer):
             return  # nobody could call it
         newcomer = DHTID.from_bytes(node_id)
         self._packed_nodes.pop(newcomer, None)  # it may have greeted with other addresses
-        is_new = peer not in self.routing_table.peer_id_to_node
-        node_to_check = self.routing_table.add_or_update_node(newcomer, peer)
+        is_new = peer not in self.routing_table
+        if is_new and peer in self.routing_table.peer_id_to_node:  # a suspect
+            self.came_back.set()
+        node_to_check = self.routing_table.add_or_update_node(newcomer, peer, is_news=is_news)
         if node_to_check is not None:
             self.spawn(self._check_alive(*node_to_check))
         if is_new:
             self._hand_over(newcomer, peer)
 
-    def note_failure(self, peer: PeerID) -> None:
-        """A peer did not answer, or not sensibly."""
+    def _note_silence(self, peer: PeerID, asked_at: float, *, is_walk: bool) -> None:
+        """A peer did not answer, which may have other reasons than the peer."""
+        if not self.reception.note_silence(peer, asked_at):
+            return
+        if is_walk:
+            self.blacklist.register_failure(peer)
+        node_id = self.routing_table.peer_id_to_node.get(peer)
+        if node_id is not None and node_id in self.routing_table:
+            self.routing_table.suspect(node_id)
+
+    def _note_nonsense(self, peer: PeerID, *, is_walk: bool) -> None:
+        """A peer did not answer sensibly: it is no node, or none of this table."""
+        if is_walk:
+            self.blacklist.register_failure(peer)
         node_id = self.routing_table.peer_id_to_node.get(peer)
         if node_id is not None:
             del self.routing_table[node_id]
 
     async def _check_alive(self, node_id: DHTID, peer: PeerID) -> None:
         """Ask for a sign of life; the call itself notes the outcome."""
-        if await self.call_ping(peer) != node_id and self.routing_table.get(node_id) == peer:
+        try:
+            response = await self.ping(peer, validate=False)
+        except NO_ANSWER:
+            return
+        finally:
+            self.routing_table.bucket_of(node_id).end_check(node_id)
+        if response.node_id != node_id.to_bytes() and self.routing_table.get(node_id) == peer:
             del self.routing_table[node_id]
 
     def _hand_over(self, newcomer: DHTID, peer: PeerID) -> None:
@@ -227,31 +268,56 @@ class DHTProtocol(ServicerBase):
     # --- asking -------------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, peer: PeerID, method: str, request: Header, response_type: type[ResponseT], timeout: float
+        self,
+        peer: PeerID,
+        method: str,
+        request: Header,
+        response_type: type[ResponseT],
+        timeout: float,
+        *,
+        is_trial: bool = False,
     ) -> ResponseT:
         """Call another node, again if the connection breaks, and note if it does not answer.
+
+        Args:
+            is_trial: it was never sure that the node can be called: learn nothing from a failure.
 
         Raises:
             NO_ANSWER: one of these.
         """
         now = asyncio.get_running_loop().time
         attempts_left = CALL_ATTEMPTS
+        is_walk = method != "rpc_ping"
+        asked_at = self.reception.begin_call()
         try:
             async with self._rpc_limit:
                 deadline = now() + timeout
                 while True:
                     attempts_left -= 1
                     try:
-                        return await self._call_once(peer, method, request, response_type, max(0.0, deadline - now()))
+                        left = max(0.0, deadline - now())
+                        response = await self._call_once(peer, method, request, response_type, left)
+                        self.reception.note_answer(peer)
+                        return response
                     except (InterruptedDialError, StreamClosedError) as e:
                         # a store may have been carried out, and a second time the same record would be refused
                         if not attempts_left or (isinstance(e, StreamClosedError) and method == "rpc_store"):
                             raise
                         logger.debug("%s at peer %s is tried again: %s", method, peer, e)
         except NO_ANSWER as e:
-            self.note_failure(peer)
+            if is_trial:
+                pass
+            elif not self.p2p.is_reachable(peer):  # nobody was asked
+                self._note_nonsense(peer, is_walk=is_walk)
+            elif isinstance(e, SILENCE):
+                self._note_silence(peer, asked_at, is_walk=is_walk)
+            else:
+                self.reception.note_answer(peer)
+                self._note_nonsense(peer, is_walk=is_walk)
             logger.debug("%s at peer %s failed: %s: %s", method, peer, type(e).__name__, e)
             raise
+        finally:
+            self.reception.end_call()
 
     async def _call_once(
         self, peer: PeerID, method: str, request: Header, response_type: type[ResponseT], timeout: float
@@ -270,8 +336,16 @@ class DHTProtocol(ServicerBase):
             raise DHTError(f"peer {peer} gave an answer without valid authorization")
         return response
 
-    async def ping(self, peer: PeerID, *, validate: bool, timeout: float | None = None) -> PingResponse:
+    async def ping(
+        self, peer: PeerID, *, validate: bool, timeout: float | None = None, is_trial: bool = False
+    ) -> PingResponse:
         """Ask a node who it is, and with ``validate`` whether it can call back and our clocks agree.
+
+        Args:
+            peer: whom to ask.
+            validate: whether to check that.
+            timeout: seconds, ``wait_timeout`` by default.
+            is_trial: a failure is not held against the peer, nor taken for a sign of an outage.
 
         Raises:
             ValidationError: it cannot, or they do not.
@@ -281,8 +355,8 @@ class DHTProtocol(ServicerBase):
         asked_at = now()
         request = PingRequest(node_id=self._announced_id, validate=validate)
         limit = self.wait_timeout if timeout is None else timeout
-        response = await self._call(peer, "rpc_ping", request, PingResponse, limit)
-        self.note_alive(response.node_id, peer)
+        response = await self._call(peer, "rpc_ping", request, PingResponse, limit, is_trial=is_trial)
+        self.note_alive(response.node_id, peer, is_news=validate)
         if validate:
             self._check_validity(peer, response, now() - asked_at)
         return response
@@ -324,7 +398,7 @@ class DHTProtocol(ServicerBase):
             except NO_ANSWER:
                 return None
             if len(response.accepted) != len(batch):
-                self.note_failure(peer)
+                self._note_nonsense(peer, is_walk=True)
                 return None
             self.note_alive(response.node_id, peer)
             accepted += response.accepted
@@ -342,7 +416,7 @@ class DHTProtocol(ServicerBase):
         except NO_ANSWER:
             return None
         if len(response.results) != len(asked) or len(response.node_ids) != 20 * len(response.contacts):
-            self.note_failure(peer)
+            self._note_nonsense(peer, is_walk=True)
             return None
         self.note_alive(response.node_id, peer)
         raw = response.node_ids
@@ -374,7 +448,7 @@ class DHTProtocol(ServicerBase):
         if request.node_id is not None and request.validate:
             available = await self._can_call_back(request.node_id, context.remote_id)
         else:
-            self.note_alive(request.node_id, context.remote_id)
+            self.note_alive(request.node_id, context.remote_id, is_news=False)
         return PingResponse(
             node_id=self._announced_id,
             dht_time=get_dht_time(),
@@ -388,7 +462,8 @@ class DHTProtocol(ServicerBase):
         deadline = loop.time() + self.wait_timeout * PING_BACK_SHARE
         for _ in range(PING_BACK_ATTEMPTS):
             try:
-                response = await self.ping(peer, validate=False, timeout=max(0.0, deadline - loop.time()))
+                left = max(0.0, deadline - loop.time())
+                response = await self.ping(peer, validate=False, timeout=left, is_trial=True)
             except NO_ANSWER:
                 await asyncio.sleep(max(0.0, min(SECONDS_BETWEEN_ATTEMPTS, deadline - loop.time())))
             else:

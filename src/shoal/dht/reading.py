@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.clock import DHTExpiration, get_dht_time
-from shoal.dht.blacklist import Blacklist
 from shoal.dht.caching import CacheRefreshQueue
 from shoal.dht.config import NodeConfig
 from shoal.dht.lookup import Lookup
@@ -23,12 +22,11 @@ class Reader:
 
     Args:
         protocol: asks other nodes and knows this one's records.
-        blacklist: peers that are left alone.
         config: the node's settings.
     """
 
-    def __init__(self, protocol: DHTProtocol, blacklist: Blacklist, config: NodeConfig) -> None:
-        self._protocol, self._blacklist, self._config = protocol, blacklist, config
+    def __init__(self, protocol: DHTProtocol, config: NodeConfig) -> None:
+        self._protocol, self._config = protocol, config
         self.pending = PendingSearches()
         self.refresh_queue = CacheRefreshQueue(
             self._refresh,
@@ -70,7 +68,7 @@ class Reader:
         A search whose future is cancelled stops alone; cancelling this stops them all.
         """
         unfinished = {key_id: search for key_id, search in searches.items() if not search.finished}
-        lookup = Lookup(self._protocol, self._blacklist)
+        lookup = Lookup(self._protocol)
 
         async def ask(node_id: DHTID, targets: list[DHTID]) -> dict[DHTID, Answer] | None:
             answers = await lookup.ask(node_id, targets)
@@ -105,7 +103,7 @@ class Reader:
         for search in unfinished.values():
             search.future.add_done_callback(functools.partial(_finish_query, walk, search.key_id))
         try:
-            await walk.run()
+            await lookup.run(walk)
         finally:
             self.abandon(unfinished)
 

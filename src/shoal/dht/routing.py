@@ -4,6 +4,9 @@ Ids are 160-bit numbers and their distance is XOR. The table is a list of bucket
 power-of-two range of ids. It starts with one bucket for everything; a full bucket is split in halves if it holds the
 own id or is not yet at a depth divisible by ``depth_modulo``. Who does not fit waits in the bucket's replacement list
 until a member is found dead.
+
+A member that does not answer becomes a suspect. It keeps its place until a living node wants it, so that an outage of
+any length leaves somebody to ask; but nobody is told of it, and walks begin with it only if there is nobody else.
 """
 
 from __future__ import annotations
@@ -115,6 +118,7 @@ class KBucket:
         "nodes_to_peer_id",
         "replacement_nodes",
         "size",
+        "suspects",
         "upper",
     )
 
@@ -123,6 +127,7 @@ class KBucket:
         self.lower, self.upper, self.size, self.depth = lower, upper, size, depth
         self.nodes_to_peer_id: dict[DHTID, PeerID] = {}
         self.replacement_nodes: dict[DHTID, PeerID] = {}
+        self.suspects: dict[DHTID, PeerID] = {}  # who fell silent first comes first
         self.nodes_being_checked: dict[DHTID, None] = {}
         self.last_updated = get_dht_time()
         self.last_checked = float("-inf")
@@ -131,13 +136,15 @@ class KBucket:
         """Whether this bucket is responsible for the id."""
         return self.lower <= node_id < self.upper
 
-    def add_or_update_node(self, node_id: DHTID, peer_id: PeerID) -> bool:
+    def add_or_update_node(self, node_id: DHTID, peer_id: PeerID, *, is_news: bool = True) -> bool:
         """Put a node at the most recent end; False if there is no room and it waits as a replacement."""
         self.nodes_being_checked.pop(node_id, None)
         self.replacement_nodes.pop(node_id, None)
+        self.suspects.pop(node_id, None)
         if self.nodes_to_peer_id.pop(node_id, None) is not None or len(self.nodes_to_peer_id) < self.size:
             self.nodes_to_peer_id[node_id] = peer_id
-            self.last_updated = get_dht_time()
+            if is_news:
+                self.last_updated = get_dht_time()
             return True
         self.replacement_nodes[node_id] = peer_id
         return False
@@ -159,10 +166,28 @@ class KBucket:
         self.last_checked = get_dht_time()
         return node_id, peer_id
 
+    def end_check(self, node_id: DHTID) -> None:
+        """The node has been asked, whatever came of it."""
+        self.nodes_being_checked.pop(node_id, None)
+
+    def suspect(self, node_id: DHTID) -> None:
+        """A member does not answer: it stays until somebody wants its place. Others are forgotten."""
+        peer_id = self.nodes_to_peer_id.get(node_id)
+        self.remove(node_id)
+        if peer_id is not None:
+            self.suspects[node_id] = peer_id
+
+    def give_up_suspect(self) -> PeerID | None:
+        """Forget the one that fell silent first, if living nodes need its place."""
+        if not self.suspects or len(self.nodes_to_peer_id) + len(self.suspects) <= self.size:
+            return None
+        return self.suspects.pop(next(iter(self.suspects)))
+
     def remove(self, node_id: DHTID) -> None:
         """Forget a node; the latest replacement takes the place of a member."""
-        self.nodes_being_checked.pop(node_id, None)
+        self.end_check(node_id)
         self.replacement_nodes.pop(node_id, None)
+        self.suspects.pop(node_id, None)
         if self.nodes_to_peer_id.pop(node_id, None) is not None and self.replacement_nodes:
             newest, peer_id = self.replacement_nodes.popitem()
             self.nodes_to_peer_id[newest] = peer_id
@@ -180,6 +205,8 @@ class KBucket:
             halves[node_id >= middle].nodes_to_peer_id[node_id] = peer_id
         for node_id in self.nodes_being_checked:
             halves[node_id >= middle].nodes_being_checked[node_id] = None
+        for node_id, peer_id in self.suspects.items():
+            halves[node_id >= middle].suspects[node_id] = peer_id
         for node_id, peer_id in self.replacement_nodes.items():
             halves[node_id >= middle].add_or_update_node(node_id, peer_id)
         return halves
@@ -189,7 +216,8 @@ class KBucket:
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}({len(self.nodes_to_peer_id)} nodes, {len(self.replacement_nodes)} replacements, "
+            f"{type(self).__name__}({len(self.nodes_to_peer_id)} nodes, {len(self.suspects)} suspects, "
+            f"{len(self.replacement_nodes)} replacements, "
             f"depth={self.depth}, lower={self.lower:#x}, upper={self.upper:#x})"
         )
 
@@ -213,7 +241,7 @@ class RoutingTable:
         self.node_id, self.bucket_size, self.depth_modulo = node_id, bucket_size, depth_modulo
         self.buckets: list[KBucket] = [KBucket(DHTID.MIN, DHTID.MAX, bucket_size)]
         self.peer_id_to_node: dict[PeerID, DHTID] = {}
-        """Members and replacements."""
+        """Members, suspects and replacements."""
         self._lower_bounds: list[int] = [DHTID.MIN]
 
     def get_bucket_index(self, node_id: int) -> int:
@@ -224,8 +252,15 @@ class RoutingTable:
         """The bucket that is responsible for the id."""
         return self.buckets[self.get_bucket_index(node_id)]
 
-    def add_or_update_node(self, node_id: DHTID, peer_id: PeerID) -> tuple[DHTID, PeerID] | None:
+    def add_or_update_node(
+        self, node_id: DHTID, peer_id: PeerID, *, is_news: bool = True
+    ) -> tuple[DHTID, PeerID] | None:
         """Note that a node was seen just now.
+
+        Args:
+            node_id: its id.
+            peer_id: who it is.
+            is_news: it tells something about its bucket; a mere sign of life does not, and the bucket may grow stale.
 
         Returns:
             A node whose place is wanted and that should be asked whether it is still there, if any. Report back with
@@ -237,17 +272,37 @@ class RoutingTable:
         holder = bucket.nodes_to_peer_id.get(node_id) or bucket.replacement_nodes.get(node_id)
         if holder is not None and holder != peer_id:  # nobody takes the id of a node that may be alive
             return bucket.begin_check(node_id, holder)
+        if bucket.suspects.get(node_id, peer_id) != peer_id:
+            del self[node_id]
         former_id = self.peer_id_to_node.get(peer_id)
         if former_id is not None and former_id != node_id:
             del self[former_id]
         self.peer_id_to_node[peer_id] = node_id
-        while not bucket.add_or_update_node(node_id, peer_id):
+        while not bucket.add_or_update_node(node_id, peer_id, is_news=is_news):
             if not self._may_split(bucket):
                 self._limit_replacements(bucket)
                 return bucket.choose_node_to_check()
             self._split(bucket)
             bucket = self.bucket_of(node_id)
+        self._make_room(bucket)
         return None
+
+    def suspect(self, node_id: DHTID) -> None:
+        """Note that a node does not answer. Whoever gives a sign of life is back with :meth:`add_or_update_node`."""
+        bucket, peer_id = self.bucket_of(node_id), self[node_id]
+        bucket.suspect(node_id)
+        if node_id not in bucket.suspects:
+            del self.peer_id_to_node[peer_id]
+        self._make_room(bucket)
+
+    def _make_room(self, bucket: KBucket) -> None:
+        while (given_up := bucket.give_up_suspect()) is not None:
+            del self.peer_id_to_node[given_up]
+
+    @property
+    def suspects(self) -> dict[DHTID, PeerID]:
+        """Former members that do not answer."""
+        return {node_id: peer for bucket in self.buckets for node_id, peer in bucket.suspects.items()}
 
     def _may_split(self, bucket: KBucket) -> bool:
         return bucket.depth < ID_BITS and (bucket.has_in_range(self.node_id) or bucket.depth % self.depth_modulo != 0)
@@ -299,12 +354,13 @@ class RoutingTable:
                 yield self.buckets[middle:last]
 
     def get(self, node_id: DHTID, default: PeerID | None = None) -> PeerID | None:
-        """The peer of a member or replacement."""
+        """The peer of a member or replacement; suspects are none."""
         bucket = self.bucket_of(node_id)
         return bucket.nodes_to_peer_id.get(node_id) or bucket.replacement_nodes.get(node_id) or default
 
     def __contains__(self, item: DHTID | PeerID) -> bool:
-        return self.get(item) is not None if isinstance(item, DHTID) else item in self.peer_id_to_node
+        node_id = item if isinstance(item, DHTID) else self.peer_id_to_node.get(item)
+        return node_id is not None and self.get(node_id) is not None
 
     def __getitem__(self, node_id: DHTID) -> PeerID:
         peer_id = self.get(node_id)
@@ -313,11 +369,12 @@ class RoutingTable:
         return peer_id
 
     def __delitem__(self, node_id: DHTID) -> None:
-        del self.peer_id_to_node[self[node_id]]
-        self.bucket_of(node_id).remove(node_id)
+        bucket = self.bucket_of(node_id)
+        del self.peer_id_to_node[bucket.suspects.get(node_id) or self[node_id]]
+        bucket.remove(node_id)
 
     def __iter__(self) -> Iterator[tuple[DHTID, PeerID]]:
-        """Members, without replacements, from the lowest bucket to the highest."""
+        """Members, without suspects and replacements, from the lowest bucket to the highest."""
         for bucket in self.buckets:
             yield from bucket.nodes_to_peer_id.items()
 

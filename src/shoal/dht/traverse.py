@@ -213,10 +213,10 @@ class Traversal:
         Requests that are still in flight then are left to themselves: to cut them off would cost connections, and their
         answers still tell who is alive.
         """
-        if not self._queries:
+        if not self._unfinished:
             return
         self._done = asyncio.get_running_loop().create_future()
-        for query in self._queries.values():
+        for query in self._unfinished.values():
             query.add(self._start(query.target))
         self._advance()
         try:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 
 from shoal.clock import DHTExpiration, get_dht_time
-from shoal.dht.blacklist import Blacklist
 from shoal.dht.caching import CacheRefreshQueue
 from shoal.dht.config import NodeConfig
 from shoal.dht.lookup import Lookup
@@ -27,15 +26,12 @@ class Writer:
 
     Args:
         protocol: asks other nodes and knows this one's records.
-        blacklist: peers that are left alone.
         config: the node's settings.
         refresh_queue: told about cached records that are outdated now.
     """
 
-    def __init__(
-        self, protocol: DHTProtocol, blacklist: Blacklist, config: NodeConfig, refresh_queue: CacheRefreshQueue
-    ) -> None:
-        self._protocol, self._blacklist, self._config = protocol, blacklist, config
+    def __init__(self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue) -> None:
+        self._protocol, self._config = protocol, config
         self._refresh_queue = refresh_queue
 
     async def store(
@@ -56,7 +52,7 @@ class Writer:
         for record in records:
             publication = publications.setdefault(record.key_id, Publication(record.key_id, self._config.num_replicas))
             places.append((publication, publication.add(record)))
-        lookup = Lookup(self._protocol, self._blacklist)
+        lookup = Lookup(self._protocol)
         without_self = exclude_self or self._protocol.client_mode  # nobody could fetch it from a client
 
         async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> list[bool] | None:
@@ -65,10 +61,7 @@ class Writer:
             peer = lookup.peer_of(node_id)
             if peer is None:
                 return None
-            answer = await self._protocol.call_store(peer, batch)
-            if answer is None:
-                self._blacklist.register_failure(peer)
-            return answer
+            return await self._protocol.call_store(peer, batch)
 
         def publish(key_id: DHTID, nearest: list[DHTID]) -> None:
             nodes = nearest if without_self else sorted([*nearest, self._protocol.node_id], key=key_id.xor_distance)
