@@ -2,10 +2,14 @@
 
     python benchmarks/outages.py
     python benchmarks/outages.py --seeds 100 --nodes 4 --who half --seconds 600
+    python benchmarks/outages.py --crowd 5000
 
 Nodes store and read now and then, as peers do that train. Then one of them, half of them, or each of them is cut off
 from the rest for a while. The swarm is one again when every node has all others in its routing table, and finds what
 every other node has stored since the outage.
+
+With ``--crowd`` a large swarm, all of which has joined through the same three peers, is cut off for a minute and comes
+back at one moment: how long does it take, and how many connections have to be accepted in a second?
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -20,11 +25,16 @@ from statistics import median
 from shoal.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import ShoalError
+from shoal.p2p import Multiaddr, PeerID
+from shoal.p2p.memory import MemoryTransport
+from shoal.p2p.transport import Stream
 from shoal.testing import Host, Link, Network, run, start_dht_nodes
 
 WIDE_AREA = Link(delay=(0.01, 0.1), jitter=0.01)
 SECONDS_BEFORE = 30.0
 SECONDS_BETWEEN_ACTIONS = (1.0, 5.0)
+AT_ONCE = 32
+"""So many nodes of a crowd join at the same time."""
 PATIENCE_SECONDS = 900.0
 """After so long a swarm counts as split for ever."""
 
@@ -111,6 +121,67 @@ def simulate(who: str, seconds: float, *, nodes: int, seed: int, busy: bool = Tr
     return run(main(), seed=seed)
 
 
+class CountingNetwork(Network):
+    """Counts the connections that each peer accepts in each second."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self.connections: Counter[tuple[PeerID, int]] = Counter()
+
+    async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID) -> Stream:
+        stream = await super().connect(source, address, expected_peer)
+        self.connections[expected_peer, int(asyncio.get_running_loop().time())] += 1
+        return stream
+
+
+@dataclass
+class Return:
+    """What came of a crowd that returns from an outage."""
+
+    seconds: float
+    """From the end of the outage until every node has found the swarm."""
+    most_at_a_seed: int
+    """Connections that one of the three first peers had to accept within a second."""
+    most_at_others: int
+    """The same for all other nodes."""
+    found_after: list[float]
+    """For each node."""
+
+
+def let_a_crowd_return(count: int, seconds: float = 60.0, seed: int = 0) -> Return:
+    """Cut everybody off from everybody."""
+
+    async def main() -> Return:
+        network = CountingNetwork(WIDE_AREA)
+        nodes = await start_dht_nodes(network, 3)
+        seeds = [address for node in nodes for address in await node.get_visible_maddrs()]
+        seed_peers = [node.peer_id for node in nodes]
+        while len(nodes) < count:
+            hosts = [network.add_host() for _ in range(min(AT_ONCE, count - len(nodes)))]
+            create = (
+                host.run(DHTNode.create(initial_peers=seeds, transport=host.transport(), rng=host.rng))
+                for host in hosts
+            )
+            nodes += await asyncio.gather(*create)
+        network.partition(*([host] for host in network.hosts))
+        await asyncio.sleep(seconds)
+        assert all(node.protocol.reception.is_lost for node in nodes), "a longer outage is needed"
+        network.heal()
+        now = asyncio.get_running_loop().time
+        healed_at, found_after = now(), {}
+        network.connections.clear()
+        while len(found_after) < count and now() - healed_at < PATIENCE_SECONDS:
+            await asyncio.sleep(1.0)
+            for number, node in enumerate(nodes):
+                if number not in found_after and not node.protocol.reception.is_lost:
+                    found_after[number] = now() - healed_at
+        at_seeds = [times for (peer, _), times in network.connections.items() if peer in seed_peers]
+        at_others = [times for (peer, _), times in network.connections.items() if peer not in seed_peers]
+        return Return(now() - healed_at, max(at_seeds), max(at_others), sorted(found_after.values()))
+
+    return run(main(), seed=seed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=4)
@@ -118,7 +189,16 @@ def main() -> None:
     parser.add_argument("--who", choices=WHO, action="append", help="all kinds by default")
     parser.add_argument("--seconds", type=float, action="append", help="10, 60, 600 and 7200 by default")
     parser.add_argument("--idle", action="store_true", help="nodes that neither store nor read")
+    parser.add_argument("--crowd", type=int, help="let so many nodes return at once")
     arguments = parser.parse_args()
+    if arguments.crowd:
+        result = let_a_crowd_return(arguments.crowd)
+        print(
+            f"{len(result.found_after)} of {arguments.crowd} nodes are back after {result.seconds:.0f} s, half of them "
+            f"after {median(result.found_after):.0f} s; most connections within a second: {result.most_at_a_seed} at "
+            f"one of the first peers, {result.most_at_others} at any other"
+        )
+        return
     for who in arguments.who or WHO:
         for seconds in arguments.seconds or (10.0, 60.0, 600.0, 7200.0):
             took = [

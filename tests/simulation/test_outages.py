@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from benchmarks.outages import WIDE_AREA, Swarm, simulate
+from benchmarks.outages import WIDE_AREA, Swarm, let_a_crowd_return, simulate
 from shoal.dht import DHTNode
 from shoal.testing import Network, run, start_dht_nodes
 
@@ -65,6 +65,18 @@ def test_who_loses_the_swarm_says_so_once_and_once_when_it_is_found(caplog):
     assert "this machine is offline, or all others have left" in lost
     assert "at 3 known peers" in lost
     assert "found the swarm again, 6" in found
+
+
+def test_an_idle_node_notices_that_it_has_lost_the_swarm(caplog):
+    simulate("one", 60.0, nodes=4, seed=1, busy=False)
+    assert [record.getMessage()[:18] for record in caplog.records] == ["no peer has answer"]
+
+
+def test_a_crowd_that_returns_at_one_moment_does_not_fall_upon_its_first_peers():
+    result = let_a_crowd_return(100)
+    assert len(result.found_after) == 100
+    assert result.seconds <= BAR_SECONDS
+    assert result.most_at_a_seed <= 20
 
 
 def test_a_lone_node_that_could_not_call_back_a_newcomer_has_lost_nothing(caplog):

@@ -128,8 +128,7 @@ class Reunion:
 
     async def _is_alive(self, peer: PeerID) -> bool:
         try:
-            async with time_limit(self._protocol.wait_timeout):
-                await self._protocol.ping(peer, validate=False)
+            await self._protocol.ping(peer, validate=False)
         except NO_ANSWER:
             return False
         if peer in self._probes:
