@@ -1,17 +1,18 @@
-"""Runs training scripts as processes of their own and reads the events that they print, one JSON object per line."""
+"""Runs scripts as processes of their own and reads what they print: events, one JSON object per line, or text."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,21 +26,38 @@ Event = dict[str, Any]
 
 
 class Peer:
-    """One script in a process of its own."""
+    """One script in a process of its own.
 
-    def __init__(self, script: str, *arguments: object) -> None:
+    Args:
+        script: a file of this folder or the path of another one; or ``-c`` or ``-m``, before their arguments.
+        arguments: for the script.
+        prefix: a command that runs the rest as another command.
+        environment: instead of what this process has.
+        cwd: the folder in which it runs.
+    """
+
+    def __init__(
+        self,
+        script: str | Path,
+        *arguments: object,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
         self.events: list[Event] = []
         self._news = threading.Condition()
         self._output_ended = False
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed in close()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        inherited = os.environ if environment is None else environment
+        program = str(script) if str(script).startswith("-") else str(HERE / script)
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / script), *map(str, arguments)],
+            [*prefix, sys.executable, program, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=environment,
+            env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            cwd=cwd,
         )
         self._reader = threading.Thread(target=self._read, name=f"reads {script}")
         self._reader.start()
@@ -49,7 +67,7 @@ class Peer:
         with self.process.stdout as lines:
             for line in lines:
                 with self._news:
-                    self.events.append(json.loads(line))
+                    self.events.append(json.loads(line) if line.startswith("{") else {"line": line.rstrip("\n")})
                     self._news.notify_all()
         with self._news:
             self._output_ended = True
@@ -79,6 +97,13 @@ class Peer:
                 left = deadline - time.monotonic()
                 assert left > 0, f"no {name!r} within {timeout} s: {self.events[-3:]}\n{self.errors()}"
                 self._news.wait(left)
+
+    def wait_for_line(self, pattern: str, timeout: float) -> re.Match[str]:
+        """The first line of text in which this regular expression is found; raises what :meth:`wait_for` raises."""
+        event = self.wait_for("line", timeout, lambda event: re.search(pattern, event["line"]) is not None)
+        match = re.search(pattern, event["line"])
+        assert match is not None
+        return match
 
     def wait_until_quiet(self, name: str, seconds: float, timeout: float) -> None:
         """Return when no event with this key has come for some seconds: the script waits for something.
