@@ -173,7 +173,7 @@ SIGNATURES = {
     # --- peers
     "shoal.P2P.create": """
         initial_peers=None, *, announce_maddrs=None, auto_nat=True, conn_manager=True, dht_mode="server",
-        force_reachability=None, host_maddrs=("/ip4/127.0.0.1/tcp/0",), identity_path=None, idle_timeout=30,
+        force_reachability=None, host_maddrs=None, identity_path=None, idle_timeout=30,
         nat_port_map=True, relay_hop_limit=0, startup_timeout=15, tls=True, use_auto_relay=False, use_ipfs=False,
         use_relay=True, persistent_conn_max_msg_size=4 * 1024 * 1024, quic=None, use_relay_hop=None,
         use_relay_discovery=None, check_if_identity_free=True, no_listen=False, trusted_relays=None

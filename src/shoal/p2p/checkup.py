@@ -99,7 +99,8 @@ class Checkup(ServicerBase):
         self._begin()
         try:
             self._calls_back.spend(self._host_of(context.remote_id), 1)
-            addresses = self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
+            known = self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
+            addresses = self._p2p.transport.worth_dialling(known)
             reached = await asyncio.gather(*(self._can_dial(context.remote_id, address) for address in addresses))
             return CallBack(reached=dict(zip(map(str, addresses), reached, strict=True)))
         finally:

@@ -32,7 +32,7 @@ class Dialler:
             DialError: no address is known, or none answers as that peer.
             P2PDaemonError: this peer is shut down.
         """
-        addresses = [address for address in self._addresses.get(peer) if self._transport.supports(address)]
+        addresses = self._transport.worth_dialling(self._addresses.get(peer))
         if not addresses:
             raise DialError(f"no address of peer {peer} is known: it may be in client mode, or it has left")
         return await self._dial_first(peer, addresses)

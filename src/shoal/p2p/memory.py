@@ -210,6 +210,7 @@ class MemoryTransport(Transport):
         self.identity = identity
         self._network = network
         self._listening: list[Multiaddr] = []
+        self._told: list[Multiaddr] = []
 
     def supports(self, address: Multiaddr) -> bool:
         return address.protocols() == ["memory"] or address.protocols() == ["ip4", "tcp"]
@@ -221,7 +222,11 @@ class MemoryTransport(Transport):
             raise P2PDaemonError(f"cannot listen on {address}: somebody else does")
         self._network.listeners[address] = (self.identity.peer_id, on_stream)
         self._listening.append(address)
+        self._told.append(address)
         return [address]
+
+    def addresses(self, latest: bool = False) -> list[Multiaddr]:
+        return list(self._told)
 
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
         return await self._network.connect(self, address, expected_peer)

@@ -24,6 +24,7 @@ from shoal.p2p.joining import Target, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.own_addresses import default_host_maddrs
 from shoal.p2p.peer_id import PeerID, PeerInfo
 from shoal.p2p.pool import ConnectionPool
 from shoal.p2p.presence import Presence, check_identity_is_free
@@ -73,11 +74,12 @@ class P2P:
         self.is_alive = True
         self.instance = rng.randbytes(INSTANCE_BYTES)
         """Tells this process from another one with the same identity."""
-        self._announced: list[Multiaddr] = []
+        self._announcement: list[Multiaddr] = []
         self._addresses = AddressBook()
         self._header_memory = HeaderMemory(limits)
         self._dialler = Dialler(transport, self._addresses)
         self._pool = ConnectionPool(self._connect, idle_timeout)
+        transport.on_addresses_changed = self._pool.renew
         self._server = Server(self.peer_id, metrics, limits, self._greet)
         self._handlers = self._server.handlers
         self._round_trips: dict[PeerID, float] = {}
@@ -95,7 +97,7 @@ class P2P:
         conn_manager: bool = True,
         dht_mode: str = "server",
         force_reachability: str | None = None,
-        host_maddrs: Sequence[Multiaddr | str] | None = ("/ip4/127.0.0.1/tcp/0",),
+        host_maddrs: Sequence[Multiaddr | str] | None = None,
         identity_path: str | os.PathLike[str] | None = None,
         idle_timeout: float = 30,
         nat_port_map: bool = True,
@@ -122,7 +124,8 @@ class P2P:
             initial_peers: addresses that end with ``/p2p/<peer id>``; at least one of them must answer.
             announce_maddrs: what others are told instead of the addresses where this peer listens, such as the public
                 side of a forwarded port.
-            host_maddrs: where to listen; loopback only by default.
+            host_maddrs: where to listen, such as ``["/ip4/127.0.0.1/tcp/0"]`` for this machine alone; default: what the
+                environment variable ``SHOAL_HOST_MADDRS`` says, or all networks of this machine, on a free port.
             identity_path: file that keeps this peer's key; made if missing. Without it every start is a new peer.
             check_if_identity_free: with ``identity_path``, ask the initial peers whether somebody has it already.
             idle_timeout: seconds after which an unused connection is closed.
@@ -153,11 +156,12 @@ class P2P:
             await Presence(p2p).add_p2p_handlers(p2p)
             await Checkup(p2p).add_p2p_handlers(p2p)
             if not no_listen:
-                await p2p._listen([Multiaddr(address) for address in host_maddrs or ()], announced)
+                hosts = default_host_maddrs() if host_maddrs is None else host_maddrs
+                await p2p._listen([Multiaddr(address) for address in hosts], announced)
             if targets:
                 await p2p._join(targets, startup_timeout)
             if identity_path is not None and check_if_identity_free:
-                await check_identity_is_free(p2p, list(dict.fromkeys(peer for _, peer in targets)))
+                await check_identity_is_free(p2p, list(dict.fromkeys(peer for _, peer in targets)), targets)
         except BaseException:
             await p2p.shutdown()
             raise
@@ -172,8 +176,9 @@ class P2P:
             raise P2PDaemonError(
                 f"no usable address to listen on in {[str(a) for a in hosts]}: give /ip4/0.0.0.0/tcp/0"
             )
-        listening = [found for address in usable for found in await self.transport.listen(address, self._server.accept)]
-        self._announced = announced or listening
+        for address in usable:
+            await self.transport.listen(address, self._server.accept)
+        self._announcement = announced
 
     async def _join(self, targets: list[Target], limit: float) -> None:
         """Return as soon as one of the peers is connected; the others are reached when they are needed."""
@@ -193,6 +198,11 @@ class P2P:
 
     # --- addresses ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _announced(self) -> list[Multiaddr]:
+        """What others are told; it changes as this machine moves from one network to another."""
+        return self._announcement or self.transport.addresses()
+
     def add_addresses(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
         """Remember where a peer can be dialled, as told by a third party."""
         self._addresses.add(peer, addresses)
@@ -206,8 +216,13 @@ class P2P:
         return list(self._announced) if peer == self.peer_id else self._addresses.get(peer)
 
     async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
-        """Addresses to give to others, each with ``/p2p/<peer id>``; none for a peer that does not listen."""
-        return [address.encapsulate(f"/p2p/{self.peer_id}") for address in self._announced]
+        """Addresses to give to others, each with ``/p2p/<peer id>``; none for a peer that does not listen.
+
+        Args:
+            latest: look at this machine's networks again.
+        """
+        addresses = self._announcement or self.transport.addresses(latest)
+        return [address.encapsulate(f"/p2p/{self.peer_id}") for address in addresses]
 
     async def list_peers(self) -> list[PeerInfo]:
         """Peers whose addresses are known."""

@@ -178,6 +178,11 @@ class ConnectionPool:
         connection.abort()
         self._forget_if_possible(peer)
 
+    def renew(self) -> None:
+        """Close what is idle, so that the next call greets anew."""
+        for connection in list(self._idle_since):
+            self._end_idle(connection)
+
     def _forget_if_possible(self, peer: _Peer) -> None:
         if peer.is_forgettable:
             self._peers.pop(peer.peer_id, None)
@@ -258,8 +263,7 @@ class ConnectionPool:
         self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
-        for connection in list(self._idle_since):
-            self._end_idle(connection)
+        self.renew()
         for peer in list(self._peers.values()):
             self._fail_waiting(peer, P2PDaemonError("this peer is shut down"))
             for connection in list(peer.in_use):

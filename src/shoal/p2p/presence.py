@@ -63,13 +63,21 @@ class Presence(ServicerBase):
         )
 
 
-async def check_identity_is_free(p2p: P2P, witnesses: Sequence[PeerID]) -> None:
+async def check_identity_is_free(
+    p2p: P2P, witnesses: Sequence[PeerID], addresses: Sequence[tuple[Multiaddr, PeerID]] = ()
+) -> None:
     """Make sure that nobody else is online with this peer's identity, as far as the witnesses know.
+
+    Args:
+        witnesses: peers that may have seen that identity.
+        addresses: where peers are said to be; one of them may be a peer with that identity.
 
     Raises:
         P2PDaemonError: somebody is.
     """
     checks = [asyncio.ensure_future(_find_double(p2p, witness)) for witness in witnesses if witness != p2p.peer_id]
+    own = [str(address) for address, peer in addresses if peer == p2p.peer_id]
+    checks.append(asyncio.ensure_future(_find_double_at(p2p, own)))
     try:
         async with time_limit(CHECK_SECONDS):
             for check in asyncio.as_completed(checks):
@@ -93,8 +101,12 @@ async def _find_double(p2p: P2P, witness: PeerID) -> str | None:
         return None
     if reply.is_connected:
         return f"and connected to peer {witness}"
-    found = await asyncio.gather(*(_is_double(p2p, text) for text in reply.addresses[:MAX_ADDRESSES_PER_PEER]))
-    return next((f"at {text}" for text, is_double in zip(reply.addresses, found, strict=False) if is_double), None)
+    return await _find_double_at(p2p, reply.addresses[:MAX_ADDRESSES_PER_PEER])
+
+
+async def _find_double_at(p2p: P2P, addresses: Sequence[str]) -> str | None:
+    found = await asyncio.gather(*(_is_double(p2p, text) for text in addresses))
+    return next((f"at {text}" for text, is_double in zip(addresses, found, strict=True) if is_double), None)
 
 
 async def _is_double(p2p: P2P, text: str) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 import ssl
+import weakref
+from collections.abc import Sequence
 from typing import cast
-
-import ifaddr
 
 from shoal.clock import timeout
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
@@ -29,6 +30,7 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.limits import DEFAULT_LIMITS, Limits
 from shoal.p2p.listener import Listener, bind
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.own_addresses import LOOPBACK, MAX_ANNOUNCED, OwnAddresses
 from shoal.p2p.peer_id import PeerID
 from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpStream, address_of
 from shoal.p2p.transport import OnStream, Stream, Transport
@@ -74,11 +76,20 @@ class TcpTransport(Transport):
         identity: the peer that dials and listens.
         metrics: counts connections made and refused.
         limits: what strangers may take.
+        machine: the addresses of this machine.
     """
 
-    def __init__(self, identity: Identity, metrics: Metrics | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        metrics: Metrics | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        machine: OwnAddresses | None = None,
+    ) -> None:
         self.identity = identity
         self.metrics = metrics or Metrics()
+        self._machine = machine or OwnAddresses()
+        self._streams: weakref.WeakSet[TcpStream] = weakref.WeakSet()
         self._listeners: list[Listener] = []
         self._tls: tuple[ssl.SSLContext, bytes] | None = None
         self._silent: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
@@ -106,16 +117,60 @@ class TcpTransport(Transport):
             self._arrive(accepted, host_of(remote_host), on_stream)
 
         try:
-            listeners = [Listener(each, arrive, self._make_room) for each in await bind(host, port, family)]
+            listeners = [Listener(each, arrive, self._make_room) for each in await self._bind(host, port, family)]
         except OSError as e:
             raise P2PDaemonError(f"cannot listen on {address}: {e.strerror or e}") from e
         self._listeners += listeners
-        everywhere = host in ("0.0.0.0", "::")
-        return [
-            address_of(interface, listener.address[1])
-            for listener in listeners
-            for interface in (_interface_addresses(listener.family) if everywhere else [listener.address[0]])
-        ]
+        self._look()
+        return self._reachable_at(listeners)
+
+    async def _bind(self, host: str, port: int, family: socket.AddressFamily) -> list[socket.socket]:
+        """A free port is the one that this peer has already with another address, if possible: less to remember."""
+        if port == 0 and self._listeners:
+            with contextlib.suppress(OSError):
+                return await bind(host, self._listeners[0].address[1], family)
+        return await bind(host, port, family)
+
+    def addresses(self, latest: bool = False) -> list[Multiaddr]:
+        self._look(latest=latest)
+        return self._reachable_at(self._listeners)
+
+    def _look(self, *, latest: bool = False) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._machine.look(now) if latest else self._machine.look_if_due(now):
+            self._note_move()
+
+    def _note_stream(self, stream: TcpStream) -> None:
+        """A connection knows best which address this machine has."""
+        self._streams.add(stream)
+        if stream.local_host and self._machine.look_if_unknown(stream.local_host, asyncio.get_running_loop().time()):
+            self._note_move()
+
+    def _note_move(self) -> None:
+        loop = asyncio.get_running_loop()
+        here = ", ".join(address.ip for address in self._machine.told())
+        logger.info("the addresses of this machine have changed: %s", here)
+        for stream in self._streams:
+            if stream.local_host in self._machine.lost:  # nothing will ever arrive there
+                loop.call_soon(stream.abort)
+        if self.on_addresses_changed is not None:
+            loop.call_soon(self.on_addresses_changed)
+
+    def _reachable_at(self, listeners: Sequence[Listener]) -> list[Multiaddr]:
+        """Addresses of these listeners, the best first; loopback has one place, the last."""
+        order = {address.ip: (address.rank, number) for number, address in enumerate(self._machine.told())}
+        found: list[tuple[tuple[int, int], Multiaddr]] = []
+        for listener in listeners:
+            bound, port = listener.address
+            same_version = [ip for ip in order if (":" in ip) == (listener.family == socket.AF_INET6)]
+            hosts = same_version if bound in ("0.0.0.0", "::") else [bound]
+            found += [(order.get(host, (0, 0)), address_of(host, port)) for host in hosts]
+        found.sort(key=lambda each: each[0])
+        far = [address for (rank, _), address in found if rank != LOOPBACK]
+        near = [address for (rank, _), address in found if rank == LOOPBACK]
+        return [*far[: MAX_ANNOUNCED - 1], *near[: None if not far else 1]]
+
+    # --- what has arrived ---------------------------------------------------------------------------------------------
 
     def _arrive(self, accepted: socket.socket, host: str, on_stream: OnStream) -> None:
         """Nothing is spent on a stranger that says nothing."""
@@ -186,6 +241,7 @@ class TcpTransport(Transport):
                 arrival.drop_reason = "wrong proof of identity"
                 return
             stream.remote = remote
+            self._note_stream(stream)
             self.metrics.connections_accepted += 1
             on_stream(stream)
 
@@ -225,6 +281,19 @@ class TcpTransport(Transport):
 
     # --- dialling -----------------------------------------------------------------------------------------------------
 
+    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
+        """Loopback leads to somebody else unless the peer is on this machine: then it has an address of this machine.
+
+        A peer that has nothing but loopback is tried there all the same.
+        """
+        usable = super().worth_dialling(addresses)
+        near = [address for address in usable if _is_loopback(address)]
+        far = [address for address in usable if address not in near]
+        if not near or not far:
+            return usable
+        self._look()
+        return near + far if any(str(address.values()[0]) in self._machine for address in far) else far
+
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
         host, port, family = self._host_and_port(address)
         stream = TcpStream()
@@ -250,6 +319,7 @@ class TcpTransport(Transport):
             self.metrics.dials_failed += 1
             raise as_dial_error(address, e) from e
         stream.remote = expected_peer
+        self._note_stream(stream)
         self.metrics.connections_dialled += 1
         return stream
 
@@ -327,14 +397,6 @@ def _hurry_within_host(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
-def _interface_addresses(family: int) -> list[str]:
-    """Addresses of this machine in the family of a socket that listens on all of them; loopback last."""
-    want_ipv4 = family == socket.AF_INET
-    found = [
-        ip.ip if want_ipv4 else ip.ip[0]
-        for adapter in ifaddr.get_adapters()
-        for ip in adapter.ips
-        if ip.is_IPv4 == want_ipv4
-    ]
-    usable = [str(ip) for ip in found if not str(ip).startswith("fe80")]
-    return sorted(usable, key=lambda ip: ip == "::1" or ip.startswith("127."))
+def _is_loopback(address: Multiaddr) -> bool:
+    host = address.get("ip4") or address.get("ip6")
+    return host is not None and ipaddress.ip_address(host).is_loopback

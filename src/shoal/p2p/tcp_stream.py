@@ -54,6 +54,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._closing: asyncio.TimerHandle | None = None
         self._paused_check: asyncio.TimerHandle | None = None
         self.remote_address: Multiaddr | None = None
+        self.local_host = ""
+        """The IP address of this machine to which the connection is bound."""
 
     # --- asyncio.BufferedProtocol -------------------------------------------------------------------------------------
 
@@ -69,6 +71,9 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         peer_name = transport.get_extra_info("peername")
         if peer_name:
             self.remote_address = address_of(peer_name[0], peer_name[1])
+        own_name = transport.get_extra_info("sockname")
+        if own_name:
+            self.local_host = own_name[0].partition("%")[0]
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._target is not None:

@@ -7,7 +7,7 @@ simulated network) is one more implementation and no change elsewhere.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from shoal.p2p.identity import Identity
@@ -79,6 +79,8 @@ class Transport(ABC):
     """A way to reach peers, on behalf of one identity."""
 
     identity: Identity
+    on_addresses_changed: Callable[[], object] | None = None
+    """Called when this peer has become reachable elsewhere, so that what others were told is not true any more."""
 
     @abstractmethod
     def supports(self, address: Multiaddr) -> bool:
@@ -94,6 +96,18 @@ class Transport(ABC):
         Raises:
             P2PDaemonError: it is not possible to listen there; the text says why.
         """
+
+    @abstractmethod
+    def addresses(self, latest: bool = False) -> list[Multiaddr]:
+        """Where others may reach this peer at present, the best first, without ``/p2p``; empty if it does not listen.
+
+        Args:
+            latest: look again; otherwise what was true a short while ago will do.
+        """
+
+    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
+        """Those addresses of another peer at which it may be reached from here, in the order to try them."""
+        return [address for address in addresses if self.supports(address)]
 
     @abstractmethod
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:

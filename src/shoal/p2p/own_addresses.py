@@ -1,0 +1,155 @@
+"""Where this machine listens by default, and at which of its addresses others are most likely to reach it.
+
+A machine has many addresses, and most are of no use to others: loopback, the bridges of containers, the networks of
+virtual machines. The one from which it speaks to the rest of the world comes first, then what else looks like a
+network, then bridges and VPNs, and loopback in the end. Addresses change when a laptop moves, so they are looked at
+again: from time to time, and when a connection is bound to an address that was not there the last time.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import ifaddr
+
+from shoal.environment import setting
+
+LOOK_AGAIN_SECONDS = 30.0
+MAX_ANNOUNCED = 8
+"""Others remember no more of one peer."""
+_FAR_AWAY = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}
+_VIRTUAL_NAME = re.compile(
+    r"(docker|br-|veth|virbr|lxc|lxd|cni|cali|flannel|podman|vmnet|vboxnet|bridge\d{2,}|vnic"
+    r"|tun|utun|tap|wg|tailscale|zt|ppp|ipsec|nordlynx|proton)"
+)
+_VIRTUAL_WORDS = re.compile(r"virtual|hyper-v|vmware|tap-|tunnel|wireguard|tailscale|zerotier|vpn", re.IGNORECASE)
+
+ROUTED, PLUGGED, VIRTUAL, UNCONFIGURED, LOOPBACK, SPARE = range(6)
+"""What an address is good for, the best first: it is the one of the default route; of another network; of a bridge for
+containers, a virtual machine or a VPN; one that a machine gives itself where nobody else does; of this machine alone;
+it leads to where another one leads, and is not told to others."""
+
+
+@dataclass(frozen=True)
+class OwnAddress:
+    """An IP address of this machine."""
+
+    ip: str
+    rank: int
+
+    @property
+    def is_ipv6(self) -> bool:
+        return ":" in self.ip
+
+
+def everywhere(port: int = 0) -> list[str]:
+    """Listening addresses for all networks of this machine; port 0 is any free one."""
+    hosts = [f"/ip4/0.0.0.0/tcp/{port}"]
+    return [*hosts, f"/ip6/::/tcp/{port}"] if _has_ipv6() else hosts
+
+
+def default_host_maddrs() -> list[str]:
+    """Where a peer listens that is not told where: as ``SHOAL_HOST_MADDRS`` says, or everywhere."""
+    return setting("HOST_MADDRS").replace(",", " ").split() or everywhere()
+
+
+def _has_ipv6() -> bool:
+    """Some systems, many containers among them, know IPv6 and have it switched off."""
+    if not socket.has_ipv6:
+        return False
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
+
+
+def look_at_interfaces() -> list[OwnAddress]:
+    """The addresses of this machine, the best first.
+
+    Of the addresses of IPv6 that an interface has, one is as good as another, and the temporary ones come and go.
+    """
+    routed = {source for family in _FAR_AWAY if (source := _source_of_default_route(family)) is not None}
+    found: list[OwnAddress] = []
+    for adapter in ifaddr.get_adapters():
+        is_virtual = bool(_VIRTUAL_NAME.match(str(adapter.name)) or _VIRTUAL_WORDS.search(str(adapter.nice_name)))
+        ips = [str(ip.ip if ip.is_IPv4 else ip.ip[0]) for ip in adapter.ips]
+        ranked = [OwnAddress(ip, _rank(ip, ip in routed, is_virtual)) for ip in ips]
+        found += [each for each in ranked if not each.is_ipv6]
+        version_6 = sorted((each for each in ranked if each.is_ipv6), key=_usefulness_of_ipv6)
+        found += [*version_6[:1], *(OwnAddress(each.ip, SPARE) for each in version_6[1:])]
+    return sorted(found, key=lambda each: (each.rank, each.is_ipv6))
+
+
+def _source_of_default_route(family: int) -> str | None:
+    """The address from which this machine would speak to somebody far away; nothing is sent."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.setblocking(False)
+            probe.connect((_FAR_AWAY[socket.AddressFamily(family)], 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _rank(ip: str, is_routed: bool, is_virtual: bool) -> int:
+    parsed = ipaddress.ip_address(ip)
+    if parsed.is_loopback:
+        return LOOPBACK
+    if parsed.is_link_local:  # with IPv6 everybody has one, and it is not enough: it takes the name of an interface
+        return SPARE if parsed.version == 6 else UNCONFIGURED
+    return ROUTED if is_routed else VIRTUAL if is_virtual else PLUGGED
+
+
+def _usefulness_of_ipv6(address: OwnAddress) -> tuple[int, bool]:
+    return address.rank, not ipaddress.ip_address(address.ip).is_global
+
+
+class OwnAddresses:
+    """The addresses of this machine as they are now, not looked at more often than needed.
+
+    Args:
+        look: finds them.
+    """
+
+    def __init__(self, look: Callable[[], Sequence[OwnAddress]] = look_at_interfaces) -> None:
+        self._look = look
+        self._looked_at = -math.inf
+        self._all: list[OwnAddress] = []
+        self.lost: set[str] = set()
+        """Addresses that are not this machine's any more."""
+
+    def __contains__(self, ip: str) -> bool:
+        return any(ip == address.ip for address in self._all)
+
+    def told(self) -> list[OwnAddress]:
+        """What others are to know, the best first."""
+        return [address for address in self._all if address.rank != SPARE]
+
+    def look(self, now: float) -> bool:
+        """Look at the interfaces, and return whether others have something new to know.
+
+        Without a network there is nothing better than what was there before: to be offline is not to have moved.
+        """
+        is_first, self._looked_at = self._looked_at == -math.inf, now
+        found = list(self._look())
+        if not is_first and all(address.rank >= UNCONFIGURED for address in found):
+            return False
+        before, told = {address.ip for address in self._all}, self.told()
+        self._all = found
+        self.lost = (self.lost | before) - {address.ip for address in found}
+        return not is_first and self.told() != told
+
+    def look_if_due(self, now: float) -> bool:
+        """The same, if the last time is long ago."""
+        return now - self._looked_at >= LOOK_AGAIN_SECONDS and self.look(now)
+
+    def look_if_unknown(self, ip: str, now: float) -> bool:
+        """The same, if a connection of this machine has an address that was not there."""
+        return ip not in self and not ipaddress.ip_address(ip).is_loopback and self.look(now)
