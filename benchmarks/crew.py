@@ -59,7 +59,7 @@ class Crew:
         command = [interpreter(library), "-W", "ignore", str(HERE / script)]
         arguments |= {"library": library, "peers": peers}
         command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
-        environment = dict(os.environ)
+        environment = {"SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0", **os.environ}
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         places = [[*host.launcher, *command, "--listen", host.address] for host in hosts] or [command] * peers

@@ -5,6 +5,8 @@
 ``SHOAL_COLORS``                   ``true`` or ``false``; default: colors if the error output is a terminal
 ``SHOAL_ALWAYS_LOG_CALLER``        ``true``: also lines of level ``INFO`` tell where they come from
 ``SHOAL_DHT_NUM_WORKERS``          requests in flight of one search in the table; default 4
+``SHOAL_HOST_MADDRS``              where peers listen that are not told where, such as ``/ip4/127.0.0.1/tcp/0`` for this
+                                   machine alone; several are separated by commas; default: all networks
 =================================  ====================================================================================
 
 Each is also understood with ``HIVEMIND_`` instead of ``SHOAL_``. ``USE_LEGACY_BFLOAT16`` has no prefix, see

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,13 +27,14 @@ JOIN = re.compile(r"^  shoal dht --initial-peers (/\S+/p2p/\w+)$")
 class Bootstrap:
     """A running ``shoal dht``."""
 
-    def __init__(self, *options: str, shell: str) -> None:
+    def __init__(self, *options: str, shell: str = "", state: Path | None = None) -> None:
         command = [sys.executable, "-m", "shoal.cli", "dht", *options]
         self.process = subprocess.Popen(
             ["sh", "-c", f'{shell} && exec "$@"', "sh", *command] if shell else command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=None if state is None else {**os.environ, "XDG_STATE_HOME": str(state)},
         )
 
     def line_that_matches(self, pattern: re.Pattern[str]) -> re.Match[str]:
@@ -99,6 +102,110 @@ def test_identity_file_keeps_the_address(tmp_path: Path) -> None:
     assert peers[0] == peers[1]
 
 
+@pytest.fixture
+def named(tmp_path: Path) -> Iterator[Callable[..., Bootstrap]]:
+    """Runs it with what it keeps in a folder of this test; it listens on loopback, as the environment says."""
+    started: list[Bootstrap] = []
+
+    def start(*options: str) -> Bootstrap:
+        started.append(Bootstrap(*options, state=tmp_path))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.process.kill()
+        running.process.communicate()
+
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the folder is another one elsewhere")
+KEPT = re.compile(r"^Key and port stay the same at the next start: they are kept in (/.+)$")
+
+
+@ON_LINUX
+def test_its_address_stays_the_same_if_it_has_a_name(named: Callable[..., Bootstrap], tmp_path: Path) -> None:
+    addresses = []
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGTERM):
+        running = named("--name", "seed")
+        addresses.append(running.line_that_matches(JOIN)[1])
+        assert running.line_that_matches(KEPT)[1] == str(tmp_path / "shoal" / "dht" / "seed")
+        running.process.send_signal(number)
+        running.process.wait(8)
+    assert len(set(addresses)) == 1
+    other = named("--name", "seed-2").line_that_matches(JOIN)[1]
+    assert Multiaddr(other)["p2p"] != Multiaddr(addresses[0])["p2p"]
+
+
+@ON_LINUX
+def test_two_cannot_have_one_name(named: Callable[..., Bootstrap]) -> None:
+    first = named("--name", "seed")
+    first.line_that_matches(JOIN)
+    second = named("--name", "seed")
+    out, errors = second.process.communicate(timeout=20)
+    assert second.process.returncode == 1
+    assert out == ""
+    for words in ("named 'seed' is running", f"process {first.process.pid}", "--name ANOTHER_NAME", "--ephemeral"):
+        assert words in errors
+    assert first.process.poll() is None
+
+
+@ON_LINUX
+def test_a_kept_port_that_somebody_else_has_now(named: Callable[..., Bootstrap]) -> None:
+    running = named("--name", "seed")
+    port = int(str(Multiaddr(running.line_that_matches(JOIN)[1])["tcp"]))
+    running.ends(signal.SIGTERM)
+    with socket.create_server(("127.0.0.1", port)):
+        out, errors = named("--name", "seed").process.communicate(timeout=20)
+    assert out == ""
+    assert f"cannot listen on /ip4/127.0.0.1/tcp/{port}: Address already in use" in errors
+    assert "It is the port of the last time" in errors
+    assert "--host-maddrs" in errors
+    assert named("--name", "seed").line_that_matches(JOIN)[1].split("/")[4] == str(port), "it comes back to it"
+
+
+@ON_LINUX
+def test_nothing_is_kept_of_an_ephemeral_peer(named: Callable[..., Bootstrap], tmp_path: Path) -> None:
+    peers = set()
+    for options in (["--ephemeral"], ["--ephemeral"], ["--host-maddrs", "/ip4/127.0.0.1/tcp/0"]):
+        running = named(*options)
+        peers.add(Multiaddr(running.line_that_matches(JOIN)[1])["p2p"])
+        running.line_that_matches(re.compile("^The next start will have another address; for one that stays, "))
+        running.ends(signal.SIGTERM)
+    assert len(peers) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@ON_LINUX
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--name", "../seed"], "must be a plain word"),
+        (["--name", "seed", "--ephemeral"], "exclude each other"),
+    ],
+)
+def test_names_that_make_no_sense(named: Callable[..., Bootstrap], options: Sequence[str], words: str) -> None:
+    running = named(*options)
+    assert words in running.process.communicate(timeout=20)[1]
+    assert running.process.returncode == 1
+
+
+@ON_LINUX
+def test_with_a_port_of_its_own_or_a_key_of_its_own_the_rest_is_kept(
+    named: Callable[..., Bootstrap], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for options in (
+        ["--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}"],
+        ["--identity-path", str(tmp_path / "key"), "--name", "other"],
+    ):
+        found = set()
+        for _ in range(2):
+            running = named(*options)
+            found.add(running.line_that_matches(JOIN)[1])
+            running.ends(signal.SIGTERM)
+        assert len(found) == 1
+
+
 def test_announced_address_is_what_others_are_told() -> None:
     with bootstrap("--announce-maddrs", "/ip4/203.0.113.7/tcp/31337") as running:
         assert running.line_that_matches(JOIN)[1].startswith("/ip4/203.0.113.7/tcp/31337/p2p/")
@@ -162,7 +269,7 @@ def test_both_spellings_are_one_option() -> None:
         "refresh-period": 5.0,
     }
     defaults = vars(parse(["dht"]))
-    assert defaults["host_maddrs"] == ["/ip4/0.0.0.0/tcp/0"]
+    assert defaults["host_maddrs"] is None
     assert defaults["refresh_period"] == 30
     for name, value in names.items():
         words = [str(each) for each in value] if isinstance(value, list) else [str(value)]

@@ -8,21 +8,28 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.kept import Kept, free_port
 from shoal.cli.options import add_option
 from shoal.dht import DHT, DHTNode
-from shoal.errors import BootstrapError, ShoalError, ValidationError
-from shoal.p2p import Multiaddr
+from shoal.errors import BootstrapError, P2PDaemonError, ShoalError, ValidationError
+from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.open_files import increase_file_limit
+from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
 
 WITHOUT_EFFECT = ("use-ipfs", "no-relay", "use-auto-relay")
 """Accepted so that existing scripts work: they are about a libp2p daemon, and there is none."""
 
+DEFAULT_NAME = "default"
+ANY_PORT = "/tcp/0"
+
 DESCRIPTION = """\
 Starts a peer that does no training. Others join the swarm through its address, so let it run on a machine that stays on
-and that they can reach. It holds nothing that the swarm could not do without: when it goes, the others carry on.
+and that they can reach. It holds nothing that the swarm could not do without: when it goes, the others carry on. Its
+address stays the same from one start to the next, so that the others find it after a reboot.
 """
 
 
@@ -44,9 +51,9 @@ def add_parser(subparsers: Any) -> None:
         parser,
         "host-maddrs",
         nargs="*",
-        default=["/ip4/0.0.0.0/tcp/0"],
+        default=None,
         metavar="ADDRESS",
-        help="where to listen (default: /ip4/0.0.0.0/tcp/0, all networks of this machine on a free port)",
+        help="where to listen (default: SHOAL_HOST_MADDRS or all networks, on the port of the last time)",
     )
     add_option(
         parser,
@@ -61,7 +68,17 @@ def add_parser(subparsers: Any) -> None:
         "identity-path",
         type=Path,
         metavar="FILE",
-        help="file that keeps this peer's key, so that its address stays the same; made if missing",
+        help="file that keeps this peer's key, instead of the one kept under --name; made if missing",
+    )
+    parser.add_argument(
+        "--name",
+        metavar="WORD",
+        help=f"keep key and port under this name, for several of them on one machine (default: {DEFAULT_NAME})",
+    )
+    parser.add_argument(
+        "--ephemeral",
+        action="store_true",
+        help="keep nothing: be another peer, with another address, at each start",
     )
     add_option(
         parser,
@@ -91,32 +108,91 @@ def run(arguments: argparse.Namespace) -> int:
     if ignored:
         print(f"shoal dht: no effect here: {', '.join(ignored)}", file=sys.stderr)
     increase_file_limit()  # each peer that joins through this one takes a few sockets
+    with ExitStack() as stack:
+        try:
+            kept = _what_is_kept(arguments, stack)
+            dht = _start(arguments, kept)
+        except KeyboardInterrupt:
+            return 0
+        except (ShoalError, ValueError, OSError) as error:
+            print(f"shoal dht: {error}", file=sys.stderr)
+            if isinstance(error, (BootstrapError, ValidationError)):
+                print("More about each address: shoal doctor ADDRESS", file=sys.stderr)
+            return 1
+        try:
+            _say(*how_to_join(dht.get_visible_maddrs()), _what_stays(arguments, kept))
+            _report_until_interrupted(dht, arguments.refresh_period)
+        except KeyboardInterrupt:
+            _say("Leaving.")
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # leaving takes a moment and is already under way
+            dht.shutdown()
+    return 0
+
+
+def _what_is_kept(arguments: argparse.Namespace, stack: ExitStack) -> Kept | None:
+    """The key and the port of the last time; nothing for a peer that shall have another address at each start.
+
+    Whoever asks for any free port does not want the address to stay, unless a name says so.
+    """
+    name = arguments.name
+    if arguments.ephemeral:
+        if name is not None:
+            raise ValueError("--name and --ephemeral exclude each other: what has a name is kept")
+        return None
+    if name is None:
+        if _asks_for_any_port(_chosen_hosts(arguments)):
+            return None
+        path = arguments.identity_path
+        name = DEFAULT_NAME if path is None else str(Identity.load_or_create(path).peer_id)
+    return stack.enter_context(Kept.under(name))
+
+
+def _chosen_hosts(arguments: argparse.Namespace) -> list[str]:
+    """Where the user wants it to listen; empty if it has not been said."""
+    given: list[str] = chosen_host_maddrs() if arguments.host_maddrs is None else arguments.host_maddrs
+    return given
+
+
+def _asks_for_any_port(hosts: Sequence[str]) -> bool:
+    return any(host.endswith(ANY_PORT) for host in hosts) and all(
+        host.endswith(ANY_PORT) for host in hosts if "/tcp/" in host
+    )
+
+
+def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
+    hosts = _chosen_hosts(arguments) or everywhere()
+    port = None
+    if kept is not None and _asks_for_any_port(hosts):
+        port = kept.port or free_port()
+        hosts = [host[: -len(ANY_PORT)] + f"/tcp/{port}" if host.endswith(ANY_PORT) else host for host in hosts]
     try:
         dht = DHT(
             initial_peers=arguments.initial_peers,
             start=True,
-            host_maddrs=arguments.host_maddrs,
+            host_maddrs=hosts,
             announce_maddrs=arguments.announce_maddrs,
-            identity_path=arguments.identity_path,
+            identity_path=arguments.identity_path or (None if kept is None else kept.identity_path),
             refresh_timeout=arguments.refresh_period,
         )
-    except KeyboardInterrupt:
-        return 0
-    except (ShoalError, ValueError, OSError) as error:
-        print(f"shoal dht: {error}", file=sys.stderr)
-        if isinstance(error, (BootstrapError, ValidationError)):
-            print("More about each address: shoal doctor ADDRESS", file=sys.stderr)
-        return 1
-    try:
-        _say(*how_to_join(dht.get_visible_maddrs()))
-        _report_until_interrupted(dht, arguments.refresh_period)
-    except KeyboardInterrupt:
-        _say("Leaving.")
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # leaving takes a moment and is already under way
-        dht.shutdown()
-    return 0
+    except P2PDaemonError as error:
+        if kept is not None and port == kept.port and "cannot listen" in str(error):
+            raise P2PDaemonError(
+                f"{error}. It is the port of the last time, a part of the address that others know: stop what has it "
+                "now, or give another one with --host-maddrs /ip4/0.0.0.0/tcp/PORT and tell the others"
+            ) from error
+        raise
+    if kept is not None and port:
+        kept.keep_port(port)
+    return dht
+
+
+def _what_stays(arguments: argparse.Namespace, kept: Kept | None) -> str:
+    if kept is not None:
+        return f"Key and port stay the same at the next start: they are kept in {kept.folder}"
+    how = "leave out --ephemeral" if arguments.ephemeral else "give a port or a --name"
+    return f"The next start will have another address; for one that stays, {how}."
 
 
 def _say(*lines: str) -> None:
@@ -141,7 +217,8 @@ def _reach(address: Multiaddr) -> int:
     for protocol in ("ip4", "ip6"):
         if protocol in address:
             ip = ipaddress.ip_address(address[protocol] or "")
-            return 3 if ip.is_global else 0 if ip.is_loopback else 1 if ip.is_link_local else 2
+            far = 3 if protocol == "ip4" else 2  # IPv6 reaches as far, but not everybody has it
+            return far if ip.is_global else 0 if ip.is_loopback else 1 if ip.is_link_local else 2
     return 4  # a name
 
 

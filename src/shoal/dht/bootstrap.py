@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from shoal.clock import timeout as time_limit
 from shoal.dht.protocol import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
-from shoal.errors import BootstrapError, ValidationError
+from shoal.errors import BootstrapError, IdentityMismatchError, ValidationError
 from shoal.p2p import Multiaddr, PeerID
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,8 @@ async def _ping(protocol: DHTProtocol, peer: PeerID, validate: bool, outcomes: O
         else:
             error = None
             break
+    if isinstance(error, IdentityMismatchError):  # others may have let this node in, so that nobody else would say it
+        logger.warning("an initial peer is another one than expected: %s", error)
     outcomes.put_nowait((peer, error))
 
 

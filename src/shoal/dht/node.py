@@ -26,6 +26,7 @@ from shoal.dht.writing import Writer, make_record
 from shoal.errors import DHTError
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
+from shoal.p2p.peer_id import split_peer_address
 
 __all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
 
@@ -139,6 +140,8 @@ class DHTNode:
             kwargs.setdefault("startup_timeout", STARTUP_TIMEOUT)
             reachable_at_start = initial_peers if ensure_bootstrap_success else None
             p2p = await P2P.create(initial_peers=reachable_at_start, no_listen=client_mode, **kwargs)
+            if not p2p.client_mode:
+                _say_where_it_listens(await p2p.get_visible_maddrs(), is_open=authorizer is None)
         try:
             protocol = DHTProtocol(
                 p2p,
@@ -426,3 +429,9 @@ class DHTNode:
     async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
         """Addresses to give to others as initial peers."""
         return await self.p2p.get_visible_maddrs(latest=latest)
+
+
+def _say_where_it_listens(addresses: Sequence[Multiaddr], *, is_open: bool) -> None:
+    who = "whoever reaches them may join" if is_open else "members may join"
+    where = ", ".join(str(split_peer_address(address)[0]) for address in addresses)
+    logger.info("listening at %s: %s; host_maddrs or SHOAL_HOST_MADDRS narrows it", where, who)

@@ -24,7 +24,6 @@ __all__ = ["HiveMindScheduler", "HivemindStrategy"]
 
 SwarmOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer"]
 
-DEFAULT_HOST_MADDRS = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic")
 DEFAULT_AVERAGER_OPTS = {"request_timeout": 1.0}
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 GIVEN_BY_THE_STRATEGY = frozenset({"self", "dht", "optimizer", "params", "scheduler", "batch_size_per_step"})
@@ -57,7 +56,7 @@ class HivemindStrategy(LocalProcesses):
         averaging_timeout: seconds after which a round of averaging is given up.
         verbose: log what happens at level INFO.
         averager_opts: further options of averagers; default: ``{"request_timeout": 1.0}``.
-        host_maddrs: where to listen; default: all network interfaces.
+        host_maddrs: where to listen; default: what ``SHOAL_HOST_MADDRS`` says, or all networks of this machine.
         initial_peers: addresses of peers of the run, a list or separated by commas; the environment variable
             ``PL_INITIAL_PEERS`` comes first. None = begin a run; what others need to join is printed.
         use_ipfs, wait_timeout, bootstrap_timeout, use_relay, use_auto_relay, identity_path: as for :class:`shoal.DHT`.
@@ -135,7 +134,7 @@ class HivemindStrategy(LocalProcesses):
         }
         self._initial_peers = initial_peer_addresses(initial_peers)
         self._dht_options: dict[str, Any] = {
-            "host_maddrs": list(DEFAULT_HOST_MADDRS if host_maddrs is None else host_maddrs),
+            "host_maddrs": host_maddrs,
             "use_ipfs": use_ipfs,
             "wait_timeout": wait_timeout,
             "bootstrap_timeout": bootstrap_timeout,

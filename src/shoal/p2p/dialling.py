@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from shoal.errors import DialError, P2PDaemonError
+from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError
 from shoal.p2p.addresses import AddressBook
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PeerID
@@ -68,7 +68,8 @@ class Dialler:
             raise P2PDaemonError("this peer is shut down")
         if len(errors) == 1:
             raise errors[0]
-        raise DialError(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
+        kind = IdentityMismatchError if all(isinstance(e, IdentityMismatchError) for e in errors) else DialError
+        raise kind(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
 
     def _start(self, peer: PeerID, address: Multiaddr) -> asyncio.Task[Stream]:
         if self._closed:

@@ -100,7 +100,11 @@ def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str)
     if seen is None or seen in ips:
         return what, f"open the port in the firewall, {client}"
     if all(ip.is_loopback for ip in ips):
-        return f"{what}, which is this machine alone", f"listen on all addresses, /ip4/0.0.0.0/tcp/0, {client}"
+        everywhere = 'host_maddrs=["/ip4/0.0.0.0/tcp/0"] or without SHOAL_HOST_MADDRS in the environment'
+        return (
+            f"{what}, which is this machine alone",
+            f"listen on all addresses, /ip4/0.0.0.0/tcp/0: start it with {everywhere}, {client}",
+        )
     port = next((port for address in addresses if (port := address.get("tcp"))), "PORT")
     outside = f"/ip{seen.version}/{seen}/tcp/{port}"
     if seen.is_global and not any(ip.is_global for ip in ips):

@@ -55,7 +55,12 @@ def everywhere(port: int = 0) -> list[str]:
 
 def default_host_maddrs() -> list[str]:
     """Where a peer listens that is not told where: as ``SHOAL_HOST_MADDRS`` says, or everywhere."""
-    return setting("HOST_MADDRS").replace(",", " ").split() or everywhere()
+    return chosen_host_maddrs() or everywhere()
+
+
+def chosen_host_maddrs() -> list[str]:
+    """What ``SHOAL_HOST_MADDRS`` says; empty if it says nothing."""
+    return setting("HOST_MADDRS").replace(",", " ").split()
 
 
 def _has_ipv6() -> bool:

@@ -19,6 +19,8 @@ TARGET_BATCH_SIZE = 256
 """Windows of text that the whole swarm gathers for one step."""
 BATCH_SIZE = 16
 """Windows of text that one peer works on at a time."""
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+"""All peers of the demo are on this machine, and nobody else is asked in."""
 MATCHMAKING_SECONDS = 1.5
 """How long a group waits for peers that are late; it starts at once when all are in."""
 
@@ -57,7 +59,7 @@ class Trainer:
 
     def connect(self, initial_peers: list[str]) -> None:
         """Join the swarm, or start one if there are no addresses; then download its state, if it has any."""
-        self._dht = DHT(initial_peers, start=True)
+        self._dht = DHT(initial_peers, start=True, host_maddrs=LOOPBACK)
         optimizer = torch.optim.AdamW(demo_model.parameter_groups(self.model), betas=(0.9, 0.99), weight_decay=0.01)
         self._optimizer = Optimizer(
             dht=self._dht,

@@ -38,9 +38,9 @@ def add_parser(subparsers: Any) -> None:
         parser,
         "host-maddrs",
         nargs="*",
-        default=["/ip4/0.0.0.0/tcp/0"],
+        default=None,
         metavar="MADDR",
-        help="where your peer will listen (default: /ip4/0.0.0.0/tcp/0, all networks of this machine on a free port)",
+        help="where your peer will listen (default: SHOAL_HOST_MADDRS, or all networks of this machine on a free port)",
     )
     add_option(parser, "announce-maddrs", nargs="*", default=None, metavar="MADDR", help="what it will tell others")
     add_option(parser, "identity-path", type=Path, metavar="FILE", help="the file with the key of your peer")
