@@ -1,7 +1,7 @@
-"""Two terminals, one model: a digit classifier that peers train together.
+"""Two terminals, or two machines, one model: a digit classifier that peers train together.
 
-First terminal:   python examples/quickstart.py
-Second terminal:  python examples/quickstart.py ADDRESS      (the address that the first one prints)
+First one:   python examples/quickstart.py
+Second one:  python examples/quickstart.py ADDRESS      (the address that the first one prints)
 
 The second starts where the first one is, and from then on both do half of the work. Start a third, stop one with
 Ctrl-C: the others carry on. Needs scikit-learn for the data: pip install 'shoal[examples]'

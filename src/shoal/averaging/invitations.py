@@ -80,6 +80,9 @@ class Invitations:
                     self._take_refusal(search, reply)
         except (*CALL_FAILURES, ValueError) as e:
             logger.debug("could not invite %s: %r", peer, e)
+            if peer in search.candidates:
+                promised, company = search.candidates[peer], search.key.partition(".")[0]
+                self._p2p.note_uncalled(peer, e, company=company, sign_of_life=promised)
             search.allow_invitation(peer)
         finally:
             search.pending.pop(peer, None)

@@ -250,6 +250,7 @@ class Matchmaking:
         except CALL_FAILURES as e:
             logger.debug("asked %s to lead: %r", leader, e)
             search.note_failure(leader, e)
+            self.p2p.note_uncalled(leader, e, company=search.key.partition(".")[0], sign_of_life=promised)
         else:
             self._take_answer(search, leader, promised, reply)
         finally:

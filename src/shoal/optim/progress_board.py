@@ -160,6 +160,11 @@ class ProgressBoard:
             return False
         return companion.unreachable_since is not None or companion.record.epoch > until_epoch
 
+    def time_of_record(self, peer: bytes) -> float | None:
+        """When a peer has last said something about its progress, in DHT time."""
+        companion = self._companions.get(peer)
+        return None if companion is None else companion.record.time
+
     def companions_to_call(self, now: float) -> list[LocalTrainingProgress]:
         """Records of the peers that can be called directly."""
         with self._lock:

@@ -90,7 +90,7 @@ class ProgressExchange(ServicerBase):
         self._node, self._p2p, self._board = node, p2p, board
         self._owner_tag, self._endorsement = owner_tag, endorsement
         self._peers_by_tag: dict[Any, bytes] = {}
-        self.key = f"{prefix}_progress"
+        self.key, self._run = f"{prefix}_progress", f"run {prefix!r}"
         self._min_period, self._metadata_expiration = min_period, metadata_expiration
         self.report_due, self.call_due = asyncio.Event(), asyncio.Event()
         """Set inside the loop: there is news to publish; others must be told directly."""
@@ -254,6 +254,9 @@ class ProgressExchange(ServicerBase):
                 return
             except P2PDaemonError as e:
                 logger.debug("peer %s cannot be called: %s", peer, e)
+                said_at = self._board.time_of_record(peer.to_bytes())
+                if said_at is not None:
+                    self._p2p.note_uncalled(peer, e, company=self._run, sign_of_life=said_at)
                 if attempt < DIAL_ATTEMPTS - 1:
                     await _sleep(DIAL_PAUSE)
             except (asyncio.TimeoutError, TimeoutError, ValueError) as e:

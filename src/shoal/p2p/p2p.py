@@ -32,6 +32,7 @@ from shoal.p2p.servicer import Handler
 from shoal.p2p.serving import Server
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
+from shoal.p2p.unreachable import UnreachablePeers
 from shoal.p2p.wire import Header
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class P2P:
         self._server = Server(self.peer_id, metrics, limits, self._greet)
         self._handlers = self._server.handlers
         self._round_trips: dict[PeerID, float] = {}
+        self._unreachable = UnreachablePeers()
         self.clock = get_clock()
         """The time by which this peer lives."""
         self.clock.add_own(self.peer_id)
@@ -291,7 +293,20 @@ class P2P:
             raise P2PDaemonError("this peer is shut down")
         if peer == self.peer_id:
             raise P2PDaemonError("a peer cannot call itself over the network")
-        return self._greet(await self._dialler.dial(peer))
+        stream = await self._dialler.dial(peer)
+        self._unreachable.note_connection(peer)
+        return self._greet(stream)
+
+    def note_uncalled(self, peer: PeerID, error: BaseException, *, company: str, sign_of_life: float) -> None:
+        """A call to a peer that should be there has failed. If that goes on, the user is told, once.
+
+        Args:
+            error: how it failed.
+            company: what both take part in, such as the name of a run.
+            sign_of_life: of that peer, such as the time of a record that it has published; it must grow with each.
+        """
+        addresses = self._addresses.get(peer)
+        self._unreachable.note_failure(peer, error, addresses, company=company, sign_of_life=sign_of_life)
 
     async def dial_without_greeting(self, peer: PeerID, address: Multiaddr | None = None) -> Connection:
         """A connection on which this peer does not tell its addresses; the caller has to close it.
