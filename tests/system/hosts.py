@@ -94,8 +94,8 @@ class Host:
         self.ip("addr", "add", f"{self.address}/24", "dev", "eth0")
         self.ip("addr", "add", f"{self.address_6}/64", "dev", "eth0", "nodad")
         self.ip("link", "set", "eth0", "up")
-        self.ip("route", "add", "default", "via", f"{SUBNET}.1")
-        self.ip("-6", "route", "add", "default", "via", f"{SUBNET_6}:1")
+        self.ip("route", "replace", "default", "via", f"{SUBNET}.1")
+        self.ip("-6", "route", "replace", "default", "via", f"{SUBNET_6}:1")
 
     def start(
         self,
