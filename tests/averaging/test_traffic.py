@@ -55,6 +55,7 @@ class Sides:
             gives=True,
             takes=True,
             pace=Pace(),
+            on_not_finite=lambda: None,
             on_delivered=lambda: None,
             on_received=self.received.set,
         )

@@ -9,6 +9,9 @@ ended knows, without asking anybody, that the round is over everywhere.
 
 A sender that fails is excluded from the parts that it has not delivered. Failure is the end of a connection, at once,
 or silence for longer than a time limit.
+
+No value that is not finite gets into an average, or is taken for one: a member with such values has weight 0 and does
+not send them, a reducer leaves out those that come nevertheless, and a reducer that sends some has failed.
 """
 
 from __future__ import annotations
@@ -83,6 +86,7 @@ class AllReduce:
         infos: one for each tensor.
         weight: of this member's values.
         get_stub: makes a stub of the averager protocol for a member.
+        is_spoilt: some of this member's values are not finite; its weight is 0.
     """
 
     def __init__(
@@ -94,16 +98,21 @@ class AllReduce:
         settings: AllReduceSettings,
         weight: float,
         get_stub: Callable[[PeerID], StubBase],
+        is_spoilt: bool = False,
     ) -> None:
         self.group, self.own_index, self.settings, self.weight = group, own_index, settings, weight
         self.get_stub = get_stub
         self.modes = [AveragingMode(mode) for mode in group.modes]
         self.is_sender = self.modes[own_index] is not AveragingMode.AUX
         self.vector = RoundVector(
-            tensors, infos, settings.codec, settings.part_size_bytes, group.shares, settings.alpha
+            tensors, infos, settings.codec, settings.part_size_bytes, group.shares, settings.alpha, is_spoilt
         )
         self.failed: dict[int, str] = {}
         """Members that did not do their part, with the reason."""
+        self.seen_not_finite: set[int] = set()
+        """Members that have sent this one values that are not finite."""
+        self.told_not_finite: set[int] = set()
+        """Members of which others say so."""
         self.on_failure: Callable[[int], None] = lambda member: None
         """Called with each one that is added, or confirmed."""
         self.silent = [asyncio.Event() for _ in self.modes]
@@ -142,8 +151,9 @@ class AllReduce:
     def _make_reducer(self) -> PartReducer:
         parts = self.vector.parts[self.own_index]
         senders = [index for index in self.senders if index != self.own_index and parts]
-        local = self.vector.values if self.is_sender else None
-        return PartReducer(parts, senders, local, self.own_index, {self.own_index: self.weight})
+        local = self.vector.sound_values if self.is_sender else None
+        weights = {self.own_index: self.weight}
+        return PartReducer(parts, senders, local, self.own_index, weights, self.seen_not_finite.add)
 
     def _make_traffic(self, member: int) -> Traffic:
         return Traffic(
@@ -154,6 +164,7 @@ class AllReduce:
             gives=self.is_sender,
             takes=member in self.senders,
             pace=self._pace,
+            on_not_finite=lambda: self.seen_not_finite.add(member),
             on_delivered=lambda: self._note_delivery(member),
             on_received=lambda: self._note_received(member),
         )
@@ -268,6 +279,7 @@ class AllReduce:
             raise AllreduceException(f"nothing was averaged, every other member failed: {reasons}")
         if share == 0 and self.late:
             raise AllreduceException("this member was late, and the result did not arrive")
+        not_finite = self.seen_not_finite | self.told_not_finite
         return RoundResult(
             group_id=self.group.group_id,
             peers=self.group.peer_ids,
@@ -279,6 +291,7 @@ class AllReduce:
             ),
             late=self.late,
             duration=duration,
+            not_finite_peers=tuple(self.group.peer_ids[i] for i in sorted(not_finite)),
         )
 
     def weight_of(self, member: int) -> float:

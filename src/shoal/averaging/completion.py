@@ -81,8 +81,8 @@ class Completion:
         except Resigned:
             is_late = True
         else:  # it comes alone: perhaps the others have finished, and have the result for it
-            averaged = self.allreduce.vector.share_averaged
-            is_late = self._quorum is not None and bool(self.allreduce.failed) and not averaged
+            has_results = any(self.allreduce.vector.held)
+            is_late = self._quorum is not None and bool(self.allreduce.failed) and not has_results
         if is_late:
             await self.allreduce.abandon()
         return not is_late

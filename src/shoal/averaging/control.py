@@ -49,6 +49,9 @@ class RoundResult:
     """The group did not wait for this peer: it has the result, without having contributed everything."""
     duration: float
     """Seconds from the trigger to the result."""
+    not_finite_peers: tuple[PeerID, ...] = ()
+    """Members that have sent NaN or infinite values, which were left out. Not those that noticed it themselves and took
+    part with weight 0."""
 
 
 def check_weight(weight: float) -> float:

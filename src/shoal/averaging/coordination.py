@@ -11,6 +11,7 @@ import torch
 
 from shoal.averaging.allreduce import AllReduce, AveragingMode
 from shoal.averaging.calls import PEER_FAILURES, reason_of
+from shoal.averaging.finite import all_finite
 from shoal.averaging.following import Resigned
 from shoal.averaging.protocol import RoundKind, RoundMessage, RoundStatus, StatusRequest
 from shoal.averaging.recovery import Line, Plan, Recovery, make_plan, show_life
@@ -120,12 +121,17 @@ class Coordination:
         if message.kind == RoundKind.REPORT and not link.late:
             if len(message.held) != self.group.group_size:
                 raise ProtocolError("malformed report")
+            self._note_not_finite(member, message.not_finite)
             link.held, link.obsolete = message.held, False
             self._changed.set()
         if message.kind == RoundKind.DELIVERED:
             link.delivered = True
             self._quorum_changed.set()
         return True
+
+    def _note_not_finite(self, reporter: int, members: list[int]) -> None:
+        others = {member for member in members if 0 <= member < self.group.group_size} - {self.own, reporter}
+        self.allreduce.told_not_finite |= others
 
     def _lost(self, member: int, link: _Link, reason: str) -> None:
         """The member has not come back."""
@@ -288,7 +294,10 @@ class Coordination:
         if self.closed_early:
             self._result.set_result(self.vector.copy_values())
         self.allreduce.weights = self.allreduce.weights or self._final_weights()
-        commit = RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights, members=sorted(self._dead))
+        not_finite = sorted(self.allreduce.seen_not_finite | self.allreduce.told_not_finite)
+        commit = RoundMessage(
+            kind=RoundKind.COMMIT, weights=self.allreduce.weights, members=sorted(self._dead), not_finite=not_finite
+        )
         await self._broadcast(commit, end=True)
 
     def _final_weights(self) -> list[float]:
@@ -307,7 +316,9 @@ class Coordination:
         values = await asyncio.shield(self._result)
         for reducer, parts in enumerate(self.vector.parts):
             for index, part in enumerate(parts):
-                await link.line.send_part((reducer, index), part.compress(part.of(values)))
+                average = part.of(values)  # if nobody had finite values, there is none
+                encoded = part.compress(average) if all_finite(average) else None
+                await link.line.send_part((reducer, index), encoded)
         await link.line.send(RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights), end=True)
 
     # --- filling gaps -------------------------------------------------------------------------------------------------
@@ -342,5 +353,9 @@ class Coordination:
         if header is None or not exists:
             raise ProtocolError("sent a part that does not exist")
         [values] = await self.vector.receive(link.line.call, [header], [self.vector.parts[reducer][index]])
+        is_average = self._execution is not None and self._execution.is_average((reducer, index))
+        if is_average and values is not None and not all_finite(values):
+            self.allreduce.seen_not_finite.add(member)
+            raise ProtocolError("sent an average that is not finite")
         if self._execution is not None and not link.obsolete:
             self._execution.deliver(member, (reducer, index), values)

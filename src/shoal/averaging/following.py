@@ -6,6 +6,7 @@ import asyncio
 import math
 
 from shoal.averaging.allreduce import AllReduce
+from shoal.averaging.finite import all_finite
 from shoal.averaging.protocol import RoundKind, RoundMessage
 from shoal.averaging.recovery import Line, show_life
 from shoal.clock import timeout
@@ -66,6 +67,7 @@ class Following:
                 if message.kind == RoundKind.COMMIT:
                     self._drop(message.members)
                     self.allreduce.weights = self._check_weights(message.weights)
+                    self._note_not_finite(message.not_finite)
                     return
                 if message.kind == RoundKind.RESIGNED:
                     raise Resigned("is late itself")
@@ -107,6 +109,10 @@ class Following:
             raise ProtocolError("the coordinator's list of weights is malformed")
         return weights
 
+    def _note_not_finite(self, members: list[int]) -> None:
+        others = {member for member in members if 0 <= member < self.group.group_size} - {self.own}
+        self.allreduce.told_not_finite |= others
+
     def _drop(self, members: list[int]) -> None:
         for member in members if not self.allreduce.late else ():
             if 0 <= member < self.group.group_size and member != self.own:
@@ -122,7 +128,8 @@ class Following:
         await self._report(line)
 
     async def _report(self, line: Line) -> None:
-        await line.send(RoundMessage(kind=RoundKind.REPORT, held=self.vector.held))
+        left_out = sorted(self.allreduce.seen_not_finite)
+        await line.send(RoundMessage(kind=RoundKind.REPORT, held=self.vector.held, not_finite=left_out))
 
     async def _fulfil(self, line: Line, assignment: RoundMessage) -> None:
         """Send the parts that the coordinator wants; report when those that it promised are here, too."""
@@ -145,6 +152,9 @@ class Following:
         if index >= len(self.vector.parts[reducer]):
             raise ProtocolError("the coordinator sent a part that does not exist")
         [values] = await self.vector.receive(call, [header], [self.vector.parts[reducer][index]])
+        if values is not None and not all_finite(values):
+            self.allreduce.seen_not_finite.add(self.group.peer_ids.index(call.remote))
+            raise ProtocolError("the coordinator sent an average that is not finite")
         self.vector.take(reducer, index, values)
         self._changed.set()
 

@@ -41,6 +41,7 @@ from shoal.averaging.protocol import (
     JoinRequest,
     Member,
 )
+from shoal.averaging.refusals import Refusals
 from shoal.averaging.search import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.clock import get_dht_time, timeout
 from shoal.errors import AllreduceException, MatchmakingException, P2PHandlerError, ProtocolError, StreamClosedError
@@ -53,6 +54,10 @@ __all__ = ["Matchmaking", "MatchmakingException", "MatchmakingSettings"]
 
 FIRST_LOOKUP_PAUSE = 0.1
 MAX_LOOKUP_PAUSE = 1.0
+REFUSAL = (
+    "it has sent values that are NaN or infinite in a round, although peers check theirs before. Is it of an older "
+    "version, or its machine broken? It is taken again after some rounds"
+)
 MAX_LOOKUPS = 3
 """Lookups at the same time: one that waits for slow nodes does not keep the next one from being made."""
 
@@ -69,6 +74,7 @@ class Matchmaking:
     ) -> None:
         self.p2p, self.keys, self.settings = p2p, keys, settings
         self._get_stub = get_stub
+        self.refusals = Refusals()
         self._invitations = Invitations(p2p, get_stub, self.answer_join)
         self._one_at_a_time = asyncio.Lock()
         self._search: Search | None = None
@@ -97,7 +103,13 @@ class Matchmaking:
         loop = asyncio.get_running_loop()
         expiration = self._promised_time(control)
         search = Search(
-            self.p2p.peer_id, self.settings, control, self.keys.current_key, expiration, loop.create_future()
+            self.p2p.peer_id,
+            self.settings,
+            control,
+            self.keys.current_key,
+            expiration,
+            loop.create_future(),
+            refused=self.refusals.next_search(),
         )
         self._search, self._last_refusals = search, search.refusals
         tasks = [asyncio.ensure_future(work) for work in (self._discover(search), self._lead_or_follow(search))]
@@ -290,7 +302,7 @@ class Matchmaking:
                 search.note_redirection(better, reply.expiration)
         elif reply.code == Code.BAD_EXPIRATION_TIME:
             search.offer(leader, reply.expiration)
-        elif reply.code == Code.SETTINGS_DIFFER:
+        elif reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
             search.refusals[str(leader)] = reply.text
             if reply.text not in self._warned:
                 self._warned.add(reply.text)
@@ -340,6 +352,9 @@ class Matchmaking:
             return JoinReply(code=Code.PROTOCOL_VIOLATION)
         if search is None or search.group.done() or request.group_key != search.key:
             return JoinReply(code=Code.NOT_LOOKING_FOR_GROUP)
+        if remote in search.refused:
+            search.turn_away(remote)
+            return JoinReply(code=Code.REFUSED, text=REFUSAL)
         difference = _difference(self.settings.agreed, request.settings)
         if difference:
             return JoinReply(code=Code.SETTINGS_DIFFER, text=difference)
@@ -358,7 +373,11 @@ class Matchmaking:
         """A peer that may lead says that it is there, and waits on this call for this one to come."""
         search = self._search
         if search is not None and invitation.group_key == search.key and math.isfinite(invitation.expiration):
-            await self._invitations.hold(search, call, invitation)
+            if call.remote in search.refused:
+                search.turn_away(call.remote)
+                await call.send(InvitationReply(), end=True)
+            else:
+                await self._invitations.hold(search, call, invitation)
 
     def _send_followers_away(self, search: Search, leader: PeerID | None) -> None:
         reply = JoinReply(code=Code.GROUP_DISBANDED)

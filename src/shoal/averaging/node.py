@@ -135,6 +135,8 @@ class Lane:
             },
         )
         self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub)
+        self.is_spoilt = False
+        """Values of this peer were not finite when it averaged last."""
 
 
 def schema_of(infos: Sequence[CompressionInfo]) -> str:
@@ -266,8 +268,11 @@ class AveragerNode(ServicerBase):
             await control.wait_for_trigger()
             control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
             session = self._session(group, control.weight)
-            async with self.lock.hold_async(lane.indices):
-                await self._average_in(session, lane)
+            try:
+                async with self.lock.hold_async(lane.indices):
+                    await self._average_in(session, lane)
+            finally:
+                self._report_not_finite(session, lane)
         finally:
             self._rounds.leave_group(group.group_id)
         control.round = self.last_round = session.result
@@ -292,6 +297,27 @@ class AveragerNode(ServicerBase):
             failure = AllreduceException(reason or type(e).__name__)
             failure.share_averaged = share
             raise failure from e
+
+    def _report_not_finite(self, session: GroupSession, lane: Lane) -> None:
+        """Say which values were left out of averages: this peer's own, and those of others, who are refused then."""
+        level = logging.DEBUG if lane.is_spoilt else logging.WARNING  # once, until they are finite again
+        lane.is_spoilt = session.not_finite is not None
+        if lane.is_spoilt:
+            logger.log(
+                level,
+                "%s: this peer takes part with weight 0, and gets the average of the others, until its values are "
+                "finite. Look at its data, loss and learning rate; with half precision, use shoal.GradScaler",
+                session.not_finite,
+            )
+        told = session.told_not_finite
+        group = session.group
+        aux = [peer for peer, mode in zip(group.peer_ids, group.modes, strict=True) if mode == AveragingMode.AUX]
+        for peer in lane.matchmaking.refusals.note(session.seen_not_finite, told, group.peer_ids, aux):
+            logger.warning(
+                "left out values of %s: they are NaN or infinite, although peers check theirs before they send them. "
+                "It is refused for a while; its owner should update it, or look at its machine",
+                peer,
+            )
 
     def _connect_ahead(self, group: GroupInfo, lane: Lane) -> None:
         """Make the connections of the round while there is time: over long links that takes a while."""

@@ -23,6 +23,7 @@ class Code(IntEnum):
     DUPLICATE_PEER_ID = 8
     GROUP_IS_FULL = 9
     PROTOCOL_VIOLATION = 10
+    REFUSED = 11
 
 
 class PeerRecord(Header):
@@ -115,7 +116,8 @@ class PartStatus(IntEnum):
     DELTA = 2
     """The payload holds the difference between the average and what the sender sent, as it was decoded."""
     UNCHANGED = 3
-    """There is no average (all weights were 0): keep the local values. No bytes."""
+    """There is no average (all weights were 0): keep the local values. From a sender: it has no finite values. No
+    bytes."""
 
 
 class PartHeader(msgspec.Struct, array_like=True):
@@ -181,6 +183,9 @@ class RoundMessage(Header):
     """In a greeting: the member was late before."""
     weights: list[float] = msgspec.field(default_factory=list)
     """In a commit: of all members' values in the average."""
+    not_finite: list[int] = msgspec.field(default_factory=list)
+    """In a report: members of which the sender has left out values, because they are not finite. In a commit: all of
+    these."""
     held: list[int] = msgspec.field(default_factory=list)
     members: list[int] = msgspec.field(default_factory=list)
     send: list[tuple[int, int, int]] = msgspec.field(default_factory=list)

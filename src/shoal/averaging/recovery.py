@@ -103,8 +103,8 @@ class Recovery:
         self._vector, self._own, self._plan, self._lines = allreduce.vector, allreduce.own_index, plan, lines
         senders = [member for member in lines if member in allreduce.senders]
         parts = [self._vector.parts[reducer][index] for reducer, index in plan.again]
-        local = self._vector.values if allreduce.is_sender else None
-        self._reducer = PartReducer(parts, senders, local, self._own, weights)
+        local = self._vector.sound_values if allreduce.is_sender else None
+        self._reducer = PartReducer(parts, senders, local, self._own, weights, allreduce.seen_not_finite.add)
         self._position = {key: position for position, key in enumerate(plan.again)}
         self._senders = senders
         loop = asyncio.get_running_loop()
@@ -119,13 +119,17 @@ class Recovery:
         if member in self._lines:
             self._failed.set()
 
+    def is_average(self, key: PartKey) -> bool:
+        """Whether a part that comes is an average that its sender holds."""
+        return key in self._fetched
+
     def deliver(self, member: int, key: PartKey, values: torch.Tensor | None) -> None:
         """A part has come."""
         waiting = self._fetched.get(key)
         if waiting is not None and self._plan.sources[key] == member:
             if not waiting.done():
                 waiting.set_result(values)
-        elif values is not None and key in self._position:
+        elif key in self._position:
             self._reducer.deliver(member, self._position[key], values)
 
     async def run(self) -> bool:
@@ -174,7 +178,7 @@ class Recovery:
         if self._vector.alpha != 1:  # whoever holds the average has already mixed it with its own values
             return None
         if self._plan.sources[key] == self._own:
-            return self._vector.values(self._vector.parts[key[0]][key[1]])
+            return self._vector.sound_values(self._vector.parts[key[0]][key[1]])
         return await asyncio.shield(self._fetched[key])
 
 

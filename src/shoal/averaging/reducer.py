@@ -3,18 +3,23 @@
 A part is averaged when every sender that is still trusted to come has delivered it, in the order of the members, so
 that the result does not depend on who was faster. Senders may run ahead by a few parts only, and few averages wait to
 be sent, which bounds the memory.
+
+A member whose values are not finite says so and has weight 0. If a part with such values comes nevertheless, it is left
+out: the average of the others does not suffer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from shoal.averaging.finite import all_finite, without_overflow
 from shoal.averaging.partition import Part
 from shoal.compression.base import SerializedTensor, TensorRole
 from shoal.errors import AllreduceException, ProtocolError
@@ -27,11 +32,17 @@ made of, for averages that wait to be sent while something else is sent first.""
 
 
 def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor | None:
-    """Mean of equally shaped tensors in their own type, summed in float32 or wider; ``None`` if all weights are 0."""
-    total = sum(weights)
-    if total == 0:
+    """Mean of equally shaped tensors in their own type, summed in float32 or wider; ``None`` if all weights are 0.
+
+    What has weight 0 is left out, whatever it is. Weights may be of any size.
+    """
+    largest = max(weights, default=0.0)
+    if largest == 0:
         return None
-    dtype = values[0].dtype
+    values = [value for value, weight in zip(values, weights, strict=True) if weight > 0]
+    exponent = math.frexp(largest)[1]  # a power of two changes no bit, and the sum of such weights is of normal size
+    weights = [math.ldexp(weight, -exponent) for weight in weights if weight > 0]
+    total, dtype = sum(weights), values[0].dtype
     wide = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
     if not (dtype.is_floating_point or dtype.is_complex):
         wide = torch.float64
@@ -71,8 +82,9 @@ class OwnAverage(NamedTuple):
 
 @dataclass
 class _PartState:
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What has arrived, by sender; of this member what counts, if that is not its values as they are."""
+    values: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    """What has arrived, by sender; of this member what counts, if that is not its values as they are. ``None``: nothing
+    that counts, because it is not finite."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     average: torch.Tensor | None = None
     encoded: SerializedTensor | None = None
@@ -88,20 +100,22 @@ class PartReducer:
     Args:
         parts: those that it reduces.
         senders: positions of the members that will send, without this one.
-        own_values: gives this member's own values of a part; ``None``: it does not contribute.
+        own_values: gives this member's own values of a part, if they are finite; ``None``: it does not contribute.
         local_index: this member's position.
         weights: of the members as far as they are known: this one's, at least.
+        on_not_finite: called with a sender that has a weight, but values that are not finite.
     """
 
     def __init__(
         self,
         parts: Sequence[Part],
         senders: Sequence[int],
-        own_values: Callable[[Part], torch.Tensor] | None,
+        own_values: Callable[[Part], torch.Tensor | None] | None,
         local_index: int,
         weights: dict[int, float],
+        on_not_finite: Callable[[int], None] = lambda member: None,
     ) -> None:
-        self._parts = parts
+        self._parts, self._on_not_finite = parts, on_not_finite
         self._expects_others = bool(senders)
         self.waiting_for = set(senders)
         """Senders that have neither delivered everything and said so, nor been excluded."""
@@ -133,8 +147,8 @@ class PartReducer:
         if index >= self._window:
             await self._states[index - self._window].done.wait()
 
-    def deliver(self, sender: int, index: int, values: torch.Tensor) -> None:
-        """A part has arrived; the tensor now belongs to the reducer."""
+    def deliver(self, sender: int, index: int, values: torch.Tensor | None) -> None:
+        """A part has arrived; the tensor now belongs to the reducer. ``None``: the sender has no finite values."""
         state = self._states[index]
         if not state.done.is_set():
             state.values[sender] = values
@@ -148,7 +162,7 @@ class PartReducer:
         self._taken(state, self._local_index)
         if average is None or counted is None:
             return OwnAverage(average, False, state.is_shared)
-        return OwnAverage(average - counted, True, state.is_shared)
+        return OwnAverage(without_overflow(average - counted), True, state.is_shared)
 
     def is_averaged(self, index: int) -> bool:
         """Nobody is waited for any more with a part."""
@@ -184,7 +198,10 @@ class PartReducer:
             if average is None:
                 return None, False
             if part.codec.lossy and sent is not None and sent.is_floating_point():  # of others there are no lossy ones
-                return part.codec.compress(average - sent, part.info, allow_inplace=True), True
+                difference = average - sent
+                if all_finite(difference) or all_finite(sent):
+                    difference = without_overflow(difference)
+                    return part.codec.compress(difference, part.info, allow_inplace=True), True
             if state.encoded is None:
                 state.encoded = part.compress(average)
             return state.encoded, False
@@ -252,17 +269,33 @@ class PartReducer:
 
     def _reduce(self, state: _PartState, index: int) -> None:
         senders, part = sorted(state.values), self._parts[index]
-        values = dict(state.values)
-        if self._own_values is not None:
-            values[self._local_index] = self._counted(self._own_values(part), part, state)
-        if values:
-            order = sorted(values)
-            state.average = weighted_mean([values[i] for i in order], [self.weights[i] for i in order])
+        state.average = self._mean(state, part)
+        if state.average is not None and not all_finite(state.average):
+            self._leave_out_not_finite(state)
+            mean = self._mean(state, part, trust_own=False)
+            state.average = None if mean is None else without_overflow(mean)  # shares may add up to more than 1
         state.takers = {*senders, self._local_index} if self._own_values is not None else set(senders)
         state.is_shared = bool(senders) or not self._expects_others
         if not part.codec.lossy:  # only differences need what was sent
             state.values.clear()
         state.done.set()
+
+    def _mean(self, state: _PartState, part: Part, *, trust_own: bool = True) -> torch.Tensor | None:
+        values = {sender: sent for sender, sent in state.values.items() if sent is not None}
+        own = None if self._own_values is None else self._own_values(part)
+        if own is not None and (trust_own or all_finite(own)):
+            values[self._local_index] = self._counted(own, part, state)
+        order = sorted(values)
+        return weighted_mean([values[i] for i in order], [self.weights[i] for i in order])
+
+    def _leave_out_not_finite(self, state: _PartState) -> None:
+        """Somebody has not checked its values before it sent them: they would spoil the average."""
+        state.values.pop(self._local_index, None)
+        for sender, values in sorted(state.values.items()):
+            if values is not None and not all_finite(values):
+                state.values[sender] = None
+                if self.weights[sender] > 0:
+                    self._on_not_finite(sender)
 
     def _counted(self, values: torch.Tensor, part: Part, state: _PartState) -> torch.Tensor:
         """This member's own values as they count in an average with those that have arrived.
@@ -273,8 +306,8 @@ class PartReducer:
         """
         if not part.codec.lossy or not state.values or part.info.role is TensorRole.GRADIENT:
             return values
-        others = [sender for sender in sorted(state.values) if self.weights[sender] > 0]
-        if not others or not values.is_floating_point() or not _are_similar(values, state.values[others[0]]):
+        others = [sent for i, sent in sorted(state.values.items()) if sent is not None and self.weights[i] > 0]
+        if not others or not values.is_floating_point() or not _are_similar(values, others[0]):
             return values
         _, decoded = part.codec.compress_and_decode(values, part.info)
         state.values[self._local_index] = decoded

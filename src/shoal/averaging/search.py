@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -138,19 +138,31 @@ class Search:
     lost: dict[PeerID, tuple[float, Follower]] = field(default_factory=dict)
     """Followers whose connection broke, and when."""
     refusals: dict[str, str] = field(default_factory=dict)
+    refused: Mapping[PeerID, bool] = field(default_factory=dict)
+    """Whom this peer does not want in its group, and whether others count on that one to come."""
+    turned_away: dict[PeerID, None] = field(default_factory=dict)
+    """Those of them that look for a group."""
     declared: asyncio.Event = field(default_factory=asyncio.Event)
     redeclare: asyncio.Event = field(default_factory=asyncio.Event)
 
     def offer(self, peer: PeerID, expiration: float) -> None:
         """A peer is known to look for a group."""
-        if self.candidates.get(peer) != expiration:
+        if peer in self.refused:
+            self.turn_away(peer)
+        elif self.candidates.get(peer) != expiration:
             self.candidates[peer] = expiration
+            self.control.changed.set()
+
+    def turn_away(self, peer: PeerID) -> None:
+        """A peer is there, but will not be in the group: nobody needs to wait for it."""
+        if self.refused[peer] and peer not in self.turned_away:
+            self.turned_away[peer] = None
             self.control.changed.set()
 
     def is_complete(self) -> bool:
         """Whether as many members as anybody in this group expects are here, without those that only help."""
         modes = [self.settings.mode, *(follower.request.mode for follower in self.followers.values())]
-        size = sum(mode != AveragingMode.AUX for mode in modes)
+        size = sum(mode != AveragingMode.AUX for mode in modes) + len(self.turned_away)
         expected = [self.control.expected_group_size, *(f.expected_group_size for f in self.followers.values())]
         known = [number for number in expected if number is not None]
         return bool(known) and size >= max(known)

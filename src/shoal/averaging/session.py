@@ -9,6 +9,7 @@ import torch
 
 from shoal.averaging.allreduce import AllReduce, AllReduceSettings, AveragingMode
 from shoal.averaging.control import RoundResult
+from shoal.averaging.finite import describe, first_not_finite
 from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.load_balancing import rescale_shares
 from shoal.averaging.round import Round, Rounds
@@ -18,6 +19,8 @@ from shoal.p2p import PeerID, StubBase
 from shoal.reactor import run_in_worker
 
 MAX_PHASES = 256
+LARGE_VECTOR = 2**20
+"""To look at so many values takes long enough to do it in a worker."""
 
 
 class GroupSession:
@@ -46,6 +49,12 @@ class GroupSession:
         self.group, self.weight = group, weight
         self.own_index = group.peer_ids.index(own)
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
+        self.not_finite: str | None = None
+        """Which of this member's tensors has values that are not finite, in words."""
+        self.seen_not_finite: set[PeerID] = set()
+        """Members that have sent this one values that are not finite."""
+        self.told_not_finite: set[PeerID] = set()
+        """Members of which others say so."""
         self._phases: list[RoundResult] = []
         self._vectors: list[tuple[Sequence[torch.Tensor], RoundVector]] = []
         """What each phase works on, and how far it is."""
@@ -70,6 +79,7 @@ class GroupSession:
         """What came of all phases together: a member that failed in one failed; the smallest share counts."""
         assert self._phases, "no all-reduce has been run in this group"
         failed = {peer for phase in self._phases for peer in phase.failed_peers}
+        not_finite = {peer for phase in self._phases for peer in phase.not_finite_peers}
         return RoundResult(
             group_id=self.group.group_id,
             peers=self.group.peer_ids,
@@ -79,7 +89,21 @@ class GroupSession:
             auxiliaries=self._phases[0].auxiliaries,
             late=any(phase.late for phase in self._phases),
             duration=sum(phase.duration for phase in self._phases),
+            not_finite_peers=tuple(peer for peer in self.group.peer_ids if peer in not_finite),
         )
+
+    async def check_values(self, tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> bool:
+        """Whether all values of this member are finite; if not, its weight in this step is 0 from now on.
+
+        :meth:`all_reduce` does that with its tensors: others, from which these are made, may be checked before.
+        """
+        if self.mode is AveragingMode.AUX:  # has none
+            return True
+        is_large = sum(tensor.numel() for tensor in tensors) > LARGE_VECTOR
+        bad = await run_in_worker(first_not_finite, tensors) if is_large else first_not_finite(tensors)
+        if bad is not None:
+            self.weight, self.not_finite = 0.0, self.not_finite or describe(tensors[bad], infos[bad])
+        return bad is None
 
     async def all_reduce(
         self,
@@ -94,7 +118,8 @@ class GroupSession:
             tensors: of the same shapes and types in all members; changed in place, unless this member is an auxiliary.
             infos: one for each tensor, for the codec.
             alpha: move values by this fraction of the way to the mean; default: as the averager is set.
-            weight: of this member's values in this phase; default: as in the step.
+            weight: of this member's values in this phase; default: as in the step. If some of the values are not
+                finite, it is 0.
 
         Raises:
             AllreduceException: nothing was averaged, the tensors are as they were.
@@ -108,12 +133,17 @@ class GroupSession:
         group = dataclasses.replace(self.group, group_id=round_id, shares=shares)
         direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
-        own_weight = self.weight if weight is None else weight
-        allreduce = AllReduce(group, self.own_index, working, infos, settings, own_weight, self._get_stub)
+        is_spoilt = not await self.check_values(working, infos)  # all of it, before the first byte is sent
+        own_weight = 0.0 if is_spoilt else self.weight if weight is None else weight
+        allreduce = AllReduce(group, self.own_index, working, infos, settings, own_weight, self._get_stub, is_spoilt)
         self._vectors.append((working, allreduce.vector))
-        result = await self._rounds.run(
-            round_id, Round(allreduce), self._failed_members(), linger=settings.sender_timeout
-        )
+        try:
+            result = await self._rounds.run(
+                round_id, Round(allreduce), self._failed_members(), linger=settings.sender_timeout
+            )
+        finally:
+            self.seen_not_finite.update(group.peer_ids[member] for member in allreduce.seen_not_finite)
+            self.told_not_finite.update(group.peer_ids[member] for member in allreduce.told_not_finite)
         self._phases.append(result)
         if weight is None:
             self._main_weights.append(result.weights)

@@ -6,7 +6,10 @@ import asyncio
 import math
 from collections.abc import Callable
 
+import torch
+
 from shoal.averaging.calls import DescribedPart, describe_part
+from shoal.averaging.finite import all_finite
 from shoal.averaging.pace import Pace, Runner
 from shoal.averaging.protocol import PartMessage, PartStatus
 from shoal.averaging.reducer import PartReducer
@@ -34,6 +37,7 @@ class Traffic:
         gives: whether this member sends parts.
         takes: whether the other one does.
         pace: of what this member sends to all others; ``None``: nobody waits for anybody.
+        on_not_finite: called when an average is not finite.
         on_delivered: called when all parts are sent.
         on_received: called when all averages are here.
     """
@@ -48,11 +52,12 @@ class Traffic:
         gives: bool,
         takes: bool,
         pace: Pace | None,
+        on_not_finite: Callable[[], None],
         on_delivered: Callable[[], None],
         on_received: Callable[[], None],
     ) -> None:
         self.vector, self._reducer, self.other = vector, reducer, other
-        self._pace, self._on_received = pace, on_received
+        self._pace, self._on_received, self._on_not_finite = pace, on_received, on_not_finite
         self._runner: Runner | None = None
         theirs, ours = vector.parts[other] if gives else [], vector.parts[own] if takes else []
         self.parts_out = Outgoing(
@@ -160,7 +165,8 @@ class Traffic:
     def _expect(self, message: PartMessage) -> Incoming:
         incoming = self.averages_in if message.is_average else self.parts_in
         statuses = {header.status for header in message.parts}
-        if message.index not in incoming.missing or not (message.is_average or statuses == {PartStatus.VALUES}):
+        is_due = message.is_average or statuses <= {PartStatus.VALUES, PartStatus.UNCHANGED}
+        if message.index not in incoming.missing or not is_due:
             raise ProtocolError(f"sent part {message.index} with status {statuses}, which is not due")
         return incoming
 
@@ -169,11 +175,17 @@ class Traffic:
             raise ProtocolError("sent an average that is not waited for any more")
         for index, (header, values) in enumerate(zip(message.parts, complete, strict=False), message.index):
             if message.is_average:
+                self._check_finite(values)
                 self.vector.take(self.other, index, values, is_delta=header.status == PartStatus.DELTA)
-            elif values is not None:
+            else:
                 self._reducer.deliver(self.other, index, values)
         if message.is_average and not self.averages_in.missing:
             self._on_received()
+
+    def _check_finite(self, average: torch.Tensor | None) -> None:
+        if average is not None and not all_finite(average):
+            self._on_not_finite()
+            raise ProtocolError("sent an average that is not finite")
 
     def end(self, *, own: bool) -> None:
         """Nothing more comes on one call.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.averaging.finite import all_finite
 from shoal.averaging.partition import Part, split_into_parts
 from shoal.averaging.protocol import PartHeader, PartStatus
 from shoal.compression import CompressionBase, CompressionInfo
@@ -34,6 +35,7 @@ class RoundVector:
         part_size_bytes: about how large a part is on the way.
         shares: how many values each member reduces.
         alpha: local values move by this fraction of the way to the average.
+        is_spoilt: some values of this member may be NaN or infinite.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class RoundVector:
         part_size_bytes: int,
         shares: Sequence[int],
         alpha: float,
+        is_spoilt: bool = False,
     ) -> None:
-        self.alpha = alpha
+        self.alpha, self.is_spoilt = alpha, is_spoilt
         self._flat = [tensor.detach().view(-1) for tensor in tensors]
         self._values_averaged = 0
         self.parts: list[list[Part]] = [[] for _ in shares]
@@ -87,9 +90,15 @@ class RoundVector:
         """The values of a part: a view if they are of one tensor, else a copy."""
         return part.of(self._flat)
 
-    def encode(self, part: Part) -> SerializedTensor:
-        """The values of a part, ready to be sent."""
-        return part.compress(self.values(part))
+    def sound_values(self, part: Part) -> torch.Tensor | None:
+        """The same, or ``None`` if some of them are not finite."""
+        values = self.values(part)
+        return None if self.is_spoilt and not all_finite(values) else values
+
+    def encode(self, part: Part) -> SerializedTensor | None:
+        """The values of a part, ready to be sent; ``None`` if some of them are not finite."""
+        values = self.sound_values(part)
+        return None if values is None else part.compress(values)
 
     def take(self, reducer: int, index: int, values: torch.Tensor | None, *, is_delta: bool = False) -> None:
         """The average of a reducer's part is here; it is applied when those of all earlier parts are.
@@ -103,8 +112,8 @@ class RoundVector:
         while self.held[reducer] in early:
             average = early.pop(self.held[reducer])
             part = self.parts[reducer][self.held[reducer]]
-            self._values_averaged += part.length
             if average.values is not None:
+                self._values_averaged += part.length
                 pieces = part.pieces_of(self._flat)
                 for piece, values in zip(pieces, average.values.split_with_sizes([*map(len, pieces)]), strict=True):
                     self._apply(piece, values, is_delta=average.is_delta)
@@ -112,11 +121,15 @@ class RoundVector:
 
     def _apply(self, target: torch.Tensor, values: torch.Tensor, *, is_delta: bool) -> None:
         if is_delta:
-            target.add_(values.to(target.dtype), alpha=self.alpha)
-        elif self.alpha == 1:
+            largest = torch.finfo(target.dtype).max  # which a sum may exceed by what a codec has lost
+            target.add_(values.to(target.dtype), alpha=self.alpha).clamp_(-largest, largest)
+        elif self.alpha == 1 or (self.is_spoilt and not all_finite(target)):
             target.copy_(values)
         elif target.is_floating_point() or target.is_complex():
-            target.lerp_(values, self.alpha)
+            mixed = torch.lerp(target, values, self.alpha)
+            if not all_finite(mixed):  # the difference of huge numbers may be too large, but not what is between them
+                mixed = (target * (1 - self.alpha)).add_(values, alpha=self.alpha)
+            target.copy_(mixed)
         else:
             target.copy_(torch.lerp(target.double(), values.double(), self.alpha).round_())
 
@@ -124,7 +137,7 @@ class RoundVector:
         """Receive the payload of a message, after checking that it holds the parts that are due.
 
         Returns:
-            The values of each part, or ``None`` for "unchanged".
+            The values of each part, or ``None`` if there are none.
 
         Raises:
             ProtocolError: it holds something else.
@@ -150,12 +163,14 @@ class RoundVector:
             return
         if metadata is None or metadata.size != (part.length,) or metadata.dtype != dtype_name(dtype):
             raise ProtocolError(f"sent {metadata} for a part of {part.length} values of {dtype}")
+        if header.status == PartStatus.DELTA and not dtype.is_floating_point:
+            raise ProtocolError(f"sent a difference for a part of {dtype}")
         limit = 2 * part.length * dtype.itemsize + 2**16
         if nbytes != part.nbytes if math.isfinite(part.nbytes) else not 0 <= nbytes <= limit:
             raise ProtocolError(f"sent {nbytes} bytes for a part of {part.length} values")
 
     def decode(self, header: PartHeader, part: Part, buffer: memoryview) -> torch.Tensor | None:
-        """The values of a part whose bytes are all here, after :meth:`check`; ``None`` for "unchanged"."""
+        """The values of a part whose bytes are all here, after :meth:`check`; ``None`` if there are none."""
         if header.metadata is None:
             return None
         return part.codec.extract(SerializedTensor(header.metadata, buffer)).detach()

@@ -1,0 +1,65 @@
+"""Whether numbers are finite, found out by one quick look at each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shoal.compression import CompressionInfo
+
+PIECE = 2**19
+"""Values that are looked at together where it takes a copy of them."""
+
+
+@torch.no_grad()
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite; numbers of types that have neither always are.
+
+    A sum is finite only if all of its terms are, and sums are about thirty times as fast as ``isfinite``, without
+    memory of their own. If finite numbers have an infinite sum, a second look tells.
+    """
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point():
+        return True
+    if values.dtype in (torch.float16, torch.bfloat16):  # whose own sums end at 65504, or are copied to be summed
+        sums = [float(piece.sum(dtype=torch.float32)) for piece in _pieces(values)]
+        return math.isfinite(sum(sums)) or _look_closely(values)
+    return math.isfinite(float(values.sum())) or _look_closely(values)
+
+
+def _look_closely(values: torch.Tensor) -> bool:
+    return all(bool(piece.isfinite().all()) for piece in _pieces(values))
+
+
+def _pieces(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(values.reshape(-1), PIECE)
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
+    """Position of the first tensor with a value that is not finite; ``None`` if there is none.
+
+    Devices other than the CPU are asked once each, unless there is one.
+    """
+    elsewhere: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device.type != "cpu" and tensor.is_floating_point():
+            elsewhere.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))
+    sound = {device for device, sums in elsewhere.items() if bool(torch.stack(sums).isfinite().all())}
+    unknown = ((i, tensor) for i, tensor in enumerate(tensors) if tensor.device not in sound)
+    return next((index for index, tensor in unknown if not all_finite(tensor)), None)
+
+
+def describe(tensor: torch.Tensor, info: CompressionInfo) -> str:
+    """A tensor with values that are not finite, in words."""
+    count = tensor.numel() - int(tensor.isfinite().sum())
+    name = info.role.name.lower() if info.role.name != "UNSPECIFIED" else "tensor"
+    return f"{name} {info.key!r} of shape {tuple(tensor.shape)} has {count} values that are NaN or infinite"
+
+
+def without_overflow(values: torch.Tensor) -> torch.Tensor:
+    """Results of a computation on finite numbers; where it left their range, the end of the range, or 0 for NaN."""
+    return values if all_finite(values) else values.nan_to_num(nan=0.0)
