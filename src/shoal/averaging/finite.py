@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.compression import CompressionInfo
+from shoal.compression import CompressionInfo, TensorRole
 
 PIECE = 2**19
 """Values that are looked at together where it takes a copy of them."""
@@ -46,9 +46,10 @@ def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
     """
     elsewhere: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if tensor.device.type != "cpu" and tensor.is_floating_point():
-            elsewhere.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))
-    sound = {device for device, sums in elsewhere.items() if bool(torch.stack(sums).isfinite().all())}
+        if tensor.device.type != "cpu" and tensor.is_floating_point() and tensor.numel():
+            elsewhere.setdefault(tensor.device, []).append(tensor)
+    largest = {device: torch._foreach_norm(group, torch.inf) for device, group in elsewhere.items()}
+    sound = {device for device, norms in largest.items() if all_finite(torch.stack([n.float() for n in norms]))}
     unknown = ((i, tensor) for i, tensor in enumerate(tensors) if tensor.device not in sound)
     return next((index for index, tensor in unknown if not all_finite(tensor)), None)
 
@@ -56,8 +57,9 @@ def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
 def describe(tensor: torch.Tensor, info: CompressionInfo) -> str:
     """A tensor with values that are not finite, in words."""
     count = tensor.numel() - int(tensor.isfinite().sum())
-    name = info.role.name.lower() if info.role.name != "UNSPECIFIED" else "tensor"
-    return f"{name} {info.key!r} of shape {tuple(tensor.shape)} has {count} values that are NaN or infinite"
+    name = "tensor" if info.role is TensorRole.UNSPECIFIED else info.role.name.lower()
+    shape = tuple(tensor.shape)
+    return f"{count} of the {tensor.numel()} values of {name} {info.key!r} (shape {shape}) are NaN or infinite"
 
 
 def without_overflow(values: torch.Tensor) -> torch.Tensor:

@@ -186,6 +186,9 @@ class GlobalStep:
             raise
         result = control.round
         assert result is not None, "a successful round says who took part"
+        if not any(result.weights):
+            logger.debug("no member had gradients that count in epoch %d", self.state_averager.local_epoch)
+            return None
         return set(result.peers) - {*result.failed_peers, *result.auxiliaries, self.tracker.dht.peer_id}
 
     def _finish_delayed_round(self, control: StepControl, own_mean: Sequence[torch.Tensor]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from shoal.averaging.finite import first_not_finite
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler as TorchGradScaler
@@ -186,19 +188,9 @@ class GradScaler(TorchGradScaler):
         with self._lock:
             known = self._finite.get(id(optimizer)) if use_cached else None
             if known is None:
-                known = self._finite[id(optimizer)] = _are_finite(_gradients(optimizer))
+                known = self._finite[id(optimizer)] = first_not_finite(_gradients(optimizer)) is None
             return known
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.numel()]
-
-
-@torch.no_grad()
-def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Asks each device once."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    largest = (torch._foreach_norm(group, torch.inf) for group in by_device.values())
-    return all(bool(torch.stack([norm.float() for norm in norms]).isfinite().all()) for norms in largest)

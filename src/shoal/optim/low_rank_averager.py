@@ -17,6 +17,7 @@ import torch
 from shoal.averaging import StepControl
 from shoal.averaging.allreduce import AveragingMode
 from shoal.averaging.control import RoundResult
+from shoal.averaging.finite import without_overflow
 from shoal.averaging.session import GroupSession
 from shoal.averaging.snapshot import OwnedState, State
 from shoal.compression import CompressionInfo, TensorRole
@@ -189,6 +190,7 @@ class LowRankAverager(GradientAverager):
         state = self._state
         statements = [Statement.parse(blob) for blob in session.group.gathered]
         session.show_gathered([statement.for_user for statement in statements])
+        await session.check_values(tensors, infos)
         agreement = agree(statements)
         if agreement.differs or (self._is_checked(agreement.rounds) and not agreement.same_bits):
             state = await self._synchronize(session, state, agreement)
@@ -224,6 +226,8 @@ class LowRankAverager(GradientAverager):
         """Average all of it or fail: values of different peers must not be mixed."""
         infos = [CompressionInfo.from_tensor(t, key=i, role=TensorRole.GRADIENT) for i, t in enumerate(tensors)]
         result = await session.all_reduce(tensors, infos, weight=weight)
+        if weight is None and not any(result.weights):  # no further attempt: it would have the same gradients
+            raise ShoalError("no member of the group has gradients that count: they are not finite, or have weight 0")
         if result.share_averaged < 1:
             share = 100 * result.share_averaged
             raise AllreduceException(f"only {share:.1f} % of a phase was averaged, which is no use by itself")
@@ -234,32 +238,34 @@ class LowRankAverager(GradientAverager):
     @torch.no_grad()
     def _begin(self, state: LowRankState, tensors: Sequence[torch.Tensor], weight: float) -> LowRankRound:
         differences = [
-            self._difference(position, matrix.of(tensors[matrix.index]), state, weight)
+            without_overflow(self._difference(position, matrix.of(tensors[matrix.index]), state, weight))
             for position, matrix in enumerate(self._matrices)
         ]
-        left = [difference @ basis for difference, basis in zip(differences, state.bases, strict=True)]
+        pairs = zip(differences, state.bases, strict=True)
+        left = [without_overflow(difference @ basis) for difference, basis in pairs]
         uncompressed = _copies([tensors[index] for index in self._uncompressed])
         return LowRankRound(state, weight, differences, left, [], uncompressed)
 
     @torch.no_grad()
     def _project(self, work: LowRankRound) -> None:
-        _check_finite(work.left)
         for left, difference in zip(work.left, work.differences, strict=True):
             orthogonalize_(left)
-            work.right.append(difference.t() @ left)
+            work.right.append(without_overflow(difference.t() @ left))
 
     @torch.no_grad()
     def _finish(
         self, work: LowRankRound, tensors: Sequence[torch.Tensor], made_by: bytes, rounds: int, contributed: bool
     ) -> None:
-        _check_finite(work.right)
         results, estimates = self._results(work)
         bases = tuple(
             torch.where((right == 0).all(0), first, right)  # a direction that was lost would never come back
             for right, first in zip(work.right, self._first_bases, strict=True)
         )
         for matrix, result in zip(self._matrices, results, strict=True):
-            tensors[matrix.index].copy_(result.reshape(tensors[matrix.index].shape))
+            tensor = tensors[matrix.index]
+            if tensor.dtype != result.dtype:  # of a smaller range, perhaps
+                result = result.clamp(-torch.finfo(tensor.dtype).max, torch.finfo(tensor.dtype).max)
+            tensor.copy_(result.reshape(tensor.shape))
         for index, average in zip(self._uncompressed, work.uncompressed, strict=True):
             tensors[index].copy_(average)
         state = LowRankState(bases, estimates, made_by, rounds)
@@ -294,12 +300,6 @@ class LowRankAverager(GradientAverager):
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-
-
-def _check_finite(averages: Sequence[torch.Tensor]) -> None:
-    """All members see the same averages. No further attempt: it would have the same gradients."""
-    if not all(bool(average.isfinite().all()) for average in averages):
-        raise ShoalError("the gradients of some member of the group are not finite")
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:

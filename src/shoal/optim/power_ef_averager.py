@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.averaging.finite import without_overflow
 from shoal.optim.low_rank_averager import LowRankAverager, LowRankRound
 from shoal.optim.low_rank_state import LowRankState
 
@@ -90,5 +91,5 @@ class PowerEFGradientAverager(LowRankAverager):
 
     def _results(self, work: LowRankRound) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
         rounds = zip(work.state.estimates, work.left, work.right, strict=True)
-        estimates = [torch.addmm(estimate, left, right.t()) for estimate, left, right in rounds]
+        estimates = [without_overflow(torch.addmm(estimate, left, right.t())) for estimate, left, right in rounds]
         return estimates, tuple(estimates)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from shoal.averaging.finite import without_overflow
 from shoal.optim.low_rank_averager import LowRankAverager, LowRankRound
 from shoal.optim.low_rank_state import LowRankState
 
@@ -42,7 +43,7 @@ class PowerSGDGradientAverager(LowRankAverager):
     def _difference(self, position: int, gradient: torch.Tensor, state: LowRankState, weight: float) -> torch.Tensor:
         if self._errors is None or weight == 0:
             return gradient.clone()
-        return torch.add(gradient, self._errors[position], alpha=1 / weight)
+        return torch.add(gradient, self._errors[position], alpha=min(1 / weight, torch.finfo(gradient.dtype).max))
 
     @torch.no_grad()
     def _project(self, work: LowRankRound) -> None:
@@ -51,12 +52,12 @@ class PowerSGDGradientAverager(LowRankAverager):
             difference.addmm_(left, right.t(), alpha=-1)  # what is left out
 
     def _results(self, work: LowRankRound) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-        return [left @ right.t() for left, right in zip(work.left, work.right, strict=True)], ()
+        return [without_overflow(left @ right.t()) for left, right in zip(work.left, work.right, strict=True)], ()
 
     def _contributed(self, work: LowRankRound) -> None:
         if work.differences:
-            torch._foreach_mul_(work.differences, work.weight)
-        self._errors = work.differences
+            torch._foreach_mul_(work.differences, min(work.weight, torch.finfo(torch.float32).max))
+        self._errors = [without_overflow(difference) for difference in work.differences]
 
     def get_memory(self) -> list[torch.Tensor]:
         return [*super().get_memory(), *(self._errors or ())]

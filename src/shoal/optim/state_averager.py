@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging import DecentralizedAverager, StepControl
+from shoal.averaging.finite import first_not_finite
 from shoal.averaging.snapshot import OwnedState
 from shoal.futures import AwaitableFuture
 from shoal.optim.checkpoint import load_checkpoint, make_checkpoint
@@ -128,6 +129,8 @@ class TrainingStateAverager(DecentralizedAverager):
         """Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock."""
         self._local_epoch = 0
         self._stepped_epoch = 0
+        self._skips_steps = False
+        """The gradients of the last step were not finite."""
         self._jobs: list[StateJob] = []
         self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
         """Seconds from the start of a step to the start of its all-reduce."""
@@ -301,7 +304,7 @@ class TrainingStateAverager(DecentralizedAverager):
             if request.optimizer_step and request.grad_scaler is not None:
                 with request.grad_scaler.running_global_step():
                     request.grad_scaler.step(self.optimizer)
-            elif request.optimizer_step:
+            elif request.optimizer_step and self._has_sound_gradients(job.epoch):
                 self.optimizer.step()
             if request.zero_grad:
                 self.optimizer.zero_grad(set_to_none=request.set_to_none)
@@ -314,6 +317,26 @@ class TrainingStateAverager(DecentralizedAverager):
         job.stepped.set()
         if request.averaging_round:
             self.delay_before_averaging.update(1, interval=max(1e-9, time.perf_counter() - job_started))
+
+    def _has_sound_gradients(self, epoch: int) -> bool:
+        """Whether all gradients are finite. If not, the optimizer skips this step, as with a gradient scaler."""
+        named = [
+            (name, parameter.grad)
+            for name, parameter in zip(self.parameter_names, self.optimizer_parameters, strict=True)
+            if parameter.grad is not None
+        ]
+        bad = first_not_finite([grad for _, grad in named])
+        level = logging.DEBUG if self._skips_steps else logging.WARNING  # once, until gradients are finite again
+        self._skips_steps = bad is not None
+        if bad is not None:
+            logger.log(
+                level,
+                "the optimizer skips the step to epoch %d and stays as it is: the gradient of parameter %r has values "
+                "that are NaN or infinite. Look at the data, the loss and the learning rate",
+                epoch,
+                named[bad][0],
+            )
+        return bad is None
 
     @contextlib.contextmanager
     def _optimizer_access(self) -> Iterator[None]:

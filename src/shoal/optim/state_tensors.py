@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shoal.averaging.finite import all_finite, without_overflow
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.training_setup import TrainingSetup
 
@@ -116,7 +117,7 @@ class StateTensors:
             copy_all(self.local(), self.averaged)
             return
         for local, new, old in zip(self.local(), self.averaged, self._before_averaging, strict=True):
-            local.add_((new - old).to(local.device))
+            add_change(local, new, old)
         self._before_averaging = None
 
     @torch.no_grad()
@@ -143,6 +144,16 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     """Copy many tensors at once, between types and devices if need be."""
     if targets:
         torch._foreach_copy_([tensor.detach() for tensor in targets], [tensor.detach() for tensor in sources])
+
+
+def add_change(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> None:
+    """Add what averaging has changed; values that were not finite before it are replaced."""
+    change = new - old
+    if not all_finite(change):
+        spoilt = ~old.isfinite()
+        local[spoilt.to(local.device)] = new[spoilt].to(local.device, local.dtype)
+        change = torch.where(spoilt, 0, without_overflow(change))
+    local.add_(change.to(local.device))
 
 
 def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:

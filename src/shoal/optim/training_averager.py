@@ -19,7 +19,7 @@ from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AveragingError
 from shoal.futures import AwaitableFuture
 from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_
-from shoal.optim.state_tensors import copy_all, copy_for_averaging
+from shoal.optim.state_tensors import add_change, copy_all, copy_for_averaging
 from shoal.optim.state_transfer import TrainingState, apply_state, describe_state
 from shoal.optim.training_setup import TorchOptimizer, TrainingSetup, prepare_training
 
@@ -141,7 +141,7 @@ class TrainingAverager(DecentralizedAverager):
                         copy_all(local, averaged)
                     else:
                         for tensor, new, old in zip(local, averaged, before, strict=True):
-                            tensor.add_((new - old).to(tensor.device))
+                            add_change(tensor, new, old)
             self.local_step += 1
             return gathered
 
