@@ -1,0 +1,58 @@
+"""Whom an averager refuses after a round, and for how long."""
+
+from __future__ import annotations
+
+import random
+
+from shoal.averaging.refusals import MAX_REFUSED_PEERS, SEEN_SEARCHES, TOLD_SEARCHES, Refusals
+from shoal.p2p import Identity
+
+RNG = random.Random(0)
+A, B, C, D = (Identity.generate(RNG).peer_id for _ in range(4))
+
+
+def test_what_was_seen_counts_for_some_searches():
+    refusals = Refusals()
+    assert refusals.note([B], [], [A, B, C], []) == [B]
+    assert refusals.note([B], [], [A, B, C], []) == []  # no news
+    for _ in range(SEEN_SEARCHES):
+        assert refusals.next_search() == {B: True}
+    assert refusals.next_search() == {}
+    assert refusals.note([B], [], [A, B, C], []) == [B]
+
+
+def test_what_was_told_counts_once_and_only_of_a_minority():
+    refusals = Refusals()
+    assert refusals.note([], [B], [A, B, C], []) == [B]
+    for _ in range(TOLD_SEARCHES):
+        assert refusals.next_search() == {B: True}
+    assert refusals.next_search() == {}
+    refusals.note([], [B, C], [A, B, C, D], [])
+    assert refusals.next_search() == {}
+    refusals.note([], [B], [A, B], [])
+    assert refusals.next_search() == {}
+    refusals.note([B], [C], [A, B, C, D], [])  # what was seen counts, but both are too many
+    assert refusals.next_search() == {B: True}
+
+
+def test_what_was_told_does_not_shorten_what_was_seen():
+    refusals = Refusals()
+    refusals.note([B], [], [A, B, C], [])
+    refusals.note([], [B], [A, B, C], [])
+    for _ in range(SEEN_SEARCHES):
+        assert B in refusals.next_search()
+
+
+def test_nobody_counts_on_an_auxiliary():
+    refusals = Refusals()
+    refusals.note([B], [], [A, B, C], [B])
+    assert refusals.next_search() == {B: False}
+
+
+def test_memory_is_bounded():
+    refusals = Refusals()
+    peers = [Identity.generate(RNG).peer_id for _ in range(MAX_REFUSED_PEERS + 3)]
+    for peer in peers:
+        refusals.note([peer], [], [A, peer], [peer])
+    assert len(refusals) == MAX_REFUSED_PEERS
+    assert list(refusals.next_search()) == peers[3:]
