@@ -204,7 +204,8 @@ class AllReduce:
             await self._received.wait()
             self.vector.drop_early()
             self.exchanged.set()
-            if self.is_sender and self.vector.is_complete:
+            # who has left out values does not end early, so that the others wait for the coordinator to name the sender
+            if self.is_sender and self.vector.is_complete and not self.seen_not_finite:
                 self._may_end.set()
                 self._note_complete(self.own_index)
             await self.ended.wait()
