@@ -190,3 +190,46 @@ async def test_whose_values_come_first_makes_no_difference():
             reducer.deliver(sender, 0, sent[sender].clone())
         averages.append(await reducer.peek(0))
     assert torch.equal(*averages)
+
+
+@pytest.mark.parametrize("size", [1e-320, 1.0, 1e38, 1e308])
+def test_weights_of_any_size_have_the_same_bits_as_ordinary_ones(size):
+    values = list(torch.randn(4, 1000).unbind())
+    shares = [1.0, 0.5, 0.0, 0.25]
+    mean = weighted_mean(values, [size * share for share in shares])
+    assert mean is not None
+    if size > 1e-300:  # tinier ones are rounded themselves
+        assert torch.equal(mean, weighted_mean(values, shares))
+    torch.testing.assert_close(mean, weighted_mean(values, shares), rtol=1e-2, atol=1e-2)
+
+
+def test_what_has_no_weight_is_left_out():
+    spoilt = torch.tensor([torch.nan, torch.inf])
+    assert weighted_mean([spoilt, torch.ones(2), spoilt], [0.0, 3.0, 0.0]).tolist() == [1, 1]
+    assert weighted_mean([spoilt], [0.0]) is None
+    assert weighted_mean([], []) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("number", [3, 7, 10])
+async def test_mean_of_the_largest_values_is_finite(dtype, number):
+    """Shares as a third are rounded, and may add up to more than 1."""
+    largest = torch.full((5,), torch.finfo(dtype).max, dtype=dtype)
+    reducer = make_reducer([largest.clone()], range(1, number))
+    for sender in range(1, number):
+        reducer.begin(sender, 1.0)
+        reducer.deliver(sender, 0, largest.clone())
+    average = (await reducer.average(0)).values
+    torch.testing.assert_close(average, largest)
+
+
+async def test_values_that_changed_after_they_were_checked_do_not_count():
+    """Somebody writes into tensors that are being averaged: this peer's own part is left out, and it gets the mean."""
+    own = torch.tensor([1.0, torch.nan])
+    reducer = make_reducer([own], [1, 2])
+    for sender in (1, 2):
+        reducer.begin(sender, 1.0)
+        reducer.deliver(sender, 0, torch.full((2,), float(sender)))
+    average = await reducer.average(0)
+    assert not average.is_delta
+    assert average.values.tolist() == [1.5, 1.5]

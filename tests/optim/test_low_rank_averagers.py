@@ -242,22 +242,71 @@ def test_a_failed_round_leaves_everything_as_it_was(make_averagers, monkeypatch,
     check_equal(averages(unlucky), averages(lucky))
 
 
+@pytest.mark.parametrize("bad", [0, 1], ids=["compressed", "uncompressed"])
+@pytest.mark.parametrize("codec", [None, Float16Compression()], ids=["exact", "lossy"])
 @pytest.mark.parametrize("cls", BOTH)
-def test_gradients_that_are_not_finite_end_the_round_for_all(make_averagers, cls):
+def test_gradients_that_are_not_finite_are_left_out(make_averagers, cls, codec, bad):
+    """Also of what peers remember: the next rounds are those of a swarm in which this one had no samples once."""
+    averagers = make_averagers(cls, 3, compression=codec)
+    for number in range(4):
+        grads = [make_grads(10 * number + i, a.parameters) for i, a in enumerate(averagers)]
+        if number in (1, 2):
+            grads[0][bad].view(-1)[3] = torch.nan if number == 1 else torch.inf
+        before = fingerprint(averagers[0])
+        for averager, own in zip(averagers, grads, strict=True):
+            contribute(averager, own)
+        run_round(averagers)
+        for averager in averagers:
+            weights = dict(zip(averager.last_round.peers, averager.last_round.weights, strict=True))
+            assert [weights[a.peer_id] for a in averagers] == [0.0 if number in (1, 2) else 4.0, 4.0, 4.0]
+            assert all(tensor.isfinite().all() for tensor in (*averages(averager), *fingerprint(averager)))
+            if codec is None:
+                check_equal(averages(averager), averages(averagers[1]))
+        if number in (1, 2) and cls is PowerSGDGradientAverager:
+            errors = len(averagers[0]._errors)
+            check_equal(fingerprint(averagers[0])[-errors:], before[-errors:])  # it has contributed nothing
+        if number in (1, 2):
+            mean = (grads[1][1] + grads[2][1]) / 2  # of what is not compressed
+            torch.testing.assert_close(averages(averagers[0])[1], mean, atol=0 if codec is None else 2e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_if_nobody_has_finite_gradients_the_round_ends_and_nothing_changes(make_averagers, cls):
     averagers = make_averagers(cls, 2)
     for i, averager in enumerate(averagers):
         contribute(averager, make_grads(i, averager.parameters))
     run_round(averagers)
     before = [fingerprint(averager) for averager in averagers]
-    grads = make_grads(3, averagers[0].parameters)
-    grads[0][1, 1] = torch.nan
-    contribute(averagers[0], grads)
-    contribute(averagers[1], make_grads(4, averagers[1].parameters))
+    for i, averager in enumerate(averagers):
+        grads = make_grads(3 + i, averager.parameters)
+        grads[i][1] = torch.nan
+        contribute(averager, grads)
     controls = [averager.step(wait=False, expected_group_size=2, timeout=20) for averager in averagers]
     for control, averager, state in zip(controls, averagers, before, strict=True):
         with pytest.raises(ShoalError, match="not finite"):
             control.result(20)
         check_equal(fingerprint(averager), state)
+
+
+@pytest.mark.parametrize("weights", [(1e38, 1e-38), (1e-38, 1e38), (1e300, 1e300)])
+@pytest.mark.parametrize("cls", BOTH)
+def test_neither_huge_weights_nor_huge_gradients_make_anything_infinite(make_averagers, cls, weights):
+    averagers = make_averagers(cls, 2)
+    for number, scale in enumerate([1.0, 3e38, 1e-38, 1.0]):
+        for i, averager in enumerate(averagers):
+            grads = make_grads(10 * number + i, averager.parameters)
+            contribute(averager, [grad.clamp(-1, 1) * scale for grad in grads])
+        turn = weights if number % 2 else weights[::-1]
+        in_parallel(
+            *(
+                lambda a=a, w=w: a.step(weight=w, expected_group_size=2, timeout=20)
+                for a, w in zip(averagers, turn, strict=True)
+            )
+        )
+        for averager in averagers:
+            averager.notify_used_averaged_gradients()
+            assert all(tensor.isfinite().all() for tensor in (*averages(averager), *fingerprint(averager)))
+            check_equal(averages(averager), averages(averagers[0]))
 
 
 @pytest.mark.parametrize("cls", BOTH)
