@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.averaging.finite import PIECE, all_finite, describe, first_not_finite, without_overflow
+from shoal.averaging.finite import PIECE, all_finite, first_not_finite, name_not_finite, without_overflow
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import DTYPES
 
@@ -59,7 +59,8 @@ def test_what_is_said_names_the_tensor():
     tensor[1, 2], tensor[0, 0] = torch.nan, torch.inf
     info = CompressionInfo.from_tensor(tensor, key="layer.weight", role=TensorRole.PARAMETER)
     expected = "2 of the 6 values of parameter 'layer.weight' (shape (2, 3)) are NaN or infinite"
-    assert describe(tensor, info) == expected
+    assert name_not_finite([tensor], [info]) == expected
+    assert name_not_finite([torch.ones(2, 3)], [info]) is None
 
 
 def test_an_overflow_becomes_the_end_of_the_range():

@@ -54,8 +54,12 @@ def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
     return next((index for index, tensor in unknown if not all_finite(tensor)), None)
 
 
-def describe(tensor: torch.Tensor, info: CompressionInfo) -> str:
-    """A tensor with values that are not finite, in words."""
+def name_not_finite(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> str | None:
+    """The same in words, for who has to look for the cause."""
+    index = first_not_finite(tensors)
+    if index is None:
+        return None
+    tensor, info = tensors[index], infos[index]
     count = tensor.numel() - int(tensor.isfinite().sum())
     name = "tensor" if info.role is TensorRole.UNSPECIFIED else info.role.name.lower()
     shape = tuple(tensor.shape)

@@ -9,7 +9,7 @@ import torch
 
 from shoal.averaging.allreduce import AllReduce, AllReduceSettings, AveragingMode
 from shoal.averaging.control import RoundResult
-from shoal.averaging.finite import describe, first_not_finite
+from shoal.averaging.finite import name_not_finite
 from shoal.averaging.group_info import GroupInfo
 from shoal.averaging.load_balancing import rescale_shares
 from shoal.averaging.round import Round, Rounds
@@ -100,9 +100,9 @@ class GroupSession:
         if self.mode is AveragingMode.AUX:  # has none
             return True
         is_large = sum(tensor.numel() for tensor in tensors) > LARGE_VECTOR
-        bad = await run_in_worker(first_not_finite, tensors) if is_large else first_not_finite(tensors)
+        bad = await run_in_worker(name_not_finite, tensors, infos) if is_large else name_not_finite(tensors, infos)
         if bad is not None:
-            self.weight, self.not_finite = 0.0, self.not_finite or describe(tensors[bad], infos[bad])
+            self.weight, self.not_finite = 0.0, self.not_finite or bad
         return bad is None
 
     async def all_reduce(
