@@ -151,6 +151,28 @@ async def test_clients_and_auxiliaries():
     await swarm.close()
 
 
+@pytest.mark.parametrize("are_all_bad", [False, True])
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+async def test_who_is_late_and_bad_gets_the_result(late, are_all_bad):
+    tensors = [[torch.full((SIZE,), float(i))] for i in range(4)]
+    for index in range(4) if are_all_bad else [late]:
+        tensors[index][0][7] = torch.nan
+    swarm = await start(tensors, quorum=3, quorum_grace=0.1)
+    controls = [make_control(node, expected_group_size=4, triggered=i != late) for i, node in enumerate(swarm.nodes)]
+    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
+    await asyncio.gather(*running[:late], *running[late + 1 :])
+    controls[late].allow_allreduce()
+    await running[late]
+    mean = sum(i for i in range(4) if i != late) / 3
+    for i, ((tensor,), control) in enumerate(zip(tensors, controls, strict=True)):
+        assert len(control.result()) == 4
+        assert control.round.share_averaged == (0 if are_all_bad else 1)
+        own = torch.full((SIZE,), float(i))
+        own[7] = torch.nan
+        torch.testing.assert_close(tensor, own if are_all_bad else torch.full((SIZE,), mean), equal_nan=True)
+    await swarm.close()
+
+
 # --- a member that does not know --------------------------------------------------------------------------------------
 
 

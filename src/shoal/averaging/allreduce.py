@@ -275,10 +275,11 @@ class AllReduce:
             AllreduceException: nothing; the tensors are as they were.
         """
         share = self.vector.share_averaged if self.is_sender else 1.0
-        if share == 0 and self.failed:
+        has_nothing = share == 0 and not any(self.vector.held)  # not even the word that there is no average
+        if has_nothing and self.failed:
             reasons = "; ".join(f"{self.group.peer_ids[i]}: {reason}" for i, reason in self.failed.items())
             raise AllreduceException(f"nothing was averaged, every other member failed: {reasons}")
-        if share == 0 and self.late:
+        if has_nothing and self.late:
             raise AllreduceException("this member was late, and the result did not arrive")
         not_finite = self.seen_not_finite | self.told_not_finite
         return RoundResult(

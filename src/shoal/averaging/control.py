@@ -50,8 +50,8 @@ class RoundResult:
     duration: float
     """Seconds from the trigger to the result."""
     not_finite_peers: tuple[PeerID, ...] = ()
-    """Members that have sent NaN or infinite values, which were left out, as far as this peer has seen or heard of it in
-    time. Not those that noticed it themselves and took part with weight 0."""
+    """Members that have sent NaN or infinite values, which were left out, as far as this peer has seen it or heard of
+    it in time. Not those that noticed it themselves and took part with weight 0."""
 
 
 def check_weight(weight: float) -> float:

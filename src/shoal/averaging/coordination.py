@@ -316,8 +316,7 @@ class Coordination:
         values = await asyncio.shield(self._result)
         for reducer, parts in enumerate(self.vector.parts):
             for index, part in enumerate(parts):
-                average = part.of(values)  # if nobody had finite values, there is none
-                encoded = part.compress(average) if all_finite(average) else None
+                encoded = part.compress(part.of(values)) if self.vector.has_average(reducer, index) else None
                 await link.line.send_part((reducer, index), encoded)
         await link.line.send(RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights), end=True)
 

@@ -137,7 +137,8 @@ class Following:
             for index in range(start, stop):
                 if self._assignment is not assignment:
                     return
-                await line.send_part((reducer, index), self.vector.encode(self.vector.parts[reducer][index]))
+                part, is_known = self.vector.parts[reducer][index], self.vector.has_average(reducer, index)
+                await line.send_part((reducer, index), self.vector.encode(part) if is_known else None)
         while any(self.vector.held[reducer] < stop for reducer, _, stop in assignment.expect):
             self._changed.clear()
             await self._changed.wait()

@@ -178,7 +178,7 @@ class Recovery:
         if self._vector.alpha != 1:  # whoever holds the average has already mixed it with its own values
             return None
         if self._plan.sources[key] == self._own:
-            return self._vector.sound_values(self._vector.parts[key[0]][key[1]])
+            return self._vector.values(self._vector.parts[key[0]][key[1]]) if self._vector.has_average(*key) else None
         return await asyncio.shield(self._fetched[key])
 
 

@@ -57,6 +57,8 @@ class RoundVector:
             self.parts[part.reducer].append(part)
         self.held = [0] * len(shares)
         """How many parts of each reducer, from the first one on, hold the average here."""
+        self._without_average: set[tuple[int, int]] = set()
+        """Parts that are held, but to which nobody has contributed, by reducer and index."""
         self._early: list[dict[int, _Average]] = [{} for _ in shares]
         """Averages that came before those of earlier parts, by reducer and index."""
 
@@ -75,12 +77,17 @@ class RoundVector:
         """Forget what has been averaged: all of it is going to come."""
         self.held = [0] * len(self.held)
         self._values_averaged = 0
+        self._without_average.clear()
         self.drop_early()
 
     def drop_early(self) -> None:
         """Forget averages whose predecessors have not come."""
         for early in self._early:
             early.clear()
+
+    def has_average(self, reducer: int, index: int) -> bool:
+        """Whether there is one of a part, as far as this member knows: nobody may have contributed."""
+        return (reducer, index) not in self._without_average
 
     def copy_values(self) -> list[torch.Tensor]:
         """The values of all tensors now, flat; :meth:`Part.of` finds a part in them."""
@@ -117,6 +124,8 @@ class RoundVector:
                 pieces = part.pieces_of(self._flat)
                 for piece, values in zip(pieces, average.values.split_with_sizes([*map(len, pieces)]), strict=True):
                     self._apply(piece, values, is_delta=average.is_delta)
+            else:
+                self._without_average.add((reducer, self.held[reducer]))
             self.held[reducer] += 1
 
     def _apply(self, target: torch.Tensor, values: torch.Tensor, *, is_delta: bool) -> None:
