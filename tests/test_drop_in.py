@@ -332,6 +332,10 @@ def test_each_module_path_works_without_importing_it_first() -> None:
         hivemind.utils.logging.get_logger, hivemind.utils.asyncio.azip, hivemind.utils.math.orthogonalize_
         hivemind.dht.crypto.RSASignatureValidator(), hivemind.dht.schema.SchemaValidator
         hivemind.dht.storage.TimedStorage, hivemind.dht.traverse, hivemind.dht.routing.DHTID.generate()
+        hivemind.utils.timed_storage.TimedStorage, hivemind.utils.serializer.MSGPackSerializer
+        hivemind.utils.performance_ema.PerformanceEMA, hivemind.utils.tensor_descr.TensorDescriptor
+        hivemind.p2p.p2p_daemon.P2P, hivemind.p2p.p2p_daemon_bindings.control.P2PDaemonError
+        hivemind.p2p.p2p_daemon_bindings.datastructures.PeerID
         hivemind.utils.nested_flatten, hivemind.utils.networking.LOCALHOST, hivemind.utils.auth.AuthRole.CLIENT
         from shoal.utils import *
         get_dht_time()

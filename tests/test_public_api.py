@@ -47,7 +47,7 @@ NAMES = {
     "shoal.dht.traverse": "",
     "shoal.averaging": "DecentralizedAverager",
     "shoal.averaging.averager": "DecentralizedAverager",
-    "shoal.averaging.allreduce": "AveragingMode",
+    "shoal.averaging.allreduce": "AveragingMode BannedException",
     "shoal.averaging.control": "AveragingStage StepControl",
     "shoal.averaging.group_info": "GroupInfo",
     "shoal.averaging.key_manager": "GroupKeyManager",
@@ -61,6 +61,8 @@ NAMES = {
         serialize_torch_tensor deserialize_torch_tensor deserialize_tensor_stream
     """,
     "shoal.compression.adaptive": "AdaptiveCompressionBase",
+    "shoal.compression.quantization": "Uniform8BitQuantization Quantile8BitQuantization BlockwiseQuantization",
+    "shoal.compression.serialization": "serialize_torch_tensor deserialize_torch_tensor deserialize_tensor_stream",
     "shoal.optim": "Optimizer GradScaler TrainingAverager",
     "shoal.optim.grad_scaler": "GradScaler",
     "shoal.optim.training_averager": "TrainingAverager",
@@ -73,6 +75,9 @@ NAMES = {
         "ProgressTracker LocalTrainingProgress GlobalTrainingProgress TrainingProgressSchema"
     ),
     "shoal.p2p": "P2P P2PContext PeerID PeerInfo P2PDaemonError P2PHandlerError ServicerBase StubBase",
+    "shoal.p2p.p2p_daemon": "P2P P2PContext",
+    "shoal.p2p.p2p_daemon_bindings.control": "P2PDaemonError P2PHandlerError",
+    "shoal.p2p.p2p_daemon_bindings.datastructures": "PeerID PeerInfo",
     "shoal.utils": """
         get_dht_time DHTExpiration MAX_DHT_TIME_DISCREPANCY_SECONDS ValueWithExpiration TimedStorage PerformanceEMA
         MSGPackSerializer SerializerBase TensorDescriptor BatchTensorDescriptor MPFuture get_logger
@@ -96,7 +101,13 @@ NAMES = {
     "shoal.utils.multiaddr": "Multiaddr ProtocolLookupError",
     "shoal.utils.nested": "nested_flatten nested_pack nested_map nested_compare",
     "shoal.utils.networking": "choose_ip_address log_visible_maddrs LOCALHOST",
+    "shoal.utils.performance_ema": "PerformanceEMA",
+    "shoal.utils.serializer": "MSGPackSerializer SerializerBase",
     "shoal.utils.streaming": "split_for_streaming combine_from_streaming",
+    "shoal.utils.tensor_descr": "TensorDescriptor BatchTensorDescriptor",
+    "shoal.utils.timed_storage": """
+        TimedStorage ValueWithExpiration HeapEntry DHTExpiration get_dht_time MAX_DHT_TIME_DISCREPANCY_SECONDS
+    """,
 }
 """Not here because it is out of scope: mixtures of experts, protobuf messages, futures across processes."""
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from shoal.compression import (
     CompressionType,
     SerializedTensor,
+    deserialize_tensor_stream,
     deserialize_torch_tensor,
     serialize_torch_tensor,
 )
 from shoal.compression.streaming import (
     TensorChunk,
     combine_from_streaming,
-    deserialize_tensor_stream,
     split_for_streaming,
 )
 

@@ -37,6 +37,7 @@ from shoal.averaging.traffic import Traffic
 from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, P2PHandlerError, ProtocolError
+from shoal.errors import BannedException as BannedException
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.reactor import cancel_and_wait
 

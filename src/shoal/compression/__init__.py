@@ -13,8 +13,11 @@ from shoal.compression.blockwise import Blockwise4BitQuantization, BlockwiseQuan
 from shoal.compression.descriptor import CompressionType, TensorDescriptor
 from shoal.compression.floating import BFloat16Compression, Float16Compression, ScaledFloat16Compression
 from shoal.compression.quantization import Quantile8BitQuantization, Uniform8BitQuantization
-from shoal.compression.serialization import deserialize_torch_tensor, serialize_torch_tensor
-from shoal.compression.streaming import deserialize_tensor_stream
+from shoal.compression.serialization import (
+    deserialize_tensor_stream,
+    deserialize_torch_tensor,
+    serialize_torch_tensor,
+)
 
 __all__ = [
     "BFloat16Compression",

@@ -1,7 +1,8 @@
-"""One tensor to bytes and back, with the codec named by its code."""
+"""Tensors to bytes and back, with the codec named by its code."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from shoal.compression.blockwise import Blockwise4BitQuantization, BlockwiseQuan
 from shoal.compression.descriptor import CompressionType
 from shoal.compression.floating import BFloat16Compression, Float16Compression, ScaledFloat16Compression
 from shoal.compression.quantization import Quantile8BitQuantization, Uniform8BitQuantization
+from shoal.compression.streaming import TensorChunk, combine_all
 
 _CODECS: dict[int, CompressionBase] = {
     int(codec.compression_type): codec
@@ -72,3 +74,14 @@ def deserialize_torch_tensor(serialized_tensor: SerializedTensor) -> torch.Tenso
         RuntimeError: the bytes are truncated or do not fit the metadata.
     """
     return codec_of(serialized_tensor.metadata.compression).extract(serialized_tensor)
+
+
+async def deserialize_tensor_stream(stream: AsyncIterable[Iterable[TensorChunk]]) -> list[torch.Tensor]:
+    """Restore tensors that arrive in pieces, several pieces at a time.
+
+    Raises:
+        RuntimeError: pieces are missing, or the bytes do not fit the metadata.
+        ValueError: the metadata make no sense.
+    """
+    chunks = [chunk async for several in stream for chunk in several]
+    return [deserialize_torch_tensor(serialized) for serialized in combine_all(chunks)]

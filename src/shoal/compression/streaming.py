@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from shoal.compression.base import Buffer, SerializedTensor, TensorMetadata
-from shoal.compression.serialization import deserialize_torch_tensor
 
 STREAMING_CHUNK_SIZE_BYTES = 2**16
 
@@ -75,13 +72,14 @@ def combine_from_streaming(stream: Iterable[TensorChunk]) -> SerializedTensor:
     Raises:
         RuntimeError: pieces are missing, or there are too many.
     """
-    tensors = list(_combine_all(stream))
+    tensors = list(combine_all(stream))
     if len(tensors) != 1:
         raise RuntimeError(f"expected the pieces of one tensor, got those of {len(tensors)}")
     return tensors[0]
 
 
-def _combine_all(stream: Iterable[TensorChunk]) -> Iterator[SerializedTensor]:
+def combine_all(stream: Iterable[TensorChunk]) -> Iterator[SerializedTensor]:
+    """Like :func:`combine_from_streaming` for the pieces of any number of tensors."""
     assembly: _Assembly | None = None
     for chunk in stream:
         if assembly is None:
@@ -95,14 +93,3 @@ def _combine_all(stream: Iterable[TensorChunk]) -> Iterator[SerializedTensor]:
             assembly = None
     if assembly is not None:
         assembly.result()
-
-
-async def deserialize_tensor_stream(stream: AsyncIterable[Iterable[TensorChunk]]) -> list[torch.Tensor]:
-    """Restore tensors that arrive in pieces, several pieces at a time.
-
-    Raises:
-        RuntimeError: pieces are missing, or the bytes do not fit the metadata.
-        ValueError: the metadata make no sense.
-    """
-    chunks = [chunk async for several in stream for chunk in several]
-    return [deserialize_torch_tensor(serialized) for serialized in _combine_all(chunks)]

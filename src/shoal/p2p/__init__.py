@@ -1,5 +1,8 @@
 """Peers, streams and remote calls: identity, addresses, transports, connections, RPC."""
 
+import importlib
+from types import ModuleType
+
 from shoal.errors import P2PDaemonError, P2PHandlerError
 from shoal.p2p.connection import Call
 from shoal.p2p.identity import Identity
@@ -23,3 +26,10 @@ __all__ = [
     "ServicerBase",
     "StubBase",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import paths that users know; shoal itself needs none of them."""
+    if name in ("p2p_daemon", "p2p_daemon_bindings"):
+        return importlib.import_module(f"shoal.p2p.{name}")
+    raise AttributeError(f"module 'shoal.p2p' has no attribute {name!r}")

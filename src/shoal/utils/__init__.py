@@ -54,7 +54,11 @@ _SUBMODULES = (
     "multiaddr",
     "nested",
     "networking",
+    "performance_ema",
+    "serializer",
     "streaming",
+    "tensor_descr",
+    "timed_storage",
 )
 
 
