@@ -82,7 +82,9 @@ def header_target(header_type: type[Header]) -> Target:
 def _multiaddr(text: str | bytes) -> Multiaddr:
     """What was parsed can be written and parsed again."""
     address = Multiaddr(text)
-    assert Multiaddr(str(address)) == address == Multiaddr(address.to_bytes())
+    assert Multiaddr(str(address)) == address
+    if all(protocol.code is not None for protocol in address.protocols()):
+        assert Multiaddr(address.to_bytes()) == address
     return address
 
 

@@ -72,6 +72,8 @@ async def test_announced_addresses() -> None:
     await p2p.shutdown()
     with pytest.raises(ValueError, match="others need a real port"):
         await P2P.create(announce_maddrs=["/ip4/203.0.113.7/tcp/0"])
+    with pytest.raises(ValueError, match="no peer knows the protocol 'tpc'"):
+        await P2P.create(announce_maddrs=["/ip4/203.0.113.7/tpc/31337"])
 
 
 async def test_identity_in_use_where_it_listens(tmp_path: Path) -> None:
@@ -128,8 +130,8 @@ def test_hearsay_does_not_push_out_what_is_certain() -> None:
     assert str(known[-1]).endswith("/99"), "newer hearsay takes the place of older"
     book.prefer(STRANGER, known[-1])
     assert book.get(STRANGER)[:2] == [known[-1], good]
-    book.replace(STRANGER, ["/ip4/192.0.2.2/tcp/2", "/a-newer-kind/1"])
-    assert [str(each) for each in book.get(STRANGER)] == ["/ip4/192.0.2.2/tcp/2"]
+    book.replace(STRANGER, ["/ip4/192.0.2.2/tcp/2", "/ip4/nonsense/tcp/1", "/a-newer-kind/1"])
+    assert [str(each) for each in book.get(STRANGER)] == ["/ip4/192.0.2.2/tcp/2", "/a-newer-kind/1"]
 
 
 # --- connections that break -------------------------------------------------------------------------------------------

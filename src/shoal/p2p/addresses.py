@@ -37,7 +37,7 @@ class AddressBook:
     def replace(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
         """The peer itself has told where it can be dialled: that is now all that counts.
 
-        Addresses of a kind that is not known here are skipped: a newer peer may have more of them.
+        Addresses that make no sense here are skipped: a newer peer may have more of them.
         """
         plain = []
         for address in list(addresses)[:MAX_ADDRESSES_PER_PEER]:

@@ -2,7 +2,8 @@
 
 A multiaddr (https://multiformats.io/multiaddr/) is a path of protocols, each with a value or none. This is the
 small part of the format that peers of this library use, without the dozen packages that the reference
-implementation needs.
+implementation needs. Protocols that are not known here are carried along as text: what follows one is its value, unless
+that is the name of a protocol that is known.
 """
 
 from __future__ import annotations
@@ -21,27 +22,66 @@ _CODES = {
     "dns": 53,
     "dns4": 54,
     "dns6": 55,
+    "dnsaddr": 56,
     "udp": 273,
+    "webrtc-direct": 280,
+    "webrtc": 281,
     "p2p-circuit": 290,
     "p2p": 421,
+    "https": 443,
     "tls": 448,
+    "sni": 449,
+    "noise": 454,
     "quic": 460,
     "quic-v1": 461,
+    "webtransport": 465,
     "ws": 477,
     "wss": 478,
+    "http": 480,
     "memory": 777,
 }
 _NAMES = {code: name for name, code in _CODES.items()}
-_NAMES_WITHOUT_VALUE = frozenset({"p2p-circuit", "tls", "quic", "quic-v1", "ws", "wss"})
+_NAMES_WITHOUT_VALUE = frozenset(
+    {
+        "webrtc-direct",
+        "webrtc",
+        "p2p-circuit",
+        "https",
+        "tls",
+        "noise",
+        "quic",
+        "quic-v1",
+        "webtransport",
+        "ws",
+        "wss",
+        "http",
+    }
+)
 _FIXED_SIZES = {"ip4": 4, "ip6": 16, "tcp": 2, "udp": 2, "memory": 8}
 """Bytes of the value in binary form; the other values bring their length along."""
 _MAX_LENGTH = 1024
 _MAX_PEER_BYTES = 128
+_UNKNOWN_NAME, _UNKNOWN_VALUE = re.compile(r"[a-z][a-z0-9-]{0,49}"), re.compile(r"[!-.0-~]+")
 _HOST_LABEL = re.compile(r"[^\W_]([\w-]{0,61}[^\W_])?|_[\w-]{1,61}")
 
 
 class ProtocolLookupError(LookupError):
     """The address has no such protocol."""
+
+
+class Protocol(str):
+    """The name of a protocol, which also has the attributes by which other implementations tell protocols apart."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        return str(self)
+
+    @property
+    def code(self) -> int | None:
+        """Its number in the binary form; ``None`` if that is not known here."""
+        return _CODES.get(self)
 
 
 def _parse_number(name: str, text: str) -> bytes:
@@ -106,39 +146,49 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
     raise ValueError("binary multiaddr is cut off or has a number that is too long")
 
 
-_Items = tuple[tuple[str, "str | None"], ...]
+_Items = tuple[tuple[Protocol, "str | None"], ...]
 
 
 @functools.lru_cache(maxsize=4096)  # the same addresses are told by many peers, again and again
 def _parse_text(text: str) -> _Items:
     if len(text) > _MAX_LENGTH or not text.startswith("/"):
         raise ValueError("it must start with / and be no longer than 1024 characters")
-    words = iter(text.rstrip("/").split("/")[1:])
-    items: list[tuple[str, str | None]] = []
-    for name in words:
-        name = "p2p" if name == "ipfs" else name
+    words = text.rstrip("/").split("/")[:0:-1]  # the next one is the last
+    items: list[tuple[Protocol, str | None]] = []
+    while words:
+        name = words.pop()
+        name = Protocol("p2p" if name == "ipfs" else name)
         if name not in _CODES:
-            raise ValueError(f"unknown protocol {name!r}")
-        if name in _NAMES_WITHOUT_VALUE:
+            items.append((name, _take_unknown_value(name, words)))
+        elif name in _NAMES_WITHOUT_VALUE:
             items.append((name, None))
-            continue
-        value = next(words, None)
-        if value is None:
+        elif words:
+            items.append((name, _value_from_bytes(name, _value_to_bytes(name, words.pop()))))
+        else:
             raise ValueError(f"{name} needs a value")
-        items.append((name, _value_from_bytes(name, _value_to_bytes(name, value))))
     return tuple(items)
+
+
+def _take_unknown_value(name: str, words: list[str]) -> str | None:
+    if not _UNKNOWN_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a protocol")
+    if not words or words[-1] in _CODES:
+        return None
+    if not _UNKNOWN_VALUE.fullmatch(words[-1]):
+        raise ValueError(f"{name} has the value {words[-1]!r}, of which not every character is printable ASCII")
+    return words.pop()
 
 
 def _parse_bytes(data: bytes) -> _Items:
     if len(data) > _MAX_LENGTH:
         raise ValueError("it must be no longer than 1024 bytes")
-    items: list[tuple[str, str | None]] = []
+    items: list[tuple[Protocol, str | None]] = []
     position = 0
     while position < len(data):
         code, position = _read_varint(data, position)
-        name = _NAMES.get(code)
-        if name is None:
-            raise ValueError(f"unknown protocol code {code}")
+        if code not in _NAMES:
+            raise ValueError(f"unknown protocol code {code}, of which nobody can tell here where its value ends")
+        name = Protocol(_NAMES[code])
         if name in _NAMES_WITHOUT_VALUE:
             items.append((name, None))
             continue
@@ -194,21 +244,23 @@ class Multiaddr:
     def __reduce__(self) -> tuple[type[Multiaddr], tuple[str]]:
         return Multiaddr, (self._text,)
 
-    def __contains__(self, protocol: str) -> bool:
-        return any(name == protocol for name, _ in self._items)
+    def __contains__(self, protocol: str | int) -> bool:
+        return any(protocol in (name, name.code) for name, _ in self._items)
 
-    def __getitem__(self, protocol: str) -> str | None:
-        """The first value of a protocol, ``None`` for a protocol without values.
+    def __getitem__(self, protocol: str | int) -> str | None:
+        """The first value of a protocol, by its name or code; ``None`` for a protocol without values.
 
         Raises:
             ProtocolLookupError: the address has no such protocol.
         """
         for name, value in self._items:
-            if name == protocol:
+            if protocol in (name, name.code):
                 return value
         raise ProtocolLookupError(f"{self._text} has no /{protocol}")
 
-    def __iter__(self) -> Iterator[str]:
+    value_for_protocol = __getitem__
+
+    def __iter__(self) -> Iterator[Protocol]:
         return iter(self.protocols())
 
     def __len__(self) -> int:
@@ -218,7 +270,7 @@ class Multiaddr:
         """Like ``self[protocol]``, but ``None`` where the protocol is missing."""
         return next((value for name, value in self._items if name == protocol), None)
 
-    def protocols(self) -> list[str]:
+    def protocols(self) -> list[Protocol]:
         """Protocol names in order."""
         return [name for name, _ in self._items]
 
@@ -228,15 +280,21 @@ class Multiaddr:
         """Values in the order of :meth:`protocols`."""
         return [value for _, value in self._items]
 
-    def items(self) -> list[tuple[str, str | None]]:
+    def items(self) -> list[tuple[Protocol, str | None]]:
         """Pairs of protocol and value in order."""
         return list(self._items)
 
     def to_bytes(self) -> bytes:
-        """The binary form."""
+        """The binary form.
+
+        Raises:
+            ValueError: there is none for a protocol that is not known here.
+        """
         out = bytearray()
         for name, value in self._items:
-            out += _varint(_CODES[name])
+            if name.code is None:
+                raise ValueError(f"{self._text} has no binary form: the code of /{name} is not known here")
+            out += _varint(name.code)
             if value is not None:
                 raw = _value_to_bytes(name, value)
                 out += raw if name in _FIXED_SIZES else _varint(len(raw)) + raw
@@ -258,16 +316,12 @@ class Multiaddr:
         return self.join(self, other)
 
     def decapsulate(self, other: str | bytes | Multiaddr) -> Multiaddr:
-        """This address up to the last occurrence of ``other``.
-
-        Raises:
-            ValueError: ``other`` does not occur.
-        """
+        """This address up to the last occurrence of ``other``; the whole address if there is none."""
         tail = Multiaddr(other)._items
         for start in range(len(self._items) - len(tail), -1, -1):
             if self._items[start : start + len(tail)] == tail:
                 return self._from_items(self._items[:start])
-        raise ValueError(f"{self._text} does not contain {Multiaddr(other)}")
+        return self
 
     @classmethod
     def _from_items(cls, items: _Items) -> Multiaddr:

@@ -419,6 +419,9 @@ async def _identity(path: str | os.PathLike[str] | None) -> Identity:
 def _checked_announcement(address: Multiaddr) -> Multiaddr:
     if "0" in (address.get("tcp"), address.get("udp")):
         raise ValueError(f"cannot announce {address}: others need a real port, not 0; fix the port in host_maddrs too")
+    unknown = next((protocol for protocol in address.protocols() if protocol.code is None), None)
+    if unknown is not None:
+        raise ValueError(f"cannot announce {address}: no peer knows the protocol {unknown!r}; announce /ip4/…/tcp/…")
     return address
 
 
