@@ -10,11 +10,13 @@ import torch
 from shoal.averaging.partition import part_length
 from shoal.compression import (
     CompressionInfo,
+    Float16Compression,
     NoCompression,
     PerTensorCompression,
     SizeAdaptiveCompression,
     Uniform8BitQuantization,
 )
+from shoal.compression.adaptive import AdaptiveCompressionBase
 from tests.averaging.swarm import Swarm, make_control
 from tests.compression.codecs import ALL, LOSSY, name_of
 
@@ -103,3 +105,25 @@ async def test_the_codec_of_each_tensor_gets_parts_of_the_size_that_was_asked_fo
     assert 20_000 // length >= 4
     # each part is sent by one of the two, and its difference comes back from the other
     assert sorted(recorder.parts) == sorted(2 * [*[(length, length)] * (20_000 // length), (rest, length)])
+
+
+class Clipped(AdaptiveCompressionBase):
+    """A choice of one's own that changes the values before the chosen codec gets them."""
+
+    def __init__(self) -> None:
+        self.parts: list[int] = []
+
+    def choose_compression(self, info):
+        return NoCompression() if info.descriptor.numel() < 1_000 else Float16Compression()
+
+    def compress(self, tensor, info, allow_inplace=False):
+        self.parts.append(tensor.numel())
+        return super().compress(tensor.clamp(-1, 1), info, allow_inplace)
+
+
+async def test_an_adaptive_codec_with_its_own_compress_is_asked_for_every_part():
+    codec = Clipped()
+    tensors = [[torch.full((100,), value), torch.full((5_000,), value)] for value in (0.5, 3.0)]
+    await average(tensors, compression=codec, part_size_bytes=5_000)
+    assert sum(codec.parts) >= 2 * 5_100, "all values are sent, and all averages come back"
+    assert max(tensor.max() for tensor in tensors[0]) <= 1.51, "no 3 and no difference of more than 1 has arrived"

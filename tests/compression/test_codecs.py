@@ -26,6 +26,7 @@ from shoal.compression import (
     deserialize_torch_tensor,
     serialize_torch_tensor,
 )
+from shoal.compression.adaptive import AdaptiveCompressionBase
 from shoal.compression.base import DTYPES
 from shoal.compression.serialization import codec_of
 
@@ -180,6 +181,25 @@ def test_choice_by_role_and_by_key():
     serialized = by_key.compress(tensor, info_of(tensor, key=1))
     assert serialized.metadata.compression == CompressionType.FLOAT16
     assert torch.equal(by_key.extract(serialized), tensor)
+
+
+class HalfForMatrices(AdaptiveCompressionBase):
+    """As users write one: with nothing but the choice."""
+
+    def choose_compression(self, info):
+        return Float16Compression() if len(info.descriptor.size) > 1 else NoCompression()
+
+
+def test_a_choice_of_ones_own():
+    codec = HalfForMatrices()
+    matrix, vector = torch.randn(2, 3), torch.randn(3)
+    assert codec.compress(matrix, info_of(matrix)).metadata.compression == CompressionType.FLOAT16
+    assert codec.compress(vector, info_of(vector)).metadata.compression == CompressionType.NONE
+    assert isinstance(codec.for_tensor(info_of(vector)), NoCompression)
+    assert codec.lossy, "what is chosen for other tensors is not known"
+    assert codec.fingerprint == HalfForMatrices().fingerprint != type("Other", (HalfForMatrices,), {})().fingerprint
+    serialized, decoded = codec.compress_and_decode(matrix, info_of(matrix))
+    assert torch.equal(codec.extract(serialized), decoded)
 
 
 def test_fingerprints_tell_codecs_apart():

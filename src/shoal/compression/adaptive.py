@@ -13,15 +13,21 @@ from shoal.compression.serialization import deserialize_torch_tensor
 
 
 class AdaptiveCompressionBase(CompressionBase):
-    """Base class: override :meth:`choose_compression`, with a choice that every peer makes alike."""
+    """Base class: override :meth:`choose_compression`, with a choice that every peer makes alike.
+
+    A subclass that overrides :meth:`compress` too is asked for every part of every tensor; else the chosen codec is.
+    """
 
     @abstractmethod
     def choose_compression(self, info: CompressionInfo) -> CompressionBase:
         """The codec for this tensor."""
 
-    @abstractmethod
     def choices(self) -> Iterable[tuple[str, CompressionBase]]:
-        """Every codec that may be chosen, with the condition as text; the same on all peers."""
+        """Every codec that may be chosen, with the condition as text; the same on all peers.
+
+        Peers with other choices refuse to average with this one. Without any, they compare the names of the classes.
+        """
+        return ()
 
     @property
     def fingerprint(self) -> str:
@@ -30,10 +36,15 @@ class AdaptiveCompressionBase(CompressionBase):
 
     @property
     def lossy(self) -> bool:  # type: ignore[override]
-        return any(codec.lossy for _, codec in self.choices())
+        is_lossy = [codec.lossy for _, codec in self.choices()]
+        return any(is_lossy) or not is_lossy  # what is not known may be lossy
+
+    @property
+    def _has_own_compress(self) -> bool:
+        return type(self).compress is not AdaptiveCompressionBase.compress
 
     def for_tensor(self, info: CompressionInfo) -> CompressionBase:
-        return self.choose_compression(info).for_tensor(info)
+        return self if self._has_own_compress else self.choose_compression(info).for_tensor(info)
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
         return self.choose_compression(info).compress(tensor, info, allow_inplace)
@@ -41,6 +52,8 @@ class AdaptiveCompressionBase(CompressionBase):
     def compress_and_decode(
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> tuple[SerializedTensor, torch.Tensor]:
+        if self._has_own_compress:
+            return super().compress_and_decode(tensor, info, allow_inplace)
         return self.choose_compression(info).compress_and_decode(tensor, info, allow_inplace)
 
     def extract(self, serialized_tensor: SerializedTensor) -> torch.Tensor:
@@ -50,7 +63,7 @@ class AdaptiveCompressionBase(CompressionBase):
         return self.choose_compression(info).estimate_compression_ratio(info)
 
     def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int | None:
-        return self.choose_compression(info).compressed_nbytes(size, info)
+        return None if self._has_own_compress else self.choose_compression(info).compressed_nbytes(size, info)
 
 
 class SizeAdaptiveCompression(AdaptiveCompressionBase):
