@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import importlib
 import pickle
+import subprocess
+import sys
+from textwrap import dedent
+from typing import Any
 
 import pydantic
 import pytest
@@ -34,9 +39,23 @@ class SampleSchema(BaseModel):
         return value
 
 
-@pytest.fixture(scope="module")
-def validator() -> SchemaValidator:
-    return SchemaValidator(SampleSchema, allow_extra_keys=False)
+class Constrained(BaseModel):
+    name: conbytes(strict=True, regex=rb"[a-z]+\Z", max_length=3)  # type: ignore[valid-type]
+    anything: conbytes()  # type: ignore[valid-type]
+
+
+needs_v1 = pytest.mark.skipif(sys.version_info >= (3, 14), reason="pydantic.v1 does not work with this Python")
+
+
+@pytest.fixture(params=["v2", pytest.param("v1", marks=needs_v1)])
+def models(request: pytest.FixtureRequest) -> Any:
+    """A module with these models, for either pydantic."""
+    return importlib.import_module("tests.dht.schema_v1") if request.param == "v1" else sys.modules[__name__]
+
+
+@pytest.fixture
+def validator(models) -> SchemaValidator:
+    return SchemaValidator(models.SampleSchema, allow_extra_keys=False)
 
 
 def record(key, value, subkey=None) -> DHTRecord:
@@ -192,8 +211,43 @@ def test_the_users_model_is_left_alone():
         SampleSchema(experiment_name=b"only this")  # type: ignore[call-arg]
 
 
-def test_validators_can_be_pickled(validator):
-    merged = SchemaValidator(SampleSchema, allow_extra_keys=False, prefix="run")
+@needs_v1
+def test_the_users_old_model_is_left_alone():
+    from tests.dht.schema_v1 import SampleSchema as Old
+
+    before = {name: (field.required, field.default) for name, field in Old.__fields__.items()}
+    SchemaValidator(Old)
+    assert {name: (field.required, field.default) for name, field in Old.__fields__.items()} == before
+
+
+@needs_v1
+def test_models_of_both_kinds_are_merged():
+    from tests.dht.schema_v1 import SampleSchema as Old
+
+    merged = SchemaValidator(SampleSchema, allow_extra_keys=False)
+    assert merged.merge_with(SchemaValidator(Old, allow_extra_keys=False, prefix="old"))
+    assert merged.validate(record("even", 4))
+    assert merged.validate(record("old_even", 4))
+    assert not merged.validate(record("old_even", 3))
+
+
+def test_what_was_the_base_class_of_models_is_not_loaded_in_vain():
+    script = """
+        import sys
+        import pydantic
+        from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
+
+        class Schema(pydantic.BaseModel):
+            key: dict[BytesWithPublicKey, int]
+
+        SchemaValidator(Schema)
+        assert "pydantic.v1.main" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", dedent(script)], check=True, timeout=60)
+
+
+def test_validators_can_be_pickled(models, validator):
+    merged = SchemaValidator(models.SampleSchema, allow_extra_keys=False, prefix="run")
     merged.merge_with(validator)
     restored = pickle.loads(pickle.dumps(merged))
     assert restored.validate(record("run_experiment_name", b"foo"))
@@ -201,12 +255,8 @@ def test_validators_can_be_pickled(validator):
     assert not restored.validate(record("unknown", b"foo"))
 
 
-def test_constrained_bytes():
-    class Constrained(BaseModel):
-        name: conbytes(strict=True, regex=rb"[a-z]+\Z", max_length=3)  # type: ignore[valid-type]
-        anything: conbytes()  # type: ignore[valid-type]
-
-    constrained = SchemaValidator(Constrained)
+def test_constrained_bytes(models):
+    constrained = SchemaValidator(models.Constrained)
     assert constrained.validate(record("name", b"abc"))
     assert constrained.validate(record("anything", b"\xff"))
     for value in (b"abcd", b"", b"A", "abc"):
@@ -224,5 +274,5 @@ def test_together_with_signatures_the_schema_sees_the_bare_value():
 
 @pytest.mark.parametrize("schema", [int, object(), SampleSchema.model_construct()])
 def test_what_is_no_model_is_refused(schema):
-    with pytest.raises(TypeError, match=r"pydantic\.BaseModel"):
+    with pytest.raises(TypeError, match=r"pydantic\.BaseModel or pydantic\.v1\.BaseModel"):
         SchemaValidator(schema)

@@ -1,15 +1,17 @@
 """Records that must have a certain type: a pydantic model describes a set of keys, one field for each.
 
 A field of type ``dict[K, V]`` describes a key whose value is a dictionary with subkeys ``K``. Values must have their
-type as they are: whatever pydantic would have to convert is refused.
+type as they are: whatever pydantic would have to convert is refused. Models of ``pydantic.v1`` are as good as new ones.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
-from typing import Annotated, Any
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import AfterValidator, Field
@@ -18,7 +20,12 @@ from shoal.dht.routing import DHTID
 from shoal.dht.validation import PLAIN_VALUE, AcceptedRecords, DHTRecord, RecordValidatorBase
 from shoal.serializer import MSGPackSerializer
 
-Schema = type[pydantic.BaseModel]
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, v1
+    from pydantic_core import CoreSchema
+    from typing_extensions import TypeIs
+
+    Schema = type[pydantic.BaseModel] | type[v1.BaseModel]
 
 
 class SchemaValidator(RecordValidatorBase):
@@ -31,8 +38,8 @@ class SchemaValidator(RecordValidatorBase):
     """
 
     def __init__(self, schema: Schema, allow_extra_keys: bool = True, prefix: str | None = None) -> None:
-        if not (isinstance(schema, type) and issubclass(schema, pydantic.BaseModel)):
-            raise TypeError(f"schema must be a subclass of pydantic.BaseModel, got {schema!r}")
+        if not (isinstance(schema, type) and (issubclass(schema, pydantic.BaseModel) or _is_v1(schema))):
+            raise TypeError(f"schema must be a subclass of pydantic.BaseModel or pydantic.v1.BaseModel, got {schema!r}")
         self._schemas: list[tuple[Schema, str | None]] = [(schema, prefix)]
         self._allow_extra_keys = allow_extra_keys
         self._fields_by_key: dict[bytes, list[tuple[Schema, str]]] = {}
@@ -40,8 +47,8 @@ class SchemaValidator(RecordValidatorBase):
         self._index(schema, prefix)
 
     def _index(self, schema: Schema, prefix: str | None) -> None:
-        relaxed = _with_optional_fields(schema)
-        for field in schema.model_fields:
+        relaxed = _v1_with_optional_fields(schema) if _is_v1(schema) else _with_optional_fields(schema)
+        for field in schema.__fields__ if _is_v1(schema) else schema.model_fields:
             key = DHTID.generate(field if prefix is None else f"{prefix}_{field}").to_bytes()
             self._fields_by_key.setdefault(key, []).append((relaxed, field))
 
@@ -82,7 +89,22 @@ class SchemaValidator(RecordValidatorBase):
             self._index(schema, prefix)
 
 
-def _with_optional_fields(schema: Schema) -> Schema:
+def _is_v1(schema: type) -> TypeIs[type[v1.BaseModel]]:
+    """Whether it is a model of ``pydantic.v1``, which must be loaded then; to load it for all others takes time."""
+    loaded = sys.modules.get("pydantic.v1.main")
+    return loaded is not None and issubclass(schema, loaded.BaseModel)
+
+
+def _v1_with_optional_fields(schema: type[v1.BaseModel]) -> type[v1.BaseModel]:
+    """The same as :func:`_with_optional_fields` for a model of ``pydantic.v1``."""
+    relaxed: type[v1.BaseModel] = types.new_class(f"{schema.__name__}Record", (schema,))
+    for field in relaxed.__fields__.values():  # a subclass has copies of its own
+        field.required = field.validate_always = False
+        field.default, field.default_factory = None, None
+    return relaxed
+
+
+def _with_optional_fields(schema: type[pydantic.BaseModel]) -> type[pydantic.BaseModel]:
     """A model of its own with the same fields and checks, none of them required: a record holds only one."""
     fields: dict[str, Any] = {}
     for name, info in schema.model_fields.items():
@@ -103,7 +125,10 @@ def _decode(record: DHTRecord) -> Any:
 
 def _fits(schema: Schema, field: str, content: Any) -> bool:
     try:
-        parsed = schema.model_validate({field: content}).model_dump(include={field}, exclude_unset=True)
+        if _is_v1(schema):
+            parsed = schema.parse_obj({field: content}).dict(include={field}, exclude_unset=True)
+        else:
+            parsed = schema.model_validate({field: content}).model_dump(include={field}, exclude_unset=True)
     except Exception:  # validators are the user's code, and the content may be hostile
         return False
     return _is_same(parsed.get(field), content)
@@ -123,6 +148,22 @@ def _is_same(parsed: Any, content: Any) -> bool:
     return bool(parsed == content)
 
 
+class _CheckedBytes(bytes):
+    """A type for fields whose values are plain ``bytes`` of a certain kind: models of either pydantic ask it for it."""
+
+    _kind: ClassVar[Any] = bytes
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(cls._kind)
+
+    @classmethod
+    def __get_validators__(cls) -> Iterator[Callable[[Any], bytes]]:
+        """For models of ``pydantic.v1``."""
+        adapter = pydantic.TypeAdapter(cls._kind)
+        yield lambda value: adapter.validate_python(value)
+
+
 def conbytes(*, regex: bytes | str | None = None, **constraints: Any) -> Any:
     """A type for ``bytes`` that must match a pattern.
 
@@ -133,7 +174,7 @@ def conbytes(*, regex: bytes | str | None = None, **constraints: Any) -> Any:
     checks: list[Any] = [Field(**constraints)] if constraints else []
     if regex is not None:
         checks.append(AfterValidator(_pattern_check(regex)))
-    return Annotated[(bytes, *checks)] if checks else bytes
+    return type("ConstrainedBytes", (_CheckedBytes,), {"_kind": Annotated[(bytes, *checks)]}) if checks else bytes
 
 
 def _pattern_check(regex: bytes | str) -> Callable[[bytes], bytes]:
@@ -147,5 +188,7 @@ def _pattern_check(regex: bytes | str) -> Callable[[bytes], bytes]:
     return check
 
 
-BytesWithPublicKey = Annotated[bytes, Field(strict=True), AfterValidator(_pattern_check(rb".*\[owner:.+\]"))]
-"""``bytes`` with an owner tag: a subkey of this type can only be written by the owner of the key in the tag."""
+class BytesWithPublicKey(_CheckedBytes):
+    """``bytes`` with an owner tag: a subkey of this type can only be written by the owner of the key in the tag."""
+
+    _kind = Annotated[bytes, Field(strict=True), AfterValidator(_pattern_check(rb".*\[owner:.+\]"))]
