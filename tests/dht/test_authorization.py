@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +24,7 @@ from shoal.dht.authorization import (
     TokenAuthorizerBase,
 )
 from shoal.dht.crypto import PrivateKey
-from shoal.dht.messages import FindRequest, StoreRequest
+from shoal.dht.messages import FindRequest, StoreRequest, StoreResponse
 from shoal.dht.protocol import DHTProtocol
 from shoal.errors import BootstrapError, P2PHandlerError, ProtocolError
 from shoal.p2p import Header, P2PContext, ServicerBase
@@ -266,7 +268,7 @@ async def test_hostile_tokens_are_refused_whatever_the_users_check_does():
     authority = Authority()
     request = store_request()
     await Member(authority, name="not a number").sign_request(request, CALL)
-    assert not await Fragile(authority).validate_request(request, CALL)
+    assert not await Fragile(authority, name="1").validate_request(request, CALL)
     assert request.auth is not None
     request.auth.token.public_key = b"ssh-rsa nonsense"
     assert not await Member(authority).validate_request(request, CALL)
@@ -364,3 +366,57 @@ def test_a_nonce_has_one_length(nonce: bytes):
     request = AuthorizedRequest(auth=RequestAuth(AccessToken(), 0.0, nonce))
     with pytest.raises(ProtocolError):
         decode_header(msgspec.msgpack.encode(request), AuthorizedRequest)
+
+
+class MemberOfOldStyle(TokenAuthorizerBase):
+    """Learns the authority's key when it logs in, and tells times as text."""
+
+    authority_key = PrivateKey()
+
+    def __init__(self) -> None:
+        super().__init__(PrivateKey())
+        self._authority_public_key: Any = None
+
+    async def get_token(self) -> AccessToken:
+        self._authority_public_key = self.authority_key.get_public_key()
+        expires = datetime.now(timezone.utc) + timedelta(minutes=1)
+        token = AccessToken("bob", self.local_public_key.to_bytes(), expires.isoformat())
+        token.signature = self.authority_key.sign(token.signed_bytes())
+        return token
+
+    def is_token_valid(self, access_token: AccessToken) -> bool:
+        if not self._authority_public_key.verify(access_token.signed_bytes(), access_token.signature):
+            return False
+        return datetime.fromisoformat(access_token.expiration_time) > datetime.now(timezone.utc)
+
+    def does_token_need_refreshing(self, access_token: AccessToken) -> bool:
+        return datetime.fromisoformat(access_token.expiration_time) < datetime.now(timezone.utc)
+
+
+async def test_without_preparation_and_with_times_as_text():
+    client, service = MemberOfOldStyle(), MemberOfOldStyle()
+    request = store_request()
+    await client.sign_request(request, "call")
+    request = as_received(request)
+    assert await service.validate_request(request, "call")
+    response = StoreResponse(accepted=[True])
+    await service.sign_response(response, request, "call")
+    client = copy.copy(client)
+    client._local_token = client._authority_public_key = None
+    assert await client.validate_response(as_received(response), request, "call")
+    token = as_received(request).auth.token
+    token.expiration_time = token.expiration_time.replace("20", "21", 1)
+    assert not client.is_token_valid(token), "the text is signed, too"
+
+
+@pytest.mark.parametrize("when", [None, datetime.now(timezone.utc), b"2026-01-01"])
+def test_a_token_whose_expiration_cannot_travel_is_refused_where_it_is_made(when):
+    with pytest.raises(TypeError, match="expiration_time must be a number or text, got"):
+        AccessToken("bob", b"key", when)
+
+
+def test_the_same_token_with_a_whole_number_of_seconds():
+    token = AccessToken("bob", b"key", 5)
+    assert token.signed_bytes() == AccessToken("bob", b"key", 5.0).signed_bytes()
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(token), type=AccessToken)
+    assert (arrived.expiration_time, type(arrived.expiration_time)) == (5.0, float)

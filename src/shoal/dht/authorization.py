@@ -50,23 +50,28 @@ _REQUEST_PURPOSE, _RESPONSE_PURPOSE = "shoal authorized request 1", "shoal autho
 
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Short = Annotated[bytes, Meta(max_length=1024)]
+_Text = Annotated[str, Meta(max_length=256)]
 
 
 class AccessToken(msgspec.Struct):
     """What an authority gives to a member."""
 
-    username: Annotated[str, Meta(max_length=256)] = ""
+    username: _Text = ""
     public_key: _Short = b""
     """The member's key in OpenSSH form."""
-    expiration_time: float = 0.0
-    """DHT time."""
+    expiration_time: float | _Text = 0.0
+    """DHT time; or text, such as a date, if that is what the swarm's authorizers understand."""
     signature: Annotated[bytes, Meta(max_length=4096)] = b""
     """Of the authority, over :meth:`signed_bytes`; or another proof that the swarm's authorizers understand."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.expiration_time, (int, float, str)):
+            raise TypeError(f"expiration_time must be a number or text, got {self.expiration_time!r}")
+
     def signed_bytes(self) -> bytes:
         """Everything but the signature, in one form for all."""
-        fields = ["shoal access token 1", self.username, self.public_key, float(self.expiration_time)]
-        return msgspec.msgpack.encode(fields)
+        expiration = self.expiration_time if isinstance(self.expiration_time, str) else float(self.expiration_time)
+        return msgspec.msgpack.encode(["shoal access token 1", self.username, self.public_key, expiration])
 
 
 class RequestAuth(msgspec.Struct):
@@ -182,6 +187,11 @@ class TokenAuthorizerBase(AuthorizerBase):
             assert self._local_token is not None
             return self._local_token
 
+    async def _log_in_first(self) -> None:
+        """Without :meth:`prepare` nothing may be known of the authority yet: its key may come along with the token."""
+        if self._local_token is None:
+            await self.refresh_token_if_needed()
+
     def _checked(self, token: AccessToken) -> AccessToken:
         if token.public_key != self._local_public_key.to_bytes():
             raise ValueError("get_token() gave a token for another key than local_public_key")
@@ -198,6 +208,7 @@ class TokenAuthorizerBase(AuthorizerBase):
         auth = request.auth
         if auth is None:
             return _refuse(call, "it is not signed")
+        await self._log_in_first()
         if not abs(get_dht_time() - auth.time) <= MAX_REQUEST_AGE:
             return _refuse(call, "it was made at another time")
         if not self._is_signed(auth, _signed_bytes(_REQUEST_PURPOSE, call, request)):
@@ -217,6 +228,7 @@ class TokenAuthorizerBase(AuthorizerBase):
         auth = response.auth
         if auth is None or request.auth is None:
             return _refuse(call, "its answer is not signed")
+        await self._log_in_first()
         if auth.nonce != request.auth.nonce:
             return _refuse(call, "its answer belongs to another request")
         if not self._is_signed(auth, _signed_bytes(_RESPONSE_PURPOSE, call, response)):
