@@ -190,6 +190,10 @@ SIGNATURES = {
         use_relay_discovery=None, check_if_identity_free=True, no_listen=False, trusted_relays=None
     """,
     # bindings of a daemon, so out of scope: replicate, *_protobuf_handler, *_binary_stream_handler, *_raw_data
+    "shoal.P2P.generate_identity": "identity_path",
+    "shoal.P2P.is_identity_taken": """
+        identity_path, *, initial_peers, tls=ANY, use_auto_relay=ANY, use_ipfs=ANY, use_relay=ANY
+    """,
     "shoal.P2P.get_visible_maddrs": "self, latest=False",
     "shoal.P2P.list_peers": "self",
     "shoal.P2P.wait_for_at_least_n_peers": "self, n_peers, attempts=3, delay=1",
@@ -442,7 +446,8 @@ MEMBERS = {
     "shoal.P2P": "peer_id is_alive",
     "shoal.PeerID": "to_bytes to_base58 pretty to_string from_base58 from_identity __lt__ __hash__ __eq__ __str__",
     "shoal.utils.multiaddr.Multiaddr": """
-        to_bytes values protocols keys items split join encapsulate decapsulate __getitem__ __contains__ __eq__ __hash__
+        to_bytes values protocols keys items split join encapsulate decapsulate value_for_protocol __getitem__
+        __contains__ __eq__ __hash__
     """,
     "shoal.PeerInfo": "peer_id addrs",
     "shoal.P2PContext": "handle_name local_id remote_id",
@@ -503,6 +508,7 @@ ERRORS = {
     "shoal.p2p.P2PHandlerError": "shoal.errors.ShoalError",
     "shoal.errors.BootstrapError": "shoal.p2p.P2PDaemonError RuntimeError",
     "shoal.errors.DialError": "shoal.p2p.P2PDaemonError ConnectionError",
+    "shoal.errors.IdentityTakenError": "shoal.p2p.P2PDaemonError",
     "shoal.errors.ReactorError": "shoal.errors.ShoalError RuntimeError",
     "shoal.dht.protocol.ValidationError": "shoal.errors.ShoalError",
     "shoal.averaging.partition.AllreduceException": "shoal.errors.ShoalError",

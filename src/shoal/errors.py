@@ -9,6 +9,7 @@
     │   ├── DialError           one peer could not be connected, with the reason
     │   │   ├── IdentityMismatchError   the address answered, but as another peer
     │   │   └── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
+    │   ├── IdentityTakenError  another process is online with the identity of this peer
     │   └── StreamClosedError   the connection to a peer ended in the middle of something
     ├── P2PHandlerError         the other side received the call and its handler raised
     ├── BusyError               a peer is asked for more than it does for others at the moment
@@ -54,6 +55,10 @@ class IdentityMismatchError(DialError):
 
 class InterruptedDialError(DialError):
     """Something answered, but the connection broke before it could be used: another attempt may succeed."""
+
+
+class IdentityTakenError(P2PDaemonError):
+    """Another process is online with this peer's identity; the text says where."""
 
 
 class StreamClosedError(P2PDaemonError, ConnectionError):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.dht import DHTNode
-from shoal.errors import BootstrapError, InterruptedDialError, P2PDaemonError, ValidationError
+from shoal.errors import BootstrapError, IdentityTakenError, InterruptedDialError, P2PDaemonError, ValidationError
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID, PeerInfo
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, AddressBook
 from shoal.p2p.joining import DIAL_ATTEMPTS, explain_unreachable, reach_first
@@ -66,6 +66,24 @@ async def test_visible_addresses(kind: str) -> None:
         assert await second.list_peers() == [PeerInfo(first.peer_id, first.get_addresses(first.peer_id))]
 
 
+@pytest.mark.parametrize("no_listen", [False, True])
+async def test_who_was_called_knows_who_has_called(no_listen: bool) -> None:
+    async with Peers("tcp") as peers:
+        first = await peers.start()
+        second = await peers.start(initial_peers=await first.get_visible_maddrs(), no_listen=no_listen)
+        await until(lambda: bool(first._server.peers))
+        await first.wait_for_at_least_n_peers(1)
+        assert [info.peer_id for info in await first.list_peers()] == [second.peer_id]
+        with pytest.raises(P2PDaemonError, match="no handler"):
+            await stub(second, first).rpc_square(Number(value=1))  # its greeting tells where it listens
+        addresses = second.get_addresses(second.peer_id)
+        assert await first.list_peers() == [PeerInfo(second.peer_id, addresses)]
+        assert bool(addresses) is not no_listen
+        await second.shutdown()
+        await until(lambda: not first._server.peers)
+        assert len(await first.list_peers()) == bool(addresses), "whose address is known may be called again"
+
+
 async def test_announced_addresses() -> None:
     p2p = await P2P.create(announce_maddrs=["/ip4/203.0.113.7/tcp/31337"])
     assert [str(each) for each in await p2p.get_visible_maddrs()] == [f"/ip4/203.0.113.7/tcp/31337/p2p/{p2p.peer_id}"]
@@ -87,6 +105,29 @@ async def test_identity_in_use_where_it_listens(tmp_path: Path) -> None:
             await P2P.create(initial_peers=addresses, identity_path=path)
         second = await peers.start(initial_peers=addresses, identity_path=path, check_if_identity_free=False)
         assert second.peer_id == first.peer_id
+
+
+async def test_asking_whether_an_identity_is_taken(tmp_path: Path) -> None:
+    async with Peers("tcp") as peers:
+        witness = await peers.start()
+        await serving(witness)
+        path, addresses = tmp_path / "id", await witness.get_visible_maddrs()
+        with pytest.raises(FileNotFoundError, match="there is no identity in"):
+            await P2P.is_identity_taken(path, initial_peers=addresses)
+        P2P.generate_identity(path)
+        assert not await P2P.is_identity_taken(path, initial_peers=addresses)
+        first = await peers.start(initial_peers=addresses, identity_path=path)
+        assert first.peer_id == Identity.load_or_create(path).peer_id
+        await stub(first, witness).rpc_square(Number(value=1))
+        assert await P2P.is_identity_taken(path, initial_peers=addresses)
+        with pytest.raises(IdentityTakenError, match="already taken by another peer"):
+            await P2P.create(addresses, identity_path=path)
+        await first.shutdown()
+        assert not await P2P.is_identity_taken(path, initial_peers=addresses)
+        with pytest.raises(FileExistsError):
+            P2P.generate_identity(path)
+        P2P.generate_identity(str(tmp_path / "other"))
+        assert not await P2P.is_identity_taken(str(tmp_path / "other"), initial_peers=addresses)
 
 
 async def test_identity_in_use_by_a_client(tmp_path: Path) -> None:

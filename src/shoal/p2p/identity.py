@@ -75,13 +75,23 @@ class Identity:
             FileNotFoundError: the directory does not exist.
             P2PDaemonError: the file is not an identity, or other users can read it.
         """
+        try:
+            return cls.create(path)
+        except FileExistsError:
+            return cls._load(Path(path))
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> Identity:
+        """Make an identity and keep it at ``path``, readable by its owner alone.
+
+        Raises:
+            FileExistsError: there is something already.
+            FileNotFoundError: the directory does not exist.
+        """
         path = Path(path)
         if not path.parent.is_dir():
             raise FileNotFoundError(f"cannot keep an identity in {path}: the directory {path.parent} does not exist")
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return cls._load(path)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         identity = cls.generate()
         try:
             os.write(descriptor, identity.to_bytes())

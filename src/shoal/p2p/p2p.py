@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from shoal.clock import get_clock
 from shoal.clock import timeout as time_limit
-from shoal.errors import P2PDaemonError, ProtocolError
+from shoal.errors import IdentityTakenError, P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook
 from shoal.p2p.checkup import Checkup
@@ -142,7 +142,8 @@ class P2P:
 
         Raises:
             BootstrapError: no initial peer could be reached; it says why for each address.
-            P2PDaemonError: cannot listen, the identity file is unusable, or its identity is taken.
+            IdentityTakenError: another process is online with the identity of the file.
+            P2PDaemonError: cannot listen, or the identity file is unusable.
             ValueError, TypeError: an address is malformed.
         """
         _warn_without_effect(locals())
@@ -168,6 +169,56 @@ class P2P:
             await p2p.shutdown()
             raise
         return p2p
+
+    @staticmethod
+    def generate_identity(identity_path: str | os.PathLike[str]) -> None:
+        """Make a new identity and keep it in a file, for ``identity_path`` of :meth:`create`.
+
+        Raises:
+            FileExistsError: there is such a file already; whoever wants another identity has to delete it.
+            FileNotFoundError: the directory does not exist.
+        """
+        Identity.create(identity_path)
+
+    @classmethod
+    async def is_identity_taken(
+        cls,
+        identity_path: str | os.PathLike[str],
+        *,
+        initial_peers: Sequence[Multiaddr | str] | None,
+        tls: bool = True,
+        use_auto_relay: bool = False,
+        use_ipfs: bool = False,
+        use_relay: bool = True,
+    ) -> bool:
+        """Whether another process is online with an identity, as far as some peers know.
+
+        Args:
+            identity_path: file that keeps the identity.
+            initial_peers: whom to ask, as for :meth:`create`; without anybody to ask, the answer is no.
+
+        The other parameters have no effect, as in :meth:`create`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            BootstrapError: none of these peers could be reached.
+        """
+        if not await asyncio.to_thread(os.path.exists, identity_path):
+            raise FileNotFoundError(f"there is no identity in {identity_path}: make one with P2P.generate_identity")
+        try:
+            p2p = await cls.create(
+                initial_peers,
+                identity_path=identity_path,
+                no_listen=True,
+                tls=tls,
+                use_auto_relay=use_auto_relay,
+                use_ipfs=use_ipfs,
+                use_relay=use_relay,
+            )
+        except IdentityTakenError:
+            return True
+        await p2p.shutdown()
+        return False
 
     async def _listen(self, hosts: Sequence[Multiaddr], announced: list[Multiaddr]) -> None:
         usable = [address for address in hosts if self.transport.supports(address)]
@@ -227,11 +278,12 @@ class P2P:
         return [address.encapsulate(f"/p2p/{self.peer_id}") for address in addresses]
 
     async def list_peers(self) -> list[PeerInfo]:
-        """Peers whose addresses are known."""
-        return [PeerInfo(peer, addresses) for peer, addresses in self._addresses.items()]
+        """Peers whose addresses are known, and those that are connected to this one, perhaps without an address."""
+        connected: dict[PeerID, list[Multiaddr]] = {peer: [] for peer in self._server.peers if peer != self.peer_id}
+        return [PeerInfo(peer, addresses) for peer, addresses in {**connected, **dict(self._addresses.items())}.items()]
 
     async def wait_for_at_least_n_peers(self, n_peers: int, attempts: int = 3, delay: float = 1) -> None:
-        """Wait until the addresses of so many peers are known.
+        """Wait until so many peers are known.
 
         Args:
             n_peers: how many.
@@ -241,12 +293,14 @@ class P2P:
         Raises:
             P2PDaemonError: there are fewer in the end.
         """
+        known = 0
         for attempt in range(attempts):
             if attempt:
                 await asyncio.sleep(delay)
-            if len(self._addresses.items()) >= n_peers:
+            known = len(await self.list_peers())
+            if known >= n_peers:
                 return
-        raise P2PDaemonError(f"only {len(self._addresses.items())} other peers are known, not {n_peers}")
+        raise P2PDaemonError(f"only {known} other peers are known, not {n_peers}")
 
     # --- connections --------------------------------------------------------------------------------------------------
 

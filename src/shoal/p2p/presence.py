@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.clock import timeout as time_limit
-from shoal.errors import P2PDaemonError, ProtocolError, ShoalError
+from shoal.errors import IdentityTakenError, ProtocolError, ShoalError
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p.connection import Connection
 from shoal.p2p.multiaddr import Multiaddr
@@ -73,7 +73,7 @@ async def check_identity_is_free(
         addresses: where peers are said to be; one of them may be a peer with that identity.
 
     Raises:
-        P2PDaemonError: somebody is.
+        IdentityTakenError: somebody is.
     """
     checks = [asyncio.ensure_future(_find_double(p2p, witness)) for witness in witnesses if witness != p2p.peer_id]
     own = [str(address) for address, peer in addresses if peer == p2p.peer_id]
@@ -83,7 +83,7 @@ async def check_identity_is_free(
             for check in asyncio.as_completed(checks):
                 where = await check
                 if where is not None:
-                    raise P2PDaemonError(
+                    raise IdentityTakenError(
                         f"the identity {p2p.peer_id} is already taken by another peer, which is online {where}: stop "
                         "it, or start this one with another identity_path"
                     )

@@ -53,6 +53,11 @@ class Server:
         """Accepted connections that may carry calls."""
         return len(self._tasks)
 
+    @property
+    def peers(self) -> list[PeerID]:
+        """Who has connected."""
+        return list(self._by_peer)
+
     def connections_of(self, peer: PeerID) -> list[Connection]:
         """Accepted connections of one peer."""
         return list(self._by_peer.get(peer, ()))
