@@ -65,6 +65,31 @@ async def test_nearest_nodes_are_found():
 
 
 @in_virtual_time
+async def test_more_nodes_than_fit_into_a_bucket_are_found():
+    swarm = Swarm(seed=1)
+    await swarm.grow(100)
+    node_ids = [node.node_id for node in swarm.nodes]
+    queries = [DHTID.generate(number) for number in range(50)]
+    exact = {query: sorted(node_ids, key=query.xor_distance) for query in queries}
+    found = await swarm.nodes[7].find_nearest_nodes(queries, k_nearest=30)
+    assert {query: list(found[query]) for query in queries} == {query: exact[query][:30] for query in queries}
+    for asker, query in zip(swarm.nodes, queries[:10], strict=False):
+        assert list((await asker.find_nearest_nodes([query], k_nearest=30))[query]) == exact[query][:30]
+    assert list((await asker.find_nearest_nodes([query], k_nearest=1000))[query]) == exact[query]
+
+
+@in_virtual_time
+async def test_more_replicas_than_fit_into_a_bucket_are_stored():
+    swarm = Swarm(seed=2)
+    await swarm.grow(40, bucket_size=4, num_replicas=12)
+    for number in range(10):
+        assert await swarm.nodes[number].store(number, "value", later(100))
+        key_id = DHTID.generate(number)
+        nearest = sorted(swarm.nodes, key=lambda node: key_id.xor_distance(node.node_id))[:12]
+        assert {node.node_id for node in holders(swarm, key_id)} == {node.node_id for node in nearest}
+
+
+@in_virtual_time
 async def test_a_search_may_begin_with_nodes_that_the_table_does_not_know():
     swarm = Swarm()
     stranger = await swarm.node()

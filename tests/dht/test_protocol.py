@@ -322,6 +322,28 @@ async def test_invalid_records_are_not_believed_but_their_neighbors_are():
         assert answer.records[key].neighbors == [third.node_id]
 
 
+@in_virtual_time
+async def test_who_wants_more_neighbors_is_told_more_within_limits():
+    swarm = Swarm()
+    caller, server = await pair()
+    for _ in range(200):
+        peer = (await swarm.p2p()).peer_id
+        server.p2p.add_addresses(peer, ["/memory/1"])
+        server.routing_table.add_or_update_node(DHTID.generate(rng=swarm.rng), peer)
+    known = [node_id for node_id in server.routing_table.peer_id_to_node.values()]
+    assert len(known) > 70
+    for wanted, told in [(0, 20), (5, 20), (70, 70), (10_000, min(len(known), messages.MAX_NEIGHBORS))]:
+        answer = await caller.call_find(server.p2p.peer_id, [KEY], wanted)
+        others = sorted((node_id for node_id in known if node_id != caller.node_id), key=KEY.xor_distance)
+        assert answer.records[KEY].neighbors == others[:told]
+    keys = [DHTID(number) for number in range(messages.MAX_KEYS_PER_FIND)]
+    answer = await caller.call_find(server.p2p.peer_id, keys, 128)
+    assert {len(record.neighbors) for record in answer.records.values()} == {20}
+    stub = DHTProtocol.get_stub(caller.p2p, server.p2p.peer_id)
+    with pytest.raises(P2PHandlerError, match="ProtocolError"):
+        await stub.rpc_find(FindRequest(keys=[], neighbors=messages.MAX_NEIGHBORS + 1))
+
+
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 

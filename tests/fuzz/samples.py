@@ -110,7 +110,7 @@ HEADERS: list[Header] = [
         node_id=_NODE_ID,
     ),
     StoreResponse(accepted=[True] * 7, node_id=_NODE_ID),
-    FindRequest(keys=KEYS, node_id=_NODE_ID),
+    FindRequest(keys=KEYS, node_id=_NODE_ID, neighbors=30),
     FindResponse(
         results=[
             FindResult(Found.PLAIN, RECORDS[0].value, _LATER, [0, 1]),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from shoal.dht.messages import MAX_KEYS_PER_FIND, unpack_contact
+from shoal.dht.messages import MAX_KEYS_PER_FIND, MAX_NEIGHBORS_TOLD, unpack_contact
 from shoal.dht.protocol import DHTProtocol, FoundRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.traverse import Answer, OnFinished, Traversal
@@ -32,11 +32,12 @@ class Lookup:
         self._peers: dict[int, PeerID] = {int(node_id): peer for node_id, peer in self._known_nodes.items()}
         self._contacts: dict[int, msgspec.Raw] = {}  # of nodes that others told of
         self._hops: dict[int, int] = {}
+        self._neighbors = protocol.bucket_size
 
     def starting_nodes(self, target: DHTID) -> list[DHTID]:
         """The nodes nearest to a target that are known without asking anybody; suspects if there is nobody else."""
         table = self._protocol.routing_table
-        nearest = dict(table.get_nearest_neighbors(target, self._protocol.bucket_size)) or table.suspects
+        nearest = dict(table.get_nearest_neighbors(target, self._neighbors)) or table.suspects
         for node_id, peer in nearest.items():
             self._peers[node_id] = peer
             self._hops[node_id] = 1
@@ -52,7 +53,8 @@ class Lookup:
         peer = self.peer_of(node_id)
         if peer is None or peer in self._blacklist:
             return None
-        answer = await self._protocol.call_find(peer, targets)
+        wanted = self._neighbors if self._neighbors > self._protocol.bucket_size else 0
+        answer = await self._protocol.call_find(peer, targets, wanted)
         if answer is None:
             return None
         if answer.node_id != node_id.to_bytes():  # a made-up id: one peer shall not stand for many nodes
@@ -108,6 +110,7 @@ class Lookup:
             beam_size: most nodes in a result.
             enough: a target is done when this many of the nearest nodes have answered.
         """
+        self._neighbors = max(self._neighbors, enough)  # the nearest of all know each other, but would tell of fewer
         walk = Traversal(
             targets,
             self.starting_nodes,
@@ -116,7 +119,7 @@ class Lookup:
             num_workers=num_workers,
             beam_size=beam_size,
             own_id=self._protocol.node_id,
-            queries_per_call=MAX_KEYS_PER_FIND,
+            queries_per_call=min(MAX_KEYS_PER_FIND, max(1, MAX_NEIGHBORS_TOLD // self._neighbors)),
             enough_responses=enough,
             stall_after=self._protocol.stall_after,
             spawn=self._protocol.spawn,

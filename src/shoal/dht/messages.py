@@ -20,6 +20,8 @@ MAX_RECORDS_PER_STORE = 256
 MAX_KEYS_PER_FIND = 64
 MAX_NEIGHBORS = 128
 """Most neighbors in one answer about one key."""
+MAX_NEIGHBORS_TOLD = MAX_KEYS_PER_FIND * 20
+"""Most neighbors in one answer about all its keys, if the asker wants more about each than usual."""
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 256
 
@@ -65,6 +67,8 @@ class StoreResponse(AuthorizedResponse):
 class FindRequest(AuthorizedRequest):
     keys: Annotated[list[IDBytes], Meta(max_length=MAX_KEYS_PER_FIND)]
     node_id: NodeIDBytes = None
+    neighbors: Annotated[int, Meta(ge=0, le=MAX_NEIGHBORS)] = 0
+    """How many about each key the sender wants to hear of, if more than a node usually tells."""
 
 
 class NodeContact(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from shoal.dht.messages import (
     MAX_ADDRESSES,
     MAX_KEYS_PER_FIND,
     MAX_NEIGHBORS,
+    MAX_NEIGHBORS_TOLD,
     MAX_VALUE_BYTES,
     FindRequest,
     FindResponse,
@@ -404,13 +405,15 @@ class DHTProtocol(ServicerBase):
             accepted += response.accepted
         return accepted
 
-    async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> FindAnswer | None:
+    async def call_find(self, peer: PeerID, keys: Iterable[DHTID], neighbors: int = 0) -> FindAnswer | None:
         """Ask a node what it knows about keys: records, and nodes that are nearer. ``None`` if it does not answer.
 
-        Records that the validator refuses count as not found.
+        With ``neighbors`` it tells of so many nodes about each key, if that is more than it usually does. Records that
+        the validator refuses count as not found.
         """
         asked = list(keys)[:MAX_KEYS_PER_FIND]
-        request = FindRequest(keys=[key.to_bytes() for key in asked], node_id=self._announced_id)
+        wanted = min(neighbors, MAX_NEIGHBORS)
+        request = FindRequest(keys=[key.to_bytes() for key in asked], node_id=self._announced_id, neighbors=wanted)
         try:
             response = await self._call(peer, "rpc_find", request, FindResponse, self.wait_timeout)
         except NO_ANSWER:
@@ -424,7 +427,7 @@ class DHTProtocol(ServicerBase):
         answer = FindAnswer({}, dict(zip(node_ids, response.contacts, strict=True)), response.node_id)
         for key, result in zip(asked, response.results, strict=True):
             if result.found is Found.TOO_MUCH and len(asked) > 1:
-                alone = await self.call_find(peer, [key])
+                alone = await self.call_find(peer, [key], neighbors)
                 if alone is not None:
                     answer.records.update(alone.records)
                     answer.contacts.update(alone.contacts)
@@ -502,7 +505,8 @@ class DHTProtocol(ServicerBase):
         positions: dict[DHTID, int] = {}
         members: list[_PackedNode] = []
         results: list[FindResult] = []
-        count = min(self.bucket_size, MAX_NEIGHBORS)
+        wanted = min(request.neighbors, MAX_NEIGHBORS_TOLD // max(1, len(request.keys)))
+        count = min(max(self.bucket_size, wanted), MAX_NEIGHBORS)
         room = REPLY_BYTES
         for key in map(DHTID.from_bytes, request.keys):
             neighbors = self.routing_table.get_nearest_neighbors(key, count, exclude=asker)
