@@ -14,6 +14,7 @@ from shoal.dht.blacklist import Blacklist
 from shoal.dht.bootstrap import ping_initial_peers
 from shoal.dht.caching import CacheRefreshQueue
 from shoal.dht.config import DEFAULT_NUM_WORKERS, NodeConfig
+from shoal.dht.finding import PeerFinder
 from shoal.dht.lookup import Lookup
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.reading import Reader
@@ -60,6 +61,7 @@ class DHTNode:
         self._owns_p2p = owns_p2p
         self._reader = Reader(protocol, config)
         self._writer = Writer(protocol, config, self._reader.refresh_queue)
+        self._finder = PeerFinder(protocol, self._meet_nodes_near)
 
     @classmethod
     async def create(
@@ -95,7 +97,7 @@ class DHTNode:
 
         Args:
             p2p: the peer to work with; a new one is created, and shut down in the end, if not given.
-            node_id: the own id, random by default.
+            node_id: the own id; by default it follows from the id of the peer, so that who knows that finds the node.
             initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``.
             client_mode: use the table without being part of it: others never call this node.
             record_validator: decides what may be stored and believed.
@@ -145,7 +147,7 @@ class DHTNode:
         try:
             protocol = DHTProtocol(
                 p2p,
-                DHTID.generate(rng=p2p.rng) if node_id is None else node_id,
+                DHTID.of_peer(p2p.peer_id) if node_id is None else node_id,
                 bucket_size=bucket_size,
                 depth_modulo=depth_modulo,
                 num_replicas=num_replicas,
@@ -175,6 +177,7 @@ class DHTNode:
         budget = config.wait_timeout if config.bootstrap_timeout is None else config.bootstrap_timeout
         deadline = loop.time() + budget
         await self.protocol.start()
+        self.p2p.find_addresses = self._finder.find
         if targets:
             await ping_initial_peers(
                 self.protocol,
@@ -193,6 +196,9 @@ class DHTNode:
         """Look for the own id, so that the nodes near it know of each other; whether there is anybody."""
         found = await self.find_nearest_nodes([self.node_id], exclude_self=True)
         return bool(found[self.node_id])
+
+    async def _meet_nodes_near(self, place: DHTID) -> None:
+        await self.find_nearest_nodes([place], k_nearest=self.config.num_replicas, exclude_self=True)
 
     async def _refresh_stale_buckets(self, period: float) -> None:
         """Look for random ids in buckets from which nothing was heard for a while, so that they stay filled.
@@ -220,6 +226,7 @@ class DHTNode:
             return
         self.is_alive = False
         self._reader.refresh_queue.clear()
+        self.p2p.find_addresses = None
         await self.protocol.shutdown()
         if self._owns_p2p:
             await self.p2p.shutdown()

@@ -39,6 +39,7 @@ from shoal.dht.storage import DHTLocalStorage, StoredValue
 from shoal.dht.validation import WHOLE_DICTIONARY, RecordValidatorBase
 from shoal.errors import (
     DHTError,
+    DialError,
     InterruptedDialError,
     ProtocolError,
     ShoalError,
@@ -323,6 +324,8 @@ class DHTProtocol(ServicerBase):
     async def _call_once(
         self, peer: PeerID, method: str, request: Header, response_type: type[ResponseT], timeout: float
     ) -> ResponseT:
+        if not self.p2p.is_reachable(peer):  # a search in the table for the sake of the table could go on without end
+            raise DialError(f"no address of peer {peer} is known")
         if self._authorizer is not None:
             response: ResponseT = await self._call_member(self._authorizer, peer, method, request, timeout)
             return response

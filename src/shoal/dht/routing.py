@@ -63,6 +63,11 @@ class DHTID(int):
             raw = source if isinstance(source, bytes) else MSGPackSerializer.dumps(source)
         return cls.from_bytes(hashlib.sha1(raw, usedforsecurity=False).digest())
 
+    @classmethod
+    def of_peer(cls, peer: PeerID) -> DHTID:
+        """The place of a peer's node in the table, unless it was given another one: whoever knows the peer finds it."""
+        return cls.generate(peer.to_bytes())
+
     @overload
     def xor_distance(self, other: int) -> int: ...
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -75,6 +75,8 @@ class P2P:
         self.is_alive = True
         self.instance = rng.randbytes(INSTANCE_BYTES)
         """Tells this process from another one with the same identity."""
+        self.find_addresses: Callable[[PeerID], Awaitable[None]] | None = None
+        """Looks for a peer of which no address is known before it is dialled; set by the node of the table."""
         self._announcement: list[Multiaddr] = []
         self._addresses = AddressBook()
         self._header_memory = HeaderMemory(limits)
@@ -347,6 +349,8 @@ class P2P:
             raise P2PDaemonError("this peer is shut down")
         if peer == self.peer_id:
             raise P2PDaemonError("a peer cannot call itself over the network")
+        if self.find_addresses is not None and not self.is_reachable(peer):
+            await self.find_addresses(peer)
         stream = await self._dialler.dial(peer)
         self._unreachable.note_connection(peer)
         return self._greet(stream)
