@@ -17,7 +17,7 @@ import pytest
 
 import shoal
 from shoal.cli.dht import how_to_join
-from shoal.cli.main import build_parser, main
+from shoal.cli.main import build_parser, hivemind_dht, main
 from shoal.p2p import Multiaddr
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
@@ -78,11 +78,13 @@ def test_it_may_have_as_many_connections_as_the_system_allows() -> None:
         running.ends(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_another_peer_joins_through_the_printed_line_and_both_leave_cleanly(number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "option"), [(signal.SIGINT, ["--initial_peers"]), (signal.SIGTERM, [])])
+def test_another_peer_joins_through_the_printed_address_and_both_leave_cleanly(
+    number: signal.Signals, option: Sequence[str]
+) -> None:
     with bootstrap("--refresh-period", "0.3") as first:
         address = first.line_that_matches(JOIN)[1]
-        with bootstrap("--initial_peers", address, "--refresh_period", "0.3") as second:
+        with bootstrap("--refresh_period", "0.3", *option, address) as second:
             for running in (first, second):
                 running.line_that_matches(
                     re.compile(r"2 DHT nodes \(including this one\) are in the local routing table")
@@ -215,7 +217,7 @@ def test_announced_address_is_what_others_are_told() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--initial-peers", "nonsense"], "nonsense"),
+        (["--refresh-period", "5", "nonsense"], "nonsense"),
         (["--initial-peers", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"], f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"),
         (["--announce-maddrs", "/ip4/203.0.113.7/tcp/0"], "/ip4/203.0.113.7/tcp/0"),
         (["--identity-path", "no/such/folder/identity.key"], "no/such/folder"),
@@ -271,11 +273,23 @@ def test_both_spellings_are_one_option() -> None:
     defaults = vars(parse(["dht"]))
     assert defaults["host_maddrs"] is None
     assert defaults["refresh_period"] == 30
+    assert defaults["addresses"] == []
+    for words in (["a", "b", "--refresh-period", "5"], ["--refresh-period", "5", "a", "b"]):
+        assert vars(parse(["dht", *words])) == {**defaults, "addresses": ["a", "b"], "refresh_period": 5.0}
     for name, value in names.items():
         words = [str(each) for each in value] if isinstance(value, list) else [str(value)]
         for spelling in (name, name.replace("-", "_")):
             expected = {**defaults, name.replace("-", "_"): value}
             assert vars(parse(["dht", f"--{spelling}", *words])) == expected
+
+
+def test_the_name_that_older_scripts_know(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["hivemind-dht", "--refresh_period", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        hivemind_dht()
+    assert "positive number of seconds, got 0" in capsys.readouterr().err
+    scripts = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'hivemind-dht = "{hivemind_dht.__module__}:{hivemind_dht.__name__}"' in scripts
 
 
 def test_the_command_alone_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,13 +39,16 @@ def add_parser(subparsers: Any) -> None:
         "dht", help="run a peer through which others join the swarm", description=DESCRIPTION
     )
 
+    parser.add_argument(
+        "addresses", nargs="*", metavar="ADDRESS", help="join the swarm of these peers; none: start one"
+    )
     add_option(
         parser,
         "initial-peers",
         nargs="*",
         default=[],
         metavar="ADDRESS",
-        help="join the swarm of these peers; none: start one",
+        help="the same, as an option",
     )
     add_option(
         parser,
@@ -169,7 +172,7 @@ def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
         hosts = [host[: -len(ANY_PORT)] + f"/tcp/{port}" if host.endswith(ANY_PORT) else host for host in hosts]
     try:
         dht = DHT(
-            initial_peers=arguments.initial_peers,
+            initial_peers=[*arguments.addresses, *arguments.initial_peers],
             start=True,
             host_maddrs=hosts,
             announce_maddrs=arguments.announce_maddrs,

@@ -44,3 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("Stopped.", file=sys.stderr)
         return 130
     return status
+
+
+def hivemind_dht() -> int:
+    """The command ``hivemind-dht``: another name of ``shoal dht``, for scripts that know it."""
+    return main(["dht", *sys.argv[1:]])
