@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+from collections.abc import AsyncIterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -334,6 +335,12 @@ class OpenServicer(ServicerBase):
 
 
 def test_messages_without_room_for_a_signature_are_refused_at_once():
+    class Streaming(ServicerBase):
+        async def rpc_ask(self, request: Question, context: P2PContext) -> AsyncIterator[Reply]:
+            yield Reply(text="")
+
+    with pytest.raises(TypeError, match=r"Streaming\.rpc_ask cannot be authorized: it must take one message"):
+        AuthRPCWrapper(Streaming(), AuthRole.SERVICER, Member(Authority()))
     with pytest.raises(TypeError, match=r"OpenServicer\.rpc_ask cannot be authorized"):
         AuthRPCWrapper(OpenServicer(), AuthRole.SERVICER, Member(Authority()))
 

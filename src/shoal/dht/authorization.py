@@ -301,10 +301,11 @@ class AuthRPCWrapper:
         servicer = stub.servicer if isinstance(stub, StubBase) else type(stub)
         for method in methods_of(servicer):
             takes, gives = method.request_type or Header, method.response_type or Header
-            if not (issubclass(takes, AuthorizedRequest) and issubclass(gives, AuthorizedResponse)):
+            is_signable = issubclass(takes, AuthorizedRequest) and issubclass(gives, AuthorizedResponse)
+            if method.is_streaming or not is_signable:
                 raise TypeError(
-                    f"{servicer.__name__}.{method.name} cannot be authorized: it must take a subclass of "
-                    "AuthorizedRequest and return one of AuthorizedResponse"
+                    f"{servicer.__name__}.{method.name} cannot be authorized: it must take one message of a subclass "
+                    "of AuthorizedRequest and return one of AuthorizedResponse"
                 )
 
     def __getattr__(self, name: str) -> Any:

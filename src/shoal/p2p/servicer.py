@@ -1,25 +1,30 @@
 """Methods that other peers can call: classes with ``rpc_*`` methods, and the stubs through which they are called.
 
-The annotations of a method say what travels. There are two shapes::
+The annotations of a method say what travels. There are three shapes::
 
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse   # unary
     async def rpc_download(self, call: Call, context: P2PContext) -> None                 # both sides send at will
+    async def rpc_list(self, request: Query, context: P2PContext) -> AsyncIterator[Item]  # any number of messages
 
 and the callers look like this::
 
     response = await stub.rpc_find(FindRequest(...), timeout=3.0)
     async with stub.rpc_download() as call: ...
+    async for item in stub.rpc_list(Query(...)): ...
+
+In the last shape either the request, the response or both are iterators. Payloads travel in the second one only.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from shoal.p2p.connection import Call
+from shoal.p2p.message_streams import Responses
 from shoal.p2p.peer_id import PeerID
 from shoal.p2p.wire import Header
 
@@ -45,6 +50,14 @@ class Method:
     request_type: type[Header] | None
     """``None`` for a method that takes the :class:`Call` itself."""
     response_type: type[Header] | None
+    takes_stream: bool = False
+    """There may be any number of requests."""
+    gives_stream: bool = False
+    """There may be any number of responses."""
+
+    @property
+    def is_streaming(self) -> bool:
+        return self.takes_stream or self.gives_stream
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class Handler:
     """A method that is registered at a peer."""
 
     method: Method
-    function: Callable[..., Awaitable[Any]]
+    function: Callable[..., Any]
 
 
 _methods: dict[type, tuple[Method, ...]] = {}
@@ -62,7 +75,7 @@ def methods_of(servicer: type) -> tuple[Method, ...]:
     """The remotely callable methods of a class.
 
     Raises:
-        TypeError: a method's annotations are not one of the two shapes.
+        TypeError: a method's annotations are not one of the three shapes.
     """
     if servicer not in _methods:
         _methods[servicer] = _inspect_methods(servicer)
@@ -76,18 +89,26 @@ def _inspect_methods(servicer: type) -> tuple[Method, ...]:
             continue
         hints = get_type_hints(function)
         parameters = list(inspect.signature(function).parameters)[1:]
-        request_type = hints.get(parameters[0]) if parameters else None
-        response_type = hints.get("return")
-        if request_type is Call:
+        request_type, takes_stream = _message_type(hints.get(parameters[0]) if parameters else None)
+        response_type, gives_stream = _message_type(hints.get("return"))
+        if request_type is Call and not takes_stream:
             found.append(Method(name, None, None))
         elif _is_header(request_type) and _is_header(response_type):
-            found.append(Method(name, request_type, response_type))
+            found.append(Method(name, request_type, response_type, takes_stream, gives_stream))
         else:
             raise TypeError(
                 f"{servicer.__name__}.{name} must be (self, request: Header, context) -> Header or (self, call: Call, "
-                "context) -> None, with subclasses of shoal.p2p.Header"
+                "context) -> None, with subclasses of shoal.p2p.Header; for any number of messages, with "
+                "AsyncIterator[Header] for the request, the response or both"
             )
     return tuple(found)
+
+
+def _message_type(annotation: Any) -> tuple[Any, bool]:
+    """What a message is, and whether there may be any number of them."""
+    if get_origin(annotation) in (AsyncIterator, AsyncIterable, AsyncGenerator):
+        return get_args(annotation)[0], True
+    return annotation, False
 
 
 def _is_header(annotation: object) -> bool:
@@ -131,6 +152,14 @@ class StubBase:
         def stream() -> AbstractAsyncContextManager[Call]:
             return self._p2p.open_call(self._peer, handle)
 
+        def iterate(request: Header | AsyncIterable[Header]) -> Responses:
+            return Responses(stream, method, request)
+
+        def collect(requests: AsyncIterable[Header], timeout: float | None = None) -> Awaitable[Header]:
+            return iterate(requests).only(timeout)
+
+        if method.is_streaming:
+            return iterate if method.gives_stream else collect
         return stream if method.request_type is None else unary
 
 

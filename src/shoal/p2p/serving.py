@@ -11,6 +11,7 @@ from shoal.errors import P2PDaemonError, ProtocolError, ShoalError, StreamClosed
 from shoal.metrics import Metrics
 from shoal.p2p.connection import NO_HANDLER, REFUSED, Call, Connection, Failure
 from shoal.p2p.limits import Limits
+from shoal.p2p.message_streams import receive_only, serve_streams
 from shoal.p2p.peer_id import PeerID
 from shoal.p2p.servicer import Handler, P2PContext
 from shoal.p2p.transport import Stream
@@ -239,9 +240,10 @@ async def _run_handler(handler: Handler, call: Call, context: P2PContext) -> Non
         await handler.function(call, context)
         await call.send_end()
         return
-    request = await call.receive(method.request_type)
-    if request is None or call.payload_size or not call.received_end:
-        raise ProtocolError(f"{context.handle_name} takes exactly one message without a payload")
+    if method.is_streaming:
+        await serve_streams(handler, call, context)
+        return
+    request = await receive_only(call, method.request_type, context.handle_name)
     response = await handler.function(request, context)
     if response is None:
         raise P2PDaemonError(f"{context.handle_name} does not answer this peer")
