@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from shoal.dht import DHTID
+from shoal.dht import DHTID, DHTNode
 from shoal.dht.finding import SECONDS_BETWEEN_SEARCHES
-from shoal.errors import DialError
+from shoal.errors import DialError, P2PDaemonError
 from shoal.p2p import P2P, Identity, PeerID
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
@@ -86,6 +86,15 @@ async def test_the_table_itself_does_not_search_for_whom_it_cannot_call():
     before = calls_made(swarm)
     assert await asked.protocol.call_ping(Identity.generate(swarm.rng).peer_id) is None
     assert calls_made(swarm) == before
+
+
+@in_virtual_time
+async def test_a_second_node_that_cannot_start_takes_nothing_away():
+    swarm = Swarm(seed=8)
+    node = await swarm.node()
+    with pytest.raises(P2PDaemonError, match="registered already"):
+        await DHTNode.create(p2p=node.p2p)
+    assert node.p2p.find_addresses == node._finder.find
 
 
 @in_virtual_time

@@ -226,7 +226,8 @@ class DHTNode:
             return
         self.is_alive = False
         self._reader.refresh_queue.clear()
-        self.p2p.find_addresses = None
+        if self.p2p.find_addresses == self._finder.find:  # not that of another node, beside which this one cannot start
+            self.p2p.find_addresses = None
         await self.protocol.shutdown()
         if self._owns_p2p:
             await self.p2p.shutdown()
