@@ -54,6 +54,7 @@ class Streams(ServicerBase):
             while True:
                 yield Number(value=value)
                 value += 1
+                await asyncio.sleep(0)  # it would fill the buffers of the system before anything else has its turn
         finally:
             self.ended.append("no end")
 
