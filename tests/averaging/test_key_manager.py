@@ -67,7 +67,7 @@ async def test_records_that_make_no_sense_are_skipped_and_said(dht, caplog):
     keys = GroupKeyManager(dht, "run", "", None)
     expiration = get_dht_time() + 60
     assert await keys.declare_averager(keys.current_key, some_peer(1), expiration)
-    assert await dht.store(keys.current_key, ["/nowhere"], expiration, subkey=b"no peer", return_future=True)
+    assert await dht.store(keys.current_key, ["/ip4/nowhere/tcp/1"], expiration, subkey=b"no peer", return_future=True)
     assert await dht.store(keys.current_key, 5, expiration, subkey=some_peer(2).to_bytes(), return_future=True)
     with caplog.at_level(logging.WARNING):
         assert await keys.get_averagers(keys.current_key, only_active=True) == [(some_peer(1), expiration)]
