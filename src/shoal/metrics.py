@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 class Metrics:
     bytes_sent: int = 0
     """Bytes of messages written to other peers, before encryption."""
+    bytes_sent_by_handler: Counter[str] = field(default_factory=Counter)
+    """The same by the handler that is called, questions and answers alike; greetings go with the first call."""
     bytes_received: int = 0
     """Bytes of messages read from other peers, after decryption."""
     connections_dialled: int = 0

@@ -105,6 +105,8 @@ class Connection:
         """When the write began that the other side holds up, in the loop's time; 0 if none."""
         self.header_since = 0.0
         """When the header began that is still arriving; 0 if none."""
+        self.handler = ""
+        """Which handler the latest call is for; only what is served here or called from here."""
         self._make_hello: Callable[[], Hello] | None = make_hello
         self._on_hello = on_hello
         self._memory = memory
@@ -120,6 +122,7 @@ class Connection:
 
     def open_call(self, handler: str) -> Call:
         """Begin a call; the opening message leaves together with the first item."""
+        self.handler = handler
         self._unsent += pack(Kind.OPEN, Open(handler=handler))
         return Call(self)
 
@@ -162,7 +165,9 @@ class Connection:
             raise
         finally:
             self.writing_since = 0.0
-        self.metrics.bytes_sent += len(head) + sum(map(len, payload))
+        size = len(head) + sum(map(len, payload))
+        self.metrics.bytes_sent += size
+        self.metrics.bytes_sent_by_handler[self.handler] += size
 
     async def receive(self) -> tuple[Prefix, bytearray]:
         """The next message's prefix and header; its payload, if any, is still to be read."""

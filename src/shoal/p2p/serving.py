@@ -184,6 +184,7 @@ class Server:
             await call.drain()
             return call.clean
         self._metrics.calls_served += 1
+        connection.handler = name
         context = P2PContext(handle_name=name, local_id=self._peer_id, remote_id=connection.remote)
         try:
             await _run_handler(handler, call, context)
