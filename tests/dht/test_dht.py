@@ -101,10 +101,10 @@ def test_futures_are_cancelled_from_any_thread(two, operation):
     async def hold_up(dht, node):
         call = node.protocol.call_find
 
-        async def call_when_told(*args):
+        async def call_when_told(*args, **kwargs):
             asked.set()
             await go_on.wait()
-            return await call(*args)
+            return await call(*args, **kwargs)
 
         node.protocol.call_find = call_when_told
 

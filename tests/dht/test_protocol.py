@@ -122,6 +122,17 @@ async def test_store_and_find_dictionaries():
 
 
 @in_virtual_time
+async def test_who_looks_for_neighbors_alone_is_sent_no_values():
+    caller, server = await pair()
+    peer = server.p2p.peer_id
+    assert await caller.call_store(peer, [plain(b"v" * 10_000, later(10))]) == [True]
+    sent = server.p2p.metrics.bytes_sent
+    answer = await caller.call_find(peer, [KEY], neighbors_only=True)
+    assert answer.records[KEY] == (None, -math.inf, [])
+    assert server.p2p.metrics.bytes_sent < sent + 1000
+
+
+@in_virtual_time
 async def test_a_whole_dictionary_can_be_stored_at_once():
     caller, server = await pair()
     dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()

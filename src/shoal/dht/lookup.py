@@ -48,13 +48,15 @@ class Lookup:
             if node_id != own_id and self._peers[node_id] not in self._blacklist
         ]
 
-    async def ask(self, node_id: DHTID, targets: Iterable[DHTID]) -> dict[DHTID, FoundRecord] | None:
+    async def ask(
+        self, node_id: DHTID, targets: Iterable[DHTID], *, neighbors_only: bool = False
+    ) -> dict[DHTID, FoundRecord] | None:
         """Ask a node about targets; ``None`` if it does not answer."""
         peer = self.peer_of(node_id)
         if peer is None or peer in self._blacklist:
             return None
         wanted = self._neighbors if self._neighbors > self._protocol.bucket_size else 0
-        answer = await self._protocol.call_find(peer, targets, wanted)
+        answer = await self._protocol.call_find(peer, targets, wanted, neighbors_only=neighbors_only)
         if answer is None:
             return None
         if answer.node_id != node_id.to_bytes():  # a made-up id: one peer shall not stand for many nodes
@@ -133,7 +135,7 @@ class Lookup:
             await walk.run()
 
     async def _ask_for_neighbors(self, node_id: DHTID, targets: list[DHTID]) -> dict[DHTID, Answer] | None:
-        answers = await self.ask(node_id, targets)
+        answers = await self.ask(node_id, targets, neighbors_only=True)
         if answers is None:
             return None
         return {target: Answer(record.neighbors) for target, record in answers.items()}

@@ -69,6 +69,8 @@ class FindRequest(AuthorizedRequest):
     node_id: NodeIDBytes = None
     neighbors: Annotated[int, Meta(ge=0, le=MAX_NEIGHBORS)] = 0
     """How many about each key the sender wants to hear of, if more than a node usually tells."""
+    neighbors_only: bool = False
+    """The values do not matter, as on the way to a store: leave them out."""
 
 
 class NodeContact(msgspec.Struct, frozen=True, array_like=True):

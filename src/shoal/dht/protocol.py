@@ -408,15 +408,21 @@ class DHTProtocol(ServicerBase):
             accepted += response.accepted
         return accepted
 
-    async def call_find(self, peer: PeerID, keys: Iterable[DHTID], neighbors: int = 0) -> FindAnswer | None:
+    async def call_find(
+        self, peer: PeerID, keys: Iterable[DHTID], neighbors: int = 0, *, neighbors_only: bool = False
+    ) -> FindAnswer | None:
         """Ask a node what it knows about keys: records, and nodes that are nearer. ``None`` if it does not answer.
 
         With ``neighbors`` it tells of so many nodes about each key, if that is more than it usually does. Records that
-        the validator refuses count as not found.
+        the validator refuses count as not found; with ``neighbors_only`` none are asked for.
         """
         asked = list(keys)[:MAX_KEYS_PER_FIND]
-        wanted = min(neighbors, MAX_NEIGHBORS)
-        request = FindRequest(keys=[key.to_bytes() for key in asked], node_id=self._announced_id, neighbors=wanted)
+        request = FindRequest(
+            keys=[key.to_bytes() for key in asked],
+            node_id=self._announced_id,
+            neighbors=min(neighbors, MAX_NEIGHBORS),
+            neighbors_only=neighbors_only,
+        )
         try:
             response = await self._call(peer, "rpc_find", request, FindResponse, self.wait_timeout)
         except NO_ANSWER:
@@ -519,6 +525,9 @@ class DHTProtocol(ServicerBase):
                 nearest.append(position)
                 if position == len(members):
                     members.append(self._packed_nodes.get(node_id) or self._pack_node(node_id, peer))
+            if request.neighbors_only:
+                results.append(FindResult(Found.NOTHING, b"", 0.0, nearest))
+                continue
             results.append(self._find_here(key, nearest, room))
             room -= len(results[-1].value)
         return FindResponse(
