@@ -14,6 +14,7 @@ from shoal.optim.progress import (
     LocalTrainingProgress,
     ProgressRecord,
     RefreshPolicy,
+    estimate_is_off,
     expected_members,
     parse_record,
     summarize,
@@ -27,9 +28,16 @@ def record(peer: str, epoch: int = 0, samples: int = 0, speed: float = 0.0, time
     return LocalTrainingProgress(peer.encode(), epoch, samples, speed, time, client)
 
 
-def summary(own, *others, target=100, now=NOW, published=True, stopped=()):
+def summary(own, *others, target=100, now=NOW, published=True, stopped=(), is_sketchy=False):
     return summarize(
-        own, others, published=published, target_batch_size=target, now=now, next_fetch_time=0.0, stopped=stopped
+        own,
+        others,
+        published=published,
+        target_batch_size=target,
+        now=now,
+        next_fetch_time=0.0,
+        stopped=stopped,
+        is_sketchy=is_sketchy,
     )
 
 
@@ -81,6 +89,42 @@ def test_records_are_read_more_often_near_the_end():
     assert policy.next_fetch_time(NOW, NOW + 12, 100) == pytest.approx(NOW + 10)
     assert policy.next_fetch_time(NOW, NOW + 1e20, 4) == NOW + 10
     assert policy.next_fetch_time(NOW, NOW, 4) == NOW + 0.5
+
+
+def test_readings_are_rarer_the_more_there_is_to_read():
+    policy = RefreshPolicy(0.5, 10, 3, 3, 0.2)
+    assert policy.reading_period(0, reaches_others=False) == 3
+    assert policy.reading_period(3, reaches_others=True) == 20, "others can be called meanwhile"
+    assert 3 < policy.reading_period(3, reaches_others=False) < 20
+    few, many = 63, 1023
+    ratio = policy.reading_period(many, reaches_others=True) / policy.reading_period(few, reaches_others=True)
+    assert ratio * few / many * math.log2(2 + many) / math.log2(2 + few) == pytest.approx(1), "bytes per second"
+    assert policy.calling_period(1) == 0.5
+    assert 0.5 < policy.calling_period(3) < policy.calling_period(63) < 10
+
+
+def test_others_are_told_anew_when_they_are_wrong_by_more_than_a_batch_and_a_few_per_cent():
+    told = record("me", samples=100, speed=10)
+
+    def is_off(samples: int, epoch: int = 0, batch: int = 10) -> bool:
+        own = record("me", epoch=epoch, samples=samples, time=NOW + 10)
+        return estimate_is_off(told, own, share=1000, batch_size=batch)
+
+    assert not is_off(200), "just as it was believed"
+    assert not is_off(155)
+    assert is_off(145)
+    assert is_off(255)
+    assert not is_off(255, batch=60), "the end of a batch cannot be foreseen"
+    assert is_off(200, epoch=1)
+
+
+def test_peers_of_which_nothing_is_heard_in_a_large_swarm_are_believed_to_be_as_far_as_the_others():
+    own, known = record("me", epoch=1, samples=20, speed=10), record("known", epoch=1, samples=20, speed=10)
+    unheard = record("unheard", epoch=0, samples=70, speed=20)
+    assert summary(own, known, unheard, target=200).samples_accumulated == 40
+    sketchy = summary(own, known, unheard, target=200, is_sketchy=True)
+    assert sketchy.samples_accumulated == 80
+    assert sketchy.eta_next_epoch == pytest.approx(NOW + (200 - 80) / 40)
 
 
 def test_records_round_trip_and_strangers_are_refused():
@@ -317,6 +361,29 @@ def test_older_records_do_not_replace_newer_ones():
     board.hear(record("other", samples=30, time=NOW), NOW + 60, NOW)
     board.hear(record("other", samples=10, time=NOW - 5), NOW + 55, NOW)
     assert board.global_progress(NOW).samples_accumulated == 30
+
+
+def test_what_was_read_counts_until_it_is_read_again():
+    board = make_board()
+    crowd = [(record(f"peer {i}"), NOW + 1) for i in range(200)]
+    board.hear_many(crowd, NOW)
+    assert not board.wants_reading(NOW + 20), "that would be too much"
+    assert len(board.expected_members(NOW + 20)) == 200
+    assert board.wants_reading(NOW + 1000)
+    assert board.expected_members(NOW + 1000) == set()
+
+
+def test_whom_to_ask_in_passing():
+    board = make_board()
+    board.hear_many([(record(name), NOW + 60) for name in ("heard", "silent", "unused", "gone")], NOW)
+    board.hear_many([(record("client", client=True), NOW + 60)], NOW)
+    later = board.next_fetch_time
+    for name in ("heard", "silent", "gone"):
+        board.note_call(name.encode(), later)
+    for name in ("heard", "unused"):
+        board.hear(record(name), later + 60, later)
+    board.mark_unreachable(b"gone", later)
+    assert [companion.peer_id for companion in board.companions_to_ask(later)] == [b"silent", b"unused"]
 
 
 def test_members_of_a_group_count_until_they_move_on():

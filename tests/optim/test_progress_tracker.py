@@ -198,14 +198,16 @@ def test_nobody_speaks_for_another_peer(trackers):
     async def lie(change) -> None:
         stub = ProgressExchange.get_stub(b.dht.p2p, a.dht.peer_id, namespace="run_progress")
         await stub.rpc_exchange_progress(
-            ProgressMessage(msgspec.structs.replace(b.local_progress, **change)), timeout=10
+            ProgressMessage.of(msgspec.structs.replace(b.local_progress, **change)), timeout=10
         )
 
-    for change in ({"peer_id": b"somebody else"}, {"time": get_dht_time() + 100}, {"epoch": -1}):
+    for change in ({"time": get_dht_time() + 100}, {"epoch": -1}):
         with pytest.raises(P2PHandlerError):
             b.dht.portal.call(lie(change))
     assert a.global_progress.epoch == 0
     assert not a.knows_others
+    b.dht.portal.call(lie({"peer_id": b"somebody else"}))
+    assert a.expected_members() == {b.dht.peer_id}, "there is no way to say it"
 
 
 def test_a_pause_waits_for_no_network(trackers, monkeypatch):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.dht import DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.validation import CompositeValidator
+from shoal.metrics import Metrics
 from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.progress import RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
@@ -24,7 +25,11 @@ BATCH = 16
 SETTLING_SECONDS = 60.0
 """Until everybody knows everybody; what is said before does not count."""
 PATIENCE = 1.0
+MOOD_SECONDS = 5.0
 ROUND_SECONDS = 0.2
+AFTERMATH_SECONDS = 0.5
+"""What is said so long after the end of an epoch is part of it."""
+WARM_UP_EPOCHS = 2
 NEVER = 10**12
 
 BYTES_OF_HANDSHAKE = 1000
@@ -46,13 +51,33 @@ class Talk:
     """Of the mean peer at the end of an epoch, for each member of its group."""
     samples: list[int] = field(default_factory=list)
     """Of all peers in each epoch."""
+    target: int = NEVER
+    """Samples that make an epoch."""
+
+
+def bytes_sent(metrics: Metrics) -> Counter[str]:
+    """What a peer has sent, by the method that was called."""
+    sent = Counter({name.rpartition(".")[2]: size for name, size in metrics.bytes_sent_by_handler.items()})
+    connections = metrics.connections_dialled + metrics.connections_accepted
+    return sent + Counter(handshakes=BYTES_OF_HANDSHAKE * connections)
+
+
+def talk_between(before: Sequence[Counter[str]], after: Sequence[Counter[str]], seconds: float) -> Talk:
+    """What peers have said between two looks at :func:`bytes_sent`."""
+    sent = [late - early for early, late in zip(before, after, strict=True)]
+    rates = [each.total() / seconds for each in sent]
+    together: Counter[str] = sum(sent, Counter())
+    by_handler = {name: size / seconds / len(sent) for name, size in together.most_common()}
+    return Talk(len(sent), sum(rates) / len(rates), max(rates), by_handler)
 
 
 class Talker:
     """The tracker of one peer, without its facade, and a loop that trains."""
 
-    def __init__(self, host: Host, node: DHTNode, target: int, seconds: float) -> None:
-        self.host, self.node, self.seconds = host, node, seconds
+    def __init__(self, host: Host, node: DHTNode, target: int, seconds: float, unsteadiness: float) -> None:
+        self.host, self.node, self.target, self.seconds = host, node, target, seconds
+        self.unsteadiness = unsteadiness
+        self._mood, self._mood_until = 1.0, 0.0
         self.samples = 0
         signatures = SignatureValidator(PrivateKey())
         node.protocol.record_validator.extend([signatures])  # type: ignore[union-attr]
@@ -75,17 +100,19 @@ class Talker:
 
     async def work(self) -> None:
         """Make one batch after the other, until the epoch is over."""
-        rng = self.host.rng
+        rng, loop = self.host.rng, asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self.seconds * rng.uniform(0.9, 1.1))
+            if loop.time() >= self._mood_until:
+                self._mood = rng.uniform(1 - self.unsteadiness, 1 + self.unsteadiness)
+                self._mood_until = loop.time() + MOOD_SECONDS
+            await asyncio.sleep(self.seconds * self._mood * rng.uniform(0.9, 1.1))
             self.samples += BATCH
             self.board.report(self.board.own.epoch, self.samples, self.host.dht_time())
             self.exchange.report_due.set()
-            if self.board.should_stop(self.host.dht_time(), PATIENCE):
+            if self.target < NEVER and self.board.should_stop(self.host.dht_time(), PATIENCE):
                 return
 
     def declare_over(self) -> None:
-        self.ema.pause().__enter__()
         self.board.begin_update(self.host.dht_time(), PATIENCE)
         self.exchange.call_due.set()
 
@@ -98,13 +125,12 @@ class Talker:
     @property
     def sent(self) -> Counter[str]:
         """Bytes so far, by handler."""
-        metrics = self.node.p2p.metrics
-        sent = Counter({name.rpartition(".")[2]: size for name, size in metrics.bytes_sent_by_handler.items()})
-        connections = metrics.connections_dialled + metrics.connections_accepted
-        return sent + Counter(handshakes=BYTES_OF_HANDSHAKE * connections)
+        return bytes_sent(self.node.p2p.metrics)
 
 
-async def start_talkers(peers: int, target: int, slowness: Callable[[int], float]) -> list[Talker]:
+async def start_talkers(
+    peers: int, target: int, slowness: Callable[[int], float] = lambda _: 1.0, unsteadiness: float = 0.0
+) -> list[Talker]:
     """Peers of one run, each a node of the table; the others are told of their signatures by one shared validator."""
     network, validator = Network(LINK), CompositeValidator()
     nodes = await start_dht_nodes(network, peers, record_validator=validator)
@@ -113,7 +139,7 @@ async def start_talkers(peers: int, target: int, slowness: Callable[[int], float
         host = network.host_of(node.peer_id)
 
         async def start(index: int = index, node: DHTNode = node, host: Host = host) -> Talker:
-            talker = Talker(host, node, target, slowness(index) / REPORTS_PER_SECOND)
+            talker = Talker(host, node, target, slowness(index) / REPORTS_PER_SECOND, unsteadiness)
             await talker.exchange.start()
             return talker
 
@@ -124,22 +150,96 @@ async def start_talkers(peers: int, target: int, slowness: Callable[[int], float
 async def _measure(talkers: list[Talker], seconds: float) -> Talk:
     before = [talker.sent for talker in talkers]
     await asyncio.sleep(seconds)
-    sent = [talker.sent - earlier for talker, earlier in zip(talkers, before, strict=True)]
-    rates = [each.total() / seconds for each in sent]
-    together: Counter[str] = sum(sent, Counter())
-    by_handler = {name: size / seconds / len(talkers) for name, size in together.most_common()}
-    return Talk(len(talkers), sum(rates) / len(rates), max(rates), by_handler)
+    return talk_between(before, [talker.sent for talker in talkers], seconds)
 
 
-def talk_without_end(peers: int, *, working: bool, seconds: float = 120.0, seed: int = 0) -> Talk:
+class Epochs:
+    """Global steps that everybody makes: they end when the last peer has stopped, and take a while."""
+
+    def __init__(self, talkers: list[Talker]) -> None:
+        self.talkers = talkers
+        self.samples: list[int] = []
+        self.sent: list[float] = []
+        """Bytes of the mean peer around the end of each epoch, without finds: the table is read by the clock."""
+        self._stopped: list[Talker] = []
+        self._over = asyncio.Event()
+
+    def _sent(self) -> float:
+        sent = [talker.sent.total() - talker.sent["rpc_find"] for talker in self.talkers]
+        return sum(sent) / len(self.talkers)
+
+    async def train(self, talker: Talker) -> None:
+        while True:
+            await talker.work()
+            if not self._stopped:
+                asyncio.get_running_loop().create_task(self._count())
+            talker.declare_over()
+            self._stopped.append(talker)
+            if len(self._stopped) == len(self.talkers):
+                await asyncio.sleep(ROUND_SECONDS)
+                self.samples.append(sum(each.samples for each in self.talkers))
+                over, self._over, self._stopped = self._over, asyncio.Event(), []
+                over.set()
+            else:
+                await self._over.wait()
+            talker.next_epoch({each.node.peer_id.to_bytes() for each in self.talkers if each is not talker})
+
+    async def _count(self) -> None:
+        before, over = self._sent(), self._over
+        await over.wait()
+        await asyncio.sleep(AFTERMATH_SECONDS)
+        self.sent.append(self._sent() - before)
+
+
+def talk_in_epochs(
+    peers: int,
+    *,
+    seconds: float = 20.0,
+    epochs: int = 10,
+    slowness: Sequence[float] = (1.0,),
+    unsteadiness: float = 0.0,
+    seed: int = 0,
+) -> Talk:
+    """What peers say while epochs end.
+
+    Args:
+        seconds: that an epoch takes.
+        slowness: by how much peers are slower than the fastest ones, in turn.
+        unsteadiness: a peer is faster or slower by up to this share for a few seconds, then by another one.
+    """
+
+    async def main() -> Talk:
+        speeds = [BATCH * REPORTS_PER_SECOND / slowness[index % len(slowness)] for index in range(peers)]
+        target = round(sum(speeds) * seconds)
+        talkers = await start_talkers(peers, target, lambda i: slowness[i % len(slowness)], unsteadiness)
+        course = Epochs(talkers)
+        for talker in talkers:
+            talker.host.spawn(course.train(talker))
+        while len(course.samples) < WARM_UP_EPOCHS:
+            await asyncio.sleep(0.1)
+        course.sent.clear()
+        talk = await _measure(talkers, seconds * epochs)
+        talk.samples = course.samples[WARM_UP_EPOCHS:]
+        talk.target = target
+        talk.bytes_per_member = sum(course.sent) / len(course.sent) / (peers - 1)
+        return talk
+
+    return run(main(), seed=seed)
+
+
+def talk_without_end(
+    peers: int, *, working: bool, seconds: float = 120.0, slowness: float = 1.0, seed: int = 0
+) -> Talk:
     """What peers say while no epoch ends.
 
     Args:
         working: they report progress; otherwise they only listen.
+        seconds: for which they are listened to, when all know each other.
+        slowness: they report so many times less often.
     """
 
     async def main() -> Talk:
-        talkers = await start_talkers(peers, NEVER, lambda _: 1.0)
+        talkers = await start_talkers(peers, NEVER, lambda _: slowness)
         if working:
             for talker in talkers:
                 talker.host.spawn(talker.work())

@@ -23,7 +23,7 @@ class Peer:
     """The tracker of one peer, without its facade."""
 
     def __init__(self, host: Host, p2p: P2P, table: SharedTable) -> None:
-        self.host, self.id = host, p2p.peer_id.to_bytes()
+        self.host, self.table, self.id = host, table, p2p.peer_id.to_bytes()
         self.now = host.dht_time
         ema = PerformanceEMA(clock=self.now)
         ema.update(1, interval=1.0)
@@ -56,10 +56,10 @@ class Peer:
         return 1 + len(self.board.expected_members(self.now()))
 
 
-async def start_swarm(network: Network, clients: int = 0) -> list[Peer]:
+async def start_swarm(network: Network, clients: int = 0, count: int = PEERS) -> list[Peer]:
     table = SharedTable(delay=0.2)
     peers = []
-    for index in range(PEERS):
+    for index in range(count):
         host = network.add_host()
         create = P2P.create(transport=host.transport(), rng=host.rng, no_listen=index < clients)
         peer = Peer(host, await host.run(create), table)
@@ -149,6 +149,22 @@ def test_clients_learn_in_the_end_what_others_are_told(seed):
         for peer in peers[6:]:
             peer.report(1)
         assert await seconds_until(know_the_epoch) < 15.0
+        for peer in peers:
+            await peer.exchange.stop()
+
+    run(main(), seed=seed)
+
+
+def test_records_are_renewed_before_they_expire(seed):
+    async def main() -> None:
+        peers = await start_swarm(Network(WIDE_AREA), clients=2, count=5)
+        for second in range(200):
+            for peer in peers:
+                peer.report(1 + second)
+            await asyncio.sleep(1)
+        found = await peers[0].table.get("run_progress")
+        assert set(found.value) == {peer.id for peer in peers}
+        assert all(peer.expected == len(peers) for peer in peers), "clients among each other, too"
         for peer in peers:
             await peer.exchange.stop()
 

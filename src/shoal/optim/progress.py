@@ -14,6 +14,19 @@ Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e21)]
 Moment = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 MAX_ADDRESSES = 8
+MAX_CALLED = 64
+"""How many peers are called directly; in larger swarms the others learn from the DHT."""
+HOLDERS_READ = 2
+"""How many of the nodes that hold the records are asked for them in passing."""
+
+_BYTES_OF_RECORD = 450
+"""As it stands in the DHT: owner tag, numbers, addresses and two signatures."""
+_BYTES_OF_CALL = 64
+"""What either side sends on average when one tells the other its progress and hears the other's."""
+_BYTES_PER_SECOND = 100.0
+"""For each doubling of the number of peers: what readings of the records, and calls, may cost in the long run."""
+_TOLERANCE = 0.05
+"""Others are told anew when what they believe of a peer is off by this share of what it contributes to an epoch."""
 
 _NO_SPEED = 1e-20
 
@@ -89,6 +102,23 @@ class RefreshPolicy:
     expected_drift_rate: float = 0.2
     """Which share of the peers may."""
 
+    def reading_period(self, num_others: int, reaches_others: bool) -> float:
+        """Least seconds between two readings of the records in the DHT.
+
+        Each brings the records of all peers, and somebody has to send them: the more there are, the longer the pause.
+
+        Args:
+            num_others: how many records there are.
+            reaches_others: some of them can be called, which is cheaper and tells the latest news.
+        """
+        cost = HOLDERS_READ * _BYTES_OF_RECORD * num_others
+        least = 2 * self.max_period if reaches_others else self.default_period
+        return max(least, _affordable(cost, num_others))
+
+    def calling_period(self, num_called: int) -> float:
+        """Least seconds between two rounds of calls to so many peers."""
+        return max(self.min_period, _affordable(_BYTES_OF_CALL * num_called, num_called))
+
     def next_fetch_time(self, now: float, eta: float, num_peers: int) -> float:
         """When to read the records again: the nearer the end of the epoch, the sooner."""
         if num_peers == 0:
@@ -96,6 +126,26 @@ class RefreshPolicy:
         surprised = max(num_peers + self.expected_drift_peers, num_peers * (1 + self.expected_drift_rate))
         period = (eta - now) * num_peers / surprised
         return now + min(max(period, self.min_period), self.max_period)
+
+
+def _affordable(cost: float, num_peers: int) -> float:
+    """Seconds after which so many bytes may be spent again, where twice as many peers may talk only a bit more."""
+    return cost / (_BYTES_PER_SECOND * math.log2(2 + num_peers))
+
+
+def estimate_is_off(told: LocalTrainingProgress, own: LocalTrainingProgress, share: float, batch_size: int) -> bool:
+    """Whether those who extrapolate what a peer has told them are wrong about it.
+
+    Args:
+        told: what they have been told.
+        own: how it is.
+        share: samples of an epoch that come from this peer.
+        batch_size: progress goes in steps of this size, which others cannot foresee.
+    """
+    if told.epoch != own.epoch:
+        return True
+    believed = told.samples_accumulated + max(0.0, own.time - told.time) * told.samples_per_second
+    return abs(own.samples_accumulated - believed) > max(_TOLERANCE * share, batch_size)
 
 
 def summarize(
@@ -107,6 +157,7 @@ def summarize(
     now: float,
     next_fetch_time: float,
     stopped: Collection[bytes] = (),
+    is_sketchy: bool = False,
 ) -> GlobalTrainingProgress:
     """Progress of the swarm from the records of its peers.
 
@@ -115,6 +166,8 @@ def summarize(
         others: valid records of other peers.
         published: others know of this peer.
         stopped: peers that cannot be reached: what they have accumulated will not come.
+        is_sketchy: there are too many peers to hear of everybody in each epoch: those of whom nothing was heard are
+            believed to be as far as the others, by their speed.
     """
     moving = [own, *(record for record in others if record.peer_id not in stopped)]
     epoch = max([own.epoch, *(record.epoch for record in moving[1:] if not record.client_mode)])
@@ -122,6 +175,9 @@ def summarize(
     samples = sum(record.samples_accumulated for record in present)
     estimate = samples + sum(max(0.0, now - record.time) * record.samples_per_second for record in present)
     speed = sum(record.samples_per_second for record in moving) + _NO_SPEED
+    present_speed = sum(record.samples_per_second for record in present)
+    if is_sketchy and present_speed > 0:
+        samples, estimate = round(samples * speed / present_speed), estimate * speed / present_speed
     return GlobalTrainingProgress(
         epoch=epoch,
         samples_accumulated=samples,
@@ -144,8 +200,16 @@ class Companion:
     """It has declared its epoch over and is on its way to the next one."""
     heard_at: float = field(default=-math.inf)
     """DHT time of its last direct sign of life."""
+    called_at: float = field(default=-math.inf)
+    """DHT time of this peer's last call to it."""
     unreachable_since: float | None = None
     """DHT time of the first failed call since the last sign of life."""
+    kept_until: float = field(default=-math.inf)
+    """DHT time until which the record counts in any case, because nobody looks for a newer one before."""
+
+    def is_valid(self, now: float) -> bool:
+        """Whether the record still counts."""
+        return max(self.expiration, self.kept_until) >= now
 
 
 def expected_members(
@@ -164,7 +228,7 @@ def expected_members(
     """
     expected = set()
     for peer, companion in companions.items():
-        if companion.expiration < now or companion.unreachable_since is not None:
+        if not companion.is_valid(now) or companion.unreachable_since is not None:
             continue
         on_its_way = companion.record.epoch == epoch - 1 and (companion.updating or peer in last_members)
         if epoch <= companion.record.epoch <= until_epoch or on_its_way:

@@ -12,13 +12,18 @@ from dataclasses import replace
 
 from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.progress import (
+    MAX_CALLED,
     Companion,
     GlobalTrainingProgress,
     LocalTrainingProgress,
     RefreshPolicy,
+    estimate_is_off,
     expected_members,
     summarize,
 )
+
+SECONDS_BETWEEN_USES = 15.0
+"""After so long a connection is used at the next occasion, which comes in ten seconds; it is closed after thirty."""
 
 
 class ProgressBoard:
@@ -63,6 +68,7 @@ class ProgressBoard:
         self._declared_end: float | None = None
         self._called_end = (-1, math.inf)
         """Epoch whose end another peer has called, and the DHT time of that end."""
+        self._next_reading = self._planned_at = now
         self._global = GlobalTrainingProgress(0, 0, target_batch_size, 0, 0, math.inf, now)
 
     # --- the swarm ----------------------------------------------------------------------------------------------------
@@ -74,13 +80,45 @@ class ProgressBoard:
 
     @property
     def next_fetch_time(self) -> float:
-        """DHT time at which the records are to be read again."""
+        """DHT time at which the others' progress is to be found out again."""
         return self._global.next_fetch_time
+
+    def wants_reading(self, now: float) -> bool:
+        """Whether the records in the DHT are to be read; otherwise it is enough to call others."""
+        return now >= self._next_reading
+
+    def plan_refresh(self, now: float) -> None:
+        """The others' progress has just been found out: decide when to do so again."""
+        with self._lock:
+            self._plan_refresh(now)
+
+    def _plan_refresh(self, now: float) -> None:
+        self._planned_at = now
+        progress, num_callable = self._summarize(now), len(self._callable())
+        due = self._refresh.next_fetch_time(now, progress.eta_next_epoch, progress.num_peers)
+        earliest = now + self._refresh.calling_period(num_callable) if num_callable else self._next_reading
+        self._global = replace(progress, next_fetch_time=max(due, earliest))
 
     def wants_publishing(self, now: float) -> bool:
         """Whether others should know of this peer: it has samples to give and is not far behind."""
         with self._lock:
             return self._contributed and self.own.epoch >= self._summarize(now).epoch - 1
+
+    @property
+    def relies_on_records(self) -> bool:
+        """Some peers learn from this peer's record in the DHT alone how far it is."""
+        return self.own.client_mode or len(self._companions) > MAX_CALLED
+
+    def is_misjudged(self, told: LocalTrainingProgress) -> bool:
+        """Whether those who have been told this about this peer, and nothing since, are wrong by now."""
+        with self._lock:
+            share = self._target_batch_size / max(1, self._global.num_peers)
+            return estimate_is_off(told, self.own, share, self._batch_size)
+
+    def calling_period(self) -> float:
+        """Least seconds between two rounds of calls to everybody, unless there is news for which others wait."""
+        with self._lock:
+            return self._refresh.calling_period(min(MAX_CALLED, len(self._callable())))
 
     # --- the end of the epoch -----------------------------------------------------------------------------------------
 
@@ -169,7 +207,33 @@ class ProgressBoard:
         """Records of the peers that can be called directly."""
         with self._lock:
             self._drop_expired(now)
-            return [c.record for c in self._companions.values() if not c.record.client_mode]
+            return [companion.record for companion in self._callable()]
+
+    def companions_to_ask(self, now: float) -> list[LocalTrainingProgress]:
+        """Records of the peers that can be called and of which nothing was heard lately.
+
+        Those to which the connection would soon be closed because it is not used are also called: at the end of the
+        epoch a new one would cost time, and more bytes than many calls.
+        """
+        with self._lock:
+            self._drop_expired(now)
+            lately = now - (self._global.next_fetch_time - self._planned_at) / 2
+            return [
+                companion.record
+                for companion in self._callable()
+                if companion.unreachable_since is None
+                and (companion.heard_at < lately or companion.called_at < now - SECONDS_BETWEEN_USES)
+            ]
+
+    def note_call(self, peer: bytes, now: float) -> None:
+        """This peer calls another one."""
+        with self._lock:
+            companion = self._companions.get(peer)
+            if companion is not None:
+                companion.called_at = now
+
+    def _callable(self) -> list[Companion]:
+        return [companion for companion in self._companions.values() if not companion.record.client_mode]
 
     # --- own progress -------------------------------------------------------------------------------------------------
 
@@ -251,13 +315,13 @@ class ProgressBoard:
         """
         with self._lock:
             known = set(self._companions)
-            for record, expiration in found:
-                self._take_note(record, expiration)
+            read = [self._take_note(record, expiration) for record, expiration in found]
             strangers = [peer for peer, c in self._companions.items() if peer not in known and not c.record.client_mode]
             self._drop_expired(now)
-            progress = self._summarize(now)
-            next_fetch = self._refresh.next_fetch_time(now, progress.eta_next_epoch, progress.num_peers)
-            self._global = replace(progress, next_fetch_time=next_fetch)
+            self._next_reading = now + self._refresh.reading_period(len(self._companions), bool(self._callable()))
+            for companion in read:
+                companion.kept_until = self._next_reading + self._refresh.max_period
+            self._plan_refresh(now)
         self._changed()
         return strangers
 
@@ -291,11 +355,11 @@ class ProgressBoard:
         self._changed()
 
     def _drop_expired(self, now: float) -> None:
-        for peer in [peer for peer, companion in self._companions.items() if companion.expiration < now]:
+        for peer in [peer for peer, companion in self._companions.items() if not companion.is_valid(now)]:
             del self._companions[peer]
 
     def _summarize(self, now: float) -> GlobalTrainingProgress:
-        valid = [c for c in self._companions.values() if c.expiration >= now]
+        valid = [c for c in self._companions.values() if c.is_valid(now)]
         self._global = summarize(
             self.own,
             [c.record for c in valid],
@@ -304,6 +368,7 @@ class ProgressBoard:
             now=now,
             next_fetch_time=self._global.next_fetch_time,
             stopped=[c.record.peer_id for c in valid if c.unreachable_since is not None],
+            is_sketchy=len(valid) > MAX_CALLED,
         )
         return self._global
 

@@ -1,8 +1,10 @@
 """How peers learn of each other's progress.
 
-Records travel two ways. The DHT holds one for every peer: complete, but seconds old. Beside that a peer calls those
-that it knows directly when something happens that they wait for: it takes part from now on, it declares the epoch over,
-it has reached the next epoch, it leaves. A call that fails says that the other one is gone, long before its record
+Records travel two ways. The DHT holds one for every peer, through which peers find each other. To read it brings the
+records of all peers to each of them, so it is read rarely. Those that it knows a peer calls directly, which takes a
+few dozen bytes: every few seconds, more often towards the end of the epoch, and at once when something happens that
+they wait for: it takes part from now on, its progress is not what it was believed to be, it declares the epoch over, it
+has reached the next epoch, it leaves. A call that fails says that the other one is gone, long before its record
 expires.
 """
 
@@ -20,7 +22,17 @@ import msgspec
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.clock import timeout as time_limit
 from shoal.errors import P2PDaemonError, P2PHandlerError, ShoalError
-from shoal.optim.progress import MAX_ADDRESSES, LocalTrainingProgress, ProgressRecord, parse_record
+from shoal.optim.progress import (
+    HOLDERS_READ,
+    MAX_ADDRESSES,
+    MAX_CALLED,
+    Count,
+    LocalTrainingProgress,
+    Moment,
+    ProgressRecord,
+    Speed,
+    parse_record,
+)
 from shoal.optim.progress_board import ProgressBoard
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from shoal.reactor import cancel_and_wait
@@ -34,30 +46,60 @@ INTRODUCTION_TIMEOUT = 3.0
 DIAL_ATTEMPTS = 2
 DIAL_PAUSE = 0.2
 """Seconds between two attempts: one refusal may be chance, a process that was killed refuses every time."""
-MAX_CALLED = 64
-"""How many peers are called directly; in larger swarms the others learn from the DHT."""
+MAX_ASKED = 16
+"""How many of the peers in larger swarms are called in passing."""
+HOLDERS_READ_AT_START = 5
+"""How many of the nodes that hold the records a newcomer asks for them: it must not miss anybody."""
 GOODBYE_TIMEOUT = 1.0
-NEW_EPOCH_PERIOD = 0.1
+NEWS_PERIOD = 10.0
 """Least seconds between two records of this peer in the DHT."""
 
 
-class ProgressMessage(Header):
-    """A peer's progress, told directly."""
+class ProgressMessage(Header, array_like=True):
+    """A peer's progress, told directly. Everybody tells it everybody, so it is as short as can be."""
 
-    progress: LocalTrainingProgress
+    epoch: Count
+    samples_accumulated: Count
+    samples_per_second: Speed
+    time: Moment
+    client_mode: bool
     taking_part: bool = True
     """False: the sender has no samples yet, its numbers say nothing about the swarm."""
-    updating: bool = False
-    """The sender has declared its epoch over: it begins no more batches."""
-    ends_in: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
-    """Seconds for which the others may still go on in this epoch, by the sender's estimate."""
+    ends_in: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] | None = None
+    """The sender has declared its epoch over: it begins no more batches. The others may go on for so many seconds, by
+    its estimate."""
     leaving: bool = False
+
+    @classmethod
+    def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:
+        """Tell a progress, and whatever else there is to say."""
+        return cls(
+            progress.epoch,
+            progress.samples_accumulated,
+            progress.samples_per_second,
+            progress.time,
+            progress.client_mode,
+            **more,
+        )
+
+    def progress_of(self, peer: PeerID) -> LocalTrainingProgress:
+        """The progress of the peer that has sent this."""
+        return LocalTrainingProgress(
+            peer.to_bytes(),
+            self.epoch,
+            self.samples_accumulated,
+            self.samples_per_second,
+            self.time,
+            self.client_mode,
+        )
 
 
 class Table(Protocol):
     """What is needed of a :class:`~shoal.dht.DHTNode`."""
 
-    async def get(self, key: Any, latest: bool = False) -> Any: ...
+    async def get(
+        self, key: Any, latest: bool = False, *, beam_size: int | None = None, keep_copies: bool = True
+    ) -> Any: ...
     async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool: ...
 
 
@@ -71,7 +113,8 @@ class ProgressExchange(ServicerBase):
         board: what is known.
         owner_tag: the subkey under which this peer writes.
         endorsement: the peer's word for it, see :mod:`shoal.optim.progress_schema`.
-        min_period: least time between two records that this peer puts into the DHT, in seconds.
+        min_period: least time between two records that this peer puts into the DHT, in seconds; see also
+            :data:`NEWS_PERIOD`.
         metadata_expiration: seconds for which a record is valid.
     """
 
@@ -95,10 +138,18 @@ class ProgressExchange(ServicerBase):
         self.report_due, self.call_due = asyncio.Event(), asyncio.Event()
         """Set inside the loop: there is news to publish; others must be told directly."""
         self.on_fetch: Callable[[], object] | None = None
-        """Called after the records have been read while this peer stayed at one epoch."""
+        """Called after the others' progress has been found out while this peer stayed at one epoch."""
+        self._written: LocalTrainingProgress | None = None
+        self._told = board.own
+        """What stands in the DHT about this peer, and what those that can be called have been told."""
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: dict[PeerID, asyncio.Task[None]] = {}
         self._call_again: set[PeerID] = set()
+
+    @classmethod
+    def handle_name(cls, method: str, namespace: str | None) -> str:
+        """There is one method. Its name on the wire is short, for it makes up a large part of a call."""
+        return str(namespace)
 
     async def start(self) -> None:
         await self.add_p2p_handlers(self._p2p, namespace=self.key)
@@ -129,20 +180,28 @@ class ProgressExchange(ServicerBase):
     # --- through the DHT ----------------------------------------------------------------------------------------------
 
     async def _keep_publishing(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await _wait_for(self.report_due, self._metadata_expiration / 2)
             self.report_due.clear()
-            if not self._board.wants_publishing(get_dht_time()):
+            now = get_dht_time()
+            if self._others_are_wrong(now):
+                self.call_due.set()
+            if not self._is_news(now) or not self._board.wants_publishing(now):
                 continue
-            started, epoch = loop.time(), self._board.own.epoch
             await self._publish()
             if not self._board.introduced:
                 await self._introduce()
-            took = loop.time() - started
-            await _sleep(max(NEW_EPOCH_PERIOD, took))
-            if self._board.own.epoch == epoch:  # news of another epoch are published sooner
-                await _sleep(self._min_period - (loop.time() - started))
+            await _sleep(self._min_period)
+
+    def _is_news(self, now: float) -> bool:
+        """Whether somebody misses a record of this peer, or a newer one."""
+        written = self._written
+        if written is None:
+            return True
+        age = now - written.time
+        if age >= self._metadata_expiration / 2:
+            return True
+        return age >= NEWS_PERIOD and self._board.relies_on_records and self._board.is_misjudged(written)
 
     async def _introduce(self) -> None:
         """Get to know everybody who has published, and make this peer known to them.
@@ -150,14 +209,14 @@ class ProgressExchange(ServicerBase):
         Of two peers that publish at the same time at least one finds the other: each looks after it has published.
         """
         self._board.published = True
-        await self._fetch()
+        await self._fetch(HOLDERS_READ_AT_START)
         calls = [self._call_soon(peer) for peer in self._peers_to_call()]
         if calls:
             await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
         self._board.note_introduction(get_dht_time())
 
     async def _publish(self) -> None:
-        own = self._board.own
+        own = self._written = msgspec.structs.replace(self._board.own, time=get_dht_time())
         addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)][:MAX_ADDRESSES]
         record = ProgressRecord(**own.to_dict(), addresses=addresses, endorsement=self._endorsement)
         try:
@@ -173,14 +232,20 @@ class ProgressExchange(ServicerBase):
 
     async def _keep_fetching(self) -> None:
         while True:
-            await self._fetch()
-            await _sleep(self._board.next_fetch_time - get_dht_time())
+            epoch = self._board.own.epoch
+            if self._board.wants_reading(get_dht_time()):
+                await self._fetch(HOLDERS_READ)
+            else:
+                await self._ask_others()
+            if self.on_fetch is not None and epoch == self._board.own.epoch:
+                self.on_fetch()
+            # not at the same moment as the others: of two peers it is enough if one calls
+            await _sleep((self._board.next_fetch_time - get_dht_time()) * self._p2p.rng.uniform(0.75, 1.0))
 
-    async def _fetch(self) -> None:
+    async def _fetch(self, holders: int) -> None:
         entries: dict[Any, Any] = {}
-        epoch = self._board.own.epoch
         try:
-            found = await self._node.get(self.key, latest=True)
+            found = await self._node.get(self.key, latest=True, beam_size=holders, keep_copies=False)
             if found is not None and isinstance(found.value, dict):
                 entries = found.value
         except ShoalError as e:
@@ -204,11 +269,8 @@ class ProgressExchange(ServicerBase):
                 records.append((record, float(entry.expiration_time)))
         self._peers_by_tag = {tag: peer for tag, peer in self._peers_by_tag.items() if tag in entries}
         strangers = self._board.hear_many(records, now)
-        if self._board.published:
-            for peer in strangers:
-                self._call_soon(PeerID(peer))
-        if self.on_fetch is not None and epoch == self._board.own.epoch:
-            self.on_fetch()
+        for peer in self._p2p.rng.sample(strangers, min(len(strangers), MAX_CALLED)):
+            self._call_soon(PeerID(peer))
 
     # --- directly -----------------------------------------------------------------------------------------------------
 
@@ -216,8 +278,25 @@ class ProgressExchange(ServicerBase):
         while True:
             await self.call_due.wait()
             self.call_due.clear()
+            self._told = self._board.own
             for peer in self._peers_to_call():
                 self._call_soon(peer)
+
+    def _others_are_wrong(self, now: float) -> bool:
+        """Whether those that can be called believe something of this peer's progress that is not so."""
+        board, told = self._board, self._told
+        return board.introduced and board.is_misjudged(told) and now - told.time >= board.calling_period()
+
+    async def _ask_others(self) -> None:
+        """Find out by calls how far the others are, and who is still there."""
+        records = self._board.companions_to_ask(get_dht_time())
+        if len(records) > MAX_CALLED:
+            records = self._p2p.rng.sample(records, MAX_ASKED)
+        peers = [PeerID(record.peer_id) for record in records]
+        calls = [self._calls.get(peer) or self._call_soon(peer) for peer in peers]
+        if calls:
+            await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
+        self._board.plan_refresh(get_dht_time())
 
     def _peers_to_call(self) -> list[PeerID]:
         records = self._board.companions_to_call(get_dht_time())
@@ -243,6 +322,7 @@ class ProgressExchange(ServicerBase):
 
     async def _call(self, peer: PeerID, leaving: bool = False) -> None:
         called_at = get_dht_time()
+        self._board.note_call(peer.to_bytes(), called_at)
         stub = self.get_stub(self._p2p, peer, namespace=self.key)
         for attempt in range(DIAL_ATTEMPTS):
             try:
@@ -266,9 +346,8 @@ class ProgressExchange(ServicerBase):
 
     def _message(self, leaving: bool = False) -> ProgressMessage:
         board = self._board
-        return ProgressMessage(
-            board.own, board.published, board.updating, board.seconds_to_end(get_dht_time()), leaving
-        )
+        ends_in = board.seconds_to_end(get_dht_time()) if board.updating else None
+        return ProgressMessage.of(board.own, taking_part=board.published, ends_in=ends_in, leaving=leaving)
 
     def _hear(self, peer: PeerID, message: ProgressMessage) -> None:
         """Take note of what a peer says itself.
@@ -277,14 +356,12 @@ class ProgressExchange(ServicerBase):
             ValueError: its numbers are impossible.
         """
         now = get_dht_time()
-        progress = message.progress
+        progress = message.progress_of(peer)
         _check_time(progress, now)
-        if progress.peer_id != peer.to_bytes():
-            raise ValueError("progress in the name of another peer")
         if message.leaving:
             self._board.forget(progress.peer_id, math.inf)
         elif message.taking_part:
-            end = now + message.ends_in if message.updating else None
+            end = None if message.ends_in is None else now + message.ends_in
             self._board.hear(progress, now + self._metadata_expiration, now, end=end)
 
     async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
