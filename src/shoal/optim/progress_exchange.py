@@ -234,7 +234,9 @@ class ProgressExchange(ServicerBase):
         while True:
             epoch = self._board.own.epoch
             if self._board.wants_reading(get_dht_time()):
-                await self._fetch(HOLDERS_READ)
+                calls = await self._fetch(HOLDERS_READ)
+                if calls:  # records may be half a minute old: a newcomer must know the epoch before it begins
+                    await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
             else:
                 await self._ask_others()
             if self.on_fetch is not None and epoch == self._board.own.epoch:
@@ -242,7 +244,8 @@ class ProgressExchange(ServicerBase):
             # not at the same moment as the others: of two peers it is enough if one calls
             await _sleep((self._board.next_fetch_time - get_dht_time()) * self._p2p.rng.uniform(0.75, 1.0))
 
-    async def _fetch(self, holders: int) -> None:
+    async def _fetch(self, holders: int) -> list[asyncio.Task[None]]:
+        """Read the records, and call those that were not known: returns these calls."""
         entries: dict[Any, Any] = {}
         try:
             found = await self._node.get(self.key, latest=True, beam_size=holders, keep_copies=False)
@@ -269,8 +272,8 @@ class ProgressExchange(ServicerBase):
                 records.append((record, float(entry.expiration_time)))
         self._peers_by_tag = {tag: peer for tag, peer in self._peers_by_tag.items() if tag in entries}
         strangers = self._board.hear_many(records, now)
-        for peer in self._p2p.rng.sample(strangers, min(len(strangers), MAX_CALLED)):
-            self._call_soon(PeerID(peer))
+        called = self._p2p.rng.sample(strangers, min(len(strangers), MAX_CALLED))
+        return [self._call_soon(PeerID(peer)) for peer in called]
 
     # --- directly -----------------------------------------------------------------------------------------------------
 
