@@ -45,7 +45,7 @@ MANY = 256
 SLOWNESS_OF_MANY = 10.0
 EPOCH_SECONDS = 20.0
 ROUND_SECONDS, AFTERMATH_SECONDS = 0.2, 0.5
-PEERS_AT_START = 60.0
+SECONDS_TO_MEET = 60.0
 """Most seconds until all real peers know each other."""
 
 
@@ -77,7 +77,7 @@ class RealSwarm:
             time.sleep(max(0.0, began + 1 / REPORTS_PER_SECOND - time.monotonic()))
 
     def get_to_know_each_other(self) -> None:
-        end = time.monotonic() + PEERS_AT_START
+        end = time.monotonic() + SECONDS_TO_MEET
         while any(tracker.expected_group_size < len(self.trackers) for tracker in self.trackers):
             if time.monotonic() > end:
                 raise TimeoutError("the peers do not find each other: is this machine busy?")
