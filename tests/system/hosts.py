@@ -33,7 +33,7 @@ from tests.system.swarm import Peer
 PREFIX = "shoal-test"
 SUBNET = "10.88.0"
 SUBNET_6 = "fd88:"
-_UNSET = ("SHOAL_HOST_MADDRS", "HIVEMIND_HOST_MADDRS", "SHOAL_STATE_DIR")
+_UNSET = ("SHOAL_HOST_MADDRS", "HIVEMIND_HOST_MADDRS")
 """What keeps other tests on loopback would keep hosts from each other."""
 
 
@@ -113,6 +113,8 @@ class Host:
             cwd: the folder in which it runs.
         """
         inherited = {name: value for name, value in os.environ.items() if name not in _UNSET}
+        if paths := inherited.get("PYTHONPATH"):  # they may be relative to the folder of this process
+            inherited["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))
         own = {"HOME": str(self.home), "XDG_STATE_HOME": str(self.home / "state"), **(environment or {})}
         started = Peer(
             program,

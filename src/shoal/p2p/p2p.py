@@ -27,13 +27,14 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.own_addresses import default_host_maddrs
 from shoal.p2p.peer_id import PeerID, PeerInfo
 from shoal.p2p.pool import ConnectionPool
-from shoal.p2p.presence import Presence, check_identity_is_free
+from shoal.p2p.presence import Presence, check_identity_is_free, greet_anew
 from shoal.p2p.servicer import Handler
 from shoal.p2p.serving import Server
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
 from shoal.p2p.unreachable import UnreachablePeers
 from shoal.p2p.wire import Header
+from shoal.reactor import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 H = TypeVar("H", bound=Header)
@@ -82,7 +83,8 @@ class P2P:
         self._header_memory = HeaderMemory(limits)
         self._dialler = Dialler(transport, self._addresses)
         self._pool = ConnectionPool(self._connect, idle_timeout)
-        transport.on_addresses_changed = self._pool.renew
+        transport.on_addresses_changed = self._announce_anew
+        self._announcing: asyncio.Task[None] | None = None
         self._server = Server(self.peer_id, metrics, limits, self._greet)
         self._handlers = self._server.handlers
         self._round_trips: dict[PeerID, float] = {}
@@ -252,6 +254,12 @@ class P2P:
         self._pool.add(self._greet(await self._dialler.dial_address(peer, address)))
 
     # --- addresses ----------------------------------------------------------------------------------------------------
+
+    def _announce_anew(self) -> None:
+        if self._announcing is not None:
+            self._announcing.cancel()
+        peers = self._pool.renew()
+        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self, peers))
 
     @property
     def _announced(self) -> list[Multiaddr]:
@@ -464,6 +472,8 @@ class P2P:
         """Leave the network: stop listening, cut connections, cancel handlers. Idempotent."""
         self.is_alive = False
         self.clock.remove_own(self.peer_id)
+        if self._announcing is not None:
+            await cancel_and_wait(self._announcing)
         await self.transport.close()
         self._pool.close()
         await self._dialler.close()

@@ -178,10 +178,12 @@ class ConnectionPool:
         connection.abort()
         self._forget_if_possible(peer)
 
-    def renew(self) -> None:
-        """Close what is idle, so that the next call greets anew."""
+    def renew(self) -> list[PeerID]:
+        """Close what is idle, so that the next call greets anew; returns the peers to which there were connections."""
+        peers = [peer.peer_id for peer in self._peers.values() if peer.idle or peer.in_use]
         for connection in list(self._idle_since):
             self._end_idle(connection)
+        return peers
 
     def _forget_if_possible(self, peer: _Peer) -> None:
         if peer.is_forgettable:

@@ -7,6 +7,7 @@ then whether another process than itself answers there.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,12 @@ from shoal.reactor import cancel_and_wait
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P
 
+logger = logging.getLogger(__name__)
+
 CHECK_SECONDS = 2.0
 """How long a start may wait for addresses where nobody answers any more."""
+GREETING_SECONDS = 10.0
+GREETINGS_AT_ONCE = 8
 
 
 class PresenceQuery(Header):
@@ -61,6 +66,22 @@ class Presence(ServicerBase):
             addresses=[str(address) for address in own.get_addresses(context.remote_id)],
             is_connected=bool(others),
         )
+
+
+async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
+    """Call peers, so that they learn where this one can be reached now: each connection begins with that."""
+    at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
+    handle = Presence.handle_name("rpc_who_am_i", None)
+
+    async def greet(peer: PeerID) -> None:
+        try:
+            async with at_once:
+                query = PresenceQuery(instance=p2p.instance)
+                await p2p.call(peer, handle, query, PresenceReply, timeout=GREETING_SECONDS)
+        except (ShoalError, ConnectionError, asyncio.TimeoutError, TimeoutError) as e:
+            logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)
+
+    await asyncio.gather(*map(greet, peers))
 
 
 async def check_identity_is_free(

@@ -30,7 +30,7 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.limits import DEFAULT_LIMITS, Limits
 from shoal.p2p.listener import Listener, bind
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.own_addresses import LOOPBACK, MAX_ANNOUNCED, OwnAddresses
+from shoal.p2p.own_addresses import LOOK_AGAIN_SECONDS, LOOPBACK, MAX_ANNOUNCED, OwnAddresses
 from shoal.p2p.peer_id import PeerID
 from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpStream, address_of
 from shoal.p2p.transport import OnStream, Stream, Transport
@@ -90,6 +90,7 @@ class TcpTransport(Transport):
         self.metrics = metrics or Metrics()
         self._machine = machine or OwnAddresses()
         self._streams: weakref.WeakSet[TcpStream] = weakref.WeakSet()
+        self._next_look: asyncio.TimerHandle | None = None
         self._listeners: list[Listener] = []
         self._tls: tuple[ssl.SSLContext, bytes] | None = None
         self._silent: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
@@ -121,7 +122,8 @@ class TcpTransport(Transport):
         except OSError as e:
             raise P2PDaemonError(f"cannot listen on {address}: {e.strerror or e}") from e
         self._listeners += listeners
-        self._look()
+        if self._next_look is None:
+            self._keep_looking()
         return self._reachable_at(listeners)
 
     async def _bind(self, host: str, port: int, family: socket.AddressFamily) -> list[socket.socket]:
@@ -134,6 +136,11 @@ class TcpTransport(Transport):
     def addresses(self, latest: bool = False) -> list[Multiaddr]:
         self._look(latest=latest)
         return self._reachable_at(self._listeners)
+
+    def _keep_looking(self) -> None:
+        self._look()
+        loop = asyncio.get_running_loop()
+        self._next_look = loop.call_later(LOOK_AGAIN_SECONDS, self._keep_looking)
 
     def _look(self, *, latest: bool = False) -> None:
         now = asyncio.get_running_loop().time()
@@ -324,6 +331,8 @@ class TcpTransport(Transport):
         return stream
 
     async def close(self) -> None:
+        if self._next_look is not None:
+            self._next_look.cancel()
         for listener in self._listeners:
             await listener.close()
         self._listeners.clear()

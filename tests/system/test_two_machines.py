@@ -1,0 +1,184 @@
+"""Two machines as a new user has them: what is printed on one of them works on the other one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.hosts import NEEDS_HOSTS, Host, Network
+from tests.system.swarm import START_LIMIT_SECONDS, Peer
+
+pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 120
+"""Seconds, on a machine that does other things, too."""
+ADDRESS = r"/ip[46]/\S+/tcp/\d+/p2p/\w+"
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    with Network(2) as network:
+        yield network.hosts
+
+
+def ask(peer: Peer, *words: object) -> Any:
+    """Tell a ``keep_in_touch.py`` to do something; returns what came of it."""
+    number = next(_numbers)
+    peer.tell(json.dumps([number, *words]))
+    return peer.wait_for("result", LIMIT, lambda event: event["number"] == number)["result"]
+
+
+def start_seed(host: Host, *options: str) -> tuple[Peer, list[str]]:
+    """``shoal dht``, and the addresses that it prints."""
+    seed = host.start("-m", "shoal.cli", "dht", *options)
+    seed.wait_for_line("^Others join with:", START_LIMIT_SECONDS)
+    printed = [match[1] for event in seed.all("line") if (match := re.match(f"^  ({ADDRESS})$", event["line"]))]
+    return seed, printed
+
+
+def test_seed_of_one_machine_and_peers_of_both_through_every_address_that_is_printed(hosts: list[Host]) -> None:
+    here, there = hosts
+    seed, printed = start_seed(here)
+    best = seed.wait_for_line(f"shoal dht --initial-peers ({ADDRESS})$", LIMIT)[1]
+    assert best.startswith(f"/ip4/{here.address}/")
+    assert printed[0] == best
+    assert [each.split("/")[2] for each in printed] == [here.address, here.address_6, "127.0.0.1"]
+    first = here.start("keep_in_touch.py", best)
+    others = [there.start("keep_in_touch.py", address) for address in (best, printed[1])]
+    for peer in others:
+        peer.wait_for("addresses", START_LIMIT_SECONDS)
+    assert ask(others[0], "store", "key", "value")
+    for peer in (first, *others):
+        assert ask(peer, "get", "key") == "value"
+    pasted = there.start("keep_in_touch.py", *printed)
+    assert pasted.wait_for("addresses", START_LIMIT_SECONDS)["addresses"][0].startswith(f"/ip4/{there.address}/")
+
+
+def test_printed_address_still_works_after_the_seed_was_started_again(hosts: list[Host]) -> None:
+    here, there = hosts
+    seed, printed = start_seed(here)
+    seed.process.send_signal(signal.SIGKILL)
+    seed.wait(LIMIT)
+    again, printed_again = start_seed(here)
+    assert printed_again == printed
+    again.wait_for_line(f"kept in {re.escape(str(here.home))}/state/shoal/dht/default$", LIMIT)
+    assert there.start("keep_in_touch.py", printed[0]).wait_for("addresses", START_LIMIT_SECONDS)
+
+
+def test_who_listens_on_loopback_alone_is_told_what_to_do(hosts: list[Host]) -> None:
+    here, there = hosts
+    first = here.start("keep_in_touch.py")
+    [address, *_] = first.wait_for("addresses", START_LIMIT_SECONDS)["addresses"]
+    deaf = there.start("keep_in_touch.py", address, environment={"SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0"})
+    assert deaf.wait(START_LIMIT_SECONDS) != 0
+    for words in ("which is this machine alone", "host_maddrs=", "SHOAL_HOST_MADDRS", "client_mode=True"):
+        assert words in deaf.errors()
+
+
+TRAIN = """
+import logging, sys, time, torch, shoal
+logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stdout)
+dht = shoal.DHT(sys.argv[1:], start=True)
+model = torch.nn.Linear(2, 1)
+opt = shoal.Optimizer(dht=dht, run_id="my_run", target_batch_size=64, batch_size_per_step=16,
+                      optimizer=torch.optim.SGD(model.parameters(), lr=0.1), matchmaking_time=1.0,
+                      averaging_timeout=3.0, average_state_every=10**6)
+print("at", dht.get_visible_maddrs()[0], flush=True)
+while True:
+    model(torch.ones(16, 2)).mean().backward()
+    opt.step()
+    opt.zero_grad()
+    time.sleep(0.1)
+"""
+
+
+def test_peers_of_one_run_that_cannot_call_each_other_say_so_once(hosts: list[Host]) -> None:
+    here, there = hosts
+    _, [address, *_] = start_seed(here)
+    deaf = here.start("-c", TRAIN, address, environment={"SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0"})
+    own = deaf.wait_for_line(f"at ({ADDRESS})", START_LIMIT_SECONDS)[1]
+    assert own.startswith("/ip4/127.0.0.1/"), "it joins through a seed on its machine, which can call it"
+    warned = there.start("-c", TRAIN, address)
+    line = warned.wait_for_line("WARNING peer .* cannot call it", LIMIT).string
+    for words in (own.rpartition("/")[2], "of run 'my_run'", "listens on its own machine alone", "host_maddrs="):
+        assert words in line
+    warned.wait_for_line("WARNING .* did not|WARNING .*gradients of epoch|WARNING averaging|at ", LIMIT)
+    assert len([1 for event in warned.all("line") if "cannot call it" in event["line"]]) == 1
+
+
+def test_changed_address_is_announced_anew(hosts: list[Host]) -> None:
+    here, there = hosts
+    seed = here.start("keep_in_touch.py")
+    [address, *_] = seed.wait_for("addresses", START_LIMIT_SECONDS)["addresses"]
+    mover = there.start("keep_in_touch.py", address)
+    event = mover.wait_for("addresses", START_LIMIT_SECONDS)
+    assert event["addresses"][0].startswith(f"/ip4/{there.address}/")
+    port = event["addresses"][0].split("/")[4]
+    assert ask(mover, "store", "before", 1)
+    there.set_address(77)
+    assert there.address == "10.88.0.77"
+    assert ask(mover, "look")[0].startswith(f"/ip4/{there.address}/tcp/{port}/")  # it looks by itself, but seldom
+    deadline = time.monotonic() + LIMIT
+    while (found := ask(seed, "where", event["peer_id"]))[0] != f"/ip4/{there.address}/tcp/{port}":
+        assert time.monotonic() < deadline, f"the seed would still call {found}"
+    assert [each.split("/")[2] for each in found] == [there.address, there.address_6, "127.0.0.1"]
+    assert ask(seed, "store", "after", 2)
+    assert [ask(mover, "get", key) for key in ("before", "after")] == [1, 2]
+
+
+# --- the documents ----------------------------------------------------------------------------------------------------
+
+
+def first_block(document: str) -> str:
+    found = re.search(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_two_laptops_train_with_the_program_of_the_guide(hosts: list[Host]) -> None:
+    laptops = []
+    addresses: list[str] = []
+    for host in hosts:
+        laptop = host.start("-c", first_block("docs/training.md"), *addresses)
+        printed = laptop.wait_for_line("^others join with: (.*)", START_LIMIT_SECONDS)[1]
+        addresses = addresses or printed.split()
+        assert printed.startswith(f"/ip4/{host.address}/")
+        laptops.append(laptop)
+    for laptop in laptops:  # it does not take the half minute that it would take alone
+        laptop.wait_for_line("^epoch [1-3] peers 2", LIMIT)
+        assert laptop.errors() == ""
+
+
+def test_two_computers_run_the_quickstart_together(hosts: list[Host]) -> None:
+    first = hosts[0].start(ROOT / "examples/quickstart.py")
+    command = first.wait_for_line("^Others join with: (.*)", START_LIMIT_SECONDS)[1]
+    python, program, *arguments = shlex.split(command)
+    assert (python, program) == ("python", "examples/quickstart.py")
+    second = hosts[1].start(ROOT / program, *arguments)
+    for peer in (first, second):
+        peer.wait_for_line("2 peers", LIMIT)
+
+
+def test_two_computers_run_the_lightning_example_together(hosts: list[Host]) -> None:
+    pytest.importorskip("lightning")
+    wide = {"COLUMNS": "400"}  # else the progress bar takes many lines
+    first = hosts[0].start(ROOT / "examples/lightning_digits.py", environment=wide)
+    deadline = time.monotonic() + START_LIMIT_SECONDS
+    while not (line := re.search(r"^ +PL_INITIAL_PEERS=(\S+) python (\S+)$", first.errors(), re.MULTILINE)):
+        assert time.monotonic() < deadline, first.errors()
+        time.sleep(0.05)  # it writes to a file, which tells nobody
+    assert line[1].startswith(f"/ip4/{hosts[0].address}/")
+    second = hosts[1].start(line[2], environment={"PL_INITIAL_PEERS": line[1], **wide})
+    for peer in (second, first):
+        peer.wait_for_line(r"peers: 2", LIMIT)
