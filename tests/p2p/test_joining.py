@@ -48,6 +48,36 @@ async def test_each_address_has_its_verdict() -> None:
         assert "cannot be resolved" in verdicts[unresolved]
 
 
+async def test_an_initial_peer_with_another_identity_is_reported_though_others_let_this_one_in(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with Peers("tcp") as peers:
+        first = await DHTNode.create(p2p=await peers.start())
+        [good] = await first.get_visible_maddrs()
+        wrong = f"{good.decapsulate(f'/p2p/{first.peer_id}')}/p2p/{STRANGER}"
+        node = await DHTNode.create(initial_peers=[good, wrong])
+        await until(lambda: bool(caplog.messages))
+        [line] = caplog.messages
+        assert line.startswith("an initial peer is another one than expected: /ip4/127.0.0.1/tcp/")
+        assert f"peer {first.peer_id} answers there, not {STRANGER}" in line
+        await node.shutdown()
+        await first.shutdown()
+
+
+async def test_a_taken_identity_whose_owner_is_the_only_initial_peer(tmp_path: Path) -> None:
+    path = tmp_path / "identity.key"
+    async with Peers("tcp") as peers:
+        owner = await peers.start(identity_path=path)
+        addresses = await owner.get_visible_maddrs()
+        with pytest.raises(P2PDaemonError, match=f"{owner.peer_id} is already taken .* online at /ip4/127.0.0.1/"):
+            await P2P.create(initial_peers=addresses, identity_path=path)
+        with pytest.raises(P2PDaemonError, match="is already taken"):
+            await DHTNode.create(initial_peers=addresses, identity_path=path)
+        await owner.shutdown()
+        again = await peers.start(initial_peers=addresses, identity_path=path)
+        assert again.peer_id == owner.peer_id, "nobody has it any more"
+
+
 async def test_time_limit_of_a_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts, and nobody ever answers
         address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{STRANGER}"

@@ -157,11 +157,11 @@ class TcpTransport(Transport):
         loop = asyncio.get_running_loop()
         here = ", ".join(address.ip for address in self._machine.told())
         logger.info("the addresses of this machine have changed: %s", here)
+        if self.on_addresses_changed is not None:
+            loop.call_soon(self.on_addresses_changed)
         for stream in self._streams:
             if stream.local_host in self._machine.lost:  # nothing will ever arrive there
                 loop.call_soon(stream.abort)
-        if self.on_addresses_changed is not None:
-            loop.call_soon(self.on_addresses_changed)
 
     def _reachable_at(self, listeners: Sequence[Listener]) -> list[Multiaddr]:
         """Addresses of these listeners, the best first; loopback has one place, the last."""
