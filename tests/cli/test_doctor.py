@@ -255,6 +255,19 @@ async def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> N
     assert "no answer within" in failure.text
 
 
+async def test_a_peer_that_can_be_reached_and_tells_others_loopback_alone() -> None:
+    async with Peers("tcp") as peers:
+        there = await DHTNode.create(p2p=await peers.start(host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+        address = (await there.get_visible_maddrs())[0].decapsulate(f"/p2p/{there.peer_id}")
+        assert "announces" not in await examine(await peers.start(), str(address), there.peer_id)
+        named = str(address).replace("/ip4/127.0.0.1/", "/dns4/localhost/")  # as if a router forwarded the port
+        found = (await examine(await peers.start(), named, there.peer_id))["announces"]
+        assert found.verdict is Verdict.WARN
+        assert f"it tells others {address}," in found.text
+        assert "host_maddrs=" in found.fix
+        await there.shutdown()
+
+
 async def test_another_peer_answers() -> None:
     async with Peers("tcp") as peers:
         there, caller = await peers.two()

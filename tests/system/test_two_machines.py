@@ -184,3 +184,23 @@ def test_two_computers_run_the_lightning_example_together(hosts: list[Host]) -> 
     while ask(witness, "count", "lightning_digits_progress") != 2:  # records of peers that take part
         assert time.monotonic() < deadline
         assert second.process.poll() is None, second.errors()
+
+
+def test_two_computers_run_the_code_of_the_guides(hosts: list[Host]) -> None:
+    peers: list[Peer] = []
+    addresses: list[str] = []
+    for host in hosts:
+        peers.append(host.start("run_guides.py", *addresses))
+        addresses = peers[-1].wait_for("addresses", START_LIMIT_SECONDS)["addresses"]
+    number, count = 0, 1
+    while number < count:
+        for peer in peers:
+            peer.tell("go")
+        for peer in peers:
+            event = peer.wait_for("block", LIMIT, lambda event, number=number: event["block"] == number)
+            assert event["peers"] == 2
+        number, count = number + 1, event["of"]
+    assert count == 4
+    for peer in peers:
+        peer.tell("leave")
+        assert peer.wait(LIMIT) == 0

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import ifaddr
 
 from shoal.environment import setting
+from shoal.p2p.multiaddr import Multiaddr
 
 LOOK_AGAIN_SECONDS = 30.0
 MAX_ANNOUNCED = 8
@@ -61,6 +62,12 @@ def default_host_maddrs() -> list[str]:
 def chosen_host_maddrs() -> list[str]:
     """What ``SHOAL_HOST_MADDRS`` says; empty if it says nothing."""
     return setting("HOST_MADDRS").replace(",", " ").split()
+
+
+def is_loopback(address: Multiaddr) -> bool:
+    """Whether only the machine itself can use an address; of a name nobody knows."""
+    host = address.get("ip4") or address.get("ip6")
+    return host is not None and ipaddress.ip_address(host).is_loopback
 
 
 def _has_ipv6() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 import ssl
@@ -30,7 +29,7 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.limits import DEFAULT_LIMITS, Limits
 from shoal.p2p.listener import Listener, bind
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.own_addresses import LOOK_AGAIN_SECONDS, LOOPBACK, MAX_ANNOUNCED, OwnAddresses
+from shoal.p2p.own_addresses import LOOK_AGAIN_SECONDS, LOOPBACK, MAX_ANNOUNCED, OwnAddresses, is_loopback
 from shoal.p2p.peer_id import PeerID
 from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpStream, address_of
 from shoal.p2p.transport import OnStream, Stream, Transport
@@ -294,7 +293,7 @@ class TcpTransport(Transport):
         A peer that has nothing but loopback is tried there all the same.
         """
         usable = super().worth_dialling(addresses)
-        near = [address for address in usable if _is_loopback(address)]
+        near = [address for address in usable if is_loopback(address)]
         far = [address for address in usable if address not in near]
         if not near or not far:
             return usable
@@ -404,8 +403,3 @@ def _hurry_within_host(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it is over already, or there is no such choice
         if hasattr(socket, "TCP_CONGESTION") and connection.getsockname()[0] == connection.getpeername()[0]:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-
-
-def _is_loopback(address: Multiaddr) -> bool:
-    host = address.get("ip4") or address.get("ip6")
-    return host is not None and ipaddress.ip_address(host).is_loopback

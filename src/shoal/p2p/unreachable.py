@@ -7,7 +7,6 @@ for each peer. A connection that is made takes everything back.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from shoal.errors import DialError
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.own_addresses import is_loopback
 from shoal.p2p.peer_id import PeerID
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ def _forget_oldest(known: OrderedDict[PeerID, Any]) -> None:
 def what_to_do(addresses: Sequence[Multiaddr]) -> str:
     """How somebody who announces these addresses becomes reachable."""
     client = "or start it with client_mode=True"
-    ips = [ipaddress.ip_address(ip) for address in addresses if (ip := address.get("ip4") or address.get("ip6"))]
-    if addresses and len(ips) == len(addresses) and all(ip.is_loopback for ip in ips):
+    if addresses and all(map(is_loopback, addresses)):
         return (
             "it listens on its own machine alone: start it with host_maddrs=['/ip4/0.0.0.0/tcp/0'], or without "
             f"SHOAL_HOST_MADDRS in its environment, {client}"

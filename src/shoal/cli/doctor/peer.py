@@ -27,7 +27,9 @@ from shoal.p2p.checkup import (
 )
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain
 from shoal.p2p.joining import explain_unreachable
+from shoal.p2p.own_addresses import is_loopback
 from shoal.p2p.presence import check_identity_is_free
+from shoal.p2p.unreachable import what_to_do
 from shoal.reactor import run_in_worker
 
 ANSWER_SECONDS = 5.0
@@ -76,6 +78,9 @@ async def look_at_peer(p2p: P2P, address: Multiaddr, peer: PeerID, *, keeps_iden
         yield _does_not_answer(error)
         return
     yield _versions(await run_in_worker(describe_software), found)
+    told = _told_to_others(p2p, address, peer)
+    if told is not None:
+        yield told
     yield await _table(p2p, peer)
     round_trip, finding = await _round_trip(p2p, peer)
     yield finding
@@ -163,6 +168,15 @@ def _versions(here: Description, there: Description) -> Finding:
     if there.shoal != here.shoal:
         return warn("versions", f"{text}; here: shoal {here.shoal}", "use the same version at all peers", **values)
     return ok("versions", text, **values)
+
+
+def _told_to_others(p2p: P2P, address: Multiaddr, peer: PeerID) -> Finding | None:
+    """It was reached from here, but others go by what it says itself."""
+    announced = p2p.get_addresses(peer)
+    if not announced or is_loopback(address) or not all(map(is_loopback, announced)):
+        return None
+    text = f"it tells others {', '.join(map(str, announced))}, where nobody but its own machine reaches it"
+    return warn("announces", text, f"{what_to_do(announced)}; or announce {address} (announce_maddrs)")
 
 
 async def _table(p2p: P2P, peer: PeerID) -> Finding:
