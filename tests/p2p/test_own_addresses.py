@@ -65,12 +65,13 @@ def test_this_machine() -> None:
 
 
 def test_where_to_listen_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = TcpTransport(Identity.generate())
     monkeypatch.setenv("SHOAL_HOST_MADDRS", "/ip4/127.0.0.1/tcp/7, /ip6/::1/tcp/7")
-    assert own_addresses.default_host_maddrs() == ["/ip4/127.0.0.1/tcp/7", "/ip6/::1/tcp/7"]
+    assert transport.listens_by_default() == ["/ip4/127.0.0.1/tcp/7", "/ip6/::1/tcp/7"]
     monkeypatch.delenv("SHOAL_HOST_MADDRS")
-    assert own_addresses.default_host_maddrs()[0] == "/ip4/0.0.0.0/tcp/0"
+    assert transport.listens_by_default()[0] == "/ip4/0.0.0.0/tcp/0"
     monkeypatch.setattr(own_addresses.socket, "has_ipv6", False)
-    assert own_addresses.default_host_maddrs() == ["/ip4/0.0.0.0/tcp/0"]
+    assert transport.listens_by_default() == ["/ip4/0.0.0.0/tcp/0"]
 
 
 class Machine:
@@ -106,7 +107,7 @@ def test_machine_is_not_looked_at_more_often_than_needed() -> None:
 def test_who_is_offline_has_not_moved() -> None:
     machine = Machine(OwnAddress("192.168.1.7", ROUTED))
     machine.own.look(0.0)
-    for left in ([HERE], [OwnAddress("169.254.1.1", UNCONFIGURED), HERE]):
+    for left in ([HERE], [OwnAddress("172.17.0.1", VIRTUAL), OwnAddress("169.254.1.1", UNCONFIGURED), HERE]):
         machine.addresses = left
         assert not machine.own.look(1.0)
         assert "192.168.1.7" in machine.own

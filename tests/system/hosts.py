@@ -46,7 +46,8 @@ def _can_make_hosts() -> bool:
     return made
 
 
-NEEDS_HOSTS = pytest.mark.skipif(not _can_make_hosts(), reason="network namespaces need Linux, root and iproute2")
+CAN_MAKE_HOSTS = _can_make_hosts()
+NEEDS_HOSTS = pytest.mark.skipif(not CAN_MAKE_HOSTS, reason="network namespaces need Linux, root and iproute2")
 
 
 def ip(*words: object) -> None:

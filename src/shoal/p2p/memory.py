@@ -216,7 +216,7 @@ class MemoryTransport(Transport):
         return address.protocols() == ["memory"] or address.protocols() == ["ip4", "tcp"]
 
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
-        if "memory" not in address:  # the default of P2P.create: any address will do
+        if "memory" not in address:  # the default: any address will do
             address = self._network.new_address()
         if address in self._network.listeners:
             raise P2PDaemonError(f"cannot listen on {address}: somebody else does")

@@ -54,13 +54,8 @@ def everywhere(port: int = 0) -> list[str]:
     return [*hosts, f"/ip6/::/tcp/{port}"] if _has_ipv6() else hosts
 
 
-def default_host_maddrs() -> list[str]:
-    """Where a peer listens that is not told where: as ``SHOAL_HOST_MADDRS`` says, or everywhere."""
-    return chosen_host_maddrs() or everywhere()
-
-
 def chosen_host_maddrs() -> list[str]:
-    """What ``SHOAL_HOST_MADDRS`` says; empty if it says nothing."""
+    """Where ``SHOAL_HOST_MADDRS`` says that peers shall listen; empty if it says nothing."""
     return setting("HOST_MADDRS").replace(",", " ").split()
 
 
@@ -123,6 +118,10 @@ def _usefulness_of_ipv6(address: OwnAddress) -> tuple[int, bool]:
     return address.rank, not ipaddress.ip_address(address.ip).is_global
 
 
+def _has_network(addresses: Sequence[OwnAddress]) -> bool:
+    return any(address.rank in (ROUTED, PLUGGED) for address in addresses)
+
+
 class OwnAddresses:
     """The addresses of this machine as they are now, not looked at more often than needed.
 
@@ -151,7 +150,7 @@ class OwnAddresses:
         """
         is_first, self._looked_at = self._looked_at == -math.inf, now
         found = list(self._look())
-        if not is_first and all(address.rank >= UNCONFIGURED for address in found):
+        if _has_network(self._all) and not _has_network(found):
             return False
         before, told = {address.ip for address in self._all}, self.told()
         self._all = found

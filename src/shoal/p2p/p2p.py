@@ -24,7 +24,6 @@ from shoal.p2p.joining import Target, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.own_addresses import default_host_maddrs
 from shoal.p2p.peer_id import PeerID, PeerInfo
 from shoal.p2p.pool import ConnectionPool
 from shoal.p2p.presence import Presence, check_identity_is_free, greet_anew
@@ -163,7 +162,7 @@ class P2P:
             await Presence(p2p).add_p2p_handlers(p2p)
             await Checkup(p2p).add_p2p_handlers(p2p)
             if not no_listen:
-                hosts = default_host_maddrs() if host_maddrs is None else host_maddrs
+                hosts = transport.listens_by_default() if host_maddrs is None else host_maddrs
                 await p2p._listen([Multiaddr(address) for address in hosts], announced)
             if targets:
                 await p2p._join(targets, startup_timeout)
@@ -256,6 +255,8 @@ class P2P:
     # --- addresses ----------------------------------------------------------------------------------------------------
 
     def _announce_anew(self) -> None:
+        if not self.is_alive:
+            return
         if self._announcing is not None:
             self._announcing.cancel()
         peers = self._pool.renew()

@@ -29,7 +29,15 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.limits import DEFAULT_LIMITS, Limits
 from shoal.p2p.listener import Listener, bind
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.own_addresses import LOOK_AGAIN_SECONDS, LOOPBACK, MAX_ANNOUNCED, OwnAddresses, is_loopback
+from shoal.p2p.own_addresses import (
+    LOOK_AGAIN_SECONDS,
+    LOOPBACK,
+    MAX_ANNOUNCED,
+    OwnAddresses,
+    chosen_host_maddrs,
+    everywhere,
+    is_loopback,
+)
 from shoal.p2p.peer_id import PeerID
 from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpStream, address_of
 from shoal.p2p.transport import OnStream, Stream, Transport
@@ -107,6 +115,9 @@ class TcpTransport(Transport):
         return cast("str", host), int(cast("str", port)), _FAMILIES.get(kind, socket.AF_UNSPEC)
 
     # --- listening ----------------------------------------------------------------------------------------------------
+
+    def listens_by_default(self) -> list[str]:
+        return chosen_host_maddrs() or everywhere()
 
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
         host, port, family = self._host_and_port(address)

@@ -86,6 +86,10 @@ class Transport(ABC):
     def supports(self, address: Multiaddr) -> bool:
         """Whether this transport understands such addresses."""
 
+    def listens_by_default(self) -> list[str]:
+        """Where a peer listens that has not been told where."""
+        return ["/ip4/0.0.0.0/tcp/0"]
+
     @abstractmethod
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
         """Accept streams from other peers; ``on_stream`` gets each one after the dialler has proven who it is.

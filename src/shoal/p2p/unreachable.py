@@ -80,8 +80,8 @@ def what_to_do(addresses: Sequence[Multiaddr]) -> str:
             "it listens on its own machine alone: start it with host_maddrs=['/ip4/0.0.0.0/tcp/0'], or without "
             f"SHOAL_HOST_MADDRS in its environment, {client}"
         )
-    port = next((port for address in addresses if (port := address.get("tcp"))), "")
+    port = next((f" {port}" for address in addresses if (port := address.get("tcp"))), "")
     return (
-        f"open port {port} of that machine in its firewall, or forward it in its router (announce_maddrs), {client}; "
+        f"open port{port} of that machine in its firewall, or forward it in its router (announce_maddrs), {client}; "
         "'shoal doctor' with its address, from here, says more"
     )
