@@ -29,9 +29,6 @@ def obey(dht: DHT, command: str, *arguments: Any) -> object:
     if command == "get":
         found = dht.get(*arguments, latest=True)
         return None if found is None else found.value
-    if command == "count":
-        found = dht.get(*arguments, latest=True)
-        return 0 if found is None else len(found.value)
     if command == "look":
         return [str(address) for address in dht.get_visible_maddrs(latest=True)]
     if command == "where":
