@@ -87,6 +87,15 @@ def test_defaults_depend_on_each_other():
         assert not local.use_ext_grad_buffer
 
 
+def test_parameters_are_averaged_in_the_background_if_the_step_before_is_made_there():
+    assert resolve(delay_optimizer_step=True, delay_state_averaging=False).delay_state_averaging
+    assert not resolve(delay_state_averaging=False).delay_state_averaging
+    local = resolve(
+        delay_optimizer_step=True, delay_state_averaging=False, offload_optimizer=True, use_local_updates=True
+    )
+    assert not local.delay_state_averaging, "there the step before is one of many, which is waited for"
+
+
 @pytest.fixture
 def make_optimizer(make_dhts, closing):
     def make(**options) -> Optimizer:

@@ -241,7 +241,7 @@ class GlobalStep:
             optimizer_step=self.grad_averager is not None and has_gradients,
             delay_optimizer_step=plan.delay_optimizer_step and self.grad_averager is not None,
             averaging_round=averages,
-            delay_averaging=plan.delay_state_averaging or plan.delay_optimizer_step,
+            delay_averaging=plan.delay_state_averaging,
             averaging_control=control,
             wait_for_trigger=trigger,
             grad_scaler=grad_scaler,

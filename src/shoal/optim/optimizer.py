@@ -191,7 +191,7 @@ class Optimizer(torch.optim.Optimizer):
             scheduler=scheduler,
             offload_optimizer=settings.offload_optimizer,
             custom_gradients=settings.offload_optimizer and not settings.use_local_updates,
-            delta_rule_averaging=settings.use_local_updates and delay_state_averaging,
+            delta_rule_averaging=settings.use_local_updates and settings.delay_state_averaging,
             performance_ema_alpha=performance_ema_alpha,
             average_opt_statistics=average_opt_statistics,
             extra_tensors=extra_tensors,
@@ -212,7 +212,7 @@ class Optimizer(torch.optim.Optimizer):
             average_state_every=average_state_every,
             delay_optimizer_step=settings.delay_optimizer_step,
             delay_grad_averaging=settings.delay_grad_averaging,
-            delay_state_averaging=delay_state_averaging,
+            delay_state_averaging=settings.delay_state_averaging,
             overlaps=settings.overlaps,
         )
         self.global_step = GlobalStep(plan, self.state_averager, self.grad_averager, self.tracker)

@@ -34,6 +34,7 @@ class OptimizerSettings:
     delay_optimizer_step: bool
     delay_grad_averaging: bool
     delay_state_averaging: bool
+    """Also where the step before it is made in the background."""
     use_ext_grad_buffer: bool
     auxiliary: bool
     client_mode: bool
@@ -93,7 +94,8 @@ class OptimizerSettings:
             reuse_grad_buffers=reuse_grad_buffers,
             delay_optimizer_step=delay_optimizer_step,
             delay_grad_averaging=delay_grad_averaging,
-            delay_state_averaging=delay_state_averaging,
+            # parameters are averaged after the step; with local updates the step has been waited for by then
+            delay_state_averaging=delay_state_averaging or (delay_optimizer_step and not use_local_updates),
             use_ext_grad_buffer=not use_local_updates if use_ext_grad_buffer is None else use_ext_grad_buffer,
             auxiliary=auxiliary,
             client_mode=client_mode,
