@@ -417,6 +417,27 @@ def test_members_that_leave_politely_do_not_stop_the_others(make_trainers):
     check_identical(trainers[:2])
 
 
+def test_a_member_that_leaves_between_the_two_rounds_of_a_step_is_not_waited_for(make_trainers, monkeypatch):
+    """It has averaged gradients with the others, and says goodbye instead of averaging parameters."""
+    stays, leaves = make_trainers(2, averaging_timeout=60.0, delay_state_averaging=False)
+    meet(stays, leaves)
+
+    def leave(*_):
+        leaves.opt.shutdown()
+        raise InterruptedError
+
+    monkeypatch.setattr(leaves.opt.global_step, "_update_state", leave)
+
+    def train_and_leave() -> None:
+        with pytest.raises(InterruptedError):
+            leaves.train_until(1)
+
+    started = time.monotonic()
+    in_parallel(lambda: stays.train_until(1), train_and_leave)
+    assert stays.opt.grad_averager.last_round is not None
+    assert time.monotonic() - started < 30, "the round would be given up after 60 s"
+
+
 def test_a_step_returns_the_loss_of_its_closure(make_trainers):
     (trainer,) = make_trainers(1)
     batch = torch.ones(4, 6)

@@ -356,6 +356,28 @@ def test_goodbye_and_expiry():
     assert board.companions_to_call(NOW + 61) == []
 
 
+def test_who_has_said_goodbye_is_not_expected_in_a_round_that_it_was_to_join():
+    board = make_board()
+    board.hear(record("left"), NOW + 60, NOW)
+    board.forget(b"left", math.inf)
+    board.forget(b"stranger", math.inf)
+    assert board.expected_members(NOW, [b"left", b"stranger"]) == set()
+    board.hear(record("left", time=NOW + 1), NOW + 61, NOW + 1)
+    assert board.expected_members(NOW + 1, [b"left"]) == {b"left"}, "it has come back"
+
+
+def test_an_old_record_does_not_bring_back_who_has_said_goodbye():
+    board = make_board()
+    board.hear(record("left", time=NOW), NOW + 60, NOW)
+    board.forget(b"left", math.inf)
+    assert board.hear_many([(record("left", time=NOW), NOW + 60)], NOW) == []
+    board.hear(record("left", time=NOW - 1), NOW + 60, NOW, end=NOW)
+    assert board.expected_members(NOW) == set()
+    assert not board.epoch_is_over(NOW)
+    board.hear_many([(record("left", time=NOW + 1), NOW + 61)], NOW + 1)
+    assert board.expected_members(NOW + 1) == {b"left"}, "it has come back"
+
+
 def test_older_records_do_not_replace_newer_ones():
     board = make_board()
     board.hear(record("other", samples=30, time=NOW), NOW + 60, NOW)

@@ -26,6 +26,10 @@ SECONDS_BETWEEN_USES = 15.0
 """After so long a connection is used at the next occasion, which comes in ten seconds; it is closed after thirty."""
 
 
+MAX_DEPARTED = 1024
+"""Peers whose goodbye is remembered: until they come back, or so many others have left."""
+
+
 class ProgressBoard:
     """Own progress, other peers' records and the signs of life behind them.
 
@@ -62,6 +66,8 @@ class ProgressBoard:
         self.on_change: list[Callable[[], object]] = []
         """Called, without the lock, after anything has changed that others may wait for."""
         self._companions: dict[bytes, Companion] = {}
+        self._departed: dict[bytes, float] = {}
+        """Peers that have said goodbye, with the DHT times of the last records that count no more."""
         self._last_members: frozenset[bytes] = frozenset()
         self._contributed = False
         self._batch_size = 0
@@ -195,7 +201,7 @@ class ProgressBoard:
     def _has_left(self, peer: bytes, until_epoch: int) -> bool:
         companion = self._companions.get(peer)
         if companion is None:
-            return False
+            return peer in self._departed
         return companion.unreachable_since is not None or companion.record.epoch > until_epoch
 
     def time_of_record(self, peer: bytes) -> float | None:
@@ -297,6 +303,8 @@ class ProgressBoard:
         """
         with self._lock:
             companion = self._take_note(record, expiration)
+            if companion is None:
+                return
             companion.updating, companion.heard_at, companion.unreachable_since = end is not None, now, None
             if end is not None:  # this peer itself may not have reached that epoch yet
                 epoch, known_end = self._called_end
@@ -325,7 +333,11 @@ class ProgressBoard:
         self._changed()
         return strangers
 
-    def _take_note(self, record: LocalTrainingProgress, expiration: float) -> Companion:
+    def _take_note(self, record: LocalTrainingProgress, expiration: float) -> Companion | None:
+        """Returns whose record it is; nobody's if the peer has said goodbye since."""
+        if record.time <= self._departed.get(record.peer_id, -math.inf):
+            return None
+        self._departed.pop(record.peer_id, None)
         companion = self._companions.get(record.peer_id)
         if companion is None:
             companion = self._companions[record.peer_id] = Companion(record, expiration)
@@ -335,13 +347,20 @@ class ProgressBoard:
                 companion.unreachable_since = None  # alive after all, though it could not be called
         return companion
 
-    def forget(self, peer: bytes, expiration: float) -> None:
-        """A peer has said goodbye; a record with a later expiration counts more."""
+    def forget(self, peer: bytes, expiration: float, last_word: float = -math.inf) -> None:
+        """A peer has said goodbye; a record with a later expiration counts more.
+
+        Args:
+            last_word: DHT time of the goodbye: records from before it, which may still be on their way, do not count.
+        """
         with self._lock:
-            companion = self._companions.get(peer)
-            if companion is None or companion.expiration > expiration:
+            companion = self._companions.pop(peer, None)
+            if companion is not None and companion.expiration > expiration:
+                self._companions[peer] = companion
                 return
-            del self._companions[peer]
+            self._departed[peer] = last_word if companion is None else max(last_word, companion.record.time)
+            while len(self._departed) > MAX_DEPARTED:
+                del self._departed[next(iter(self._departed))]
             self._last_members = self._last_members - {peer}
         self._changed()
 

@@ -362,7 +362,7 @@ class ProgressExchange(ServicerBase):
         progress = message.progress_of(peer)
         _check_time(progress, now)
         if message.leaving:
-            self._board.forget(progress.peer_id, math.inf)
+            self._board.forget(progress.peer_id, math.inf, progress.time)
         elif message.taking_part:
             end = None if message.ends_in is None else now + message.ends_in
             self._board.hear(progress, now + self._metadata_expiration, now, end=end)
