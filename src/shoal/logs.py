@@ -21,6 +21,11 @@ from shoal.environment import setting, switch
 PACKAGE = "shoal"
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of them: "1 peer", "2 peers"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class HandlerMode(Enum):
     """Which loggers' lines are printed."""
 

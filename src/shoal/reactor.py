@@ -207,6 +207,12 @@ class Portal:
         if not self.reactor.thread.is_alive():
             raise ReactorError(f"this {self.owner} is closed: the background loop has ended")
 
+    def check_open(self) -> None:
+        """Raise :class:`ReactorError` if the owner was shut down, or as :meth:`check`."""
+        self.check()
+        if self._closing is not None:
+            raise ReactorError(f"this {self.owner} is shut down: create a new one")
+
     def submit(self, coro: Coroutine[Any, Any, T]) -> AwaitableFuture[T]:
         """Run a coroutine in the loop; cancelling the returned future cancels it. Any other loop may await it.
 
@@ -214,10 +220,9 @@ class Portal:
             ReactorError: the owner was shut down, or belongs to the parent of this forked process.
         """
         try:
-            self.check()
+            self.check()  # before the lock: in a forked child nobody may be left to release it
             with self._lock:
-                if self._closing is not None:
-                    raise ReactorError(f"this {self.owner} is shut down: create a new one")
+                self.check_open()
                 future = _run_in(self.reactor.loop, coro)
                 self._pending.add(future)
                 if self.closed:

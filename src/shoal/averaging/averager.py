@@ -22,8 +22,10 @@ from shoal.averaging.snapshot import OwnedState, State
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression
-from shoal.compression.base import copies_of
+from shoal.compression.base import check_codec, copies_of
+from shoal.dht.dht import check_dht
 from shoal.errors import AllreduceException, ReactorError
+from shoal.facade import Facade
 from shoal.p2p import PeerID
 from shoal.reactor import Portal
 from shoal.serializer import MSGPackSerializer
@@ -36,7 +38,7 @@ T = TypeVar("T")
 Infos = Sequence[CompressionInfo]
 
 
-class DecentralizedAverager:
+class DecentralizedAverager(Facade):
     """Averages a list of tensors with other peers that do the same under the same prefix.
 
     A step finds a group of peers, then every member of the group ends with the weighted mean of all members' tensors.
@@ -85,6 +87,7 @@ class DecentralizedAverager:
     """
 
     serializer = MSGPackSerializer
+    instead_of_a_copy = "save the tensors themselves, inside `with averager.get_tensors()`"
     phases: str = "one all-reduce"
     """What :meth:`average_in_group` does, in words; peers in which it differs do not form groups."""
 
@@ -122,6 +125,9 @@ class DecentralizedAverager:
         quorum_grace: float = 3.0,
         tags: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
+        check_dht(dht)
+        if not isinstance(prefix, str) or not prefix:
+            raise ValueError(f"prefix must be the name of a run, got {prefix!r}")
         assert "." not in prefix, f"prefix must not contain dots, got {prefix!r}: use '_' instead"
         assert all(c in "01" for c in initial_group_bits), f"initial_group_bits are 0 and 1, got {initial_group_bits!r}"
         assert bandwidth is None or (bandwidth >= 0 and math.isfinite(bandwidth)), (
@@ -131,6 +137,8 @@ class DecentralizedAverager:
         for index, tensor in enumerate(tensors):
             is_leaf = isinstance(tensor, torch.Tensor) and tensor.grad_fn is None
             assert is_leaf, f"averaged tensor {index} must be a leaf tensor: give a parameter, or .detach() it"
+        check_codec("compression", compression)
+        check_codec("state_compression", state_compression)
         client_mode = dht.client_mode if client_mode is None else client_mode
         assert not (client_mode and auxiliary), "an auxiliary peer must accept connections: client_mode excludes it"
         if averaging_expiration is not None:
@@ -203,13 +211,22 @@ class DecentralizedAverager:
         self._portal = Portal(type(self).__name__)
         self._started: concurrent.futures.Future[AveragerNode] | None = None
         if start:
-            self.run_in_background(await_ready=True)
+            try:
+                self.run_in_background(await_ready=True)
+            except BaseException:
+                self._portal.begin_close()
+                raise
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Begin to answer other averagers."""
+        """Begin to answer other averagers.
+
+        Raises:
+            ValueError: another averager with this prefix is at work on this DHT.
+        """
         if self._started is None:
+            self.be_the_only(f"an averager with prefix {self.prefix!r}", self.dht)
             self._started = self._portal.submit(self._start())
         if await_ready:
             self.wait_until_ready(timeout)
@@ -323,9 +340,15 @@ class DecentralizedAverager:
 
         Raises:
             AllreduceException: no group was found in time, or the round failed.
+            ReactorError: this averager, or its DHT, is shut down.
             AssertionError: bad arguments.
             ValueError: an unknown tag.
         """
+        if not self.dht.is_alive():
+            raise ReactorError(
+                f"the DHT of this {type(self).__name__} is shut down, so it finds nobody: make both anew, and shut the "
+                "DHT down last"
+            )
         assert not (wait and require_trigger), "a step that waits for a trigger cannot be waited for: use wait=False"
         now = get_dht_time()
         deadline = math.inf if timeout is None else now + timeout

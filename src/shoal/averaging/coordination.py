@@ -17,6 +17,7 @@ from shoal.averaging.protocol import RoundKind, RoundMessage, RoundStatus, Statu
 from shoal.averaging.recovery import Line, Plan, Recovery, make_plan, show_life
 from shoal.clock import timeout
 from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError
+from shoal.logs import counted
 from shoal.p2p import Call
 from shoal.reactor import cancel_and_wait, first_completed
 
@@ -193,7 +194,7 @@ class Coordination:
         absent = self._expected() - self._links.keys()
         if late or absent:
             self.closed_early = True
-            logger.info("the round goes on without %d members that are late", len(late | absent))
+            logger.info("the round goes on without %s that came too late", counted(len(late | absent), "member"))
         for member in sorted(late):
             self._links[member].late = self._links[member].obsolete = True
             await self._tell(self._links[member], RoundMessage(kind=RoundKind.LATE))

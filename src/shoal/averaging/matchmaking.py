@@ -45,6 +45,7 @@ from shoal.averaging.refusals import Refusals
 from shoal.averaging.search import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.clock import get_dht_time, timeout
 from shoal.errors import AllreduceException, MatchmakingException, P2PHandlerError, ProtocolError, StreamClosedError
+from shoal.logs import counted
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.reactor import cancel_and_wait, first_completed
 
@@ -135,10 +136,8 @@ class Matchmaking:
     def _explain_failure(self) -> str:
         refusals = "".join(f"\n  {peer}: {reason}" for peer, reason in self._last_refusals.items())
         detail = f"; peers that refused:{refusals}" if refusals else ""
-        return (
-            f"could not find a group of at least {self.settings.min_group_size} peers under {self.keys.current_key} "
-            f"in time{detail}"
-        )
+        least = counted(self.settings.min_group_size, "peer")
+        return f"could not find a group of at least {least} under {self.keys.current_key} in time{detail}"
 
     def _promised_time(self, control: StepControl) -> float:
         earliest = get_dht_time() + self.settings.min_matchmaking_time

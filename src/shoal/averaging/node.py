@@ -215,12 +215,12 @@ class AveragerNode(ServicerBase):
 
     async def close(self) -> None:
         """Stop: withdraw what others know of this averager and serve nobody any more."""
+        if self.config.mode is not AveragingMode.CLIENT:  # at once: the next averager of this name may be on its way
+            await self.remove_p2p_handlers(self.p2p, namespace=self.config.prefix)
         await cancel_and_wait(*self._tasks, *self._connecting)
         await asyncio.gather(*[lane.matchmaking.close() for lane in self.lanes.values()])
-        if self.config.mode is not AveragingMode.CLIENT:
-            await self.remove_p2p_handlers(self.p2p, namespace=self.config.prefix)
-            if self.p2p.is_alive:
-                await self.state_sharing.withdraw()
+        if self.config.mode is not AveragingMode.CLIENT and self.p2p.is_alive:
+            await self.state_sharing.withdraw()
         await self._rounds.close()
 
     # --- a step -------------------------------------------------------------------------------------------------------

@@ -403,3 +403,16 @@ class NoCompression(CompressionBase):
         if dtype == torch.bfloat16 and USE_LEGACY_BFLOAT16:
             dtype = torch.float32
         return math.prod(size) * dtype.itemsize
+
+
+def check_codec(option: str, codec: object) -> None:
+    """An option that names a codec is given one.
+
+    Raises:
+        TypeError: it is something else, such as the class of one.
+    """
+    if codec is None or isinstance(codec, CompressionBase):
+        return
+    if isinstance(codec, type) and issubclass(codec, CompressionBase):
+        raise TypeError(f"{option} must be a codec, got the class {codec.__name__}: write {codec.__name__}()")
+    raise TypeError(f"{option} must be a codec such as shoal.Float16Compression(), got {codec!r}")

@@ -18,7 +18,9 @@ from shoal.dht.search import GetResult
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import CompositeValidator, RecordValidatorBase
 from shoal.errors import DHTError
+from shoal.facade import Facade
 from shoal.futures import AwaitableFuture
+from shoal.logs import counted
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.reactor import Portal
@@ -28,8 +30,10 @@ GetFuture = AwaitableFuture[GetResult]
 StoreFuture = AwaitableFuture[bool]
 
 
-class DHT:
+class DHT(Facade):
     """A peer's access to the distributed hash table. The work is done by a node in the background loop.
+
+    Use it in a ``with`` block, or call :meth:`shutdown` in the end.
 
     Args:
         initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``; none = begin a new swarm.
@@ -47,6 +51,8 @@ class DHT:
         BootstrapError: no initial peer could be reached; it says why for each address.
         ValidationError: this peer cannot be reached, or the initial peers do not agree about the time.
     """
+
+    instead_of_a_copy = "give its addresses, get_visible_maddrs(), and make another DHT with them as initial_peers"
 
     def __init__(
         self,
@@ -155,6 +161,31 @@ class DHT:
         if self._portal is None:
             raise RuntimeError("this DHT is not started: call run_in_background()")
         return self._portal
+
+    def __repr__(self) -> str:
+        """Where it is and how many others it knows; from memory, so that it can be called at any time."""
+        node, facts, state = self._service.node, self._service.facts, ""
+        if self._portal is None:
+            state = "not started"
+        elif self.pid != os.getpid():
+            state = f"of process {self.pid}"
+        elif self._portal.closed:
+            state = "shut down"
+        elif self._service.failure is not None:
+            state = f"failed to start: {self._service.failure}"
+        if facts is None or node is None:
+            return f"<DHT {state or 'starting'}>"
+        where = ", ".join(map(str, facts.visible_maddrs)) or f"client {facts.peer_id}"
+        return f"<DHT {where}, {state or 'knows ' + counted(len(node.protocol.routing_table), 'other peer')}>"
+
+    def check(self) -> None:
+        """Whether it can be used.
+
+        Raises:
+            ReactorError: it is shut down, or belongs to the parent of this forked process.
+            RuntimeError: it is not started.
+        """
+        self.portal.check_open()
 
     @property
     def node(self) -> DHTNode:
@@ -323,6 +354,19 @@ class DHT:
         return run(self._service.run(coro))
 
 
+def check_dht(dht: object) -> None:
+    """Others build upon a DHT that is there and works.
+
+    Raises:
+        TypeError: it is something else.
+        RuntimeError: it is shut down, not started, or belongs to the parent of this forked process.
+    """
+    if not isinstance(dht, DHT):
+        kind = "None" if dht is None else f"a {type(dht).__name__}"
+        raise TypeError(f"dht must be a DHT, got {kind}: make one with shoal.DHT(initial_peers=[...], start=True)")
+    dht.check()
+
+
 class DHTHandle:
     """Stands in for a DHT inside :meth:`DHT.run_coroutine`: reads from it, keeps what is written to itself."""
 
@@ -355,7 +399,7 @@ class _Service:
         self.ready = asyncio.Event()
         """Starting has ended, well or not."""
         self._starting = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
 
     async def start(self) -> None:
         self._starting = True
@@ -364,7 +408,7 @@ class _Service:
             maddrs = await self.node.get_visible_maddrs()
             self.facts = _Facts(self.node.peer_id, self.node.client_mode, maddrs)
         except BaseException as e:
-            self._failure = e
+            self.failure = e
             self.stopped.set()
             raise
         finally:
@@ -382,7 +426,7 @@ class _Service:
     async def _when_ready(self) -> DHTNode:
         await self.ready.wait()
         if self.node is None:
-            raise DHTError(f"this DHT could not start: {self._failure}")
+            raise DHTError(f"this DHT could not start: {self.failure}")
         return self.node
 
     async def get(self, key: DHTKey, latest: bool, **kwargs: Any) -> GetResult:

@@ -140,6 +140,7 @@ class DHTNode:
         owns_p2p = p2p is None
         if p2p is None:
             kwargs.setdefault("startup_timeout", STARTUP_TIMEOUT)
+            client_mode = kwargs.pop("no_listen", False) or client_mode
             reachable_at_start = initial_peers if ensure_bootstrap_success else None
             p2p = await P2P.create(initial_peers=reachable_at_start, no_listen=client_mode, **kwargs)
             if not p2p.client_mode:

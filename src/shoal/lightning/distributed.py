@@ -129,7 +129,8 @@ def init_dist_connection(
     os.environ["MASTER_PORT"] = str(cluster_environment.main_port)
     logger.info("joining the process group as rank %d of %d", rank, size)
     dist.init_process_group(torch_distributed_backend, rank=rank, world_size=size, **kwargs)
-    _info("process group of %d processes with %s is complete", size, torch_distributed_backend)
+    processes = f"{size} process" if size == 1 else f"{size} processes"
+    _info("process group of %s with %s is complete", processes, torch_distributed_backend)
 
 
 # --- gathering --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 
 from shoal.averaging import AveragingStage, StepControl
 from shoal.clock import get_dht_time
+from shoal.optim.comparison import PeerComparison
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress_tracker import ProgressTracker
@@ -47,6 +48,7 @@ class GlobalStep:
     grad_averager: GradientAverager | None
     """``None``: the optimizer steps with local gradients, only parameters are averaged."""
     tracker: ProgressTracker
+    comparison: PeerComparison
     scheduled_grads: StepControl | None = None
     scheduled_state: StepControl | None = None
 
@@ -63,7 +65,9 @@ class GlobalStep:
         if self.grad_averager is not None:
             if not usable(self.scheduled_grads) and self.grad_averager.is_ready_to_schedule:
                 logger.debug("looking for a group to average gradients in %.2f s", due - now)
-                self.scheduled_grads = self.grad_averager.schedule_step(**self._when(due, now))
+                self.scheduled_grads = self.grad_averager.schedule_step(
+                    gather=self.comparison.describe(), **self._when(due, now)
+                )
                 self.scheduled_grads.keep_open = True
             return
         wanted = self._will_average_state() and not usable(self.scheduled_state)
@@ -150,7 +154,8 @@ class GlobalStep:
             return None
         if control is None or not self._in_time(control):
             let_go(control, self.plan.averaging_timeout)
-            control = averager.schedule_step(timeout=self.plan.averaging_timeout)
+            timeout = self.plan.averaging_timeout
+            control = averager.schedule_step(gather=self.comparison.describe(), timeout=timeout)
         control.keep_open = False
         # Accumulators are kept until the outcome is known, unless the next batches must go into them meanwhile.
         averager.step(control=control, reset_accumulators=self.plan.delay_grad_averaging, wait=False)
@@ -175,7 +180,7 @@ class GlobalStep:
         if control is None:
             return None
         try:
-            control.result(self.plan.averaging_timeout)
+            gathered = control.result(self.plan.averaging_timeout)
         except Exception as e:  # whatever it is, training goes on
             control.cancel()
             message = "gradients of epoch %d were not averaged (%s). Proceeding with local gradients"
@@ -186,6 +191,7 @@ class GlobalStep:
             raise
         result = control.round
         assert result is not None, "a successful round says who took part"
+        self.comparison.compare(gathered, self.tracker.dht.peer_id)
         if not any(result.weights):
             logger.debug("no member had gradients that count in epoch %d", self.state_averager.local_epoch)
             return None

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from shoal.optim.trainable import check_gradients
+
 logger = logging.getLogger(__name__)
 
 
@@ -81,6 +83,7 @@ class GradientAccumulator:
             raise ValueError(f"batch_size must be positive, got {batch_size}")
         if self._expected_batch_size not in (None, batch_size):
             batch_size = self._take_for_expected(batch_size)
+        check_gradients([p.grad for p in self.parameters if p.grad is not None])
         if self._first_batch_size == 0:
             self._first_batch_size = batch_size
         self.samples += batch_size

@@ -11,14 +11,20 @@ import torch
 
 from shoal.averaging import StepControl
 from shoal.compression import CompressionBase
+from shoal.compression.base import check_codec
+from shoal.dht.dht import check_dht
+from shoal.errors import ReactorError
+from shoal.facade import Facade
 from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.checkpoint import OWN
+from shoal.optim.comparison import PeerComparison
 from shoal.optim.global_step import GlobalStep, StepPlan
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.loss_scaling import LossScaling
 from shoal.optim.main_groups import main_groups
-from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings
+from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, check_run_id
+from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, TrainingStateAverager
 from shoal.optim.synchronization import Synchronization
@@ -31,6 +37,7 @@ from shoal.optim.training_setup import (
     listed,
     main_parameters,
 )
+from shoal.optim.whole_model import Remainder
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -38,8 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Optimizer(torch.optim.Optimizer):
-    """Steps a model together with all peers of the same run.
+class Optimizer(Facade, torch.optim.Optimizer):
+    """Steps a model together with all peers of the same run. Use it in a ``with`` block, or call :meth:`shutdown`.
 
     Every peer accumulates gradients of its own batches. When all peers together have ``target_batch_size`` samples,
     they average their gradients, each weighted by its samples, and everybody makes the same step: one *epoch*. Peers
@@ -81,6 +88,8 @@ class Optimizer(torch.optim.Optimizer):
         load_state_compression: codec for downloads of the state.
         average_opt_statistics: names of optimizer statistics that are averaged with the parameters.
         extra_tensors: further tensors that are averaged with the parameters.
+        model: what the parameters belong to. Its buffers, and parameters that the optimizer does not have, are averaged
+            with the parameters, too, and given to newcomers; not those that are frozen.
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed.
@@ -88,8 +97,13 @@ class Optimizer(torch.optim.Optimizer):
         verbose: log what happens at level INFO.
 
     Raises:
-        ValueError, AssertionError: options that contradict each other.
+        ValueError, AssertionError: options that contradict each other, something that cannot be trained with others, or
+            another Optimizer with this ``run_id`` is at work on this DHT.
+        TypeError: an option that is something else than what it should be.
+        ReactorError: the DHT is shut down.
     """
+
+    instead_of_a_copy = "save its state_dict()"
 
     def __init__(
         self,
@@ -128,7 +142,17 @@ class Optimizer(torch.optim.Optimizer):
         performance_ema_alpha: float = 0.1,
         shutdown_timeout: float = 5,
         verbose: bool = False,
+        model: torch.nn.Module | None = None,
     ) -> None:
+        check_dht(dht)
+        check_run_id(run_id)
+        target_batch_size = count_of_samples("target_batch_size", target_batch_size)
+        for name, codec in (
+            ("grad_compression", grad_compression),
+            ("state_averaging_compression", state_averaging_compression),
+            ("load_state_compression", load_state_compression),
+        ):
+            check_codec(name, codec)
         self.settings = OptimizerSettings.resolve(
             optimizer=optimizer,
             params=params,
@@ -149,6 +173,12 @@ class Optimizer(torch.optim.Optimizer):
         if average_state_every < 1:
             raise ValueError(f"average_state_every must be at least 1, got {average_state_every}")
         settings = self.settings
+        params = listed(params)
+        main = main_parameters(optimizer, params)
+        remainder = Remainder.find(model, main, extra_tensors)
+        if model is not None:
+            extra_tensors = [*extra_tensors, *remainder.take_what_changes()]
+        self.be_the_only(f"an Optimizer with run_id {run_id!r}", dht)
         self.dht, self.run_id, self.target_batch_size = dht, run_id, target_batch_size
         self.client_mode, self.auxiliary = settings.client_mode, auxiliary
         self.batch_size_per_step = batch_size_per_step
@@ -167,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
             "shutdown_timeout": shutdown_timeout,
             "client_mode": self.client_mode,
             "auxiliary": auxiliary,
-            "start": True,
+            "start": False,
             **(averager_opts or {}),
         }
         state_options = {
@@ -176,14 +206,6 @@ class Optimizer(torch.optim.Optimizer):
             **averager_options,
         }
         compression = {} if grad_compression is None else {"compression": grad_compression}
-        params = listed(params)
-        self.grad_averager = settings.make_grad_averager(
-            main_parameters(optimizer, params),
-            prefix=f"{run_id}_grad_averager",
-            **{**compression, **averager_options, "start": False},
-        )
-        if self.grad_averager is not None and batch_size_per_step is not None:
-            self.grad_averager.accumulator.expect_batches_of(batch_size_per_step)
         self.state_averager = TrainingStateAverager(
             prefix=f"{run_id}_state_averager",
             optimizer=optimizer,
@@ -196,15 +218,17 @@ class Optimizer(torch.optim.Optimizer):
             average_opt_statistics=average_opt_statistics,
             extra_tensors=extra_tensors,
             sync_epoch_when_averaging=settings.overlaps,  # else a peer that is an epoch behind would stay there
-            shared_buffers=self.grad_averager if settings.use_ext_grad_buffer else None,
             status_loglevel=self.status_loglevel,
             **state_options,
+        )
+        self.grad_averager = settings.make_grad_averager(
+            main, prefix=f"{run_id}_grad_averager", **{**compression, **averager_options}
         )
         if self.grad_averager is not None:
             self._connect_gradients(self.grad_averager)
         tracker_options: dict[str, Any] = {"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})}
         self.tracker = ProgressTracker(
-            dht, run_id, target_batch_size, client_mode=self.client_mode, start=True, **tracker_options
+            dht, run_id, target_batch_size, client_mode=self.client_mode, start=False, **tracker_options
         )
         plan = StepPlan(
             matchmaking_time=self.matchmaking_time,
@@ -215,7 +239,8 @@ class Optimizer(torch.optim.Optimizer):
             delay_state_averaging=settings.delay_state_averaging,
             overlaps=settings.overlaps,
         )
-        self.global_step = GlobalStep(plan, self.state_averager, self.grad_averager, self.tracker)
+        self._comparison = PeerComparison(self.state_averager, remainder, not settings.use_local_updates)
+        self.global_step = GlobalStep(plan, self.state_averager, self.grad_averager, self.tracker, self._comparison)
         self._auxiliary: Auxiliary | None = None
         if auxiliary:
             self._auxiliary = Auxiliary(self.state_averager, self.grad_averager, self.tracker, self.averaging_timeout)
@@ -227,14 +252,29 @@ class Optimizer(torch.optim.Optimizer):
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         super().__init__([dict(group) for group in self._main_groups], dict(self.opt.defaults))
         self._groups_under_construction = None
+        self._begin()
 
     def _connect_gradients(self, averager: GradientAverager) -> None:
         """Let gradients be averaged right where the optimizer reads them, if they are not the user's."""
+        if self.batch_size_per_step is not None:
+            averager.accumulator.expect_batches_of(self.batch_size_per_step)
+        if self.settings.use_ext_grad_buffer:
+            self.state_averager.shared_buffers = averager
         if self.settings.offload_optimizer:
             trained = [s for s in self.state_averager.optimizer_parameters if s.requires_grad]
             for parameter, grad in zip(trained, averager.averaged_grads, strict=True):
                 parameter.grad = grad
-        averager.run_in_background()
+
+    def _begin(self) -> None:
+        """From now on others hear of this peer. Whatever could be wrong with the arguments has been found before."""
+        try:
+            self.state_averager.run_in_background()
+            if self.grad_averager is not None:
+                self.grad_averager.run_in_background()
+            self.tracker.run_in_background()
+        except BaseException:
+            self.shutdown()
+            raise
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -253,13 +293,17 @@ class Optimizer(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            ValueError: bad arguments.
+            TypeError, ValueError: bad arguments.
+            ReactorError: this Optimizer or its DHT is shut down.
         """
+        self._check_open()
         batch_size = self._check_step(closure, batch_size, grad_scaler)
         if self._auxiliary is not None:
             self._auxiliary.step()
             return None
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self._comparison.before_batch()
+        epoch = self.local_epoch
         self.state_averager.step(apply_delayed_updates=True)
         loss = None
         if closure is not None:
@@ -272,7 +316,16 @@ class Optimizer(torch.optim.Optimizer):
             self._make_local_step(scaler)
         if self.tracker.should_stop(self.matchmaking_time) and not self._catch_up():  # the swarm has just been heard of
             self._make_global_step(scaler)
+        self._comparison.after_batch(epoch_began=self.local_epoch != epoch)
         return loss
+
+    def _check_open(self) -> None:
+        """Alone it would go on, but nobody would hear of it."""
+        if self._closing.is_set():
+            raise ReactorError("this Optimizer is shut down and trains with nobody any more: make a new one")
+        if not self.dht.is_alive():
+            self.dht.check()
+            raise ReactorError("the DHT of this Optimizer has failed: make both anew")
 
     def _catch_up(self) -> bool:
         """Download the state of the swarm if it is ahead of this peer; returns whether it is."""
@@ -293,8 +346,10 @@ class Optimizer(torch.optim.Optimizer):
         batch_size = self.batch_size_per_step if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("give batch_size to step(), or batch_size_per_step to the constructor")
-        if batch_size < 0:
+        if isinstance(batch_size, int) and batch_size < 0:
             raise ValueError(f"batch_size must not be negative, got {batch_size}")
+        if batch_size != 0:
+            batch_size = count_of_samples("batch_size", batch_size)
         return batch_size
 
     def _count_samples(self, batch_size: int, scaler: GradScaler | None) -> bool:
@@ -479,7 +534,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def is_alive(self) -> bool:
         """Whether this peer takes part."""
-        return self.state_averager.is_alive()
+        return getattr(self, "_groups_under_construction", 0) is None and self.state_averager.is_alive()
 
     def shutdown(self) -> None:
         """Leave the run: tell others, finish what they wait for. Idempotent."""
@@ -499,5 +554,5 @@ class Optimizer(torch.optim.Optimizer):
                 self.grad_averager.shutdown()
 
     def __del__(self) -> None:
-        if getattr(self, "_groups_under_construction", 0) is None and self.is_alive():
+        if self.is_alive():
             self.shutdown()

@@ -11,6 +11,7 @@ import torch
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.lr_schedule import LRSchedulerBase
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
+from shoal.optim.progress import count_of_samples
 from shoal.optim.training_setup import TorchOptimizer
 
 DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = PowerEFGradientAverager.get_factory(averager_rank=32)
@@ -18,6 +19,19 @@ DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = PowerEFGradientAverager.get_fac
 
 UNSPECIFIED: Any = object()
 """Default of parameters where ``None`` means something of its own."""
+
+
+def check_run_id(run_id: object) -> None:
+    """A run has a name.
+
+    Raises:
+        TypeError, ValueError, AssertionError: this is none.
+    """
+    if not isinstance(run_id, str):
+        raise TypeError(f"run_id must be a text, the name of the run: got {run_id!r}")
+    if not run_id:
+        raise ValueError("run_id is empty: choose a name for the run. Peers with the same name train together")
+    assert "." not in run_id, f"run_id must not contain dots, got {run_id!r}: use '_' instead"
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,8 @@ class OptimizerSettings:
         assert not (auxiliary and batch_size_per_step), (
             "an auxiliary peer has no batches: leave batch_size_per_step out"
         )
+        if batch_size_per_step is not None:
+            batch_size_per_step = count_of_samples("batch_size_per_step", batch_size_per_step)
         delayed = delay_optimizer_step or delay_grad_averaging
         _check_optimizer(optimizer, params, scheduler, offload_optimizer, delayed)
         return cls(

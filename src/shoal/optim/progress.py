@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -29,6 +30,22 @@ _TOLERANCE = 0.05
 """Others are told anew when what they believe of a peer is off by this share of what it contributes to an epoch."""
 
 _NO_SPEED = 1e-20
+
+
+def count_of_samples(option: str, number: object) -> int:
+    """A number of samples that a user gave.
+
+    Raises:
+        TypeError: it is not a whole number.
+        ValueError: it is not positive.
+    """
+    try:
+        count = operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{option} must be a whole number of samples, such as 4096: got {number!r}") from None
+    if count <= 0:
+        raise ValueError(f"{option} must be positive, got {count}")
+    return count
 
 
 class LocalTrainingProgress(msgspec.Struct, frozen=True):

@@ -24,8 +24,6 @@ from shoal.optim.progress import (
 
 SECONDS_BETWEEN_USES = 15.0
 """After so long a connection is used at the next occasion, which comes in ten seconds; it is closed after thirty."""
-
-
 MAX_DEPARTED = 1024
 """Peers whose goodbye is remembered: until they come back, or so many others have left."""
 

@@ -167,8 +167,8 @@ class ProgressExchange(ServicerBase):
         if not self._tasks:
             return
         tasks, self._tasks = [*self._tasks, *self._calls.values()], []
+        await self.remove_p2p_handlers(self._p2p, namespace=self.key)  # the next tracker may be on its way
         await cancel_and_wait(*tasks)
-        await self.remove_p2p_handlers(self._p2p, namespace=self.key)
         if self._board.published:
             calls = [self._call(peer, leaving=True) for peer in self._peers_to_call()]
             try:

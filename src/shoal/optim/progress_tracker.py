@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
+from shoal.dht.dht import check_dht
+from shoal.facade import Facade
 from shoal.optim.performance_ema import PerformanceEMA
-from shoal.optim.progress import GlobalTrainingProgress, LocalTrainingProgress, RefreshPolicy
+from shoal.optim.progress import GlobalTrainingProgress, LocalTrainingProgress, RefreshPolicy, count_of_samples
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.p2p import PeerID
@@ -37,7 +39,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class ProgressTracker:
+class ProgressTracker(Facade):
     """Counts the samples of all peers of a training run, and says when they make a global step.
 
     Args:
@@ -58,6 +60,8 @@ class ProgressTracker:
         start: begin at once; otherwise call :meth:`run_in_background`.
     """
 
+    instead_of_a_copy = "make another one; what it knows, it learns from the others"
+
     def __init__(
         self,
         dht: DHT,
@@ -77,8 +81,8 @@ class ProgressTracker:
         daemon: bool = True,
         start: bool,
     ) -> None:
-        if target_batch_size <= 0:
-            raise ValueError(f"target_batch_size must be positive, got {target_batch_size}")
+        check_dht(dht)
+        target_batch_size = count_of_samples("target_batch_size", target_batch_size)
         self.dht, self.prefix, self.target_batch_size = dht, prefix, target_batch_size
         self.client_mode = dht.client_mode if client_mode is None else client_mode
         self.status_loglevel = status_loglevel
@@ -98,15 +102,24 @@ class ProgressTracker:
         self._exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
         if start:
-            self.run_in_background()
+            try:
+                self.run_in_background()
+            except BaseException:
+                self._portal.begin_close()
+                raise
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Start to publish and to read; returns when others can call this peer's tracker."""
+        """Start to publish and to read; returns when others can call this peer's tracker.
+
+        Raises:
+            ValueError: another tracker with this prefix is at work on this DHT.
+        """
         from shoal.dht.crypto import PrivateKey  # not in the event loop: these load pydantic and more
         from shoal.optim.progress_schema import progress_validators
 
+        self.be_the_only(f"a progress tracker with prefix {self.prefix!r}", self.dht)
         schema, signatures = progress_validators(self.prefix, self._private_key or PrivateKey())
         starting = self._portal.submit(self._start(schema, signatures))
         if await_ready:
@@ -142,6 +155,11 @@ class ProgressTracker:
             timeout: most seconds to wait for it.
         """
         self._portal.close(timeout)
+
+    def __del__(self) -> None:
+        portal: Portal | None = getattr(self, "_portal", None)
+        if portal is not None and not portal.closed:
+            portal.begin_close()
 
     def _wake(self, *, calls: bool = False) -> None:
         """There is news to publish, and to tell others directly if ``calls``."""

@@ -16,6 +16,7 @@ from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.finite import first_not_finite
 from shoal.averaging.snapshot import OwnedState
 from shoal.futures import AwaitableFuture
+from shoal.logs import counted
 from shoal.optim.checkpoint import load_checkpoint, make_checkpoint
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.lr_schedule import LRSchedulerBase, catch_up
@@ -90,6 +91,8 @@ class TrainingStateAverager(DecentralizedAverager):
         AssertionError: a parameter is given twice.
     """
 
+    instead_of_a_copy = "save its make_checkpoint(), which load_checkpoint() takes"
+
     def __init__(
         self,
         *,
@@ -124,7 +127,8 @@ class TrainingStateAverager(DecentralizedAverager):
         if initialize_optimizer or (initialize_optimizer is None and not has_statistics(self.optimizer)):
             initialize_optimizer_state_(self.optimizer)
         self._contents = StateTensors(self._setup, average_opt_statistics, extra_tensors, reuse_tensors)
-        self._shared_buffers = shared_buffers
+        self.shared_buffers = shared_buffers
+        """Has tensors that are only given to newcomers."""
         self._state_lock = threading.RLock()
         """Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock."""
         self._local_epoch = 0
@@ -176,6 +180,20 @@ class TrainingStateAverager(DecentralizedAverager):
             self._local_epoch = self._stepped_epoch = epoch
             if self.scheduler is not None:
                 catch_up(self.scheduler, epoch)
+
+    def learning_rates(self) -> tuple[int, list[float]] | None:
+        """The epoch of the latest optimizer step, and the learning rate of each group since then.
+
+        ``None`` while a step is at work, and for rates that are tensors, which may have to be fetched.
+        """
+        if not self._state_lock.acquire(blocking=False):
+            return None
+        try:
+            rates = [group.get("lr") for group in self.optimizer.param_groups]
+            numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
+            return (self._stepped_epoch, numbers) if len(numbers) == len(rates) else None
+        finally:
+            self._state_lock.release()
 
     @property
     def averaging_in_progress(self) -> bool:
@@ -371,7 +389,7 @@ class TrainingStateAverager(DecentralizedAverager):
             control.cancel()
             raise
         job.averaging_done = True
-        logger.log(self.status_loglevel, "averaged parameters with %d peers", len(gathered))
+        logger.log(self.status_loglevel, "averaged parameters with %s", counted(len(gathered), "peer"))
         if self.sync_epoch_when_averaging:
             self._adopt_epoch(gathered.values())
 
@@ -444,7 +462,7 @@ class TrainingStateAverager(DecentralizedAverager):
             )
 
     def _buffers(self) -> list[torch.Tensor]:
-        return [] if self._shared_buffers is None else self._shared_buffers.get_buffers()
+        return [] if self.shared_buffers is None else self.shared_buffers.get_buffers()
 
     def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
         """Download the state of another peer and put it into the model, the optimizer and the scheduler.
@@ -511,9 +529,9 @@ class TrainingStateAverager(DecentralizedAverager):
                     self._local_epoch,
                 )
                 return False
-            if self._shared_buffers is not None:
+            if self.shared_buffers is not None:
                 try:
-                    self._shared_buffers.set_buffers(state.buffers)
+                    self.shared_buffers.set_buffers(state.buffers)
                 except ValueError as e:
                     logger.warning("a downloaded training state was refused: %s", e)
                     return False

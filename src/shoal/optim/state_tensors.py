@@ -19,7 +19,7 @@ class StateTensors:
         setup: parameters and optimizer.
         average_opt_statistics: names of optimizer statistics that are averaged, too.
         extra_tensors: further tensors that are averaged and given to newcomers.
-        reuse_tensors: average the optimizer's own tensors instead of copies.
+        reuse_tensors: average the optimizer's own tensors instead of copies, and extra tensors that are on the CPU.
 
     Raises:
         ValueError: tensors that are averaged in place are not on the CPU, or there is no such statistic.
@@ -37,9 +37,14 @@ class StateTensors:
         self.average_opt_statistics = tuple(average_opt_statistics)
         self._check_statistics()
         local = self.local()
-        if reuse_tensors and any(tensor.device.type != "cpu" for tensor in local):
+        not_here = [index for index, tensor in enumerate(local) if tensor.device.type != "cpu"]
+        if reuse_tensors and any(index < len(local) - len(self.extra_tensors) for index in not_here):
             raise ValueError("reuse_tensors=True averages tensors in place: they must be on the CPU")
-        self.averaged = [tensor.detach() if reuse_tensors else copy_for_averaging(tensor) for tensor in local]
+        self._copied = not_here if reuse_tensors else list(range(len(local)))
+        """Which of the averaged tensors are copies."""
+        self.averaged = [tensor.detach() for tensor in local]
+        for index in self._copied:
+            self.averaged[index] = copy_for_averaging(local[index])
         self._before_averaging: list[torch.Tensor] | None = None
 
     def _check_statistics(self) -> None:
@@ -100,8 +105,7 @@ class StateTensors:
         Args:
             remember: keep what was loaded, for :meth:`take_averaged` with ``as_difference``.
         """
-        if not self.reuse_tensors:
-            copy_all(self.averaged, self.local())
+        self._copy(from_local=True)
         self._before_averaging = [tensor.clone() for tensor in self.averaged] if remember else None
 
     @torch.no_grad()
@@ -111,14 +115,17 @@ class StateTensors:
         Args:
             as_difference: add what averaging has changed, so that local steps made meanwhile survive.
         """
-        if self.reuse_tensors:
-            return
         if not as_difference or self._before_averaging is None:
-            copy_all(self.local(), self.averaged)
+            self._copy(from_local=False)
             return
         for local, new, old in zip(self.local(), self.averaged, self._before_averaging, strict=True):
             add_change(local, new, old)
         self._before_averaging = None
+
+    def _copy(self, from_local: bool) -> None:
+        local = self.local()
+        ours, theirs = [self.averaged[i] for i in self._copied], [local[i] for i in self._copied]
+        copy_all(*((ours, theirs) if from_local else (theirs, ours)))
 
     @torch.no_grad()
     def update_main_parameters(self) -> None:

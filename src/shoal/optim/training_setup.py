@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shoal.optim.lr_schedule import LRSchedulerBase, check_scheduler
+from shoal.optim.trainable import check_optimizer, check_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +46,20 @@ def listed(params: Parameters | ParamGroups | None) -> list[Any] | None:
 
 
 def main_parameters(optimizer: TorchOptimizer | OptimizerFactory, params: list[Any] | None) -> list[torch.Tensor]:
-    """The user's parameters, in the order in which :func:`prepare_training` has them."""
+    """The user's parameters, in the order in which :func:`prepare_training` has them.
+
+    Raises:
+        TypeError, ValueError: they cannot be trained together with others.
+    """
+    if isinstance(optimizer, TorchOptimizer):
+        check_optimizer(optimizer)
     if isinstance(optimizer, TorchOptimizer):
         groups = optimizer.param_groups
     else:
         groups, _ = _as_groups(params or ())
-    return [parameter for group in groups for parameter in group["params"]]
+    main = [parameter for group in groups for parameter in group["params"]]
+    check_parameters(main)
+    return main
 
 
 def prepare_training(
@@ -74,6 +83,7 @@ def prepare_training(
     else:
         raise ValueError("give an optimizer instance, or a function that makes one together with params=")
     main = tuple(parameter for group in groups for parameter in group["params"])
+    check_parameters(main)
     assert len({id(parameter) for parameter in main}) == len(main), "a parameter is given more than once"
     _warn_if_frozen(main)
     named = tuple(map(str, range(len(main)))) if parameter_names is None else tuple(parameter_names)
@@ -88,6 +98,11 @@ def prepare_training(
         if scheduler is not None and isinstance(scheduler, LRSchedulerBase):
             raise ValueError("a function that makes the optimizer needs a function that makes the scheduler, too")
         optimizer = optimizer(_with_parameters(groups, stepped))
+        if not isinstance(optimizer, TorchOptimizer):
+            raise TypeError(
+                f"the function given as optimizer must return a torch optimizer, got a {type(optimizer).__name__}"
+            )
+    check_optimizer(optimizer)
     if scheduler is not None and not isinstance(scheduler, LRSchedulerBase) and callable(scheduler):
         scheduler = scheduler(optimizer)
     if scheduler is not None:

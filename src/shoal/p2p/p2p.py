@@ -311,7 +311,7 @@ class P2P:
             known = len(await self.list_peers())
             if known >= n_peers:
                 return
-        raise P2PDaemonError(f"only {known} other peers are known, not {n_peers}")
+        raise P2PDaemonError(f"other peers known: {known}, not {n_peers}")
 
     # --- connections --------------------------------------------------------------------------------------------------
 

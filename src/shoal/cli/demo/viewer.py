@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from shoal.cli.demo.story import PeerState, PeerStory, Story
+from shoal.logs import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,9 +71,11 @@ def megabytes(count: int) -> str:
 def summary(story: Story) -> str:
     """The whole swarm in one line."""
     last = story.last_round
-    averaging = "no averaging yet" if last is None else f"last averaging {last.seconds:.2f} s, {last.group_size} peers"
+    averaging = "no averaging yet"
+    if last is not None:
+        averaging = f"last averaging {last.seconds:.2f} s, {counted(last.group_size, 'peer')}"
     left = max(0.0, story.planned_seconds - story.now)
-    return f"epoch {story.epoch}  |  {story.peers_seen} peers seen  |  {averaging}  |  {left:.0f} s left"
+    return f"epoch {story.epoch}  |  {counted(story.peers_seen, 'peer')} seen  |  {averaging}  |  {left:.0f} s left"
 
 
 class PlainViewer:

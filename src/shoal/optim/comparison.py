@@ -1,0 +1,164 @@
+"""What must be the same in all peers although nothing averages it: learning rates, and tensors that no optimizer has.
+
+Each round of gradients carries a few words about them, which are compared with those of the others. Nothing is changed:
+whatever differs is told once, with what to do about it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal.optim.state_averager import TrainingStateAverager
+from shoal.optim.whole_model import Named, Remainder
+from shoal.p2p import PeerID
+
+logger = logging.getLogger(__name__)
+
+SAMPLES_PER_TENSOR = 16
+"""Values that stand for a tensor: other weights differ in nearly all of theirs."""
+LEAST_DIFFERENCE = 1e-6
+"""Of two learning rates, relative: what rounding makes is less."""
+
+_SCHEDULE_ADVICE = (
+    "A scheduler made around shoal.Optimizer counts the batches of one peer: give it as scheduler=, a function such as "
+    "lambda opt: LambdaLR(opt, ...), and do not step it yourself. It then follows the epochs, which all peers share"
+)
+_TENSOR_ADVICE = {
+    "trained": "give shoal.Optimizer model=, so that they are averaged, unless another optimizer takes care of them",
+    "frozen": "load the same weights in all peers before training, or name these tensors in extra_tensors=",
+    "buffers": "give shoal.Optimizer model=, so that they are averaged and newcomers get them",
+}
+_NAMES = {"trained": "parameters", "frozen": "frozen parameters", "buffers": "buffers"}
+
+
+class PeerComparison:
+    """Compares what this peer has with what others say that they have.
+
+    Args:
+        state_averager: has the optimizer.
+        remainder: tensors of the model that are neither averaged nor given to newcomers.
+        compares_rates: not with local updates, where every peer may go at its own pace.
+    """
+
+    def __init__(self, state_averager: TrainingStateAverager, remainder: Remainder, compares_rates: bool) -> None:
+        self._state_averager, self._compares_rates = state_averager, compares_rates
+        self._remainder = {name: getattr(remainder, name) for name in _NAMES}
+        self._digests: dict[str, tuple[list[int], bytes]] = {}
+        self._told: set[str] = set()
+        self._rates_after_batch: tuple[int, list[float]] | None = None
+
+    # --- with other peers ---------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What is to be the same, as plain values for the other members of a group."""
+        rates = self._state_averager.learning_rates() if self._compares_rates else None
+        description: dict[str, Any] = {name: self._digest(name, named) for name, named in self._remainder.items()}
+        if rates is not None:
+            description |= {"epoch": [self._state_averager.local_epoch, rates[0]], "rates": rates[1]}
+        return description
+
+    def _digest(self, name: str, named: Named) -> bytes:
+        tensors = [tensor for _, tensor in named]
+        versions = [tensor._version for tensor in tensors]
+        known, digest = self._digests.get(name, (None, b""))
+        if known != versions:
+            digest = _digest(tensors)
+            self._digests[name] = versions, digest
+        return digest
+
+    def compare(self, gathered: Mapping[PeerID, Any], own_id: PeerID) -> None:
+        """Warn of what another member of a group has otherwise."""
+        own = gathered.get(own_id)
+        if not isinstance(own, dict):
+            return
+        for peer, theirs in gathered.items():
+            if peer != own_id and isinstance(theirs, dict):
+                self._compare_rates(peer, own, theirs)
+                for name, named in self._remainder.items():
+                    given = theirs.get(name)
+                    if named and isinstance(given, bytes) and given != own.get(name):
+                        self._tell_difference(name, peer, named)
+
+    def _compare_rates(self, peer: PeerID, own: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+        if "rates" not in own or "rates" in self._told or own["epoch"] != theirs.get("epoch"):
+            return
+        mine, other = own["rates"], theirs.get("rates")
+        if not isinstance(other, list) or not all(isinstance(rate, float) for rate in other):
+            return
+        if len(other) == len(mine) and _differ(mine, other):
+            self._told.add("rates")
+            logger.warning(
+                "in epoch %d the learning rate is %s here and %s at peer %s: models will go apart. %s",
+                own["epoch"][0],
+                _written(mine),
+                _written(other),
+                peer,
+                _SCHEDULE_ADVICE,
+            )
+
+    def _tell_difference(self, name: str, peer: PeerID, named: Named) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            names = [given for given, _ in named]
+            logger.warning(
+                "%s that the optimizer does not have differ between this peer and %s: %d, such as %s. Nothing brings "
+                "them together: %s",
+                _NAMES[name],
+                peer,
+                len(names),
+                ", ".join(names[:3]),
+                _TENSOR_ADVICE[name],
+            )
+
+    # --- from batch to batch ------------------------------------------------------------------------------------------
+
+    def before_batch(self) -> None:
+        """Notice that somebody has changed the learning rate although no epoch has begun."""
+        before, self._rates_after_batch = self._rates_after_batch, None
+        if before is None or "rates" in self._told:
+            return
+        now = self._state_averager.learning_rates()
+        if now is not None and now[0] == before[0] and _differ(before[1], now[1]):
+            self._told.add("rates")
+            logger.warning(
+                "the learning rate has changed from %s to %s within epoch %d, so it differs between peers. %s",
+                _written(before[1]),
+                _written(now[1]),
+                self._state_averager.local_epoch,
+                _SCHEDULE_ADVICE,
+            )
+
+    def after_batch(self, epoch_began: bool) -> None:
+        """Between two epochs a user may move the learning rate, not between two batches of one."""
+        if self._compares_rates and not epoch_began and "rates" not in self._told:
+            self._rates_after_batch = self._state_averager.learning_rates()
+
+
+def _differ(rates: Sequence[float], others: Sequence[float]) -> bool:
+    return len(rates) != len(others) or not all(
+        math.isclose(rate, other, rel_tol=LEAST_DIFFERENCE) for rate, other in zip(rates, others, strict=True)
+    )
+
+
+def _written(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)
+
+
+@torch.no_grad()
+def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
+    """A hash of shapes and of some values."""
+    description = hashlib.sha256(str([tuple(tensor.shape) for tensor in tensors]).encode())
+    for device in sorted({tensor.device for tensor in tensors}, key=str):
+        samples = [
+            tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLES_PER_TENSOR)][:SAMPLES_PER_TENSOR].float()
+            for tensor in tensors
+            if tensor.device == device
+        ]
+        description.update(torch.cat(samples).cpu().numpy().tobytes())
+    return description.digest()
