@@ -50,6 +50,8 @@ class PeerComparison:
         self._state_averager, self._compares_rates = state_averager, compares_rates
         self._remainder = {name: getattr(remainder, name) for name in _NAMES}
         self._digests: dict[str, tuple[list[int], bytes]] = {}
+        self._described: dict[str, Any] = {}
+        """What the others have been told last."""
         self._told: set[str] = set()
         self._rates_after_batch: tuple[int, list[float]] | None = None
 
@@ -61,6 +63,7 @@ class PeerComparison:
         description: dict[str, Any] = {name: self._digest(name, named) for name, named in self._remainder.items()}
         if rates is not None:
             description |= {"epoch": [self._state_averager.local_epoch, rates[0]], "rates": rates[1]}
+        self._described = description
         return description
 
     def _digest(self, name: str, named: Named) -> bytes:
@@ -74,9 +77,7 @@ class PeerComparison:
 
     def compare(self, gathered: Mapping[PeerID, Any], own_id: PeerID) -> None:
         """Warn of what another member of a group has otherwise."""
-        own = gathered.get(own_id)
-        if not isinstance(own, dict):
-            return
+        own = self._described
         for peer, theirs in gathered.items():
             if peer != own_id and isinstance(theirs, dict):
                 self._compare_rates(peer, own, theirs)
@@ -155,10 +156,11 @@ def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
     """A hash of shapes and of some values."""
     description = hashlib.sha256(str([tuple(tensor.shape) for tensor in tensors]).encode())
     for device in sorted({tensor.device for tensor in tensors}, key=str):
-        samples = [
-            tensor.detach().reshape(-1)[:: max(1, tensor.numel() // SAMPLES_PER_TENSOR)][:SAMPLES_PER_TENSOR].float()
-            for tensor in tensors
-            if tensor.device == device
-        ]
+        samples = [_some_values(tensor.detach()) for tensor in tensors if tensor.device == device]
         description.update(torch.cat(samples).cpu().numpy().tobytes())
     return description.digest()
+
+
+def _some_values(tensor: torch.Tensor) -> torch.Tensor:
+    values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    return values[:: max(1, values.numel() // SAMPLES_PER_TENSOR)][:SAMPLES_PER_TENSOR].float()
