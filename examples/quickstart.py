@@ -17,36 +17,41 @@ import shoal
 
 torch.set_num_threads(1)  # the model is tiny, and the peers may share one machine
 
-dht = shoal.DHT(initial_peers=sys.argv[1:], start=True)
-print("Others join with: python examples/quickstart.py", dht.get_visible_maddrs()[0], flush=True)
-
 digits = load_digits()
 images = torch.tensor(digits.data, dtype=torch.float32) / 16
 labels = torch.tensor(digits.target)
 training = 1500  # the rest is for testing
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-optimizer = shoal.Optimizer(
-    dht=dht,
-    run_id="digits",  # peers with the same name train together
-    target_batch_size=20_000,  # samples that all peers together gather for one step: an epoch
-    batch_size_per_step=32,  # samples of this peer per call of step()
-    optimizer=torch.optim.Adam(model.parameters(), lr=0.001),
-    matchmaking_time=2.0,  # seconds to wait for peers that are late
-)
 
-epoch = 0
-while epoch < 300:
-    batch = torch.randint(0, training, (32,))
-    loss = cross_entropy(model(images[batch]), labels[batch])
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()  # a newcomer downloads the state; everybody counts samples, and steps when there are enough
-    if optimizer.local_epoch >= epoch + 10:
-        epoch = optimizer.local_epoch
-        accuracy = (model(images[training:]).argmax(dim=1) == labels[training:]).float().mean()
-        peers = optimizer.tracker.global_progress.num_peers
-        print(f"epoch {epoch}: loss {loss:.3f}, test accuracy {accuracy:.1%}, {peers} peers", flush=True)
 
-optimizer.shutdown()
-dht.shutdown()
+def train(optimizer):
+    epoch = 0
+    while epoch < 300:
+        batch = torch.randint(0, training, (32,))
+        loss = cross_entropy(model(images[batch]), labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()  # a newcomer downloads the state; everybody counts samples, and steps when there are enough
+        if optimizer.local_epoch >= epoch + 10:
+            epoch = optimizer.local_epoch
+            accuracy = (model(images[training:]).argmax(dim=1) == labels[training:]).float().mean()
+            peers = optimizer.tracker.global_progress.num_peers
+            others = "1 peer" if peers == 1 else f"{peers} peers"
+            print(f"epoch {epoch}: loss {loss:.3f}, test accuracy {accuracy:.1%}, {others}", flush=True)
+
+
+try:
+    with shoal.DHT(initial_peers=sys.argv[1:], start=True) as dht:
+        print("Others join with: python examples/quickstart.py", dht.get_visible_maddrs()[0], flush=True)
+        with shoal.Optimizer(
+            dht=dht,
+            run_id="digits",  # peers with the same name train together
+            target_batch_size=20_000,  # samples that all peers together gather for one step: an epoch
+            batch_size_per_step=32,  # samples of this peer per call of step()
+            optimizer=torch.optim.Adam(model.parameters(), lr=0.001),
+            matchmaking_time=2.0,  # seconds to wait for peers that are late
+        ) as optimizer:
+            train(optimizer)
+except KeyboardInterrupt:
+    print("Stopped. The others carry on.")  # the end of each block has told them

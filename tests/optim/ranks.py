@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal import DHT, GradScaler, Optimizer
-from shoal.errors import ProcessGroupError
+from shoal.errors import ProcessGroupError, ReactorError
 from shoal.optim.multi_process import MultiProcessOptimizer
 from shoal.optim.processes import Processes
 from tests.optim.conftest import wait_until
@@ -315,8 +315,35 @@ def first_process_fails() -> None:
         with pytest.raises(ZeroDivisionError):
             opt.step(batch_size=0)
     else:
-        with pytest.raises(ProcessGroupError, match="the first process of this peer has failed"):
+        with pytest.raises(ProcessGroupError, match="first process of this peer has failed: ZeroDivisionError: div"):
             opt.step(batch_size=0)
+    leave(opt)
+
+
+def another_process_fails() -> None:
+    """Whatever happens inside its step, and also at the very end."""
+    model = make_model()
+    opt = first_of_two(model)
+
+    def closure() -> None:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("a bad batch")
+
+    with pytest.raises(
+        ArithmeticError if dist.get_rank() == 1 else ProcessGroupError,
+        match="^a bad batch"
+        if dist.get_rank() == 1
+        else "process 1 of 2 of this peer has failed: ArithmeticError: a bad",
+    ):
+        opt.step(closure, batch_size=1)
+    with pytest.raises(
+        TypeError if dist.get_rank() == 1 else ProcessGroupError, match=r"half|process 1 of 2 .* has failed: TypeError"
+    ):
+        opt.step(batch_size="half" if dist.get_rank() == 1 else 1)
+    opt.step(batch_size=0)
+    opt.shutdown()
+    with pytest.raises(ReactorError, match="shut down"):
+        opt.step(batch_size=0)
     leave(opt)
 
 

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.errors import ProcessGroupError
+from shoal.errors import ProcessGroupError, ReactorError
+from shoal.facade import Facade
 from shoal.optim.checkpoint import EPOCH, load_checkpoint
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.lr_schedule import catch_up
 from shoal.optim.optimizer import Optimizer
 from shoal.optim.processes import Command, Processes, Word
+from shoal.optim.progress import count_of_samples
 from shoal.optim.training_setup import (
     OptimizerFactory,
     Parameters,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class MultiProcessOptimizer(torch.optim.Optimizer):
+class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
     """Makes one peer of several processes that train the same model, each with batches of its own.
 
     They belong to one group of ``torch.distributed`` and call the same methods in the same order. The first one has an
@@ -48,8 +50,9 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
     ``no_sync()``; otherwise it averages after each batch, to the same end if batches have equal sizes. Buffers of the
     model, such as those of batch normalization, stay each process' own.
 
-    If a process ends, the next call of the others raises :class:`~shoal.errors.ProcessGroupError`; for one that hangs,
-    after the timeout of the group.
+    If a call fails in one process, it raises the error there, and :class:`~shoal.errors.ProcessGroupError` with its
+    text in the others. So does the next call of the others if a process ends; if it hangs, after the timeout of the
+    group.
 
     Args:
         dht: of the first process; the others have none.
@@ -62,6 +65,8 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
         ValueError: there is no process group, models differ, or options contradict each other.
         ProcessGroupError: another process has ended.
     """
+
+    instead_of_a_copy = "save its state_dict(), in the first process"
 
     def __init__(
         self,
@@ -90,6 +95,7 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
         """Marks the state of these tensors that the others have."""
         self.news = Word(Command.CARRY_ON)
         """What the first process has told last; the same in all processes."""
+        self._is_shut_down = False
         self.swarm: Optimizer | None = None
         """Of the first process."""
         if self._processes.is_first:
@@ -140,22 +146,20 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
             ValueError: bad arguments.
             ProcessGroupError: another process has ended.
         """
-        batch_size = self.batch_size_per_step if batch_size is None else batch_size
-        if batch_size is None or batch_size < 0:
-            raise ValueError(f"batch_size must be the number of samples, got {batch_size}")
-        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-            raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
-        scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        if scaler is not None and self.reuse_grad_buffers:
-            raise ValueError("with several processes, scaled gradients cannot accumulate in place")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        samples = self._accumulate(batch_size, scaler)
-        total = self._processes.add_up(samples)
+        if self._is_shut_down:
+            raise ReactorError("this optimizer is shut down and trains with nobody any more: make a new one")
+        error, loss, scaler, samples = None, None, None, 0
+        try:
+            batch_size, scaler = self._check_step(batch_size, grad_scaler)
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            samples = self._accumulate(batch_size, scaler)
+        except Exception as e:  # the others wait for this process: they learn of it, then it is raised here
+            error = e
+        total = self._processes.add_up(samples, error)
         if self.swarm is None:
-            self._follow(scaler)
+            self._follow(scaler, error)
             return loss
         with self._deciding():
             self._accumulator.samples += total - samples
@@ -166,6 +170,19 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
                 self._use_mean_gradients()
                 self.swarm.step(batch_size=total)
         return loss
+
+    def _check_step(self, batch_size: int | None, grad_scaler: Any) -> tuple[int, GradScaler | None]:
+        batch_size = self.batch_size_per_step if batch_size is None else batch_size
+        if batch_size is None or (isinstance(batch_size, int) and batch_size < 0):
+            raise ValueError(f"batch_size must be the number of samples, got {batch_size}")
+        if batch_size != 0:
+            batch_size = count_of_samples("batch_size", batch_size)
+        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+            raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
+        scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        if scaler is not None and self.reuse_grad_buffers:
+            raise ValueError("with several processes, scaled gradients cannot accumulate in place")
+        return batch_size, scaler
 
     def _accumulate(self, batch_size: int, scaler: GradScaler | None) -> int:
         """Returns how many samples are used."""
@@ -197,9 +214,9 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
             yield
         except ProcessGroupError:
             raise
-        except BaseException:
+        except BaseException as e:
             with contextlib.suppress(ProcessGroupError):  # this error says more
-                self._processes.tell(Word(Command.GIVE_UP))
+                self._processes.give_up(0, e)
             raise
         assert self.swarm is not None
         tracker, state = self.swarm.tracker, (self.swarm.local_epoch, [t._version for t in self._followed])
@@ -217,9 +234,13 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
             self._processes.copy_from_first(self._followed)
             self._known = state
 
-    def _follow(self, scaler: GradScaler | None = None) -> None:
-        """Do what the first process wants, until the next batch may come."""
-        while (word := self._processes.hear()).command == Command.GIVE_GRADIENTS:
+    def _follow(self, scaler: GradScaler | None = None, error: Exception | None = None) -> None:
+        """Do what the first process wants, until the next batch may come.
+
+        Args:
+            error: this process has failed, and the first one knows it.
+        """
+        while (word := self._processes.hear(error)).command == Command.GIVE_GRADIENTS:
             self._accumulator.change_unit(word.unit)
             self._processes.sum_at_first(self._accumulator.buffers)
             self._accumulator.reset()
@@ -325,10 +346,11 @@ class MultiProcessOptimizer(torch.optim.Optimizer):
 
     def is_alive(self) -> bool:
         """Whether this peer takes part, as far as this process knows."""
-        return self.swarm is None or self.swarm.is_alive()
+        return not self._is_shut_down and (self.swarm is None or self.swarm.is_alive())
 
     def shutdown(self) -> None:
         """Leave the run. Idempotent; processes need not call it at the same time."""
+        self._is_shut_down = True
         if self.swarm is None:
             self._accumulator.close()
         else:

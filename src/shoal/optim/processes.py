@@ -16,6 +16,8 @@ from shoal.errors import ProcessGroupError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+REASON_BYTES = 1000
+"""What a process that has failed says about it, at most."""
 BUCKET_BYTES = 64 * 2**20
 """Tensors travel in batches of about this size: one by one, small ones would be slow."""
 
@@ -27,7 +29,7 @@ class Command(enum.IntEnum):
     CARRY_ON = enum.auto()
     """With the next batch."""
     GIVE_UP = enum.auto()
-    """The first process has failed."""
+    """A process has failed, and says now why."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Word:
     global_epoch: int = 0
     num_peers: int = 1
     samples_per_second: float = 0.0
+    culprit: int = 0
+    """Rank of the process that has failed."""
 
 
 class Processes:
@@ -63,7 +67,7 @@ class Processes:
         self._group: Any = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
         members = dist.get_process_group_ranks(self._group)
-        self._first = members[0]
+        self._members, self._first = members, members[0]
         by_gloo = dist.get_backend(self._group) == "gloo"
         self._device = torch.device("cpu") if by_gloo else device
         # gloo notices at once when a process dies, and does not make the GPU wait
@@ -88,12 +92,26 @@ class Processes:
 
     # --- words --------------------------------------------------------------------------------------------------------
 
-    def add_up(self, number: int) -> int:
-        """The sum of the numbers of all processes. Only the first one gets to know it."""
-        total = torch.tensor([number], dtype=torch.int64)
+    def add_up(self, number: int, error: Exception | None = None) -> int:
+        """The sum of the numbers of all processes. Only the first one gets to know it.
+
+        Args:
+            error: this process has failed; the others learn of it. Of those that are not the first, :meth:`hear` does.
+
+        Raises:
+            ProcessGroupError: in the first one, if another one has failed.
+            Exception: the error of the first one itself.
+        """
+        total = torch.zeros(1 + self.size, dtype=torch.int64)
+        total[0], total[1 + self.rank] = number, int(error is not None)
         with self._failing_clearly():
             dist.reduce(total, self._first, group=self._control)
-        return int(total.item()) if self.is_first else number
+        if not self.is_first:
+            return number
+        culprits = total[1:].nonzero().flatten().tolist()
+        if culprits:
+            raise self.give_up(culprits[0], error)
+        return int(total[0].item())
 
     def agree_on(self, numbers: Sequence[int]) -> bool:
         """Whether all processes have the same numbers."""
@@ -107,24 +125,53 @@ class Processes:
         """Of the first process, to all others."""
         self._broadcast(torch.tensor([float(value) for value in astuple(word)], dtype=torch.float64))
 
-    def hear(self) -> Word:
+    def give_up(self, culprit: int, error: BaseException | None) -> BaseException:
+        """Of the first process: all others shall know that a process has failed, and why.
+
+        Args:
+            culprit: its rank.
+            error: of this process, if it has failed.
+
+        Returns:
+            What to raise.
+        """
+        self.tell(Word(Command.GIVE_UP, culprit=culprit))
+        return self._learn_reason(culprit, error)
+
+    def _learn_reason(self, culprit: int, error: BaseException | None) -> BaseException:
+        reason = torch.zeros(REASON_BYTES, dtype=torch.uint8)
+        if culprit == self.rank and error is not None:
+            text = f"{type(error).__name__}: {error}".encode()[:REASON_BYTES]
+            reason[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        self._broadcast(reason, culprit)
+        if error is not None:
+            return error
+        text = bytes(reason.tolist()).rstrip(b"\0")
+        who = "the first process" if culprit == 0 else f"process {culprit} of {self.size}"
+        return ProcessGroupError(f"{who} of this peer has failed: {text.decode(errors='replace')}")
+
+    def hear(self, error: Exception | None = None) -> Word:
         """Wait for the first process' word.
 
+        Args:
+            error: this process has failed, and the first one has been told so.
+
         Raises:
-            ProcessGroupError: it has failed or ended.
+            ProcessGroupError: another process has failed, or the first one has ended.
+            Exception: ``error``.
         """
         numbers = torch.zeros(len(astuple(Word(0))), dtype=torch.float64)
         self._broadcast(numbers)
-        command, unit, forgets, sends, epoch, global_epoch, peers, speed = numbers.tolist()
+        command, unit, forgets, sends, epoch, global_epoch, peers, speed, culprit = numbers.tolist()
         if command == Command.GIVE_UP:
-            raise ProcessGroupError("the first process of this peer has failed; what it prints says why")
+            raise self._learn_reason(int(culprit), error)
         return Word(
             int(command), int(unit), bool(forgets), bool(sends), int(epoch), int(global_epoch), int(peers), speed
         )
 
-    def _broadcast(self, numbers: torch.Tensor) -> None:
+    def _broadcast(self, numbers: torch.Tensor, sender: int = 0) -> None:
         with self._failing_clearly():
-            dist.broadcast(numbers, self._first, group=self._control)
+            dist.broadcast(numbers, self._members[sender], group=self._control)
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
