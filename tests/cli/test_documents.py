@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,34 @@ def test_two_peers_run_the_quickstart_together() -> None:
             if process is not None:
                 process.kill()
                 process.communicate()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
+@pytest.mark.parametrize(
+    ("name", "needs", "training", "status"),
+    [("quickstart", "sklearn", "1 peer\n", 0), ("lightning_digits", "lightning", "keeps its own", 1)],
+)
+def test_ctrl_c_ends_the_examples_politely(tmp_path: Path, name: str, needs: str, training: str, status: int) -> None:
+    """Lightning itself says so with a status of 1."""
+    pytest.importorskip(needs)
+    command = [sys.executable, "-u", str(ROOT / "examples" / f"{name}.py")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, encoding="utf-8"
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert any(training in line for line in process.stdout), "it never trained"
+            process.send_signal(signal.SIGINT)
+            output = process.stdout.read()
+            process.wait()
+        finally:
+            process.kill()
+    assert "Traceback" not in output
+    assert "Error" not in output.replace("Detected KeyboardInterrupt", "")
+    assert process.returncode == status, output
+    if name == "quickstart":
+        assert output.endswith("Stopped. The others carry on.\n")
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"])
