@@ -71,7 +71,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sparse embeddings": ({"trained": nn.Embedding(9, 4, sparse=True)}, ValueError, "Embedding.*sparse=False"),
     "sparse parameters": ({"params": [torch.eye(3).to_sparse()]}, ValueError, "layout torch.sparse_coo.*to_dense"),
     "lazy modules": ({"trained": nn.LazyLinear(3)}, ValueError, "lazy module.*run a batch through the model first"),
-    "no values": ({"trained": nn.Linear(2, 2, device="meta")}, ValueError, "'meta' and has no values: load the model"),
     "eval mode": ({"optimizer": FreeOfSchedules}, ValueError, r"FreeOfSchedules is in eval mode.*call its train\(\)"),
     "eval mode, made": ({"optimizer": instance_of(FreeOfSchedules)}, ValueError, "in eval mode"),
     "no tensor": ({"params": [3.0]}, TypeError, "parameter 0 must be a tensor, got a float"),

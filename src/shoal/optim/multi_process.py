@@ -28,6 +28,7 @@ from shoal.optim.training_setup import (
     main_parameters,
     prepare_training,
 )
+from shoal.optim.whole_model import Remainder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -91,6 +92,8 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         self.batch_size_per_step, self.reuse_grad_buffers = batch_size_per_step, reuse_grad_buffers
         self._followed = [*main, *extra_tensors]
         """Tensors that are the same in all processes."""
+        if (model := options.get("model")) is not None:
+            self._followed += [tensor for _, tensor in Remainder.find(model, main, extra_tensors).trained]
         self._known: object = None
         """Marks the state of these tensors that the others have."""
         self.news = Word(Command.CARRY_ON)

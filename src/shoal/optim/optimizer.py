@@ -181,7 +181,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
         self.be_the_only(f"an Optimizer with run_id {run_id!r}", dht)
         self.dht, self.run_id, self.target_batch_size = dht, run_id, target_batch_size
         self.client_mode, self.auxiliary = settings.client_mode, auxiliary
-        self.batch_size_per_step = batch_size_per_step
+        self.batch_size_per_step = settings.batch_size_per_step
         self.status_loglevel = logging.INFO if verbose else logging.DEBUG
         self.matchmaking_time = 15.0 if matchmaking_time is None else matchmaking_time
         self.averaging_timeout = 60.0 if averaging_timeout is None else averaging_timeout

@@ -20,7 +20,7 @@ _SPARSE_MODULES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def check_parameters(parameters: Sequence[torch.Tensor]) -> None:
-    """All of them have values, and all of the values are here.
+    """All of them have a shape, and all of their values are here.
 
     Raises:
         TypeError, ValueError: not so.
@@ -38,8 +38,6 @@ def check_parameters(parameters: Sequence[torch.Tensor]) -> None:
                 "peer must hold the whole model. For several processes with a copy each, use "
                 "shoal.MultiProcessOptimizer"
             )
-        if parameter.is_meta:
-            raise ValueError(f"parameter {index} is on the device 'meta' and has no values: load the model first")
         if parameter.layout is not torch.strided:
             raise ValueError(f"parameter {index} has the layout {parameter.layout}: convert it with .to_dense()")
 
