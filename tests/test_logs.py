@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from shoal.logs import HandlerMode, golog_level_to_python, python_level_to_golog, use_hivemind_log_handler
+from shoal.logs import HandlerMode, counted, golog_level_to_python, python_level_to_golog, use_hivemind_log_handler
 
 LINE = re.compile(r"[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d\.\d{3} (.*)")
 
@@ -142,3 +142,7 @@ def test_other_levels_in_go() -> None:
     for convert in (golog_level_to_python, python_level_to_golog):
         with pytest.raises(ValueError, match="unknown level 'loud'"):
             convert("loud")
+
+
+def test_numbers_of_things() -> None:
+    assert [counted(number, "peer") for number in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]

@@ -118,6 +118,9 @@ def test_sparse_embeddings_that_somebody_else_trains(dht: DHT) -> None:
 
 def test_what_fails_at_the_last_moment_leaves_nothing_behind(dht: DHT, monkeypatch: pytest.MonkeyPatch) -> None:
     before, weights = handlers_of(dht), nn.Parameter(torch.ones(1))
+    with pytest.raises(TypeError, match="refresh"):
+        make(dht, params=[weights], reuse_grad_buffers=True, tracker_opts={"refresh": 1})
+    assert not weights._backward_hooks
     monkeypatch.setattr(ProgressTracker, "run_in_background", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make(dht, params=[weights], reuse_grad_buffers=True)

@@ -221,15 +221,15 @@ class Optimizer(Facade, torch.optim.Optimizer):
             status_loglevel=self.status_loglevel,
             **state_options,
         )
+        tracker_options: dict[str, Any] = {"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})}
+        self.tracker = ProgressTracker(
+            dht, run_id, target_batch_size, client_mode=self.client_mode, start=False, **tracker_options
+        )
         self.grad_averager = settings.make_grad_averager(
             main, prefix=f"{run_id}_grad_averager", **{**compression, **averager_options}
         )
         if self.grad_averager is not None:
             self._connect_gradients(self.grad_averager)
-        tracker_options: dict[str, Any] = {"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})}
-        self.tracker = ProgressTracker(
-            dht, run_id, target_batch_size, client_mode=self.client_mode, start=False, **tracker_options
-        )
         plan = StepPlan(
             matchmaking_time=self.matchmaking_time,
             averaging_timeout=self.averaging_timeout,
