@@ -325,7 +325,7 @@ class ProgressBoard:
             strangers = [peer for peer, c in self._companions.items() if peer not in known and not c.record.client_mode]
             self._drop_expired(now)
             self._next_reading = now + self._refresh.reading_period(len(self._companions), bool(self._callable()))
-            for companion in read:
+            for companion in filter(None, read):
                 companion.kept_until = self._next_reading + self._refresh.max_period
             self._plan_refresh(now)
         self._changed()
