@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -72,8 +72,10 @@ class Matchmaking:
         keys: GroupKeyManager,
         settings: MatchmakingSettings,
         get_stub: Callable[[PeerID], StubBase],
+        admits: Callable[[PeerID], Awaitable[bool]] | None = None,
     ) -> None:
         self.p2p, self.keys, self.settings = p2p, keys, settings
+        self._admits = admits
         self._get_stub = get_stub
         self.refusals = Refusals()
         self._invitations = Invitations(p2p, get_stub, self.answer_join)
@@ -317,6 +319,11 @@ class Matchmaking:
             await call.send(JoinReply(code=Code.GROUP_STARTS, group=started.start), end=True)
             return
         refusal = self._reason_to_refuse(search, request, remote)
+        if refusal is None and request.mode != AveragingMode.AUX and self._admits is not None:
+            admitted = await self._admits(remote)
+            search = self._search  # it may have ended meanwhile
+            refusal = self._reason_to_refuse(search, request, remote)
+            refusal = refusal if admitted else JoinReply(code=Code.OTHER_MODEL)
         if refusal is not None or search is None:
             await call.send(refusal or JoinReply(code=Code.NOT_LOOKING_FOR_GROUP), end=True)
             return

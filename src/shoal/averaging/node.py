@@ -112,6 +112,7 @@ class Lane:
         p2p: P2P,
         dht_node: Any,
         get_stub: Callable[[PeerID], StubBase],
+        admits: Callable[[PeerID], Awaitable[bool]],
     ) -> None:
         self.indices = indices
         self.tensors, self.infos = [tensors[i] for i in indices], [infos[i] for i in indices]
@@ -134,7 +135,7 @@ class Lane:
                 "quorum": "none" if config.quorum is None else f"{config.quorum}, {config.quorum_grace:g} s of grace",
             },
         )
-        self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub)
+        self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub, admits)
         self.is_spoilt = False
         """Values of this peer were not finite when it averaged last."""
 
@@ -174,8 +175,10 @@ class AveragerNode(ServicerBase):
         self.last_round: RoundResult | None = None
         self.last_updated = 0.0
         """DHT time of the last round that changed the tensors."""
+        self.admits: Callable[[PeerID], Awaitable[bool]] | None = None
+        """Who may join a group that this averager leads; ``None``: everybody."""
         self.lanes = {
-            tag: Lane(tag, indices, tensors, infos, config, p2p, dht_node, self._stub)
+            tag: Lane(tag, indices, tensors, infos, config, p2p, dht_node, self._stub, self._admits)
             for tag, indices in (config.tags or {"": range(len(infos))}).items()
         }
         self._lane_of_prefix = {config.lane_prefix(tag): lane for tag, lane in self.lanes.items()}
@@ -202,6 +205,9 @@ class AveragerNode(ServicerBase):
 
     def _stub(self, peer: PeerID) -> StubBase:
         return self.get_stub(self.p2p, peer, namespace=self.config.prefix)
+
+    async def _admits(self, peer: PeerID) -> bool:
+        return self.admits is None or await self.admits(peer)
 
     async def start(self) -> None:
         """Begin to answer others.

@@ -24,6 +24,7 @@ class Code(IntEnum):
     GROUP_IS_FULL = 9
     PROTOCOL_VIOLATION = 10
     REFUSED = 11
+    OTHER_MODEL = 12
 
 
 class PeerRecord(Header):

@@ -73,6 +73,8 @@ class StateSharing:
     ) -> None:
         self.allowed = False
         self.priority = 0.0
+        self.is_donor: Callable[[PeerID], bool] | None = None
+        """Whose state may be taken; ``None``: whoever offers one."""
         self._p2p, self._node, self._key = p2p, node, key
         self._get_state, self._codec = get_state, codec
         self._declare_period, self._chunk_timeout, self._max_bytes = declare_period, chunk_timeout, max_bytes
@@ -195,7 +197,7 @@ class StateSharing:
             try:
                 priority, addresses = entry.value
                 peer = PeerID(key)
-                if peer != self._p2p.peer_id:
+                if peer != self._p2p.peer_id and (self.is_donor is None or self.is_donor(peer)):
                     self._p2p.add_addresses(peer, addresses[:MAX_ADDRESSES_PER_PEER])
                     donors.append((-float(priority), rng.random(), peer))
             except (TypeError, ValueError) as e:

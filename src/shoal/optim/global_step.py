@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.averaging import AveragingStage, StepControl
+from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.clock import get_dht_time
 from shoal.optim.comparison import PeerComparison
 from shoal.optim.grad_averager import GradientAverager
@@ -51,6 +51,9 @@ class GlobalStep:
     comparison: PeerComparison
     scheduled_grads: StepControl | None = None
     scheduled_state: StepControl | None = None
+
+    def __post_init__(self) -> None:
+        self.state_averager.on_averaged = self._note_averaged_parameters
 
     # --- in advance ---------------------------------------------------------------------------------------------------
 
@@ -178,11 +181,13 @@ class GlobalStep:
             gradient is used.
         """
         if control is None:
+            self.tracker.note_round(None)
             return None
         try:
             gathered = control.result(self.plan.averaging_timeout)
         except Exception as e:  # whatever it is, training goes on
             control.cancel()
+            self.tracker.note_round(None)
             message = "gradients of epoch %d were not averaged (%s). Proceeding with local gradients"
             log_failure(message, self.state_averager.local_epoch, e)
             return None
@@ -192,6 +197,7 @@ class GlobalStep:
         result = control.round
         assert result is not None, "a successful round says who took part"
         self.comparison.compare(gathered, self.tracker.dht.peer_id)
+        self.tracker.note_round(result)
         if not any(result.weights):
             logger.debug("no member had gradients that count in epoch %d", self.state_averager.local_epoch)
             return None
@@ -220,6 +226,13 @@ class GlobalStep:
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
+    def _note_averaged_parameters(self, result: RoundResult | None) -> None:
+        """Without rounds of gradients these are the rounds that count; otherwise they make up for those that failed."""
+        if self.grad_averager is None:
+            self.tracker.note_round(result)
+        elif result is not None:
+            self.tracker.note_repair(result)
+
     def _update_state(
         self,
         mates: set[PeerID],
@@ -231,6 +244,8 @@ class GlobalStep:
         plan = self.plan
         control, self.scheduled_state = self.scheduled_state, None
         averages = bool(mates) and self._will_average_state()
+        if self.grad_averager is None and self._will_average_state() and not averages:
+            self.tracker.note_round(None)  # nobody else is there
         if control is not None and not (averages and self._in_time(control)):
             let_go(control, plan.averaging_timeout)
             control = None

@@ -230,6 +230,8 @@ class Optimizer(Facade, torch.optim.Optimizer):
         )
         if self.grad_averager is not None:
             self._connect_gradients(self.grad_averager)
+        if not (averager_opts or {}).get("target_group_size"):  # else parameters mix, and no two peers share all rounds
+            self._compare_rounds()
         plan = StepPlan(
             matchmaking_time=self.matchmaking_time,
             averaging_timeout=self.averaging_timeout,
@@ -253,6 +255,15 @@ class Optimizer(Facade, torch.optim.Optimizer):
         super().__init__([dict(group) for group in self._main_groups], dict(self.opt.defaults))
         self._groups_under_construction = None
         self._begin()
+
+    def _compare_rounds(self) -> None:
+        """Peers that have trained another model for a while are no company: one side takes over the other's state."""
+        self.tracker.compare_rounds()
+        self.state_averager.lineage_keeper = self.tracker
+        for averager in (self.state_averager, self.grad_averager):
+            if averager is not None:
+                averager.node.admits = self.tracker.trains_the_same_model
+                averager.node.state_sharing.is_donor = self.tracker.is_donor
 
     def _connect_gradients(self, averager: GradientAverager) -> None:
         """Let gradients be averaged right where the optimizer reads them, if they are not the user's."""
@@ -331,8 +342,9 @@ class Optimizer(Facade, torch.optim.Optimizer):
         """Download the state of the swarm if it is ahead of this peer; returns whether it is."""
         if not self._synchronization.is_needed():
             return False
-        own, swarm = self.local_epoch, self.tracker.global_epoch
-        logger.info("this peer is at epoch %d, the swarm at %d: downloading its state", own, swarm)
+        if self.tracker.gives_way_to is None:
+            own, swarm = self.local_epoch, self.tracker.global_epoch
+            logger.info("this peer is at epoch %d, the swarm at %d: downloading its state", own, swarm)
         self.load_state_from_peers()
         return True
 

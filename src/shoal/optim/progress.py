@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
+
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e21)]
 Moment = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
@@ -73,6 +75,8 @@ class ProgressRecord(LocalTrainingProgress, frozen=True):
     """Where it can be called; empty for a client."""
     endorsement: bytes = b""
     """The peer's signature, which says that the subkey of this record is its own."""
+    rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] = b""
+    """The rounds behind its parameters, see :class:`~shoal.optim.lineage.Lineage`; empty if it has none."""
 
 
 def parse_record(value: object) -> ProgressRecord:
@@ -82,9 +86,11 @@ def parse_record(value: object) -> ProgressRecord:
         ValueError: it is not one, or its numbers are impossible.
     """
     try:
-        return msgspec.convert(value, ProgressRecord, strict=True, builtin_types=(bytes,))
+        record = msgspec.convert(value, ProgressRecord, strict=True, builtin_types=(bytes,))
     except msgspec.ValidationError as e:
         raise ValueError(str(e)) from None
+    Lineage.unpack(record.rounds)
+    return record
 
 
 @dataclass(frozen=True)
@@ -223,6 +229,10 @@ class Companion:
     """DHT time of the first failed call since the last sign of life."""
     kept_until: float = field(default=-math.inf)
     """DHT time until which the record counts in any case, because nobody looks for a newer one before."""
+    lineage: Lineage = field(default_factory=Lineage)
+    """The rounds behind its parameters, as it told last."""
+    lineage_time: float = -math.inf
+    """DHT time of the record in which it did."""
 
     def is_valid(self, now: float) -> bool:
         """Whether the record still counts."""

@@ -10,17 +10,23 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
+import msgspec
+
+from shoal.optim.kinship import Kinship
+from shoal.optim.lineage import Lineage
 from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.progress import (
     MAX_CALLED,
     Companion,
     GlobalTrainingProgress,
     LocalTrainingProgress,
+    ProgressRecord,
     RefreshPolicy,
     estimate_is_off,
     expected_members,
     summarize,
 )
+from shoal.optim.sides import Verdict
 
 SECONDS_BETWEEN_USES = 15.0
 """After so long a connection is used at the next occasion, which comes in ten seconds; it is closed after thirty."""
@@ -63,6 +69,9 @@ class ProgressBoard:
         """Of the swarm, when everybody had been told."""
         self.on_change: list[Callable[[], object]] = []
         """Called, without the lock, after anything has changed that others may wait for."""
+        self.kinship = Kinship(peer_id)
+        """Knows who trains another model than this peer: such peers are not counted."""
+        self._strangers: frozenset[bytes] = frozenset()
         self._companions: dict[bytes, Companion] = {}
         self._departed: dict[bytes, float] = {}
         """Peers that have said goodbye, with the DHT times of the last records that count no more."""
@@ -193,8 +202,9 @@ class ProgressBoard:
         with self._lock:
             last = self.own.epoch if until_epoch is None else until_epoch
             if among is None:
-                return expected_members(self.own.epoch, last, self._companions, self._last_members, now)
-            return {peer for peer in among if not self._has_left(peer, last)}
+                return expected_members(self.own.epoch, last, self._kin(now), self._last_members, now)
+            strangers = self._settled(now).losers
+            return {peer for peer in among if not self._has_left(peer, last) and peer not in strangers}
 
     def _has_left(self, peer: bytes, until_epoch: int) -> bool:
         companion = self._companions.get(peer)
@@ -239,6 +249,12 @@ class ProgressBoard:
     def _callable(self) -> list[Companion]:
         return [companion for companion in self._companions.values() if not companion.record.client_mode]
 
+    def is_client(self, peer: bytes) -> bool:
+        """Whether a peer is known to be one that cannot be called."""
+        with self._lock:
+            companion = self._companions.get(peer)
+            return companion is not None and companion.record.client_mode
+
     # --- own progress -------------------------------------------------------------------------------------------------
 
     def report(self, epoch: int, samples: int, now: float) -> None:
@@ -273,7 +289,10 @@ class ProgressBoard:
         with self._lock:
             self._declared_end = None
             self._last_members = frozenset(members)
+            if epoch < self.own.epoch:  # it has taken over a state of an earlier epoch
+                self._called_end = (-1, math.inf)
             self._set_own(epoch, 0, now)
+            self.kinship.changed = True
         self._changed()
 
     def cancel_update(self) -> None:
@@ -293,18 +312,29 @@ class ProgressBoard:
 
     # --- news from others ---------------------------------------------------------------------------------------------
 
-    def hear(self, record: LocalTrainingProgress, expiration: float, now: float, *, end: float | None = None) -> None:
+    def hear(
+        self,
+        record: LocalTrainingProgress,
+        expiration: float,
+        now: float,
+        *,
+        end: float | None = None,
+        lineage: Lineage | None = None,
+    ) -> None:
         """A peer tells its progress itself, so it is alive.
 
         Args:
             end: it has declared its epoch over, which for all others is at this DHT time.
+            lineage: the rounds behind its parameters; ``None``: it has not told.
         """
         with self._lock:
-            companion = self._take_note(record, expiration)
+            companion = self._take_note(record, expiration, lineage)
             if companion is None:
                 return
+            self.kinship.changed = self.kinship.changed or companion.unreachable_since is not None
             companion.updating, companion.heard_at, companion.unreachable_since = end is not None, now, None
-            if end is not None:  # this peer itself may not have reached that epoch yet
+            # this peer itself may not have reached that epoch yet
+            if end is not None and record.peer_id not in self._settled(now).losers:
                 epoch, known_end = self._called_end
                 if record.epoch >= epoch:
                     self._called_end = record.epoch, min(end, known_end) if record.epoch == epoch else end
@@ -321,7 +351,7 @@ class ProgressBoard:
         """
         with self._lock:
             known = set(self._companions)
-            read = [self._take_note(record, expiration) for record, expiration in found]
+            read = [self._take_note(record, expiration, _lineage_of(record)) for record, expiration in found]
             strangers = [peer for peer, c in self._companions.items() if peer not in known and not c.record.client_mode]
             self._drop_expired(now)
             self._next_reading = now + self._refresh.reading_period(len(self._companions), bool(self._callable()))
@@ -331,7 +361,7 @@ class ProgressBoard:
         self._changed()
         return strangers
 
-    def _take_note(self, record: LocalTrainingProgress, expiration: float) -> Companion | None:
+    def _take_note(self, record: LocalTrainingProgress, expiration: float, lineage: Lineage | None) -> Companion | None:
         """Returns whose record it is; nobody's if the peer has said goodbye since."""
         if record.time <= self._departed.get(record.peer_id, -math.inf):
             return None
@@ -339,10 +369,16 @@ class ProgressBoard:
         companion = self._companions.get(record.peer_id)
         if companion is None:
             companion = self._companions[record.peer_id] = Companion(record, expiration)
-        elif record.time >= companion.record.time:
+            self.kinship.changed = True
+        if record.time >= companion.record.time:
+            if lineage is not None:
+                news = (record.epoch, lineage) != (companion.record.epoch, companion.lineage)
+                self.kinship.changed = self.kinship.changed or news
+                companion.lineage, companion.lineage_time = lineage, record.time
             companion.record, companion.expiration = record, max(expiration, companion.expiration)
             if companion.unreachable_since is not None and record.time > companion.unreachable_since:
                 companion.unreachable_since = None  # alive after all, though it could not be called
+                self.kinship.changed = True
         return companion
 
     def forget(self, peer: bytes, expiration: float, last_word: float = -math.inf) -> None:
@@ -360,6 +396,7 @@ class ProgressBoard:
             while len(self._departed) > MAX_DEPARTED:
                 del self._departed[next(iter(self._departed))]
             self._last_members = self._last_members - {peer}
+            self.kinship.forget(peer)
         self._changed()
 
     def mark_unreachable(self, peer: bytes, called_at: float) -> None:
@@ -369,16 +406,40 @@ class ProgressBoard:
             if companion is None or companion.heard_at >= called_at or companion.unreachable_since is not None:
                 return
             companion.unreachable_since = called_at
+            self.kinship.changed = True
         self._changed()
 
     def _drop_expired(self, now: float) -> None:
         for peer in [peer for peer, companion in self._companions.items() if not companion.is_valid(now)]:
             del self._companions[peer]
+            self.kinship.changed = True
+
+    # --- sides of the run ---------------------------------------------------------------------------------------------
+
+    def verdict(self, now: float) -> Verdict:
+        """Which side of the run goes on, if it has come apart."""
+        with self._lock:
+            return self._settled(now)
+
+    def _settled(self, now: float) -> Verdict:
+        verdict = self.kinship.verdict(self.own, self._companions, now)
+        if not verdict.losers <= self._strangers:
+            self._called_end = (-1, math.inf)  # it may have been one of them who called it
+        self._strangers = verdict.losers
+        return verdict
+
+    def _kin(self, now: float) -> dict[bytes, Companion]:
+        """Peers but for those that have trained without the others and will give that up."""
+        strangers = self._settled(now).losers
+        return {peer: c for peer, c in self._companions.items() if peer not in strangers}
 
     def _summarize(self, now: float) -> GlobalTrainingProgress:
-        valid = [c for c in self._companions.values() if c.is_valid(now)]
+        valid = [c for c in self._kin(now).values() if c.is_valid(now)]
+        own = self.own
+        if own.peer_id in self._settled(now).losers:  # it is about to take over the others' state
+            own = msgspec.structs.replace(own, epoch=0, samples_accumulated=0, samples_per_second=0.0)
         self._global = summarize(
-            self.own,
+            own,
             [c.record for c in valid],
             published=self.published,
             target_batch_size=self._target_batch_size,
@@ -392,3 +453,7 @@ class ProgressBoard:
     def _changed(self) -> None:
         for callback in list(self.on_change):
             callback()
+
+
+def _lineage_of(record: LocalTrainingProgress) -> Lineage | None:
+    return Lineage.unpack(record.rounds) if isinstance(record, ProgressRecord) else None

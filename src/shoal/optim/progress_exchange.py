@@ -22,6 +22,7 @@ import msgspec
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.clock import timeout as time_limit
 from shoal.errors import P2PDaemonError, P2PHandlerError, ShoalError
+from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
 from shoal.optim.progress import (
     HOLDERS_READ,
     MAX_ADDRESSES,
@@ -69,6 +70,8 @@ class ProgressMessage(Header, array_like=True):
     """The sender has declared its epoch over: it begins no more batches. The others may go on for so many seconds, by
     its estimate."""
     leaving: bool = False
+    rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] | None = None
+    """The rounds behind the sender's parameters. Who was with it in the last one knows them: ``None``."""
 
     @classmethod
     def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:
@@ -218,7 +221,8 @@ class ProgressExchange(ServicerBase):
     async def _publish(self) -> None:
         own = self._written = msgspec.structs.replace(self._board.own, time=get_dht_time())
         addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)][:MAX_ADDRESSES]
-        record = ProgressRecord(**own.to_dict(), addresses=addresses, endorsement=self._endorsement)
+        rounds = self._board.kinship.lineage(get_dht_time()).pack()
+        record = ProgressRecord(**own.to_dict(), addresses=addresses, endorsement=self._endorsement, rounds=rounds)
         try:
             expiration = get_dht_time() + self._metadata_expiration
             if not await self._node.store(self.key, record.to_dict(), expiration, subkey=self._owner_tag):
@@ -329,7 +333,7 @@ class ProgressExchange(ServicerBase):
         stub = self.get_stub(self._p2p, peer, namespace=self.key)
         for attempt in range(DIAL_ATTEMPTS):
             try:
-                reply = await stub.rpc_exchange_progress(self._message(leaving), timeout=CALL_TIMEOUT)
+                reply = await stub.rpc_exchange_progress(self._message(peer, leaving), timeout=CALL_TIMEOUT)
                 self._hear(peer, reply)
                 return
             except P2PHandlerError as e:
@@ -347,10 +351,13 @@ class ProgressExchange(ServicerBase):
                 break
         self._board.mark_unreachable(peer.to_bytes(), called_at)
 
-    def _message(self, leaving: bool = False) -> ProgressMessage:
-        board = self._board
-        ends_in = board.seconds_to_end(get_dht_time()) if board.updating else None
-        return ProgressMessage.of(board.own, taking_part=board.published, ends_in=ends_in, leaving=leaving)
+    def _message(self, to: PeerID, leaving: bool = False) -> ProgressMessage:
+        board, now = self._board, get_dht_time()
+        ends_in = board.seconds_to_end(now) if board.updating else None
+        rounds = None if to.to_bytes() in board.kinship.mates else board.kinship.lineage(now).pack()
+        return ProgressMessage.of(
+            board.own, taking_part=board.published, ends_in=ends_in, leaving=leaving, rounds=rounds
+        )
 
     def _hear(self, peer: PeerID, message: ProgressMessage) -> None:
         """Take note of what a peer says itself.
@@ -365,12 +372,23 @@ class ProgressExchange(ServicerBase):
             self._board.forget(progress.peer_id, math.inf, progress.time)
         elif message.taking_part:
             end = None if message.ends_in is None else now + message.ends_in
-            self._board.hear(progress, now + self._metadata_expiration, now, end=end)
+            lineage = None if message.rounds is None else Lineage.unpack(message.rounds)
+            self._board.hear(progress, now + self._metadata_expiration, now, end=end, lineage=lineage)
 
     async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
         """Another peer tells its progress and is told this one's."""
         self._hear(context.remote_id, request)
-        return self._message()
+        return self._message(context.remote_id)
+
+    async def trains_the_same_model(self, peer: PeerID) -> bool:
+        """Whether this peer may average with another one, which is asked if what is known of it may be old."""
+        kinship, tag = self._board.kinship, peer.to_bytes()
+        if tag in kinship.mates:
+            return True
+        if kinship.lineage(get_dht_time()).rounds and not self._board.is_client(tag):
+            await asyncio.shield(self._call_soon(peer))
+        verdict = self._board.verdict(get_dht_time())
+        return tag not in verdict.losers and self._p2p.peer_id.to_bytes() not in verdict.losers
 
 
 def _check_time(progress: LocalTrainingProgress, now: float) -> None:

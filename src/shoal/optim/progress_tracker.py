@@ -9,13 +9,16 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from shoal.averaging import RoundResult
 from shoal.clock import get_dht_time
 from shoal.dht.dht import check_dht
 from shoal.facade import Facade
+from shoal.optim.lineage import Lineage
 from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.progress import GlobalTrainingProgress, LocalTrainingProgress, RefreshPolicy, count_of_samples
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
+from shoal.optim.sides import Verdict
 from shoal.p2p import PeerID
 from shoal.reactor import Portal
 
@@ -247,6 +250,55 @@ class ProgressTracker(Facade):
         """Call this no more."""
         if callback in self.board.on_change:
             self.board.on_change.remove(callback)
+
+    # --- sides of the run ---------------------------------------------------------------------------------------------
+
+    def compare_rounds(self) -> None:
+        """From now on it counts which rounds peers have in common, see :mod:`shoal.optim.sides`."""
+        self.board.kinship.begin()
+
+    def note_round(self, result: RoundResult | None) -> None:
+        """The round which ends this peer's epoch is over.
+
+        Args:
+            result: what came of it; ``None``: it has failed, or there was nobody else.
+        """
+        self.board.kinship.note_round(result, self.board.own.epoch + 1, get_dht_time())
+
+    def note_repair(self, result: RoundResult) -> None:
+        """Parameters were averaged, which makes up for rounds of gradients that failed."""
+        self.board.kinship.note_repair(result)
+
+    @property
+    def lineage(self) -> Lineage:
+        """The rounds behind this peer's parameters."""
+        return self.board.kinship.lineage(get_dht_time())
+
+    def adopt_lineage(self, lineage: Lineage, epoch: int) -> None:
+        """This peer has taken over a state of this epoch, and with it the rounds behind it."""
+        self.board.kinship.adopt(lineage, epoch, get_dht_time())
+
+    @property
+    def gives_way_to(self) -> Verdict | None:
+        """Another side of the run whose state this peer must take over."""
+        verdict = self.board.verdict(get_dht_time())
+        return verdict if self.dht.peer_id.to_bytes() in verdict.losers else None
+
+    @property
+    def epochs_given_up(self) -> int:
+        """How many epochs this peer has trained since the last round common with the side that it gives way to."""
+        return self.board.kinship.epochs_given_up(self.board.own.epoch)
+
+    def is_donor(self, peer: PeerID) -> bool:
+        """Whether a newcomer, or a peer that gives way, may take over the state of this peer."""
+        verdict, tag = self.board.verdict(get_dht_time()), peer.to_bytes()
+        if self.gives_way_to is not None:
+            return tag in verdict.winners
+        return tag not in verdict.losers
+
+    async def trains_the_same_model(self, peer: PeerID) -> bool:
+        """Whether this peer may average with another one; inside the event loop."""
+        return self._exchange is None or await self._exchange.trains_the_same_model(peer)
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 

@@ -8,17 +8,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shoal.averaging import DecentralizedAverager, StepControl
+from shoal.averaging import DecentralizedAverager, RoundResult, StepControl
 from shoal.averaging.finite import first_not_finite
 from shoal.averaging.snapshot import OwnedState
 from shoal.futures import AwaitableFuture
 from shoal.logs import counted
 from shoal.optim.checkpoint import load_checkpoint, make_checkpoint
 from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.lineage import Lineage
 from shoal.optim.lr_schedule import LRSchedulerBase, catch_up
 from shoal.optim.optimizer_state import (
     dump_optimizer_state,
@@ -61,6 +62,15 @@ logger = logging.getLogger(__name__)
 
 ZERO_GRAD_SET_TO_NONE_DEFAULT = True
 """As in torch 2."""
+
+
+class LineageKeeper(Protocol):
+    """Knows the rounds behind the parameters, which newcomers take over with them."""
+
+    @property
+    def lineage(self) -> Lineage: ...
+
+    def adopt_lineage(self, lineage: Lineage, epoch: int) -> None: ...
 
 
 class TrainingStateAverager(DecentralizedAverager):
@@ -136,6 +146,9 @@ class TrainingStateAverager(DecentralizedAverager):
         self._skips_steps = False
         """The gradients of the last step were not finite."""
         self._jobs: list[StateJob] = []
+        self.on_averaged: Callable[[RoundResult | None], object] | None = None
+        """Called at the end of each round, in whatever thread, with what came of it; ``None``: it has failed."""
+        self.lineage_keeper: LineageKeeper | None = None
         self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
         """Seconds from the start of a step to the start of its all-reduce."""
         averager_kwargs.setdefault("tensor_infos", self._contents.infos())
@@ -384,11 +397,15 @@ class TrainingStateAverager(DecentralizedAverager):
         except Exception as e:  # whatever it is, training goes on
             control.cancel()
             log_failure("parameters were not averaged in epoch %d: %s", job.epoch, e)
+            if self.on_averaged is not None:
+                self.on_averaged(None)
             return
         except BaseException:
             control.cancel()
             raise
         job.averaging_done = True
+        if self.on_averaged is not None:
+            self.on_averaged(control.round)
         logger.log(self.status_loglevel, "averaged parameters with %s", counted(len(gathered), "peer"))
         if self.sync_epoch_when_averaging:
             self._adopt_epoch(gathered.values())
@@ -457,32 +474,41 @@ class TrainingStateAverager(DecentralizedAverager):
         """What newcomers download: parameters, extra tensors, optimizer, scheduler and epoch, all of one moment."""
         access = self.get_tensors() if self.reuse_tensors else contextlib.nullcontext()
         with access, self._state_lock:
+            lineage = None if self.lineage_keeper is None else self.lineage_keeper.lineage
             return describe_state(
-                self._setup, self.extra_tensors, self._buffers(), self._stepped_epoch, self.node.group_bits
+                self._setup, self.extra_tensors, self._buffers(), self._stepped_epoch, self.node.group_bits, lineage
             )
 
     def _buffers(self) -> list[torch.Tensor]:
         return [] if self.shared_buffers is None else self.shared_buffers.get_buffers()
 
-    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
+    def load_state_from_peers(
+        self,
+        wait: bool = True,
+        timeout: float | None = None,
+        *,
+        accept_older: bool = False,
+    ) -> Any:
         """Download the state of another peer and put it into the model, the optimizer and the scheduler.
 
         Args:
             wait: return the outcome; otherwise a future of it, which cannot be cancelled once the download has begun.
             timeout: seconds for the download.
+            accept_older: also a state of an earlier epoch than this peer's.
 
         Returns:
             Whether there was a donor whose state fits and is not older than this one.
         """
         if not wait:
             outcome: AwaitableFuture[bool] = AwaitableFuture()
-            threading.Thread(target=self._load_into, args=(outcome, timeout), daemon=True).start()
+            arguments = outcome, timeout, accept_older
+            threading.Thread(target=self._load_into, args=arguments, daemon=True).start()
             return outcome
         downloaded = super().load_state_from_peers(timeout=timeout)
         if downloaded is None:
             logger.warning("nobody shares a training state: this peer keeps its own")
             return False
-        return self._load_state(downloaded.metadata, downloaded.tensors)
+        return self._load_state(downloaded.metadata, downloaded.tensors, accept_older)
 
     def make_checkpoint(self, gradients: Any = None) -> dict[str, Any]:
         """What :meth:`load_checkpoint` needs to go on from here, but for the model. Tensors are not copied.
@@ -507,22 +533,22 @@ class TrainingStateAverager(DecentralizedAverager):
             if epoch is not None:
                 self.local_epoch = epoch
 
-    def _load_into(self, outcome: AwaitableFuture[bool], timeout: float | None) -> None:
+    def _load_into(self, outcome: AwaitableFuture[bool], timeout: float | None, accept_older: bool) -> None:
         if not outcome.set_running_or_notify_cancel():
             return
         try:
-            outcome.set_result(self.load_state_from_peers(timeout=timeout))
+            outcome.set_result(self.load_state_from_peers(timeout=timeout, accept_older=accept_older))
         except Exception as e:
             outcome.set_exception(e)
 
-    def _load_state(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    def _load_state(self, metadata: Any, tensors: Sequence[torch.Tensor], accept_older: bool = False) -> bool:
         try:
             state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors, self._buffers())
         except ValueError as e:
             logger.warning("a downloaded training state was refused: %s", e)
             return False
         with self.get_tensors(), self._state_lock:
-            if state.epoch < self._local_epoch:
+            if state.epoch < self._local_epoch and not accept_older:
                 logger.warning(
                     "a downloaded training state of epoch %d is older than this peer's, %d",
                     state.epoch,
@@ -539,6 +565,8 @@ class TrainingStateAverager(DecentralizedAverager):
             self._contents.load_into_averaged()
             self._contents.update_main_parameters()
             self.local_epoch = state.epoch
+            if self.lineage_keeper is not None:
+                self.lineage_keeper.adopt_lineage(state.lineage, state.epoch)
         return True
 
 

@@ -11,6 +11,7 @@ import torch
 from shoal.averaging.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import copies_of
+from shoal.optim.lineage import Lineage
 from shoal.optim.lr_schedule import dump_scheduler_state, load_scheduler_state
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
@@ -46,6 +47,7 @@ def describe_state(
     buffers: Sequence[torch.Tensor],
     epoch: int,
     group_bits: str,
+    lineage: Lineage | None = None,
 ) -> OwnedState:
     """Copy everything that a newcomer needs."""
     optimizer_metadata, statistics = dump_optimizer_state(setup.optimizer)
@@ -54,6 +56,7 @@ def describe_state(
         "group_bits": group_bits,
         "optimizer_metadata": optimizer_metadata,
         "scheduler": dump_scheduler_state(setup.scheduler),
+        "rounds": b"" if lineage is None else lineage.pack(),
     }
     groups: list[tuple[Sequence[torch.Tensor], Sequence[Any], TensorRole]] = [
         (setup.optimizer_parameters, setup.parameter_names, TensorRole.PARAMETER),
@@ -81,6 +84,7 @@ class TrainingState:
     optimizer_metadata: Any
     statistics: Sequence[torch.Tensor]
     scheduler: Any
+    lineage: Lineage
 
     @classmethod
     def parse(
@@ -107,6 +111,9 @@ class TrainingState:
         for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
             if mine.shape != theirs.shape:
                 raise ValueError(f"its tensor {index} has shape {tuple(theirs.shape)}, expected {tuple(mine.shape)}")
+        rounds = metadata.get("rounds", b"")
+        if not isinstance(rounds, bytes):
+            raise ValueError(f"its rounds are malformed: {rounds!r}")
         num_parameters = len(setup.optimizer_parameters)
         state = cls(
             epoch,
@@ -116,6 +123,7 @@ class TrainingState:
             metadata.get("optimizer_metadata"),
             tensors[len(own) :],
             metadata.get("scheduler"),
+            Lineage.unpack(rounds),
         )
         check_optimizer_state(setup.optimizer, state.optimizer_metadata, state.statistics)
         return state

@@ -5,12 +5,15 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.lineage import Lineage
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.sides import Verdict
 from shoal.optim.state_averager import TrainingStateAverager
 
 logger = logging.getLogger(__name__)
@@ -51,6 +54,7 @@ class Synchronization:
         self._closing = closing
         self._strict_check_due = True
         self._has_looked = False
+        self._has_told_what_is_lost = False
 
     def is_needed(self) -> bool:
         """Whether this peer must download the state before it goes on."""
@@ -58,6 +62,8 @@ class Synchronization:
         if not self._has_looked:
             self._has_looked = True
             fetched.wait(FIRST_FETCH_TIMEOUT)
+        if tracker.gives_way_to is not None:
+            return True
         if self._strict_check_due and fetched.is_set():
             if self._state_averager.local_epoch < self._epoch_to_begin_with():
                 return True
@@ -85,10 +91,16 @@ class Synchronization:
             Whether there was a donor whose state fits and is not older than this one.
         """
         self.end_other_work()
+        options = {"timeout": self._load_state_timeout, **options}
         with self._tracker.pause_updates():
-            if not self._try_to_download(**{"timeout": self._load_state_timeout, **options}):
+            other_side = self._tracker.gives_way_to
+            loaded = self._try_to_download(**options) if other_side is None else self._give_way_to(other_side, options)
+            if not loaded:
                 self._tracker.look_after_others()  # whoever was ahead may be gone
                 return False
+            if other_side is not None:
+                self._begin_anew()
+                return True
             epoch = self._tracker.global_epoch
             if not self._global_step.plan.overlaps and epoch - 1 <= self._state_averager.local_epoch < epoch:
                 # the swarm is faster than the download; averaging repairs the difference
@@ -103,6 +115,7 @@ class Synchronization:
 
     def resume(self) -> None:
         """This peer has the state of a checkpoint, which may be older than that of the swarm."""
+        self._tracker.adopt_lineage(Lineage(), self._state_averager.local_epoch)
         self._begin_anew()
         self._strict_check_due = True
 
@@ -121,6 +134,50 @@ class Synchronization:
         if not self._state_averager.client_mode:
             self._state_averager.state_sharing_priority = self._state_averager.local_epoch
 
+    def _give_way_to(self, other_side: Verdict, options: Mapping[str, Any]) -> bool:
+        """Take over the state of another side of the run, also if it is at an earlier epoch."""
+        self._tell_what_is_lost(other_side)
+        averager, pause = self._state_averager, FIRST_LOAD_PAUSE
+        shares_state = averager.allow_state_sharing
+        if shares_state:
+            averager.allow_state_sharing = False  # if they think that it is they who give way, both must look again
+        try:
+            for _ in range(LOAD_ATTEMPTS):
+                if self._load(accept_older=True, **options):
+                    self._has_told_what_is_lost = False
+                    return True
+                self._tracker.look_after_others()
+                if self._closing.wait(pause) or self._tracker.gives_way_to is None:
+                    break
+                pause *= 2
+        finally:
+            if shares_state:
+                averager.allow_state_sharing = True
+        return False
+
+    def _tell_what_is_lost(self, other_side: Verdict) -> None:
+        if self._has_told_what_is_lost:
+            return
+        self._has_told_what_is_lost = True
+        epochs = self._tracker.epochs_given_up
+        logger.warning(
+            "the run had come apart: this peer, at epoch %d, and a side of %d, at epoch %d, have trained without each "
+            "other. Their state is kept, because they had more weight in the last common step or are further. This "
+            "peer downloads it, and the work of its side on %d samples, in %d epochs, is lost",
+            self._state_averager.local_epoch,
+            len(other_side.winners),
+            other_side.epoch,
+            epochs * self._tracker.target_batch_size,
+            epochs,
+        )
+
+    def _load(self, **options: Any) -> bool:
+        try:
+            return bool(self._state_averager.load_state_from_peers(**options))
+        except (ShoalError, concurrent.futures.TimeoutError, TimeoutError) as e:
+            logger.warning("could not download the training state: %s", str(e) or type(e).__name__)
+            return False
+
     def _try_to_download(self, **options: Any) -> bool:
         """Try a few times, with pauses: donors may be between two epochs, or just leaving."""
         loaded, pause = False, FIRST_LOAD_PAUSE
@@ -130,10 +187,7 @@ class Synchronization:
                 if self._closing.wait(pause):
                     break
                 pause *= 2
-            try:
-                loaded = self._state_averager.load_state_from_peers(**options) or loaded
-            except (ShoalError, concurrent.futures.TimeoutError, TimeoutError) as e:
-                logger.warning("could not download the training state: %s", str(e) or type(e).__name__)
+            loaded = self._load(**options) or loaded
             lag = 1 if self._global_step.plan.overlaps else 0
             if loaded and self._state_averager.local_epoch >= self._tracker.global_epoch - lag:
                 break

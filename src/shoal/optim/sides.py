@@ -1,0 +1,199 @@
+"""Which of two sides goes on, when both halves of a run have trained without each other.
+
+Two peers are *apart* if each has gone on without the other for some rounds: longer than parameter averaging is left to
+repair, or so differently that one of them would download the other's state anyway. Who has merely fallen behind is not
+apart from anybody: the rounds that it has are among those of the others.
+
+Peers that share rounds and are not apart form a side. That side goes on whose peers had more weight in the last round
+common to both; with equal weight, or nothing in common, the one at the higher epoch; else the one whose next round has
+the smaller id. All of it follows from the records alone, whoever looks at them, so all who see the same records agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from shoal.optim.lineage import BEGINNING, LAST_ROUNDS, Lineage, Parting
+
+MIN_STEPS_APART = 2
+"""A single step alone is a round that failed."""
+EPOCH_TOLERANCE = 1
+"""Peers of one side differ by an epoch every now and then, and so do two sides that advance at the same pace."""
+MAX_VARIANTS = 64
+"""If a run is in more pieces than this, the most frequent ones are settled first."""
+
+
+class Standing(NamedTuple):
+    """What is known of one peer."""
+
+    peer: bytes
+    epoch: int
+    lineage: Lineage
+    can_give: bool
+    """Others can download its state."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of it. Peers that stand in neither set are newcomers or behind."""
+
+    winners: frozenset[bytes] = frozenset()
+    losers: frozenset[bytes] = frozenset()
+    epoch: int = 0
+    """Of the side that goes on."""
+    common: bytes = BEGINNING
+    """The last round that it has in common with another side, as far as both know."""
+
+
+@dataclass
+class _Variant:
+    """Peers of which the same is known."""
+
+    epoch: int
+    lineage: Lineage
+    peers: list[bytes]
+    can_give: bool
+
+    def __post_init__(self) -> None:
+        self.known = {*self.lineage.rounds, *(parting.round_id for parting in self.lineage.partings)}
+
+
+def _steps_without(mine: _Variant, other: _Variant) -> int:
+    """How many of the latest rounds of one are unknown to the other."""
+    for steps, round_id in enumerate(reversed(mine.lineage.rounds)):
+        if round_id in other.known:
+            return steps
+    return len(mine.lineage.rounds)
+
+
+class _Relation(Enum):
+    KIN = 1
+    BEHIND = 2
+    """The other one has all that the first one has, and more."""
+    AHEAD = 3
+    APART = 4
+    UNKNOWN = 5
+    """Both have made but a few steps, without each other: the first rounds may have failed."""
+
+
+def _relation(one: _Variant, other: _Variant) -> _Relation:
+    steps = _steps_without(one, other), _steps_without(other, one)
+    is_long = max(steps) >= LAST_ROUNDS or abs(one.epoch - other.epoch) > EPOCH_TOLERANCE
+    if is_long and min(steps) >= MIN_STEPS_APART:
+        return _Relation.APART
+    if steps == (len(one.lineage.rounds), len(other.lineage.rounds)):
+        return _Relation.UNKNOWN
+    if min(steps) >= MIN_STEPS_APART or max(steps) < MIN_STEPS_APART:
+        return _Relation.KIN
+    return _Relation.BEHIND if steps[0] < steps[1] else _Relation.AHEAD
+
+
+class _Side:
+    def __init__(self, variants: Sequence[_Variant]) -> None:
+        self.peers = sorted(peer for variant in variants for peer in variant.peers)
+        self.epoch = max(variant.epoch for variant in variants)
+        self.can_give = any(variant.can_give for variant in variants)
+        self.last_id = min(variant.lineage.rounds[-1] for variant in variants)
+        self.partings = [p for v in sorted(variants, key=_order) for p in reversed(v.lineage.partings)]
+        """Of all its peers, the latest ones of each first."""
+
+    def parting(self, round_id: bytes) -> Parting:
+        """Its peers may have seen it differently: the greatest share, and the smallest next id."""
+        same = [parting for parting in self.partings if parting.round_id == round_id]
+        return Parting(round_id, max(p.kept for p in same), min(p.next_id for p in same))
+
+
+def settle(standings: Iterable[Standing]) -> Verdict:
+    """Find the sides of a run, and the one that goes on.
+
+    Args:
+        standings: of all peers that are there, in any order.
+
+    Returns:
+        Empty sets if all train together.
+    """
+    sides = _sides(_variants(standings))
+    if len(sides) < 2:
+        return Verdict()
+    able = [side for side in sides if side.can_give] or sides
+    winner = able[0]
+    for side in able[1:]:
+        winner = _better(winner, side)
+    others = [side for side in sides if side is not winner]
+    losers = frozenset(peer for side in others for peer in side.peers)
+    common = _last_common_round(winner, others[0]) or BEGINNING
+    return Verdict(frozenset(winner.peers), losers, winner.epoch, common)
+
+
+def _order(variant: _Variant) -> bytes:
+    return min(variant.peers)
+
+
+def _variants(standings: Iterable[Standing]) -> list[_Variant]:
+    found: dict[tuple[int, Lineage], _Variant] = {}
+    for peer, epoch, lineage, can_give in standings:
+        if lineage.rounds:
+            variant = found.setdefault((epoch, lineage), _Variant(epoch, lineage, [], False))
+            variant.peers.append(peer)
+            variant.can_give = variant.can_give or can_give
+    ranked = sorted(found.values(), key=lambda variant: (-len(variant.peers), _order(variant)))
+    return sorted(ranked[:MAX_VARIANTS], key=_order)
+
+
+def _sides(variants: Sequence[_Variant]) -> list[_Side]:
+    """Groups of kin, of all peers that are apart from anybody; in the order of their first peers."""
+    if len({variant.lineage.rounds for variant in variants}) < 2:
+        return []
+    pairs = [(i, j) for j in range(len(variants)) for i in range(j)]
+    relations = {(i, j): _relation(variants[i], variants[j]) for i, j in pairs}
+    concerned = sorted({index for pair in pairs if relations[pair] is _Relation.APART for index in pair})
+    group = {index: index for index in concerned}
+    for i, j in pairs:
+        if i in group and j in group and relations[i, j] is _Relation.KIN:
+            _join(group, i, j)
+    ahead: dict[int, set[int]] = {index: set() for index in concerned}
+    for (i, j), relation in relations.items():
+        if i in group and j in group and relation in (_Relation.BEHIND, _Relation.AHEAD):
+            behind, before = (i, j) if relation is _Relation.BEHIND else (j, i)
+            ahead[behind].add(before)
+    for _ in concerned:  # who is behind one side belongs to it; who is behind several of them belongs to none
+        for index in concerned:
+            others = {group[other] for other in ahead[index]} - {group[index]}
+            if len(others) == 1:
+                _join(group, index, others.pop())
+    torn = {group[index] for index in concerned if {group[other] for other in ahead[index]} - {group[index]}}
+    concerned = [index for index in concerned if group[index] not in torn]
+    members: dict[int, list[_Variant]] = {}
+    for index in concerned:
+        members.setdefault(group[index], []).append(variants[index])
+    return sorted((_Side(each) for each in members.values()), key=lambda side: side.peers)
+
+
+def _join(group: dict[int, int], one: int, other: int) -> None:
+    old, new = max(group[one], group[other]), min(group[one], group[other])
+    for index in group:
+        group[index] = new if group[index] == old else group[index]
+
+
+def _better(one: _Side, other: _Side) -> _Side:
+    """The one of two sides that goes on."""
+    common = _last_common_round(one, other)
+    if common is not None:
+        ours, theirs = one.parting(common), other.parting(common)
+        if ours.kept != theirs.kept:
+            return one if ours.kept > theirs.kept else other
+    if abs(one.epoch - other.epoch) > EPOCH_TOLERANCE:
+        return one if one.epoch > other.epoch else other
+    if common is not None and ours.next_id != theirs.next_id:
+        return one if ours.next_id < theirs.next_id else other
+    return one if one.last_id < other.last_id else other
+
+
+def _last_common_round(one: _Side, other: _Side) -> bytes | None:
+    """The last round, or the beginning, after which both know of having gone different ways."""
+    known = {parting.round_id for parting in other.partings}
+    shared = [parting.round_id for parting in one.partings if parting.round_id in known]
+    return next((round_id for round_id in shared if round_id != BEGINNING), BEGINNING if shared else None)

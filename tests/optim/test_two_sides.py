@@ -1,0 +1,223 @@
+"""Optimizers of a run that came apart: both sides have trained, and one of them gives way."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import threading
+from collections.abc import Callable
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from shoal.errors import P2PDaemonError
+from tests.optim.conftest import Trainer, check_identical, in_parallel, meet, values, wait_until
+
+OPTIONS = {"delay_state_averaging": False, "matchmaking_time": 5.0}
+
+
+class Cut:
+    """Keeps peers of different groups from calling each other."""
+
+    def __init__(self, trainers: list[Trainer]) -> None:
+        self._dhts = [trainer.opt.dht for trainer in trainers]
+        self._group: dict[object, int] = {}
+        for dht in self._dhts:
+            self._guard(dht.p2p)
+
+    def _guard(self, p2p) -> None:
+        acquire = p2p._pool.acquire
+
+        async def acquire_on_this_side(peer):
+            if self._group.get(peer) != self._group.get(p2p.peer_id):
+                raise P2PDaemonError(f"{peer} is on the other side of the cut")
+            return await acquire(peer)
+
+        p2p._pool.acquire = acquire_on_this_side
+
+    def between(self, *groups: list[Trainer]) -> None:
+        self._group = {trainer.opt.dht.peer_id: index for index, group in enumerate(groups) for trainer in group}
+        for dht in self._dhts:
+            dht.run_coroutine(self._hang_up)
+
+    async def _hang_up(self, dht, node) -> None:
+        for peer, group in self._group.items():
+            if group != self._group[node.peer_id]:
+                for connection in dht.p2p.connections_from(peer):
+                    connection.abort()
+
+    def heal(self) -> None:
+        """From now on all can call each other; tables are filled again as by the first pings after an outage."""
+        self._group = {}
+        for dht in self._dhts:
+            dht.run_coroutine(self._ping_others)
+
+    async def _ping_others(self, _, node) -> None:
+        node.blacklist.clear()
+        others = [dht.peer_id for dht in self._dhts if dht.peer_id != node.peer_id]
+        await asyncio.gather(*(node.protocol.call_ping(peer) for peer in others))
+
+
+@pytest.fixture
+def come_apart(make_trainers) -> Callable[..., tuple[list[Trainer], Cut]]:
+    """Peers that train together to epoch 3, and then on different sides to the epochs that are given for each."""
+
+    def make(*sides: tuple[int, int], batch_sizes: list[int] | None = None, **options) -> tuple[list[Trainer], Cut]:
+        trainers = make_trainers(sum(count for count, _ in sides), **{**OPTIONS, **options})
+        for trainer, batch_size in zip(trainers, batch_sizes or [8] * len(trainers), strict=True):
+            trainer.batch_size = batch_size
+        meet(*trainers)
+        in_parallel(*(lambda t=t: t.train_until(3) for t in trainers))
+        check_identical(trainers)
+        cut, groups, rest = Cut(trainers), [], list(trainers)
+        for count, _ in sides:
+            groups.append([rest.pop(0) for _ in range(count)])
+        cut.between(*groups)
+        ends = [epoch for (_, epoch), group in zip(sides, groups, strict=True) for _ in group]
+        in_parallel(*(lambda t=t, end=end: t.train_until(end) for t, end in zip(trainers, ends, strict=True)))
+        for trainer in trainers:
+            load = functools.partial(check_apart_and_load, trainer, trainers)
+            load.original = trainer.opt.state_averager.load_state_from_peers
+            trainer.opt.state_averager.load_state_from_peers = trainer.loads = Mock(side_effect=load)
+        return trainers, cut
+
+    return make
+
+
+def check_apart_and_load(trainer: Trainer, trainers: list[Trainer], **options) -> bool:
+    """Nobody of another side has averaged anything with a peer that is about to give way."""
+    load = trainer.loads.side_effect.original
+    other_side = trainer.opt.tracker.gives_way_to
+    if other_side is not None:
+        for other in trainers:
+            if other.opt.dht.peer_id.to_bytes() in other_side.winners:
+                own, theirs = trainer.opt.tracker.lineage.rounds, other.opt.tracker.lineage.rounds
+                assert own[-1] not in theirs
+                assert theirs[-1] not in own
+    return load(**options)
+
+
+def losses_told(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "had come apart" in r.getMessage()]
+
+
+def train_until_together(trainers: list[Trainer]) -> None:
+    """Train until parameters have been averaged with everybody again."""
+    earlier = {id(trainer.opt.state_averager.last_round) for trainer in trainers}
+    ends: list[int] = []
+    pause = threading.Event()
+
+    def train(trainer: Trainer) -> None:
+        while not ends or trainer.opt.local_epoch < ends[0]:
+            trainer.step()
+            pause.wait(0.005)
+            latest = trainer.opt.state_averager.last_round
+            if latest is not None and id(latest) not in earlier and len(latest.peers) == len(trainers):
+                ends.append(trainer.opt.local_epoch)
+
+    in_parallel(*(lambda t=t: train(t) for t in trainers))
+
+
+def gave_way(trainers: list[Trainer]) -> list[bool]:
+    return [any(call.kwargs.get("accept_older") for call in trainer.loads.call_args_list) for trainer in trainers]
+
+
+def test_three_peers_prevail_over_one_that_is_further(come_apart, caplog):
+    (*three, one), cut = come_apart((3, 6), (1, 15))
+    assert one.opt.local_epoch == 15
+    cut.heal()
+    train_until_together([*three, one])
+    check_identical([*three, one])
+    assert gave_way([*three, one]) == [False, False, False, True]
+    (told,) = losses_told(caplog)
+    epochs = int(re.search(r"in (\d+) epochs", told)[1])
+    assert epochs >= 12
+    assert f"{epochs * 64} samples" in told
+
+
+def test_of_two_and_two_at_the_same_epoch_one_half_gives_way(come_apart, caplog):
+    trainers, cut = come_apart((2, 12), (2, 12))
+    assert not torch.equal(values(trainers[0].model), values(trainers[2].model))
+    cut.heal()
+    train_until_together(trainers)
+    check_identical(trainers)
+    assert sorted([gave_way(trainers[:2]), gave_way(trainers[2:])]) == [[False, False], [True, True]]
+    assert len(losses_told(caplog)) == 2, "each of them says it, once"
+
+
+def test_of_one_and_one_that_with_more_samples_in_the_last_common_round_goes_on(come_apart, caplog):
+    trainers, cut = come_apart((1, 12), (1, 16), batch_sizes=[24, 8])
+    cut.heal()
+    train_until_together(trainers)
+    check_identical(trainers)
+    assert gave_way(trainers) == [False, True]
+    assert len(losses_told(caplog)) == 1
+
+
+def test_a_step_that_each_made_alone_does_not_part_them(come_apart, caplog):
+    """What follows from it, parameter averaging repairs."""
+    trainers, cut = come_apart((1, 4), (1, 4))
+    assert not torch.equal(values(trainers[0].model), values(trainers[1].model))
+    cut.heal()
+    for trainer in trainers:
+        trainer.opt.tracker.look_after_others()
+        wait_until(lambda t=trainer: t.opt.tracker.expected_group_size == 2, "both see each other again")
+    train_until_together(trainers)
+    check_identical(trainers)
+    assert [trainer.loads.called for trainer in trainers] == [False, False]
+    assert not losses_told(caplog)
+
+
+def test_who_was_away_and_did_not_train_is_simply_behind(come_apart, caplog):
+    (*three, one), cut = come_apart((3, 14), (1, 3))
+    cut.heal()
+    train_until_together([*three, one])
+    check_identical([*three, one])
+    assert [trainer.loads.called for trainer in (*three, one)] == [False, False, False, True]
+    assert not losses_told(caplog)
+
+
+def test_three_that_did_not_train_are_behind_one_that_did(come_apart, caplog):
+    (*three, one), cut = come_apart((3, 3), (1, 14))
+    cut.heal()
+    train_until_together([*three, one])
+    check_identical([*three, one])
+    assert [trainer.loads.called for trainer in (*three, one)] == [True, True, True, False]
+    assert not losses_told(caplog)
+
+
+def test_a_newcomer_joins_the_side_that_goes_on(come_apart, make_trainers):
+    (*three, one), cut = come_apart((3, 6), (1, 15))
+    cut.heal()
+    (newcomer,) = make_trainers(1, **OPTIONS)
+    for trainer in (*three, one):
+        newcomer.opt.dht.run_coroutine(functools.partial(ping, peer=trainer.opt.dht.peer_id))
+    newcomer.step()
+    assert newcomer.opt.local_epoch == 6
+    train_until_together([*three, one, newcomer])
+    check_identical([*three, one, newcomer])
+
+
+async def ping(_, node, peer) -> None:
+    await node.protocol.call_ping(peer)
+
+
+def test_with_local_updates_too(come_apart, caplog):
+    options = {"use_local_updates": True}
+    (*three, one), cut = come_apart((3, 6), (1, 15), **options)
+    cut.heal()
+    train_until_together([*three, one])
+    check_identical([*three, one])
+    assert gave_way([*three, one]) == [False, False, False, True]
+
+
+def test_where_parameters_mix_in_small_groups_there_are_no_sides(come_apart, caplog):
+    """No two peers need to have a round in common there."""
+    trainers, cut = come_apart((1, 12), (1, 12), averager_opts={"target_group_size": 2})
+    cut.heal()
+    train_until_together(trainers)
+    assert gave_way(trainers) == [False, False]
+    assert not trainers[0].opt.tracker.lineage.rounds
+    assert not losses_told(caplog)
