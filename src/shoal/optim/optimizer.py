@@ -230,8 +230,10 @@ class Optimizer(Facade, torch.optim.Optimizer):
         )
         if self.grad_averager is not None:
             self._connect_gradients(self.grad_averager)
-        if not (averager_opts or {}).get("target_group_size"):  # else parameters mix, and no two peers share all rounds
-            self._compare_rounds()
+        self._compares_rounds = not (averager_opts or {}).get("target_group_size")  # else parameters mix
+        if self._compares_rounds:
+            self.tracker.compare_rounds()
+            self.state_averager.lineage_keeper = self.tracker
         plan = StepPlan(
             matchmaking_time=self.matchmaking_time,
             averaging_timeout=self.averaging_timeout,
@@ -256,15 +258,6 @@ class Optimizer(Facade, torch.optim.Optimizer):
         self._groups_under_construction = None
         self._begin()
 
-    def _compare_rounds(self) -> None:
-        """Peers that have trained another model for a while are no company: one side takes over the other's state."""
-        self.tracker.compare_rounds()
-        self.state_averager.lineage_keeper = self.tracker
-        for averager in (self.state_averager, self.grad_averager):
-            if averager is not None:
-                averager.node.admits = self.tracker.trains_the_same_model
-                averager.node.state_sharing.is_donor = self.tracker.is_donor
-
     def _connect_gradients(self, averager: GradientAverager) -> None:
         """Let gradients be averaged right where the optimizer reads them, if they are not the user's."""
         if self.batch_size_per_step is not None:
@@ -279,9 +272,13 @@ class Optimizer(Facade, torch.optim.Optimizer):
     def _begin(self) -> None:
         """From now on others hear of this peer. Whatever could be wrong with the arguments has been found before."""
         try:
-            self.state_averager.run_in_background()
-            if self.grad_averager is not None:
-                self.grad_averager.run_in_background()
+            for averager in (self.state_averager, self.grad_averager):
+                if averager is None:
+                    continue
+                averager.run_in_background()
+                if self._compares_rounds:  # who has trained another model for a while is no company, and no donor
+                    averager.node.admits = self.tracker.trains_the_same_model
+                    averager.node.state_sharing.is_donor = self.tracker.is_donor
             self.tracker.run_in_background()
         except BaseException:
             self.shutdown()
