@@ -39,6 +39,7 @@ from tests.simulation.talking import (
     talk_between,
     talk_in_epochs,
     talk_without_end,
+    without_table,
 )
 
 MANY = 256
@@ -100,8 +101,7 @@ class RealSwarm:
 
         began = time.monotonic()
         talk = self.listen(0.0, turn_over)
-        rate = talk.rate - talk.by_handler.get("rpc_find", 0.0)
-        return rate * (time.monotonic() - began) / (len(self.dhts) - 1)
+        return without_table(talk.by_handler) * (time.monotonic() - began) / (len(self.dhts) - 1)
 
     def close(self) -> None:
         for tracker in self.trackers:

@@ -11,6 +11,7 @@ from shoal.averaging import DecentralizedAverager
 from shoal.averaging.allreduce import AveragingMode
 from shoal.averaging.exchange import Exchange
 from shoal.compression import Float16Compression
+from shoal.dht import DHT
 from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
 
@@ -140,8 +141,7 @@ async def test_the_result_is_not_kept_for_ever(monkeypatch):
     "options", [{"quorum": 0}, {"quorum": 2, "quorum_grace": -1.0}, {"quorum": 2, "averaging_alpha": 0.5}]
 )
 def test_bad_quorums_are_refused(options):
-    class Table:
-        client_mode = False
-
+    dht = DHT(start=True)
     with pytest.raises(ValueError, match="quorum="):
-        DecentralizedAverager([torch.zeros(1)], Table(), start=False, prefix="run", **options)
+        DecentralizedAverager([torch.zeros(1)], dht, start=False, prefix="run", **options)
+    dht.shutdown()

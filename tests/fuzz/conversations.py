@@ -160,7 +160,7 @@ class Victim:
             return "ProtocolError"
         protocol = self.protocol
 
-        async def call(*_: object) -> Header:
+        async def call(*_: object, **__: object) -> Header:
             return answer
 
         protocol._call = call  # type: ignore[assignment, method-assign]

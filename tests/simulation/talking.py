@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.dht import DHTNode
@@ -32,6 +32,7 @@ AFTERMATH_SECONDS = 0.5
 WARM_UP_EPOCHS = 2
 NEVER = 10**12
 
+TABLE_CALLS = ("rpc_find", "rpc_store", "rpc_ping")
 BYTES_OF_HANDSHAKE = 1000
 """Of a TLS 1.3 handshake with an Ed25519 certificate and the proof of the dialler's identity: what each side sends."""
 
@@ -53,6 +54,11 @@ class Talk:
     """Of all peers in each epoch."""
     target: int = NEVER
     """Samples that make an epoch."""
+
+
+def without_table(sent: Mapping[str, float]) -> float:
+    """What has been sent, less what the table is asked and told: no epoch's end makes a difference to that."""
+    return sum(size for name, size in sent.items() if name not in TABLE_CALLS)
 
 
 def bytes_sent(metrics: Metrics) -> Counter[str]:
@@ -160,12 +166,12 @@ class Epochs:
         self.talkers = talkers
         self.samples: list[int] = []
         self.sent: list[float] = []
-        """Bytes of the mean peer around the end of each epoch, without finds: the table is read by the clock."""
+        """Bytes of the mean peer around the end of each epoch, without the table's: it goes by the clock."""
         self._stopped: list[Talker] = []
         self._over = asyncio.Event()
 
     def _sent(self) -> float:
-        sent = [talker.sent.total() - talker.sent["rpc_find"] for talker in self.talkers]
+        sent = [without_table(talker.sent) for talker in self.talkers]
         return sum(sent) / len(self.talkers)
 
     async def train(self, talker: Talker) -> None:

@@ -20,7 +20,6 @@ from shoal.dht.validation import CompositeValidator, RecordValidatorBase
 from shoal.errors import DHTError
 from shoal.facade import Facade
 from shoal.futures import AwaitableFuture
-from shoal.logs import counted
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
 from shoal.reactor import Portal
@@ -176,7 +175,9 @@ class DHT(Facade):
         if facts is None or node is None:
             return f"<DHT {state or 'starting'}>"
         where = ", ".join(map(str, facts.visible_maddrs)) or f"client {facts.peer_id}"
-        return f"<DHT {where}, {state or 'knows ' + counted(len(node.protocol.routing_table), 'other peer')}>"
+        known = len(node.protocol.routing_table)
+        company = "1 other peer" if known == 1 else f"{known} other peers"
+        return f"<DHT {where}, {state or f'knows {company}'}>"
 
     def check(self) -> None:
         """Whether it can be used.

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 5.0
 """How often a node looks around, give or take a quarter."""
-IDLE_SECONDS = 15.0
+IDLE_SECONDS = 20.0
 """Without an answer for so long, the nearest neighbor is asked for a sign of life."""
 FIRST_PAUSE_SECONDS = 5.0
 """Until a suspect is asked again; doubled each time."""

@@ -46,6 +46,13 @@ class Kinship:
         with self._lock:
             return Lineage() if self._history is None else self._history.lineage(now)
 
+    def news_for(self, peer: bytes, now: float) -> bytes | None:
+        """What a peer should be told of this peer's rounds; ``None`` if it knows them, or if they do not matter."""
+        with self._lock:
+            if self._history is None or peer in self._history.mates:
+                return None
+            return self._history.lineage(now).pack()
+
     @property
     def mates(self) -> frozenset[bytes]:
         """Other members of the latest round: they have the same rounds as this peer."""

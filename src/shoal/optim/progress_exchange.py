@@ -354,10 +354,11 @@ class ProgressExchange(ServicerBase):
     def _message(self, to: PeerID, leaving: bool = False) -> ProgressMessage:
         board, now = self._board, get_dht_time()
         ends_in = board.seconds_to_end(now) if board.updating else None
-        rounds = None if to.to_bytes() in board.kinship.mates else board.kinship.lineage(now).pack()
-        return ProgressMessage.of(
-            board.own, taking_part=board.published, ends_in=ends_in, leaving=leaving, rounds=rounds
-        )
+        rounds = board.kinship.news_for(to.to_bytes(), now)
+        own = (
+            msgspec.structs.replace(board.own, time=now) if leaving else board.own
+        )  # no record is later than a goodbye
+        return ProgressMessage.of(own, taking_part=board.published, ends_in=ends_in, leaving=leaving, rounds=rounds)
 
     def _hear(self, peer: PeerID, message: ProgressMessage) -> None:
         """Take note of what a peer says itself.

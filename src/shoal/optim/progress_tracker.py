@@ -84,8 +84,8 @@ class ProgressTracker(Facade):
         daemon: bool = True,
         start: bool,
     ) -> None:
-        check_dht(dht)
         target_batch_size = count_of_samples("target_batch_size", target_batch_size)
+        check_dht(dht)
         self.dht, self.prefix, self.target_batch_size = dht, prefix, target_batch_size
         self.client_mode = dht.client_mode if client_mode is None else client_mode
         self.status_loglevel = status_loglevel
