@@ -31,6 +31,8 @@ WITH_PROCESSES = (
     "tests/lightning/test_swarm.py",
     "tests/optim/test_multi_process.py",
 )
+ON_HOSTS = ("tests/system/test_hosts.py", "tests/system/test_outages.py", "tests/system/test_two_machines.py")
+"""Tests on hosts of their own mostly wait, so they may run beside those."""
 LEAK_GRACE_SECONDS = 3.0
 """Closing is asynchronous: what a test left is a leak only if it is still there after this time."""
 
@@ -48,7 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start processes, which need the machine's cores, are run one after the other."""
     for item in items:
         path = item.path.relative_to(item.config.rootpath).as_posix()
-        if path.startswith(WITH_PROCESSES):
+        if path.startswith(ON_HOSTS):
+            item.add_marker(pytest.mark.xdist_group("hosts"))
+        elif path.startswith(WITH_PROCESSES):
             item.add_marker(pytest.mark.xdist_group("processes"))
 
 

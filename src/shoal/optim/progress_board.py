@@ -239,6 +239,12 @@ class ProgressBoard:
                 and (companion.heard_at < lately or companion.called_at < now - SECONDS_BETWEEN_USES)
             ]
 
+    def companions_to_try_again(self, now: float) -> list[LocalTrainingProgress]:
+        """Records of the peers that could not be called, which may have been an outage that is over."""
+        with self._lock:
+            too_early = now - self._refresh.max_period
+            return [c.record for c in self._callable() if c.unreachable_since is not None and c.called_at < too_early]
+
     def note_call(self, peer: bytes, now: float) -> None:
         """This peer calls another one."""
         with self._lock:
@@ -354,7 +360,8 @@ class ProgressBoard:
             read = [self._take_note(record, expiration, _lineage_of(record)) for record, expiration in found]
             strangers = [peer for peer, c in self._companions.items() if peer not in known and not c.record.client_mode]
             self._drop_expired(now)
-            self._next_reading = now + self._refresh.reading_period(len(self._companions), bool(self._callable()))
+            reaches_others = any(companion.unreachable_since is None for companion in self._callable())
+            self._next_reading = now + self._refresh.reading_period(len(self._companions), reaches_others)
             for companion in filter(None, read):
                 companion.kept_until = self._next_reading + self._refresh.max_period
             self._plan_refresh(now)

@@ -295,7 +295,9 @@ class ProgressExchange(ServicerBase):
         return board.introduced and board.is_misjudged(told) and now - told.time >= board.calling_period()
 
     async def _ask_others(self) -> None:
-        """Find out by calls how far the others are, and who is still there."""
+        """Find out by calls how far the others are, and who is still there, or there again."""
+        for record in self._board.companions_to_try_again(get_dht_time())[:MAX_ASKED]:
+            self._call_soon(PeerID(record.peer_id))  # nobody waits for it
         records = self._board.companions_to_ask(get_dht_time())
         if len(records) > MAX_CALLED:
             records = self._p2p.rng.sample(records, MAX_ASKED)
