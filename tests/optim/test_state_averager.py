@@ -201,6 +201,18 @@ def test_a_trigger_that_fails_stops_everything(make_averagers):
     assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
 
 
+def test_a_round_that_was_called_off_is_not_begun_anew(make_averagers, monkeypatch, caplog):
+    """Everybody has left between the moment when it was scheduled and the step: nobody would come to another one."""
+    models = [make_model()]
+    (averager,) = make_averagers(models)
+    control = averager.schedule_step(timeout=60.0)
+    control.cancel()
+    monkeypatch.setattr(averager, "schedule_step", lambda **_: pytest.fail("it was begun anew"))
+    averager.step(increment_epoch=True, averaging_round=True, averaging_control=control)
+    assert averager.local_epoch == 1
+    assert "the others have left or gone on" in caplog.text
+
+
 def test_a_failed_round_leaves_local_values(make_averagers, caplog):
     (model,) = models = [make_model()]
     (averager,) = make_averagers(models, min_matchmaking_time=0.1, request_timeout=0.05)

@@ -387,7 +387,8 @@ class TrainingStateAverager(DecentralizedAverager):
         options = {"gather": job.epoch, **request.averaging_opts}
         patience = options.get("timeout")
         control = job.control
-        if control is None or control.done() or control.triggered:
+        is_used_up = control is not None and (control.triggered or (control.done() and not control.cancelled()))
+        if control is None or is_used_up:  # but one that was called off is not begun anew: nobody would come
             control = job.control = self.schedule_step(**options)
         try:
             with self.get_tensors(), self._state_lock:
