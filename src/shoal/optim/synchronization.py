@@ -64,6 +64,7 @@ class Synchronization:
             fetched.wait(FIRST_FETCH_TIMEOUT)
         if tracker.gives_way_to is not None:
             return True
+        self._has_told_what_is_lost = False  # should the run come apart again, that is told again
         if self._strict_check_due and fetched.is_set():
             if self._state_averager.local_epoch < self._epoch_to_begin_with():
                 return True
@@ -144,7 +145,6 @@ class Synchronization:
         try:
             for _ in range(LOAD_ATTEMPTS):
                 if self._load(accept_older=True, **options):
-                    self._has_told_what_is_lost = False
                     return True
                 self._tracker.look_after_others()
                 if self._closing.wait(pause) or self._tracker.gives_way_to is None:
