@@ -119,21 +119,19 @@ class Reunion:
             chosen += [peer for _, peer in table.get_nearest_neighbors(self._protocol.node_id, 1)]
         return chosen
 
-    async def _ping(self, peers: Collection[PeerID]) -> bool:
-        """Ask peers for a sign of life; whether one has given it."""
+    async def _ping(self, peers: Collection[PeerID]) -> None:
+        """Ask peers for a sign of life; the protocol notes what comes of it."""
         for peer in peers:
             self._p2p.add_addresses(peer, self._addresses.get(peer, ()))  # what it announced may be outdated
-        answers = await asyncio.gather(*map(self._is_alive, peers))
-        return any(answers)
+        await asyncio.gather(*map(self._ping_one, peers))
 
-    async def _is_alive(self, peer: PeerID) -> bool:
+    async def _ping_one(self, peer: PeerID) -> None:
         try:
             await self._protocol.ping(peer, validate=False)
         except NO_ANSWER:
-            return False
+            return
         if peer in self._probes:
             self._probes[peer] = _Probe(self._now() + PAUSE_WHEN_WELL_SECONDS)
-        return True
 
     # --- lost ---------------------------------------------------------------------------------------------------------
 
