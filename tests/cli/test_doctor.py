@@ -216,11 +216,11 @@ async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def test_ports_where_no_peer_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        dead = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
     async with Peers("tcp") as peers:
         p2p = await peers.start()
-        failure = only_failure(await examine(p2p, dead))
+        with socket.socket() as silent:  # which has the port, so that nobody else gets it, but does not listen
+            silent.bind(("127.0.0.1", 0))
+            failure = only_failure(await examine(p2p, f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"))
         assert (failure.check, failure.text.partition(":")[0]) == ("connection", "connection refused")
         failure = only_failure(await examine(p2p, "/dns4/no-such-host.invalid/tcp/1"))
         assert failure.check == "name"

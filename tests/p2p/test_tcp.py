@@ -420,9 +420,10 @@ def web_server_context(tmp_path: Path, alpn: str | None) -> ssl.SSLContext:
 
 
 async def test_dead_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    assert "connection refused" in await dial_in_vain(Multiaddr(f"/ip4/127.0.0.1/tcp/{port}"))
+    with socket.socket() as silent:  # which has the port, so that nobody else gets it, but does not listen
+        silent.bind(("127.0.0.1", 0))
+        address = Multiaddr(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}")
+        assert "connection refused" in await dial_in_vain(address)
 
 
 async def test_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:

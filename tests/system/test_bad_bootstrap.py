@@ -115,9 +115,10 @@ def full_backlog() -> Iterator[str]:
 
 
 @pytest.fixture
-def dead_port() -> str:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}/p2p/{STRANGER}"
+def dead_port() -> Iterator[str]:
+    with socket.socket() as silent:  # which has the port, so that nobody else gets it, but does not listen
+        silent.bind(("127.0.0.1", 0))
+        yield f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{STRANGER}"
 
 
 def join(addresses: list[str]) -> BootstrapError:
