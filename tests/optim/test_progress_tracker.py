@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from shoal.averaging import RoundResult
 from shoal.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.errors import P2PHandlerError
+from shoal.optim.lineage import BEGINNING, Lineage, Parting
 from shoal.optim.progress_exchange import ProgressExchange, ProgressMessage
 from shoal.optim.progress_schema import endorse
 from shoal.optim.progress_tracker import ProgressTracker
@@ -208,6 +210,34 @@ def test_nobody_speaks_for_another_peer(trackers):
     assert not a.knows_others
     b.dht.portal.call(lie({"peer_id": b"somebody else"}))
     assert a.expected_members() == {b.dht.peer_id}, "there is no way to say it"
+
+
+def test_who_was_in_the_last_round_and_then_went_over_to_another_side_is_not_averaged_with(trackers):
+    """Both were about to give way. The one that is first must not make its next step with the other."""
+    a, b = trackers(2)
+    for tracker in (a, b):
+        tracker.compare_rounds()
+    in_parallel(lambda: a.report_local_progress(0, 1), lambda: b.report_local_progress(0, 1))
+    peers = (a.dht.peer_id, b.dht.peer_id)
+    for number in range(12):
+        round_ = RoundResult(bytes([number]) * 20, peers, (), (1.0, 1.0), 1.0, (), False, 0.1)
+        for tracker in (a, b):
+            tracker.note_round(round_)
+            with tracker.pause_updates():
+                tracker.update_epoch(members=peers)
+    wait_until(lambda: b.expected_members() == {a.dht.peer_id}, "they are at the same epoch again")
+    asked = [b.dht.run_coroutine(lambda *_: b.trains_the_same_model(a.dht.peer_id)), b.gives_way_to]
+    assert asked == [True, None]
+
+    others = tuple(bytes([number]) * 4 for number in range(100, 108))
+    beginning = Parting(BEGINNING, 0, others[0])
+    with a.pause_updates():
+        a.adopt_lineage(Lineage(others, (beginning,)), epoch=16)
+        a.update_epoch(16)
+    wait_until(lambda: b.gives_way_to is not None, "the other one knows that its mate is gone")
+    assert not b.dht.run_coroutine(lambda *_: b.trains_the_same_model(a.dht.peer_id))
+    assert not b.expected_members(), "a step that it looks for ends at once"
+    assert not b.expected_members(among=peers)
 
 
 def test_a_pause_waits_for_no_network(trackers, monkeypatch):

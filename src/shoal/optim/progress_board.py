@@ -200,10 +200,11 @@ class ProgressBoard:
             until_epoch: whoever is beyond this epoch has moved on; default: this peer's epoch.
         """
         with self._lock:
-            last = self.own.epoch if until_epoch is None else until_epoch
+            last, strangers = self.own.epoch if until_epoch is None else until_epoch, self._settled(now).losers
+            if self.own.peer_id in strangers:
+                return set()  # it is about to take over another state, and nobody waits for it meanwhile
             if among is None:
                 return expected_members(self.own.epoch, last, self._kin(now), self._last_members, now)
-            strangers = self._settled(now).losers
             return {peer for peer in among if not self._has_left(peer, last) and peer not in strangers}
 
     def _has_left(self, peer: bytes, until_epoch: int) -> bool:

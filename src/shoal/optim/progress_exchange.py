@@ -386,9 +386,8 @@ class ProgressExchange(ServicerBase):
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one, which is asked if what is known of it may be old."""
         kinship, tag = self._board.kinship, peer.to_bytes()
-        if tag in kinship.mates:
-            return True
-        if kinship.lineage(get_dht_time()).rounds and not self._board.is_client(tag):
+        is_known = tag in kinship.mates  # if it has gone over to another side since, it has told that at once
+        if not is_known and kinship.lineage(get_dht_time()).rounds and not self._board.is_client(tag):
             await asyncio.shield(self._call_soon(peer))
         verdict = self._board.verdict(get_dht_time())
         return tag not in verdict.losers and self._p2p.peer_id.to_bytes() not in verdict.losers
