@@ -83,6 +83,23 @@ def test_peers_stay_identical(make_trainers, options):
         assert len(trainer.opt.grad_averager.last_round.peers) == 3
 
 
+def test_who_has_missed_a_round_downloads_at_once_instead_of_going_on_alone(make_trainers, caplog):
+    """In short epochs there is no time to ask others; what they have told is enough."""
+    ahead, late = make_trainers(2, delay_state_averaging=False)
+    late.opt.tracker._exchange.on_fetch = lambda: None
+    meet(ahead, late)
+    in_parallel(lambda: ahead.train_until(2), lambda: late.train_until(2))
+    with late.opt.tracker.pause_updates():
+        late.opt.state_averager.local_epoch = 1
+        late.opt.tracker.update_epoch(1, members=[ahead.opt.dht.peer_id])
+    with torch.no_grad():
+        late.model[0].weight.zero_()
+    late.step()
+    assert late.opt.local_epoch == 2
+    check_identical([ahead, late])
+    assert "local gradients" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "options",
     [

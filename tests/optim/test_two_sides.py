@@ -105,17 +105,17 @@ def losses_told(caplog) -> list[str]:
 
 def train_until_together(trainers: list[Trainer]) -> None:
     """Train until parameters have been averaged with everybody again."""
-    earlier = {id(trainer.opt.state_averager.last_round) for trainer in trainers}
-    ends: list[int] = []
+    earlier = {trainer: trainer.opt.state_averager.last_round for trainer in trainers}
     pause = threading.Event()
 
+    def is_together(trainer: Trainer) -> bool:
+        latest = trainer.opt.state_averager.last_round
+        return latest is not None and latest is not earlier[trainer] and len(latest.peers) == len(trainers)
+
     def train(trainer: Trainer) -> None:
-        while not ends or trainer.opt.local_epoch < ends[0]:
+        while not is_together(trainer):
             trainer.step()
             pause.wait(0.005)
-            latest = trainer.opt.state_averager.last_round
-            if latest is not None and id(latest) not in earlier and len(latest.peers) == len(trainers):
-                ends.append(trainer.opt.local_epoch)
 
     in_parallel(*(lambda t=t: train(t) for t in trainers))
 

@@ -70,7 +70,17 @@ class Synchronization:
                 return True
             # before others have told it directly, a newcomer knows only records, which may be seconds old
             self._strict_check_due = not tracker.is_introduced
-        return not self.is_close()
+        return self._is_left_behind() or not self.is_close()
+
+    def _is_left_behind(self) -> bool:
+        """Whether all others are an epoch ahead, so that this peer would make its next step alone, and each one after.
+
+        Where rounds overlap with training, they may wait for this peer in the round under way.
+        """
+        tracker = self._tracker
+        if self._global_step.plan.overlaps or not tracker.is_introduced:
+            return False
+        return self._state_averager.local_epoch < tracker.global_epoch and tracker.expected_group_size == 1
 
     def _epoch_to_begin_with(self) -> int:
         """The swarm's epoch, as far as others have not begun it while they wait for this peer in an earlier round."""
