@@ -17,8 +17,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 
@@ -190,6 +194,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, action="append", help="10, 60, 600 and 7200 by default")
     parser.add_argument("--idle", action="store_true", help="nodes that neither store nor read")
     parser.add_argument("--crowd", type=int, help="let so many nodes return at once")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="simulations at the same time")
     arguments = parser.parse_args()
     if arguments.crowd:
         result = let_a_crowd_return(arguments.crowd)
@@ -199,17 +204,21 @@ def main() -> None:
             f"one of the first peers, {result.most_at_others} at any other"
         )
         return
-    for who in arguments.who or WHO:
-        for seconds in arguments.seconds or (10.0, 60.0, 600.0, 7200.0):
-            took = [
-                simulate(who, seconds, nodes=arguments.nodes, seed=seed, busy=not arguments.idle).seconds
-                for seed in range(arguments.seeds)
-            ]
-            print(
-                f"{who:>4} of {arguments.nodes} away for {seconds:5.0f} s: one again after {median(took):5.1f} s in "
-                f"the median, {max(took):5.1f} s at most; within 60 s in {sum(t <= 60 for t in took)} of {len(took)}",
-                flush=True,
-            )
+    with ProcessPoolExecutor(arguments.processes, initializer=logging.disable) as processes:
+        for who in arguments.who or WHO:
+            for seconds in arguments.seconds or (10.0, 60.0, 600.0, 7200.0):
+                one = functools.partial(_seconds_of, who, seconds, arguments.nodes, not arguments.idle)
+                took = list(processes.map(one, range(arguments.seeds)))
+                in_time = sum(each <= 60 for each in took)
+                print(
+                    f"{who:>4} of {arguments.nodes} away for {seconds:5.0f} s: one again after {median(took):5.1f} s "
+                    f"in the median, {max(took):5.1f} s at most; within 60 s in {in_time} of {len(took)}",
+                    flush=True,
+                )
+
+
+def _seconds_of(who: str, seconds: float, nodes: int, is_busy: bool, seed: int) -> float:
+    return simulate(who, seconds, nodes=nodes, seed=seed, busy=is_busy).seconds
 
 
 if __name__ == "__main__":
