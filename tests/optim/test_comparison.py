@@ -179,6 +179,7 @@ def test_a_schedule_that_counts_batches_is_noticed_at_the_second_one(make_traine
 @pytest.mark.parametrize("by_user", [False, True], ids=["", "by the user"])
 def test_a_schedule_of_epochs_is_fine(make_trainers, caplog, offload, by_user):
     options: dict[str, Any] = {"offload": offload, "delay_optimizer_step": True if offload else None}
+    options["matchmaking_time"] = 3.0  # one is done first, and the other one waits for it
     if not by_user:
         options["scheduler"] = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     trainers = make_trainers(2, **options)
