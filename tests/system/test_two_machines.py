@@ -161,6 +161,24 @@ def test_two_laptops_train_with_the_program_of_the_guide(hosts: list[Host]) -> N
         assert laptop.errors() == ""
 
 
+def test_two_computers_run_the_first_program_of_the_readme(hosts: list[Host]) -> None:
+    program = first_block("README.md")
+    assert "initial_peers=[]" in program
+    first = hosts[0].start("-c", program)
+    address = first.wait_for_line(r"(/ip4/\S+/p2p/\w+)", START_LIMIT_SECONDS)[1]
+    assert address.startswith(f"/ip4/{hosts[0].address}/")
+    first.process.send_signal(signal.SIGSTOP)  # it must not be done while the other one is still importing
+    second = hosts[1].start("-c", program.replace("initial_peers=[]", f"initial_peers=[{address!r}]"))
+    while not has_connected(second):
+        assert second.process.poll() is None, second.errors()
+        time.sleep(0.01)
+    first.process.send_signal(signal.SIGCONT)
+    for peer in (first, second):
+        assert peer.wait(LIMIT) == 0
+        told = set(peer.errors().splitlines())  # the program ends when its training does, and one is the first
+        assert told <= {"parameters were not averaged in epoch 10: the others have left or gone on"}
+
+
 def test_two_computers_run_the_quickstart_together(hosts: list[Host]) -> None:
     first = hosts[0].start(ROOT / "examples/quickstart.py")
     command = first.wait_for_line("^Others join with: (.*)", START_LIMIT_SECONDS)[1]
