@@ -200,7 +200,8 @@ class ProgressBoard:
             until_epoch: whoever is beyond this epoch has moved on; default: this peer's epoch.
         """
         with self._lock:
-            last, strangers = self.own.epoch if until_epoch is None else until_epoch, self._settled(now).losers
+            last = self.own.epoch if until_epoch is None else until_epoch
+            strangers = self._settled(now).losers
             if self.own.peer_id in strangers:
                 return set()  # it is about to take over another state, and nobody waits for it meanwhile
             if among is None:

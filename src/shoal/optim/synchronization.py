@@ -70,17 +70,17 @@ class Synchronization:
                 return True
             # before others have told it directly, a newcomer knows only records, which may be seconds old
             self._strict_check_due = not tracker.is_introduced
-        return self._is_left_behind() or not self.is_close()
+        behind = tracker.global_epoch - self._state_averager.local_epoch
+        return behind > 1 or (behind == 1 and self._would_go_on_alone())
 
-    def _is_left_behind(self) -> bool:
-        """Whether all others are an epoch ahead, so that this peer would make its next step alone, and each one after.
+    def _would_go_on_alone(self) -> bool:
+        """Whether nobody is left to make the next step with, although others train.
 
-        Where rounds overlap with training, they may wait for this peer in the round under way.
+        Where rounds overlap with training, the others may wait for this peer in the round under way.
         """
-        tracker = self._tracker
-        if self._global_step.plan.overlaps or not tracker.is_introduced:
+        if self._global_step.plan.overlaps or not self._tracker.is_introduced:
             return False
-        return self._state_averager.local_epoch < tracker.global_epoch and tracker.expected_group_size == 1
+        return self._tracker.expected_group_size == 1
 
     def _epoch_to_begin_with(self) -> int:
         """The swarm's epoch, as far as others have not begun it while they wait for this peer in an earlier round."""
