@@ -103,6 +103,8 @@ async def test_the_swarm_is_lost_when_nobody_answers_for_a_while_and_found_with_
     assert reception.is_silent
     assert not reception.is_lost
     await asyncio.sleep(WINDOW_SECONDS)
+    assert not reception.is_lost, "nobody was asked again"
+    ask(reception, 1, answers=False)
     assert reception.is_lost
     ask(reception, 1, answers=True)
     assert not reception.is_silent
@@ -126,5 +128,6 @@ async def test_nobody_is_to_blame_if_the_loop_was_late(is_beating):
     if is_beating:
         await asyncio.sleep(0.01)
     assert not reception.note_silence(peer(1), asked_at)
+    assert not reception.is_silent, "the answer may be there, unread"
     reception.end_call()
     reception.close()

@@ -62,7 +62,10 @@ class Cut:
 
 @pytest.fixture
 def come_apart(make_trainers) -> Callable[..., tuple[list[Trainer], Cut]]:
-    """Peers that train together to epoch 3, and then on different sides to the epochs that are given for each."""
+    """Peers that train together to epoch 3, and then on different sides to the epochs that are given for each.
+
+    They are ordered by their weight in the last common round, the greatest first.
+    """
 
     def make(*sides: tuple[int, int], batch_sizes: list[int] | None = None, **options) -> tuple[list[Trainer], Cut]:
         trainers = make_trainers(sum(count for count, _ in sides), **{**OPTIONS, **options})
@@ -71,6 +74,7 @@ def come_apart(make_trainers) -> Callable[..., tuple[list[Trainer], Cut]]:
         meet(*trainers)
         in_parallel(*(lambda t=t: t.train_until(3) for t in trainers))
         check_identical(trainers)
+        trainers.sort(key=weight_in_last_round, reverse=True)
         cut, groups, rest = Cut(trainers), [], list(trainers)
         for count, _ in sides:
             groups.append([rest.pop(0) for _ in range(count)])
@@ -84,6 +88,11 @@ def come_apart(make_trainers) -> Callable[..., tuple[list[Trainer], Cut]]:
         return trainers, cut
 
     return make
+
+
+def weight_in_last_round(trainer: Trainer) -> float:
+    latest = (trainer.opt.grad_averager or trainer.opt.state_averager).last_round
+    return latest.weights[latest.peers.index(trainer.opt.dht.peer_id)]
 
 
 def check_apart_and_load(trainer: Trainer, trainers: list[Trainer], **options) -> bool:
@@ -149,7 +158,7 @@ def test_of_two_and_two_at_the_same_epoch_one_half_gives_way(come_apart, caplog)
 
 
 def test_of_one_and_one_that_with_more_samples_in_the_last_common_round_goes_on(come_apart, caplog):
-    trainers, cut = come_apart((1, 12), (1, 16), batch_sizes=[24, 8])
+    trainers, cut = come_apart((1, 12), (1, 16), batch_sizes=[25, 8])
     cut.heal()
     train_until_together(trainers)
     check_identical(trainers)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from shoal.p2p.peer_id import PeerID
 
 WINDOW_SECONDS = 10.0
-"""Calls of this time are compared with each other; after so long without any answer the swarm is lost."""
+"""Calls of this time are compared with each other; after so long without any answer the swarm may be lost."""
 FEWEST_SILENT = 2
 """One silent peer alone is never taken for an outage."""
 LATE_SECONDS = 0.5
@@ -36,6 +36,8 @@ class Reception:
         self._began_at = self._loop.time()
         self._heard_at: float | None = None
         self._silent_since: float | None = None
+        self._silence_noted_at = 0.0
+        self._has_asked_again = False
         self.on_heard: Callable[[], None] | None = None
         """Called for each answer that ends a silence."""
 
@@ -46,8 +48,11 @@ class Reception:
 
     @property
     def is_lost(self) -> bool:
-        """Somebody has answered once, but for a while nobody has answered any call."""
-        if self._silent_since is None or self._heard_at is None:
+        """Somebody has answered once, but for a while nobody has, not even to a call made since the silence was noticed.
+
+        Without that last call it could be that nobody was asked anything: one failure and ten idle seconds.
+        """
+        if self._silent_since is None or self._heard_at is None or not self._has_asked_again:
             return False
         return self._loop.time() - self._silent_since >= WINDOW_SECONDS
 
@@ -105,12 +110,14 @@ class Reception:
             peer: who was called.
             asked_at: when, as :meth:`begin_call` has told.
         """
-        self._note(peer, answered=False)
-        if self._silent_since is None:
-            self._silent_since = asked_at
         now = self._loop.time()
         if self._is_late(asked_at, now):
-            return False
+            return False  # the answer may be there, unread
+        self._note(peer, answered=False)
+        if self._silent_since is None:
+            self._silent_since, self._silence_noted_at, self._has_asked_again = asked_at, now, False
+        elif asked_at >= self._silence_noted_at:
+            self._has_asked_again = True
         if self._silent < FEWEST_SILENT or 2 * self._silent <= len(self._outcomes):
             return True
         since = self._excused.setdefault(peer, asked_at)

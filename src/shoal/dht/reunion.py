@@ -4,9 +4,10 @@ While somebody answers, a node pings its suspects, less and less often; its init
 table; and, if it has nothing else to ask, its nearest neighbor. So it notices when an outage begins, and when it is
 over. Whoever comes back may bring others along: the node then looks for its own id, as when it joined.
 
-When nobody has answered for ten seconds, the swarm is lost. The node then asks three peers at a time, drawn from all
-that it has ever heard of, with pauses that grow up to half a minute and are random, so that a swarm that returns from
-an outage does not fall upon its first peers at once. An answer and a walk that finds somebody end the search.
+When nobody has answered for ten seconds, though others were asked meanwhile, the swarm is lost. The node then asks
+three peers at a time, drawn from all that it has ever heard of, with pauses that grow up to half a minute and are
+random, so that a swarm that returns from an outage does not fall upon its first peers at once. An answer and a walk
+that finds somebody end the search.
 """
 
 from __future__ import annotations
@@ -82,10 +83,10 @@ class Reunion:
         """Stay together, and find back when the swarm is lost, for ever."""
         while True:
             await asyncio.sleep(TICK_SECONDS * self._rng.uniform(0.75, 1.25))
+            if not self._reception.is_lost:
+                await self._look_around()
             if self._reception.is_lost:
                 await self._find_back()
-            else:
-                await self._look_around()
 
     # --- together -----------------------------------------------------------------------------------------------------
 
