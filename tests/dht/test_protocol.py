@@ -355,6 +355,19 @@ async def test_who_wants_more_neighbors_is_told_more_within_limits():
         await stub.rpc_find(FindRequest(keys=[], neighbors=messages.MAX_NEIGHBORS + 1))
 
 
+@in_virtual_time
+async def test_a_node_with_another_address_is_told_of_with_that_one():
+    caller, server = await pair()
+    moved = (await Swarm().p2p()).peer_id
+    node_id = DHTID(7)
+    for number in (1, 2):
+        server.p2p._addresses.replace(moved, [f"/memory/{number}"])
+        server.routing_table.add_or_update_node(node_id, moved)
+        for _ in range(2):
+            answer = await caller.call_find(server.p2p.peer_id, [KEY])
+            assert messages.unpack_contact(answer.contacts[node_id]).addresses == [f"/memory/{number}"]
+
+
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 

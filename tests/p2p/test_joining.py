@@ -205,6 +205,24 @@ def test_hearsay_does_not_push_out_what_is_certain() -> None:
     assert [str(each) for each in book.get(STRANGER)] == ["/ip4/192.0.2.2/tcp/2", "/a-newer-kind/1"]
 
 
+def test_a_book_counts_its_changes() -> None:
+    book, addresses = AddressBook(), ["/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/2"]
+    counts = []
+    for change in (
+        lambda: book.replace(STRANGER, addresses),
+        lambda: book.replace(STRANGER, addresses),
+        lambda: book.add(STRANGER, addresses),
+        lambda: book.prefer(STRANGER, Multiaddr(addresses[0])),
+        lambda: book.prefer(STRANGER, Multiaddr(addresses[1])),
+        lambda: book.replace(STRANGER, addresses),
+        lambda: book.add(STRANGER, ["/ip4/192.0.2.3/tcp/3"]),
+        lambda: book.replace(STRANGER, addresses),
+    ):
+        change()
+        counts.append(book.changes)
+    assert counts == [1, 1, 1, 1, 2, 3, 4, 5]
+
+
 # --- connections that break -------------------------------------------------------------------------------------------
 
 

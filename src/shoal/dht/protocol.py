@@ -151,6 +151,7 @@ class DHTProtocol(ServicerBase):
             nullcontext() if parallel_rpc is None else asyncio.Semaphore(parallel_rpc)
         )
         self._packed_nodes: dict[DHTID, _PackedNode] = {}  # of the routing table
+        self._addresses_packed = 0  # how many changes of addresses they contain
         self._tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that the same seed gives the same run
         self._is_shut_down = False
 
@@ -216,7 +217,8 @@ class DHTProtocol(ServicerBase):
         if node_id is None or not self.p2p.is_reachable(peer):
             return  # nobody could call it
         newcomer = DHTID.from_bytes(node_id)
-        self._packed_nodes.pop(newcomer, None)  # it may have greeted with other addresses
+        if self.routing_table.refresh(newcomer, peer, is_news=is_news):
+            return
         is_new = peer not in self.routing_table
         if is_new and peer in self.routing_table.peer_id_to_node:  # a suspect
             self.came_back.set()
@@ -517,6 +519,9 @@ class DHTProtocol(ServicerBase):
         wanted = min(request.neighbors, MAX_NEIGHBORS_TOLD // max(1, len(request.keys)))
         count = min(max(self.bucket_size, wanted), MAX_NEIGHBORS)
         room = REPLY_BYTES
+        if self._addresses_packed != self.p2p.address_changes:
+            self._packed_nodes.clear()
+            self._addresses_packed = self.p2p.address_changes
         for key in map(DHTID.from_bytes, request.keys):
             neighbors = self.routing_table.get_nearest_neighbors(key, count, exclude=asker)
             nearest = []

@@ -48,9 +48,9 @@ class Reception:
 
     @property
     def is_lost(self) -> bool:
-        """Somebody has answered once, but for a while nobody has, not even to a call made since the silence was noticed.
+        """Somebody has answered once, but for a while nobody has, not even somebody who was asked since.
 
-        Without that last call it could be that nobody was asked anything: one failure and ten idle seconds.
+        Without that question it could be that nobody was asked anything: one failure and ten idle seconds.
         """
         if self._silent_since is None or self._heard_at is None or not self._has_asked_again:
             return False

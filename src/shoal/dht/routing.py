@@ -257,6 +257,13 @@ class RoutingTable:
         """The bucket that is responsible for the id."""
         return self.buckets[self.get_bucket_index(node_id)]
 
+    def refresh(self, node_id: DHTID, peer_id: PeerID, *, is_news: bool = True) -> bool:
+        """Note that a member was seen just now: the usual case of :meth:`add_or_update_node`. False if it is none."""
+        bucket = self.bucket_of(node_id)
+        if bucket.nodes_to_peer_id.get(node_id) != peer_id:
+            return False
+        return bucket.add_or_update_node(node_id, peer_id, is_news=is_news)
+
     def add_or_update_node(
         self, node_id: DHTID, peer_id: PeerID, *, is_news: bool = True
     ) -> tuple[DHTID, PeerID] | None:

@@ -22,6 +22,8 @@ class AddressBook:
 
     def __init__(self) -> None:
         self._known: OrderedDict[PeerID, dict[Multiaddr, bool]] = OrderedDict()  # and whether it is more than hearsay
+        self.changes = 0
+        """How often something has changed: who keeps what follows from it looks here."""
 
     def __contains__(self, peer: PeerID) -> bool:
         return peer in self._known
@@ -32,7 +34,7 @@ class AddressBook:
         Raises:
             ValueError: an address belongs to somebody else or is not a multiaddr; nothing is remembered then.
         """
-        self._add(peer, [_without_peer(peer, address) for address in addresses], certain=False)
+        self.changes += self._add(peer, [_without_peer(peer, address) for address in addresses], certain=False)
 
     def replace(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
         """The peer itself has told where it can be dialled: that is now all that counts.
@@ -45,19 +47,24 @@ class AddressBook:
                 plain.append(_without_peer(peer, address))
             except ValueError:
                 continue
-        self._known.pop(peer, None)
+        former = list(self._known.pop(peer, {}).items())
         self._add(peer, plain, certain=True)
+        self.changes += list(self._known.get(peer, {}).items()) != former
 
-    def _add(self, peer: PeerID, addresses: list[Multiaddr], *, certain: bool) -> None:
+    def _add(self, peer: PeerID, addresses: list[Multiaddr], *, certain: bool) -> bool:
+        """Whether any of them is new."""
         if not addresses:
-            return
+            return False
         known = self._known.setdefault(peer, {})
         self._known.move_to_end(peer)
+        is_news = False
         for address in addresses:
             if address not in known and self._has_room(known):
                 known[address] = certain
+                is_news = True
         while len(self._known) > MAX_PEERS:
             self._known.popitem(last=False)
+        return is_news
 
     @staticmethod
     def _has_room(known: dict[Multiaddr, bool]) -> bool:
@@ -85,6 +92,7 @@ class AddressBook:
         """The peer has answered at this address: try it first next time."""
         known = self._known.get(peer, {})
         if address in known:
+            self.changes += address != next(iter(known))
             del known[address]
             self._known[peer] = {address: True, **known}
 

@@ -279,6 +279,11 @@ class P2P:
         """Where a peer can be dialled, as far as known, without ``/p2p``."""
         return list(self._announced) if peer == self.peer_id else self._addresses.get(peer)
 
+    @property
+    def address_changes(self) -> int:
+        """How often the addresses of any peer have changed: who keeps what follows from them looks here."""
+        return self._addresses.changes
+
     async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
         """Addresses to give to others, each with ``/p2p/<peer id>``; none for a peer that does not listen.
 
