@@ -358,7 +358,8 @@ async def test_who_wants_more_neighbors_is_told_more_within_limits():
 @in_virtual_time
 async def test_a_node_with_another_address_is_told_of_with_that_one():
     caller, server = await pair()
-    moved = (await Swarm().p2p()).peer_id
+    swarm = Swarm()
+    moved = [await swarm.p2p() for _ in range(3)][-1].peer_id
     node_id = DHTID(7)
     for number in (1, 2):
         server.p2p._addresses.replace(moved, [f"/memory/{number}"])
