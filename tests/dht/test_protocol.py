@@ -369,6 +369,20 @@ async def test_a_node_with_another_address_is_told_of_with_that_one():
             assert messages.unpack_contact(answer.contacts[node_id]).addresses == [f"/memory/{number}"]
 
 
+@in_virtual_time
+async def test_an_id_that_another_peer_has_now_is_told_of_with_that_peer():
+    caller, server = await pair()
+    swarm = Swarm()
+    *_, former, present = [(await swarm.p2p()).peer_id for _ in range(4)]
+    server.p2p.add_addresses(former, ["/memory/1"])
+    server.p2p.add_addresses(present, ["/memory/2"])
+    for peer in (former, present):
+        server.note_alive(DHTID(7).to_bytes(), peer)
+        answer = await caller.call_find(server.p2p.peer_id, [KEY])
+        assert messages.unpack_contact(answer.contacts[DHTID(7)]).peer_id == peer.to_bytes()
+        server.routing_table.suspect(DHTID(7))
+
+
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 

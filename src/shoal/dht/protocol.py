@@ -219,6 +219,7 @@ class DHTProtocol(ServicerBase):
         newcomer = DHTID.from_bytes(node_id)
         if self.routing_table.refresh(newcomer, peer, is_news=is_news):
             return
+        self._packed_nodes.pop(newcomer, None)  # another peer may have had this id
         is_new = peer not in self.routing_table
         if is_new and peer in self.routing_table.peer_id_to_node:  # a suspect
             self.came_back.set()
