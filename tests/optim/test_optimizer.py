@@ -17,6 +17,7 @@ from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.p2p import PeerID
 from tests.optim.conftest import (
     PATIENCE,
     Trainer,
@@ -453,6 +454,19 @@ def test_a_member_that_leaves_between_the_two_rounds_of_a_step_is_not_waited_for
     in_parallel(lambda: stays.train_until(1), train_and_leave)
     assert stays.opt.grad_averager.last_round is not None
     assert time.monotonic() - started < 30, "the round would be given up after 60 s"
+
+
+def test_who_turns_up_in_the_middle_of_a_step_is_not_waited_for(make_trainers, monkeypatch):
+    """It has to average gradients first: both would wait for each other, in different rounds."""
+    (trainer,) = make_trainers(1, delay_state_averaging=False)
+    newcomer = PeerID(b"a peer that comes too late")
+    expected = Mock(side_effect=[set(), {newcomer}, {newcomer}])
+    monkeypatch.setattr(trainer.opt.tracker, "expected_members", expected)
+    looks_for_a_group = Mock(side_effect=AssertionError("nobody can be there"))
+    monkeypatch.setattr(trainer.opt.state_averager, "schedule_step", looks_for_a_group)
+    trainer.opt.global_step.run()
+    assert expected.called
+    assert trainer.opt.local_epoch == 1
 
 
 def test_a_step_returns_the_loss_of_its_closure(make_trainers):
