@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from shoal.optim.devices import copy_all
 from shoal.optim.lr_schedule import dump_scheduler_state, load_scheduler_state
 from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_, scheduled_hyperparameters
-from shoal.optim.state_tensors import copy_all
 from shoal.optim.state_transfer import MAX_EPOCH
 from shoal.optim.training_setup import TrainingSetup
 

@@ -12,12 +12,12 @@ import torch
 from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.clock import get_dht_time
 from shoal.optim.comparison import PeerComparison
+from shoal.optim.devices import copy_all
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.round_watch import RoundWatch, let_go, log_failure, usable
 from shoal.optim.state_averager import TrainingStateAverager
-from shoal.optim.state_tensors import copy_all
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)

@@ -85,8 +85,10 @@ class GradientAverager(DecentralizedAverager):
         return functools.partial(cls, **preset)
 
     def _make_averaged_grads(self) -> list[torch.Tensor]:
+        """In single precision at least: means over many samples are too small for half."""
         return [
-            torch.zeros_like(p, device="cpu", memory_format=torch.contiguous_format).detach() for p in self.parameters
+            torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device="cpu")
+            for p in self.parameters
         ]
 
     def _check_averaged_grads(self, averaged_grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -259,13 +261,16 @@ class GradientAverager(DecentralizedAverager):
 
     @contextmanager
     def use_averaged_gradients(self) -> Iterator[None]:
-        """Inside this context every ``parameter.grad`` is the average; afterwards it is what it was, also ``None``."""
+        """Inside this context every ``parameter.grad`` is the average; afterwards it is what it was, also ``None``.
+
+        It is a copy where the parameter is on another device than the average, or of another type.
+        """
         self.notify_used_averaged_gradients()
         with self.get_tensors() as averaged:
             before = [parameter.grad for parameter in self.parameters]
             try:
                 for parameter, grad in zip(self.parameters, averaged, strict=True):
-                    parameter.grad = grad
+                    parameter.grad = grad.to(parameter.device, parameter.dtype)
                 yield
             finally:
                 for parameter, own_grad in zip(self.parameters, before, strict=True):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from shoal.optim.devices import copy_all
 from shoal.optim.trainable import check_gradients
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class GradientAccumulator:
         present = [(s, p.grad) for s, p in zip(self._sums, self.parameters, strict=True) if p.grad is not None]
         if present:
             sums = [s for s, _ in present]
-            grads = [grad.to(s.device, non_blocking=True) for s, grad in present]
+            grads = [grad.to(s.device) for s, grad in present]  # all of it is there when this returns
             torch._foreach_add_(sums, grads, alpha=weight / loss_scale)
 
     def _take_for_expected(self, batch_size: int) -> int:
@@ -156,7 +157,11 @@ class GradientAccumulator:
             torch._foreach_div_(list(targets), in_units_of_the_first)
         else:
             for source, target in zip(sources, targets, strict=True):
-                target.copy_(source / in_units_of_the_first)
+                if torch.promote_types(source.dtype, target.dtype) == target.dtype:
+                    copy_all([target], [source])
+                    target.div_(in_units_of_the_first)
+                else:  # the sum may be too large for the narrow type
+                    target.copy_(source / in_units_of_the_first)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -179,7 +184,8 @@ class GradientAccumulator:
 class LatestGradients:
     """What ``backward`` has added to ``.grad`` since the last look: the tensors that it had made anyway.
 
-    They live a little longer for that, until :meth:`take`, but are not copied.
+    They live a little longer for that, until :meth:`take`. Only a gradient that has itself become ``.grad`` is copied,
+    because the next one is added to it.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -197,9 +203,12 @@ class LatestGradients:
     def arrives(self, index: int, grad: torch.Tensor) -> None:
         self._arriving[index] = grad.detach()
 
-    def is_added(self, index: int) -> None:
+    def is_added(self, index: int, total: torch.Tensor | None) -> None:
+        """Args: total of the parameter, with what has arrived."""
         grad, before = self._arriving[index], self._added[index]
         self._arriving[index] = None
+        if grad is not None and total is not None and grad.data_ptr() == total.data_ptr():
+            grad = grad.clone()
         self._added[index] = grad if before is None or grad is None else before + grad
 
     def take(self) -> list[torch.Tensor | None]:
@@ -223,10 +232,10 @@ def _hooks(
         if remembering is not None:
             remembering.arrives(index, grad)
 
-    def after(_: torch.Tensor) -> None:
+    def after(parameter: torch.Tensor) -> None:
         remembering = latest()
         if remembering is not None:
-            remembering.is_added(index)
+            remembering.is_added(index, parameter.grad)
 
     return before, after
 

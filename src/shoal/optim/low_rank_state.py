@@ -44,7 +44,7 @@ class LowRankState(NamedTuple):
         """All of it as tensors of floating point numbers; :meth:`replaced_by` understands them."""
         matrices = [*self.bases, *self.estimates]
         origin = self.made_by + self.rounds.to_bytes(_COUNT_BYTES, "big") + _digest(matrices)
-        return [*matrices, torch.tensor(list(origin), dtype=torch.float32)]
+        return [*matrices, torch.tensor(list(origin), dtype=torch.float32, device="cpu")]
 
     def replaced_by(self, tensors: Sequence[torch.Tensor]) -> LowRankState:
         """Another peer's state. If it has lost some bits on its way, it does not count as the same.

@@ -18,6 +18,7 @@ from shoal.facade import Facade
 from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.checkpoint import OWN
 from shoal.optim.comparison import PeerComparison
+from shoal.optim.devices import BatchesAhead
 from shoal.optim.global_step import GlobalStep, StepPlan
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
@@ -187,6 +188,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
         self.averaging_timeout = 60.0 if averaging_timeout is None else averaging_timeout
         self._closing = threading.Event()
         self._scaling = LossScaling(in_place=settings.reuse_grad_buffers)
+        self._batches = BatchesAhead(main)
         # members of a group may be in the middle of a batch when the round begins
         stall_timeout = max(self.matchmaking_time, self.averaging_timeout / 4)
         averager_options: dict[str, Any] = {
@@ -371,6 +373,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
         else:
             progress = self.tracker.local_progress
             samples = batch_size + (progress.samples_accumulated if progress.epoch == self.local_epoch else 0)
+        self._batches.launched_one()
         self.tracker.report_local_progress(self.local_epoch, samples)
         return is_used
 
@@ -387,6 +390,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
         )
 
     def _make_global_step(self, scaler: GradScaler | None) -> None:
+        self._batches.finish()  # others are told that this peer is there, and it should be
         groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, scaler)
         self.global_step.run(scaler)

@@ -133,7 +133,7 @@ class OptimizerSettings:
         trained = [parameter for parameter in main if parameter.requires_grad]
         if self.offload_optimizer:  # as wide as the optimizer's copies of the parameters
             options["averaged_grads"] = [
-                torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained
+                torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device="cpu") for p in trained
             ]
         return self.grad_averager_factory(parameters=trained, reuse_grad_buffers=self.reuse_grad_buffers, **options)
 

@@ -14,6 +14,8 @@ import torch
 logger = logging.getLogger(__name__)
 TorchOptimizer = torch.optim.Optimizer
 
+PART_BYTES = 2**26
+"""Parameters whose statistics are made together."""
 _FRESH_VALUES = {"step": 0.0, "mu_product": 1.0, "exp_inf": 0.0}
 """Statistics of torch's optimizers that a step with zero gradients changes, and their values before the first step."""
 _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -32,33 +34,64 @@ def initialize_optimizer_state_(optimizer: TorchOptimizer) -> None:
     """Make the optimizer's statistics exist, with the values that they have before the first step.
 
     Parameters, gradients and hyper-parameters are afterwards what they were, and no hook is called. (Only the first
-    step of SGD with ``dampening`` differs from that of an optimizer whose buffers do not exist yet.)
+    step of SGD with ``dampening`` differs from that of an optimizer whose buffers do not exist yet.) Beside the
+    statistics it takes memory for a few parameters at a time, twice their size.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    values = [p.detach().clone() for p in parameters]
-    grads = [p.grad for p in parameters]
-    decays = [group.get("weight_decay") for group in optimizer.param_groups]
+    groups = optimizer.param_groups
     try:
-        for group in optimizer.param_groups:
-            if "weight_decay" in group:
-                group["weight_decay"] = 0.0
-        for p in parameters:
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
         with _without_hooks(optimizer):
-            optimizer.step()
+            for group in groups:
+                optimizer.param_groups = [group]
+                _step_in_parts(optimizer, group)
     finally:
-        for group, decay in zip(optimizer.param_groups, decays, strict=True):
-            if "weight_decay" in group:
-                group["weight_decay"] = decay
-        for p, value, grad in zip(parameters, values, grads, strict=True):
-            p.copy_(value)
-            p.grad = grad
+        optimizer.param_groups = groups
     for statistics in optimizer.state.values():
         for name, fresh in _FRESH_VALUES.items():
             if isinstance(statistics.get(name), torch.Tensor):
                 statistics[name].fill_(fresh)
             elif name in statistics:
                 statistics[name] = type(statistics[name])(fresh)
+
+
+def _step_in_parts(optimizer: TorchOptimizer, group: dict[str, Any]) -> None:
+    """Step with zero gradients, which leaves parameters as they are."""
+    parameters, decay = group["params"], group.get("weight_decay")
+    try:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+        for part in _parts(parameters):
+            group["params"] = part
+            _step_in_place(optimizer, part)
+    finally:
+        group["params"] = parameters
+        if "weight_decay" in group:
+            group["weight_decay"] = decay
+
+
+def _parts(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The same ones in order, at most :data:`PART_BYTES` together, or one that is larger."""
+    part: list[torch.Tensor] = []
+    size = 0
+    for parameter in parameters:
+        size += parameter.nbytes
+        if part and size > PART_BYTES:
+            yield part
+            part, size = [], parameter.nbytes
+        part.append(parameter)
+    yield part
+
+
+def _step_in_place(optimizer: TorchOptimizer, parameters: Sequence[torch.Tensor]) -> None:
+    values = [p.detach().clone() for p in parameters]
+    grads = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        optimizer.step()
+    finally:
+        for p, value, grad in zip(parameters, values, grads, strict=True):
+            p.copy_(value)
+            p.grad = grad
 
 
 @contextlib.contextmanager

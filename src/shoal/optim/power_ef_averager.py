@@ -83,7 +83,7 @@ class PowerEFGradientAverager(LowRankAverager):
         )
 
     def _first_state(self) -> LowRankState:
-        estimates = tuple(torch.zeros(m.rows, m.columns, dtype=m.dtype) for m in self._matrices)
+        estimates = tuple(torch.zeros(m.rows, m.columns, dtype=m.dtype, device="cpu") for m in self._matrices)
         return LowRankState(self._first_bases, estimates)
 
     def _difference(self, position: int, gradient: torch.Tensor, state: LowRankState, weight: float) -> torch.Tensor:

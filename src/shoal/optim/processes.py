@@ -102,7 +102,7 @@ class Processes:
             ProcessGroupError: in the first one, if another one has failed.
             Exception: the error of the first one itself.
         """
-        total = torch.zeros(1 + self.size, dtype=torch.int64)
+        total = torch.zeros(1 + self.size, dtype=torch.int64, device="cpu")
         total[0], total[1 + self.rank] = number, int(error is not None)
         with self._failing_clearly():
             dist.reduce(total, self._first, group=self._control)
@@ -115,7 +115,7 @@ class Processes:
 
     def agree_on(self, numbers: Sequence[int]) -> bool:
         """Whether all processes have the same numbers."""
-        own = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64)
+        own = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device="cpu")
         least = own.clone()
         with self._failing_clearly():
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._control)
@@ -123,7 +123,7 @@ class Processes:
 
     def tell(self, word: Word) -> None:
         """Of the first process, to all others."""
-        self._broadcast(torch.tensor([float(value) for value in astuple(word)], dtype=torch.float64))
+        self._broadcast(torch.tensor([float(value) for value in astuple(word)], dtype=torch.float64, device="cpu"))
 
     def give_up(self, culprit: int, error: BaseException | None) -> BaseException:
         """Of the first process: all others shall know that a process has failed, and why.
@@ -139,10 +139,10 @@ class Processes:
         return self._learn_reason(culprit, error)
 
     def _learn_reason(self, culprit: int, error: BaseException | None) -> BaseException:
-        reason = torch.zeros(REASON_BYTES, dtype=torch.uint8)
+        reason = torch.zeros(REASON_BYTES, dtype=torch.uint8, device="cpu")
         if culprit == self.rank and error is not None:
             text = f"{type(error).__name__}: {error}".encode()[:REASON_BYTES]
-            reason[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+            reason[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
         self._broadcast(reason, culprit)
         if error is not None:
             return error
@@ -160,7 +160,7 @@ class Processes:
             ProcessGroupError: another process has failed, or the first one has ended.
             Exception: ``error``.
         """
-        numbers = torch.zeros(len(astuple(Word(0))), dtype=torch.float64)
+        numbers = torch.zeros(len(astuple(Word(0))), dtype=torch.float64, device="cpu")
         self._broadcast(numbers)
         command, unit, forgets, sends, epoch, global_epoch, peers, speed, culprit = numbers.tolist()
         if command == Command.GIVE_UP:

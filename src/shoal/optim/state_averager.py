@@ -18,6 +18,7 @@ from shoal.averaging.snapshot import OwnedState
 from shoal.futures import AwaitableFuture
 from shoal.logs import counted
 from shoal.optim.checkpoint import load_checkpoint, make_checkpoint
+from shoal.optim.devices import LaunchedWork
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.lineage import Lineage
 from shoal.optim.lr_schedule import LRSchedulerBase, catch_up
@@ -141,6 +142,7 @@ class TrainingStateAverager(DecentralizedAverager):
         """Has tensors that are only given to newcomers."""
         self._state_lock = threading.RLock()
         """Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock."""
+        self._launched = LaunchedWork([*self._setup.main_parameters, *self._setup.optimizer_parameters])
         self._local_epoch = 0
         self._stepped_epoch = 0
         self._skips_steps = False
@@ -298,6 +300,7 @@ class TrainingStateAverager(DecentralizedAverager):
         if not self.custom_gradients and (request.optimizer_step or request.zero_grad):
             self._contents.take_main_gradients()
         self._jobs.append(job)
+        self._launched.mark()
         if request.delay_optimizer_step:
             job.run_in_background(self._step_and_average)
             return
@@ -331,7 +334,7 @@ class TrainingStateAverager(DecentralizedAverager):
         job_started = time.perf_counter()
         if request.wait_for_trigger is not None:
             request.wait_for_trigger()
-        with self._optimizer_access(), self._state_lock:
+        with self._optimizer_access(), self._state_access():
             if request.optimizer_step and request.grad_scaler is not None:
                 with request.grad_scaler.running_global_step():
                     request.grad_scaler.step(self.optimizer)
@@ -370,6 +373,16 @@ class TrainingStateAverager(DecentralizedAverager):
         return bad is None
 
     @contextlib.contextmanager
+    def _state_access(self) -> Iterator[None]:
+        """Alone with parameters and optimizer, and with all work done that others have launched on them."""
+        with self._state_lock:
+            self._launched.wait()
+            try:
+                yield
+            finally:
+                self._launched.mark()
+
+    @contextlib.contextmanager
     def _optimizer_access(self) -> Iterator[None]:
         """Where the optimizer's tensors are themselves averaged, they must not change while that happens."""
         if self.reuse_tensors:
@@ -391,7 +404,7 @@ class TrainingStateAverager(DecentralizedAverager):
         if control is None or is_used_up:  # but one that was called off is not begun anew: nobody would come
             control = job.control = self.schedule_step(**options)
         try:
-            with self.get_tensors(), self._state_lock:
+            with self.get_tensors(), self._state_access():
                 self._contents.load_into_averaged(remember=self.delta_rule_averaging)
             control.allow_allreduce()
             gathered = control.result(patience)
@@ -445,7 +458,7 @@ class TrainingStateAverager(DecentralizedAverager):
         if averaged or any(job.optimizer_done for job in [*finished, unfinished] if job is not None):
             # a round in progress holds the tensors: local steps must not wait for it
             access = self.get_tensors() if averaged or self.reuse_tensors else contextlib.nullcontext()
-            with access, self._state_lock:
+            with access, self._state_access():
                 if averaged:  # only one at a time averages
                     meanwhile = self.delta_rule_averaging and averaged[-1].request.delay_averaging
                     self._contents.take_averaged(as_difference=meanwhile)
@@ -474,7 +487,7 @@ class TrainingStateAverager(DecentralizedAverager):
     def get_current_state(self) -> OwnedState:
         """What newcomers download: parameters, extra tensors, optimizer, scheduler and epoch, all of one moment."""
         access = self.get_tensors() if self.reuse_tensors else contextlib.nullcontext()
-        with access, self._state_lock:
+        with access, self._state_access():
             lineage = None if self.lineage_keeper is None else self.lineage_keeper.lineage
             return describe_state(
                 self._setup, self.extra_tensors, self._buffers(), self._stepped_epoch, self.node.group_bits, lineage
@@ -528,7 +541,7 @@ class TrainingStateAverager(DecentralizedAverager):
         Raises:
             ValueError: it does not fit.
         """
-        with self.get_tensors(), self._state_lock:
+        with self.get_tensors(), self._state_access():
             epoch = load_checkpoint(self._setup, state_dict)
             self._contents.adopt_statistics()
             if epoch is not None:
@@ -548,7 +561,7 @@ class TrainingStateAverager(DecentralizedAverager):
         except ValueError as e:
             logger.warning("a downloaded training state was refused: %s", e)
             return False
-        with self.get_tensors(), self._state_lock:
+        with self.get_tensors(), self._state_access():
             if state.epoch < self._local_epoch and not accept_older:
                 logger.warning(
                     "a downloaded training state of epoch %d is older than this peer's, %d",

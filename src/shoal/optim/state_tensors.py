@@ -9,6 +9,7 @@ import torch
 
 from shoal.averaging.finite import all_finite, without_overflow
 from shoal.compression import CompressionInfo, TensorRole
+from shoal.optim.devices import copy_all, copy_to_host
 from shoal.optim.training_setup import TrainingSetup
 
 
@@ -142,15 +143,9 @@ class StateTensors:
             if main.grad is None:
                 stepped.grad = None
             elif stepped.grad is None:
-                stepped.grad = main.grad.to(stepped.device, stepped.dtype, copy=True)
+                stepped.grad = copy_to_host(main.grad, stepped.dtype)
             else:
-                stepped.grad.copy_(main.grad)
-
-
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy many tensors at once, between types and devices if need be."""
-    if targets:
-        torch._foreach_copy_([tensor.detach() for tensor in targets], [tensor.detach() for tensor in sources])
+                copy_all([stepped.grad], [main.grad])
 
 
 def add_change(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> None:
@@ -166,4 +161,4 @@ def add_change(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> Non
 def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU; half precision is averaged in single precision."""
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    return copy_to_host(tensor, dtype)

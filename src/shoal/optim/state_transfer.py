@@ -11,6 +11,7 @@ import torch
 from shoal.averaging.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import copies_of
+from shoal.optim.devices import copy_all
 from shoal.optim.lineage import Lineage
 from shoal.optim.lr_schedule import dump_scheduler_state, load_scheduler_state
 from shoal.optim.optimizer_state import (
@@ -19,7 +20,6 @@ from shoal.optim.optimizer_state import (
     load_optimizer_state,
     scheduled_hyperparameters,
 )
-from shoal.optim.state_tensors import copy_all
 from shoal.optim.training_setup import TrainingSetup
 
 MAX_EPOCH = 2**53

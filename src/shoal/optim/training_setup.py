@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shoal.optim.devices import copy_to_host
 from shoal.optim.lr_schedule import LRSchedulerBase, check_scheduler
 from shoal.optim.trainable import check_optimizer, check_parameters
 
@@ -103,6 +104,8 @@ def prepare_training(
                 f"the function given as optimizer must return a torch optimizer, got a {type(optimizer).__name__}"
             )
     check_optimizer(optimizer)
+    if offload_optimizer:
+        _step_on_cpu(optimizer)
     if scheduler is not None and not isinstance(scheduler, LRSchedulerBase) and callable(scheduler):
         scheduler = scheduler(optimizer)
     if scheduler is not None:
@@ -130,8 +133,19 @@ def _with_parameters(groups: list[dict[str, Any]], parameters: tuple[torch.Tenso
 
 def _wide_copy(parameter: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(parameter.dtype, torch.float32)
-    copy = parameter.detach().to("cpu", wide, copy=True, memory_format=torch.contiguous_format)
-    return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+    return torch.nn.Parameter(copy_to_host(parameter, wide), requires_grad=parameter.requires_grad)
+
+
+def _step_on_cpu(optimizer: TorchOptimizer) -> None:
+    """What captures steps in graphs of a device works there alone."""
+    captured = [group for group in optimizer.param_groups if group.get("capturable")]
+    for group in captured:
+        group["capturable"] = False
+    if captured:
+        logger.warning(
+            "capturable=True is ignored: this optimizer steps copies of the parameters on the CPU. With "
+            "offload_optimizer=False it steps the parameters themselves, on their device"
+        )
 
 
 def _warn_if_frozen(parameters: tuple[torch.Tensor, ...]) -> None:
