@@ -3,7 +3,8 @@
 It has what makes GPUs hard and a machine without one does not show:
 
 - **Work is late.** With ``fake.delay(ms)``, operations and non-blocking copies are done by a thread of their stream, that
-  long after their launch; those of one stream in order. Without a delay (the default) they are done at once.
+  long after their launch; those of one stream in order. In ``with fake.held()`` nothing is done. Without either (the
+  default) it is done at once.
 - **Streams and events** order work: ``torch.fake.Stream``, ``Event``, ``stream()``, and the generic ``torch.Stream``,
   ``torch.Event`` and ``torch.accelerator``. Nothing orders the work of two streams but events, not even the default one.
 - **Memory is poisoned.** New memory of the device, and new pinned memory of the host, is full of NaN: what is read
@@ -62,6 +63,19 @@ class FakeDevice:
             yield
         finally:
             self.delay(0)
+            self.wait()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside the ``with`` block no work is done; all that was launched is waited for at its end.
+
+        Whoever waits for work of the device meanwhile gets a RuntimeError.
+        """
+        self._extension.hold(True)
+        try:
+            yield
+        finally:
+            self._extension.hold(False)
             self.wait()
 
     def occupy(self, milliseconds: int) -> None:
@@ -138,7 +152,7 @@ def _build() -> Any:
 def _device_module() -> types.ModuleType:
     """``torch.fake``, as ``torch.cuda`` is, as far as generic code asks for it."""
     module: Any = types.ModuleType("torch.fake")
-    module.Stream, module.Event = Stream, Event
+    module.Stream, module.Event = Stream, _make_event
     module.is_available = module.is_initialized = lambda: True
     module.is_bf16_supported = lambda *args: True
     module.device_count = lambda: DEVICES
@@ -167,11 +181,9 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=torch.device("fake", _index(device)), priority=priority)
 
 
-class Event(torch.Event):
-    """An event of the fake device."""
-
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, device="fake", enable_timing=enable_timing, blocking=blocking)
+def _make_event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    """An event of the fake device; ``torch.Event.elapsed_time`` takes no subclasses."""
+    return torch.Event("fake", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
 def _default_stream(device: Any = None) -> torch.Stream:

@@ -44,6 +44,12 @@ constexpr c10::StreamId kStreams = 9;  // of each device: the default one, and t
 constexpr int kPoison = 0xFF;  // NaN, whatever the floating point type
 
 std::atomic<int> delay_ms{0};
+std::mutex hold_mutex;
+std::condition_variable hold_ended;
+std::atomic<bool> held{false};
+
+bool is_late() { return delay_ms > 0 || held; }
+
 std::atomic<int64_t> copies_to_host{0}, copies_to_device{0}, scalar_reads{0}, late_copies{0}, live_bytes{0}, peak_bytes{0};
 
 // --- streams and events --------------------------------------------------------------------------------------------
@@ -94,6 +100,7 @@ class Queue {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       const int64_t target = pushed_;
+      TORCH_CHECK(!held || done_ >= target, "the host waits for work that is held back");
       changed_.wait(lock, [&] { return done_ >= target; });
     }
     raise_late_error();
@@ -113,6 +120,10 @@ class Queue {
       items_.pop_front();
       lock.unlock();
       std::this_thread::sleep_until(item.not_before);
+      {
+        std::unique_lock<std::mutex> hold_lock(hold_mutex);
+        hold_ended.wait(hold_lock, [] { return !held; });
+      }
       try {
         run_below_autograd(item.work);
       } catch (const std::exception& error) {
@@ -154,9 +165,8 @@ Queue& current_queue(DeviceIndex device) { return queue_of(device, current_strea
 
 void launch(DeviceIndex device, bool may_be_late, const Work& work) {
   Queue& queue = current_queue(device);
-  const int delay = delay_ms;
-  if (may_be_late && delay > 0) {
-    queue.push(work, std::chrono::milliseconds(delay));
+  if (may_be_late && is_late()) {
+    queue.push(work, std::chrono::milliseconds(delay_ms));
   } else {
     queue.drain();
     run_below_autograd(work);
@@ -589,7 +599,7 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
                 tensor.device());
   });
   Stack results;
-  if (delay_ms == 0 || !launch_late(op, arguments, *device, results)) {
+  if (!is_late() || !launch_late(op, arguments, *device, results)) {
     results.clear();
     run_at_once(op, arguments, *device, results);
   }
@@ -603,7 +613,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   if (to_host) {
     const bool late = non_blocking && is_pinned(target);
     ++copies_to_host;
-    late_copies += late && delay_ms > 0;
+    late_copies += late && is_late();
     launch(source.device().index(), late, work);
   } else if (from_host) {
     ++copies_to_device;
@@ -717,6 +727,12 @@ void reset() {
   peak_bytes = live_bytes.load();
 }
 
+void hold(bool back) {
+  std::lock_guard<std::mutex> lock(hold_mutex);
+  held = back;
+  hold_ended.notify_all();
+}
+
 void occupy(int milliseconds) {
   current_queue(current_device).push(
       [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); },
@@ -729,6 +745,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using release_gil = pybind11::call_guard<pybind11::gil_scoped_release>;
   module.def("install", [] { at::RegisterPrivateUse1HooksInterface(new Hooks()); });
   module.def("delay", [](int milliseconds) { delay_ms = milliseconds; });
+  module.def("hold", &hold);
   module.def("wait", &wait_for_all, release_gil());
   module.def("occupy", &occupy);
   module.def("counts", &counts);
