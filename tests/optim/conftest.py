@@ -13,6 +13,7 @@ import torch
 
 from shoal.dht import DHT
 from shoal.optim import Optimizer
+from tests.device import chosen_device
 
 PATIENCE = 20.0
 """Seconds after which a condition that should have come true makes a test fail."""
@@ -70,7 +71,7 @@ def in_parallel(*tasks: Callable[[], Any]) -> list[Any]:
 
 def make_model(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).to(chosen_device())
 
 
 def sgd(groups) -> torch.optim.Optimizer:
@@ -82,6 +83,7 @@ def values(model: torch.nn.Module) -> torch.Tensor:
 
 
 def backward(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    batch = batch.to(next(model.parameters()).device)
     torch.nn.functional.mse_loss(model(batch), batch[:, :2].cos()).backward()
 
 

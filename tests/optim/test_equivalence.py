@@ -11,6 +11,7 @@ from sklearn.datasets import load_digits
 
 from shoal.compression import BlockwiseQuantization, Float16Compression, NoCompression, Uniform8BitQuantization
 from shoal.optim import Optimizer
+from tests.device import chosen_device
 from tests.optim.conftest import in_parallel, wait_until
 
 EPOCHS = 20
@@ -46,7 +47,7 @@ MAX_NORM = 0.6
 
 def make_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    return torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).to(chosen_device())
 
 
 def make_data(shares: Sequence[Sequence[int]]) -> list[list[list[torch.Tensor]]]:
@@ -56,6 +57,7 @@ def make_data(shares: Sequence[Sequence[int]]) -> list[list[list[torch.Tensor]]]
 
 
 def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    batch = batch.to(chosen_device())
     return torch.nn.functional.mse_loss(model(batch), batch[:, :3].sin())
 
 

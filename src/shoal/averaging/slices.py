@@ -162,7 +162,8 @@ class _Slices:
     @classmethod
     def of(cls, nbytes: int) -> _Slices:
         """Room for a part of which the first slice has come."""
-        return cls(bytes_of(torch.empty(nbytes, dtype=torch.uint8)), set(range(0, nbytes, SLICE_BYTES)), nbytes)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return cls(bytes_of(memory), set(range(0, nbytes, SLICE_BYTES)), nbytes)
 
 
 class Incoming:

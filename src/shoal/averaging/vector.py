@@ -153,7 +153,8 @@ class RoundVector:
         """
         for header, part in zip(headers, parts, strict=True):
             self.check(header, part)
-        buffer = bytes_of(torch.empty(sum(header.nbytes for header in headers), dtype=torch.uint8))
+        nbytes = sum(header.nbytes for header in headers)
+        buffer = bytes_of(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         await call.read_payload_into(buffer)
         values, start = [], 0
         for header, part in zip(headers, parts, strict=True):

@@ -161,7 +161,7 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a CPU tensor. Large ones fill three times as fast as those of torch: numpy asks for huge pages."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < HUGE_FROM_BYTES:
-        return torch.empty(tuple(size), dtype=dtype)
+        return torch.empty(tuple(size), dtype=dtype, device="cpu")
     return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(dtype).view(tuple(size))
 
 
@@ -169,7 +169,7 @@ def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a CPU tensor. That of a large one goes back to the system when it is free: no allocator keeps it."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < HUGE_FROM_BYTES:
-        return torch.empty(tuple(size), dtype=dtype)
+        return torch.empty(tuple(size), dtype=dtype, device="cpu")
     return torch.frombuffer(map_memory(nbytes), dtype=torch.uint8).view(dtype).view(tuple(size))
 
 
@@ -267,7 +267,9 @@ def tensor_over(buffer: Buffer, dtype: torch.dtype, size: Sequence[int]) -> torc
         RuntimeError: the number of bytes is not what such a tensor takes.
     """
     array = array_over(buffer, math.prod(size) * dtype.itemsize)
-    return typed(array, dtype).view(tuple(size)) if len(array) else torch.empty(tuple(size), dtype=dtype)
+    if not len(array):
+        return torch.empty(tuple(size), dtype=dtype, device="cpu")
+    return typed(array, dtype).view(tuple(size))
 
 
 class CompressionBase(ABC):

@@ -53,7 +53,8 @@ class LevelTable:
     """
 
     def __init__(self, positive: Sequence[float], negative: Sequence[float], zeros: int = 1) -> None:
-        self.levels = torch.tensor([0.0, *positive, *[-0.0] * (zeros - 1), *negative], dtype=torch.float32)
+        levels = [0.0, *positive, *[-0.0] * (zeros - 1), *negative]
+        self.levels = torch.tensor(levels, dtype=torch.float32, device="cpu")
         """By code."""
         first_negative = len(self.levels) - len(negative)
         zero = 0 if zeros == 1 else first_negative - 1
@@ -73,11 +74,11 @@ def _carries(levels: Sequence[float], zero: int, first: int) -> torch.Tensor:
 
     If one does not follow the other, numbers round to 0 by whole intervals.
     """
-    magnitudes = torch.tensor([0.0, *levels], dtype=torch.float32).double().abs()
+    magnitudes = torch.tensor([0.0, *levels], dtype=torch.float32, device="cpu").double().abs()
     borders = ((magnitudes[1:] + magnitudes[:-1]) / 2).float().view(torch.int32).long()
-    starts = torch.arange(2**15) << 16
+    starts = torch.arange(2**15, device="cpu") << 16
     rank = torch.searchsorted(borders, starts, right=True)
-    following = torch.cat([borders, torch.tensor([2**31])])[rank]
+    following = torch.cat([borders, torch.tensor([2**31], device="cpu")])[rank]
     carry = torch.where(following < starts + 2**16, starts + 2**16 - following, 0)
     if first != zero + 1:
         carry[rank == 0] = 0
@@ -183,7 +184,7 @@ class BlockwiseQuantization(BlockwiseCompression):
     @staticmethod
     @cache
     def table() -> LevelTable:
-        levels = _cubes(torch.arange(1.0, STEPS_8BIT + 1)).tolist()
+        levels = _cubes(torch.arange(1.0, STEPS_8BIT + 1, device="cpu")).tolist()
         return LevelTable(levels, [-level for level in levels], zeros=2)
 
     def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ class _Scratch(threading.local):
         kept = self._kept.get((purpose, dtype))
         if kept is None or kept.numel() != count:
             with torch.inference_mode(False):  # or the memory could not be used outside of that mode
-                memory = torch.empty(CHUNK, dtype=dtype) if kept is None else kept
+                memory = torch.empty(CHUNK, dtype=dtype, device="cpu") if kept is None else kept
                 kept = self._kept[purpose, dtype] = memory.as_strided((count,), (1,), 0)
         return kept
 

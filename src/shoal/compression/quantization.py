@@ -166,7 +166,7 @@ class Uniform8BitQuantization(CodebookQuantization):
             return None
         centre = _centre(mean, deviation)
         bins_per_unit = (LEVELS - 1) / (6 * deviation) if deviation else 0.0
-        shift = torch.full((), _BIN_ZERO + LEVELS // 2 - round((mean - centre) * bins_per_unit))
+        shift = torch.full((), _BIN_ZERO + LEVELS // 2 - round((mean - centre) * bins_per_unit), device="cpu")
         chunks = self._chunks(_centred(values, centre), codes, shift, bins_per_unit)
         return _averages(chunks, centre, _largest_sum(values, mean, deviation, centre))
 
@@ -232,7 +232,7 @@ def _cells(values: torch.Tensor, centre: float, scale: float) -> Iterator[tuple[
 @cache
 def _cell_values() -> torch.Tensor:
     """Each float16, ascending; the ends of the range stand for what is not a finite number, which never occurs."""
-    positive = torch.arange(CELLS // 2, dtype=torch.int16).view(torch.float16).double()
+    positive = torch.arange(CELLS // 2, dtype=torch.int16, device="cpu").view(torch.float16).double()
     positive = torch.where(positive.isfinite(), positive, 2.0**16)
     return torch.cat([-positive.flip(0), positive])
 
@@ -244,8 +244,8 @@ def _codes_of_cells(counts: torch.Tensor) -> torch.Tensor:
     torch.cumsum(counts, 0, out=below[1:])
     torch.mul(counts, _cell_values(), out=sums[1:]).cumsum_(0)
     edges = _refined(below.numpy(), sums.numpy(), _cell_values().numpy())
-    starts = torch.zeros(CELLS + 1, dtype=torch.uint8).index_add_(
-        0, torch.from_numpy(edges[1:-1]), torch.ones(LEVELS - 1, dtype=torch.uint8)
+    starts = torch.zeros(CELLS + 1, dtype=torch.uint8, device="cpu").index_add_(
+        0, torch.from_numpy(edges[1:-1]), torch.ones(LEVELS - 1, dtype=torch.uint8, device="cpu")
     )
     return starts[:CELLS].cumsum(0, dtype=torch.uint8)
 

@@ -348,7 +348,7 @@ class HivemindStrategy(LocalProcesses):
         except _NoLossError:
             earlier = self._samples_since_step if self._batch_size is None else self._batch_size
             kwargs["batch_size"] = earlier if self._has_gradients else 0
-            return super().optimizer_step(optimizer, lambda: torch.zeros(()), model, **kwargs)
+            return super().optimizer_step(optimizer, lambda: torch.zeros((), device=self.root_device), model, **kwargs)
         finally:
             self._samples_since_step, self._has_gradients = 0, False
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from shoal.reactor import Portal
 
 DESCRIPTION = """\
 Checks what may keep this machine from training with others: its settings, and for each address how well the peer there
-can be reached and can reach this machine. Says for each problem what to do. The exit status is 0 if nothing failed.
+can be reached and can reach this machine. With --device, trains there and on the CPU, and compares. Says for each problem
+what to do. The exit status is 0 if nothing failed.
 """
 THIS_MACHINE = "this machine"
 
@@ -45,6 +47,9 @@ def add_parser(subparsers: Any) -> None:
     add_option(parser, "announce-maddrs", nargs="*", default=None, metavar="MADDR", help="what it will tell others")
     add_option(parser, "identity-path", type=Path, metavar="FILE", help="the file with the key of your peer")
     add_option(parser, "client-mode", action="store_true", help="your peer will not listen, only call others")
+    parser.add_argument(
+        "--device", metavar="NAME", help="cuda, mps, xpu, cuda:1, …: train there for a minute, and compare with the CPU"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings for a program to read")
     parser.set_defaults(run=run)
 
@@ -53,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Examine, print what is found, and return the exit status."""
     try:
         targets = list(dict.fromkeys(parse_peer_addresses(arguments.addresses)))
+        look_at_device = None if arguments.device is None else _prepare_device(arguments.device)
     except (ValueError, TypeError) as error:
         print(f"shoal doctor: {error}", file=sys.stderr)
         return 2
@@ -74,6 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         portal.call(_examine(arguments, targets, identity_path, report))
     finally:
         portal.close(timeout=3)
+    if look_at_device is not None:
+        for finding in look_at_device():
+            report(f"device {arguments.device}", finding)
     has_failed = any(finding.verdict is Verdict.FAIL for _, finding in findings)
     if arguments.json:
         listed = [{"about": about, **finding.as_dict()} for about, finding in findings]
@@ -81,6 +90,17 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"\n{summary([finding for _, finding in findings])}")
     return int(has_failed)
+
+
+def _prepare_device(name: str) -> Callable[[], Iterator[Finding]]:
+    """What looks at a device.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    from shoal.cli.doctor import device as room  # imports torch, which takes a second: without --device it is not needed
+
+    return partial(room.look_at_device, room.find_device(name))
 
 
 class _Table:

@@ -1,0 +1,327 @@
+"""What the doctor finds out about a graphics card or another device: whether peers train on it as they do on the CPU.
+
+Two peers of this process train a small model on the CPU, and then on the device, with the same data: once for each thing
+that can go wrong there alone. The weights must be those from the CPU, as exactly as devices calculate.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shoal.cli.doctor.findings import Finding, fail, ok
+from shoal.dht import DHT
+from shoal.optim import Optimizer
+from shoal.optim.grad_averager import GradientAverager
+
+PEERS, EPOCHS, BATCHES, SAMPLES = 2, 4, 3, 16
+"""Peers, epochs, batches of each peer in an epoch, and samples of a batch."""
+INPUTS, WIDTH, OUTPUTS = 32, 1024, 8
+"""The middle layer has four megabytes: a copy of it takes longer than it takes to look at it too early."""
+LEARNING_RATE, MOMENTUM = 0.05, 0.9
+RELATIVE, ABSOLUTE = 1e-2, 1e-3
+"""How far weights may be apart. What is read too early, or added twice, is much further away."""
+PATIENCE_SECONDS = 60.0
+"""For each training; it takes a few seconds."""
+NAMES = ("cuda", "xpu", "mps", "mtia", "hpu", "npu")
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train on a device."""
+
+    check: str
+    meaning: str
+    instead: str
+    """What to do as long as it does not work."""
+    options: dict[str, Any] = field(default_factory=dict)
+    is_offloaded: bool = False
+    in_side_stream: bool = False
+
+
+PLAIN = Way("training", "parameters and optimizer on the device", "train on the CPU")
+WAYS = (
+    PLAIN,
+    Way("offload", "the optimizer on the CPU", "give an optimizer, not a function that makes one", is_offloaded=True),
+    Way(
+        "CPU sums",
+        "accumulate_grads_on='cpu'",
+        "leave accumulate_grads_on out",
+        options={"grad_averager": GradientAverager.get_factory(accumulate_grads_on="cpu")},
+    ),
+    Way(
+        "side stream",
+        "on a stream of its own",
+        "train on the default stream",
+        options={"delay_state_averaging": True},  # other threads, which have streams of their own, read what is trained
+        in_side_stream=True,
+    ),
+)
+
+
+class DeviceError(ValueError):
+    """There is no such device."""
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name, such as ``cuda`` or ``cuda:1``.
+
+    Raises:
+        DeviceError: it is not there; the text says what is.
+    """
+    available = available_devices()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or (str(device) not in available and device.type not in available):
+        raise DeviceError(f"there is no device {name!r} here: available are {', '.join(available)}")
+    if device.index is not None and device.type != "cpu" and str(device) not in available:
+        raise DeviceError(f"there is no device {name!r} here: available are {', '.join(available)}")
+    return device
+
+
+def available_devices() -> list[str]:
+    """Names that :func:`find_device` takes, with and without the number of a device."""
+    found = ["cpu"]
+    for name in (*NAMES, torch._C._get_privateuse1_backend_name()):
+        module = getattr(torch, name, None)
+        if module is None and name == "mps":
+            module = torch.backends.mps
+        if name == "mps":
+            if torch.backends.mps.is_available():
+                found.append("mps")
+        elif module is not None and hasattr(module, "is_available") and module.is_available():
+            found += [name, *(f"{name}:{index}" for index in range(module.device_count()))]
+    return found
+
+
+def look_at_device(device: torch.device) -> Iterator[Finding]:
+    """Train in every way, and compare."""
+    cpu = torch.device("cpu")
+    try:
+        with _Crew(cpu, PLAIN) as crew:
+            crew.train()
+            expected = crew.weights()[0]
+    except Exception as error:
+        yield fail("on the CPU", _describe(error), "this has nothing to do with the device: report it, with this output")
+        return
+    for way in WAYS:
+        if way.in_side_stream and not _has_streams(device):
+            yield ok(way.check, f"{device.type} has no streams to choose from")
+            continue
+        yield from _try(device, way, expected)
+
+
+def _try(device: torch.device, way: Way, expected: torch.Tensor) -> Iterator[Finding]:
+    """Train in one way; after plain training, let somebody join."""
+    began = time.perf_counter()
+    try:
+        with _Crew(device, way) as crew:
+            crew.train()
+            yield _compared(way, expected, crew.weights(), time.perf_counter() - began)
+            if way is PLAIN:
+                yield _newcomer_has_the_state(crew)
+    except Exception as error:  # whatever it is, it is what the user wants to know
+        yield fail(way.check, f"{way.meaning}: {_describe(error)}", _what_to_do(way.instead))
+
+
+def _compared(way: Way, expected: torch.Tensor, found: list[torch.Tensor], seconds: float) -> Finding:
+    worst = max(float((weights - expected).abs().max()) for weights in found)
+    values = {"largest_difference": worst, "seconds": seconds}
+    if not all(torch.allclose(weights, expected, rtol=RELATIVE, atol=ABSOLUTE) for weights in found):
+        text = f"{way.meaning}: the weights are not those from the CPU, they differ by up to {worst:.2g}"
+        return fail(way.check, text, _what_to_do(way.instead), **values)
+    if not all(torch.equal(weights, found[0]) for weights in found):
+        text = f"{way.meaning}: the two peers have different weights"
+        return fail(way.check, text, _what_to_do(way.instead), **values)
+    text = f"{way.meaning}: the weights from the CPU (largest difference {worst:.1g}), in {seconds:.1f} s"
+    return ok(way.check, text, **values)
+
+
+def _newcomer_has_the_state(crew: _Crew) -> Finding:
+    weights, momenta = crew.let_somebody_join()
+    instead = "let all peers begin together, from the same checkpoint"
+    if not torch.equal(weights, crew.weights()[0]):
+        return fail("newcomer", "the weights that a newcomer has downloaded are not those of the others", instead)
+    if not torch.equal(momenta, crew.momenta(0)):
+        return fail("newcomer", "what a newcomer has downloaded for its optimizer is not what others have", instead)
+    return ok("newcomer", "has downloaded the weights and the optimizer's state of the others")
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _what_to_do(instead: str) -> str:
+    return f"{instead} until this is mended, and report it, with this output"
+
+
+def _has_streams(device: torch.device) -> bool:
+    module = getattr(torch, device.type, None)
+    return device.type != "cpu" and hasattr(module, "Stream") and hasattr(module, "stream")
+
+
+def _make_model(device: torch.device, seed: int) -> torch.nn.Module:
+    rng = torch.Generator().manual_seed(seed)
+    layers = [torch.nn.Linear(inputs, outputs, device="cpu") for inputs, outputs in _SIZES]
+    with torch.no_grad():
+        for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+            bound = parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.rand(parameter.shape, generator=rng, device="cpu").sub_(0.5).mul_(2 * bound))
+    first, middle, last = layers
+    return torch.nn.Sequential(first, torch.nn.Tanh(), middle, torch.nn.Tanh(), last).to(device)
+
+
+_SIZES = ((INPUTS, WIDTH), (WIDTH, WIDTH), (WIDTH, OUTPUTS))
+
+
+def _make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+class _Crew:
+    """Two peers that train on one device, each in a thread."""
+
+    def __init__(self, device: torch.device, way: Way) -> None:
+        self._device, self._way = device, way
+        self._stack = ExitStack()
+        self._dhts: list[DHT] = []
+        self._models: list[torch.nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._deadline = 0.0
+
+    def __enter__(self) -> _Crew:
+        try:
+            for _ in range(PEERS):
+                self._add_peer(seed=0)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _add_peer(self, seed: int) -> None:
+        known = self._dhts[0].get_visible_maddrs() if self._dhts else None
+        dht = self._stack.enter_context(DHT(initial_peers=known, host_maddrs=LOOPBACK, start=True))
+        model = _make_model(self._device, seed)
+        training: dict[str, Any] = {"optimizer": _make_optimizer, "params": model.parameters()}
+        if not self._way.is_offloaded:
+            training = {"optimizer": _make_optimizer(model.parameters())}
+        optimizer = Optimizer(
+            dht=dht,
+            run_id="doctor",
+            target_batch_size=PEERS * BATCHES * SAMPLES,
+            matchmaking_time=PATIENCE_SECONDS / 4,
+            averaging_timeout=PATIENCE_SECONDS / 2,
+            **{
+                "grad_averager": GradientAverager.get_factory(),
+                "delay_state_averaging": False,
+                **training,
+                **self._way.options,
+            },
+        )
+        self._dhts.append(dht)
+        self._models.append(model)
+        self._optimizers.append(self._stack.enter_context(optimizer))
+
+    def train(self) -> None:
+        """Train for all epochs.
+
+        Raises:
+            TimeoutError: it takes too long.
+        """
+        self._synchronize()
+        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        with ThreadPoolExecutor(PEERS) as pool:
+            for future in [pool.submit(self._train_one, index) for index in range(PEERS)]:
+                future.result()
+        self._synchronize()
+
+    def _train_one(self, index: int) -> None:
+        model, optimizer = self._models[index], self._optimizers[index]
+        rng = torch.Generator().manual_seed(1 + index)
+        with self._stream():
+            for epoch in range(EPOCHS):
+                for batch in range(BATCHES):
+                    inputs = torch.randn(SAMPLES, INPUTS, generator=rng, device="cpu").to(self._device)
+                    optimizer.zero_grad()
+                    torch.nn.functional.mse_loss(model(inputs), inputs[:, :OUTPUTS].cos()).backward()
+                    if batch < BATCHES - 1:
+                        optimizer.grad_averager.accumulate_grads_(SAMPLES)  # type: ignore[union-attr]
+                    else:  # not before: it might go on to the next epoch without the rest
+                        optimizer.step(batch_size=SAMPLES)
+                if epoch == 0:
+                    self._wait_until(lambda: optimizer.tracker.expected_group_size == PEERS, "find each other")
+                self._wait_until(lambda epoch=epoch: _has_passed(optimizer, epoch), "average")  # type: ignore[misc]
+                _check_round(optimizer)
+            optimizer.state_averager.finish_jobs(PATIENCE_SECONDS)
+
+    def _wait_until(self, condition: Callable[[], bool], purpose: str) -> None:
+        pause = threading.Event()
+        while not condition():
+            if time.monotonic() > self._deadline:
+                raise TimeoutError(f"the two peers could not {purpose} within {PATIENCE_SECONDS:g} s")
+            pause.wait(0.005)
+
+    def _stream(self) -> AbstractContextManager[Any]:
+        if not self._way.in_side_stream:
+            return nullcontext()
+        module = getattr(torch, self._device.type)
+        stream: AbstractContextManager[Any] = module.stream(module.Stream(device=self._device))
+        return stream
+
+    def _synchronize(self) -> None:
+        module = getattr(torch, self._device.type, None)
+        if hasattr(module, "synchronize"):
+            module.synchronize()
+
+    def let_somebody_join(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A newcomer with other weights downloads the state; returns its weights and momenta."""
+        self._add_peer(seed=2)
+        newcomer = self._optimizers[-1]
+        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        self._wait_until(lambda: newcomer.load_state_from_peers(timeout=PATIENCE_SECONDS / 2), "hand their state over")
+        self._synchronize()
+        return self.weights()[-1], self.momenta(-1)
+
+    def weights(self) -> list[torch.Tensor]:
+        """All parameters of each peer, on the CPU."""
+        return [_together(list(model.parameters())) for model in self._models]
+
+    def momenta(self, index: int) -> torch.Tensor:
+        """What the optimizer of a peer remembers, on the CPU."""
+        states = self._optimizers[index].opt.state.values()
+        return _together([state["momentum_buffer"] for state in states])
+
+
+def _has_passed(optimizer: Optimizer, epoch: int) -> bool:
+    """Whether an epoch is over; takes part in its end without new samples."""
+    if optimizer.local_epoch == epoch:
+        optimizer.step(batch_size=0)
+    return optimizer.local_epoch > epoch
+
+
+def _check_round(optimizer: Optimizer) -> None:
+    """Each for itself they would train another model, whatever the device."""
+    assert optimizer.grad_averager is not None
+    result = optimizer.grad_averager.last_round
+    if result is None or len(result.peers) != PEERS or result.failed_peers:
+        raise RuntimeError("the two peers did not average with each other: the machine is too busy, or has no loopback")
+
+
+def _together(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().cpu().flatten() for tensor in tensors])
