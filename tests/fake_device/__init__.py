@@ -134,7 +134,9 @@ def _build() -> Any:
 
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
     if version < OLDEST_TORCH:
-        raise FakeDeviceError(f"the fake device needs torch {'.'.join(map(str, OLDEST_TORCH))}, this is {torch.__version__}")
+        raise FakeDeviceError(
+            f"the fake device needs torch {'.'.join(map(str, OLDEST_TORCH))}, this is {torch.__version__}"
+        )
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         raise FakeDeviceError(f"the fake device needs a C++ compiler: there is no {compiler}; install it, or set CXX")
@@ -187,7 +189,9 @@ def _make_event(enable_timing: bool = False, blocking: bool = False, interproces
 
 
 def _default_stream(device: Any = None) -> torch.Stream:
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=int(torch._C._autograd.DeviceType.PrivateUse1))
+    return torch.Stream(
+        stream_id=0, device_index=_index(device), device_type=int(torch._C._autograd.DeviceType.PrivateUse1)
+    )
 
 
 @contextlib.contextmanager

@@ -45,6 +45,19 @@ def test_every_sample_counts_the_same():
     assert all(torch.equal(mean, torch.zeros_like(mean)) for mean in mean_of(accumulator))
 
 
+def test_a_gradient_that_has_become_grad_itself_is_weighted_as_it_was():
+    """A parameter that first takes part in a later batch, whose loss is made of two."""
+    used, late = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    accumulator = GradientAccumulator([used, late], reuse_grad_buffers=True)
+    used.sum().backward()
+    accumulator.add(2)
+    for factor in (1.0, 3.0):
+        (factor * late).sum().backward()
+    accumulator.add(4)
+    _, mean = mean_of(accumulator)
+    assert mean.item() == pytest.approx((1.0 + 3.0) * 4 / 6)
+
+
 def test_it_equals_the_gradient_of_the_whole_batch():
     torch.manual_seed(1)
     model = torch.nn.Linear(6, 3).double()
@@ -296,3 +309,20 @@ def test_a_round_may_be_scheduled_for_an_earlier_time_than_the_one_before(make_d
         for averager in averagers:
             averager.notify_used_averaged_gradients()
         assert get_dht_time() < when, "as soon as the two are there"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_averages_of_half_precision_gradients_do_not_underflow(make_dhts, closing, dtype):
+    (dht,) = make_dhts(1)
+    parameters = make_parameters(dtype)
+    averager = closing(GradientAverager(parameters, dht=dht, prefix="run", start=True))
+    tiny = 2.0**-24
+    set_grads(parameters, tiny)
+    averager.accumulate_grads_(1)
+    set_grads(parameters, 0.0)
+    averager.accumulate_grads_(3)
+    averager.load_accumulators_into_averager_()
+    with averager.get_tensors() as averaged:
+        assert all(torch.equal(grad, torch.full(grad.shape, tiny / 4)) for grad in averaged)
+    with averager.use_averaged_gradients():
+        assert all(parameter.grad.dtype is dtype for parameter in parameters)

@@ -194,3 +194,21 @@ def test_a_hostile_schedule_cannot_replace_methods_or_forms():
 def test_schedules_that_need_a_metric_are_refused():
     with pytest.raises(ValueError, match="metric"):
         check_scheduler(ReduceLROnPlateau(torch.optim.SGD(make_parameters(), lr=1.0)))
+
+
+def test_statistics_are_made_for_a_few_parameters_at_a_time(monkeypatch):
+    monkeypatch.setattr("shoal.optim.optimizer_state.PART_BYTES", 100)
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(n)) for n in sizes]} for sizes in ([10, 10, 40, 5], [1])]
+    optimizer = torch.optim.Adam(groups)
+    before = [group["params"] for group in optimizer.param_groups]
+    step, parts = optimizer.step, []
+
+    def step_and_note() -> None:
+        parts.append([len(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+        step()
+
+    optimizer.step = step_and_note
+    initialize_optimizer_state_(optimizer)
+    assert parts == [[10, 10], [40], [5], [1]]
+    assert [group["params"] for group in optimizer.param_groups] == before
+    assert len(optimizer.state) == 5

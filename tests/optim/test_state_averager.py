@@ -470,3 +470,15 @@ def test_contradicting_steps(make_averagers):
     scaler = GradScaler(device="cpu")
     with pytest.raises(RuntimeError, match="unscaled"):
         averager.step(optimizer_step=True, grad_scaler=scaler)
+
+
+def test_an_optimizer_that_could_be_captured_is_offloaded_all_the_same(make_averagers, caplog):
+    model = make_model()
+    (averager,) = make_averagers(
+        [model], optimizer=lambda groups: torch.optim.Adam(groups, capturable=True), offload_optimizer=True
+    )
+    assert "capturable=True is ignored" in caplog.text
+    set_grads(model, 1.0)
+    before = values(model)
+    averager.step(optimizer_step=True)
+    assert not any(torch.equal(now, old) for now, old in zip(values(model), before, strict=True))

@@ -98,7 +98,9 @@ def _prepare_device(name: str) -> Callable[[], Iterator[Finding]]:
     Raises:
         ValueError: it is not there.
     """
-    from shoal.cli.doctor import device as room  # imports torch, which takes a second: without --device it is not needed
+    from shoal.cli.doctor import (
+        device as room,
+    )  # imports torch, which takes a second: without --device it is not needed
 
     return partial(room.look_at_device, room.find_device(name))
 

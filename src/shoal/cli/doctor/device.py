@@ -113,7 +113,9 @@ def look_at_device(device: torch.device) -> Iterator[Finding]:
             crew.train()
             expected = crew.weights()[0]
     except Exception as error:
-        yield fail("on the CPU", _describe(error), "this has nothing to do with the device: report it, with this output")
+        yield fail(
+            "on the CPU", _describe(error), "this has nothing to do with the device: report it, with this output"
+        )
         return
     for way in WAYS:
         if way.in_side_stream and not _has_streams(device):
