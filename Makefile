@@ -28,6 +28,7 @@ test-lightning: install $(VENV)/lightning-oldest.stamp
 
 # On a fake accelerator whose work is late: what an owner of a graphics card would notice first. Needs a C++ compiler.
 test-devices: install
+	$(BIN)/python -m tests.fake_device
 	SHOAL_TEST_DEVICE=fake $(PYTEST) $(DEVICE_TESTS)
 
 # Style, types and the layering of the rooms.
