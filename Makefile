@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LIGHTNING_TESTS := tests/lightning/test_strategy.py tests/lightning/test_strategy_misuse.py tests/lightning/test_equivalence.py
+DEVICE_TESTS := tests/devices tests/averaging/test_averager.py tests/lightning/test_strategy_misuse.py \
+	tests/optim/test_grad_averager.py tests/optim/test_state_averager.py \
+	tests/optim/test_optimizer.py::test_peers_stay_identical
 # In two processes: one has the tests that start processes of their own, of which one at a time is enough.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
-.PHONY: demo test test-lightning check fuzz bench format install clean
+.PHONY: demo test test-lightning test-devices check fuzz bench format install clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
@@ -22,6 +25,11 @@ test-lightning: install $(VENV)/lightning-oldest.stamp
 	LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) $(LIGHTNING_TESTS)
 	PYTHONPATH=$(VENV)/lightning-oldest $(PYTEST) $(LIGHTNING_TESTS)
 	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) $(LIGHTNING_TESTS)
+
+# On a fake accelerator whose work is late: what an owner of a graphics card would notice first. Needs a C++ compiler.
+test-devices: install
+	$(BIN)/python -m tests.fake_device
+	SHOAL_TEST_DEVICE=fake $(PYTEST) $(DEVICE_TESTS)
 
 # Style, types and the layering of the rooms.
 check: install

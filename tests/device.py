@@ -1,7 +1,7 @@
 """The device on which tests put their models: that of ``SHOAL_TEST_DEVICE``, or the CPU.
 
-With ``SHOAL_TEST_DEVICE=fake`` it is the device of :mod:`tests.fake_device`, which stays for the life of the process. Any
-other name is one of torch's own: ``SHOAL_TEST_DEVICE=cuda`` runs the same tests on a graphics card.
+With ``SHOAL_TEST_DEVICE=fake`` it is the device of :mod:`tests.fake_device`, which stays for the life of the process.
+Any other name is one of torch's own: ``SHOAL_TEST_DEVICE=cuda`` is meant for a graphics card, and nobody has tried it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What breaks on a graphics card can be seen in the source: these rules hold for all of ``src/shoal``.
 
-- A tensor that torch makes without ``device=`` is wherever ``torch.set_default_device`` says, also when it is meant to be
-  in the host's memory, or beside another tensor.
+- A tensor that torch makes without ``device=`` is wherever ``torch.set_default_device`` says, also when it is meant to
+  be in the host's memory, or beside another tensor.
 - What ``non_blocking=True`` copies is not there yet. Whoever uses it must wait: the same function records an event, or
   makes a stream wait.
 """
@@ -19,8 +19,30 @@ MADE_WITHOUT = ("cli/demo/",)
 """A program of its own, which trains on the CPU and sets no default device."""
 
 CONSTRUCTORS = frozenset(
-    "arange as_tensor asarray empty empty_permuted empty_strided eye full linspace logspace ones rand randint randn "
-    "randperm range scalar_tensor sparse_coo_tensor tensor tril_indices triu_indices zeros".split()
+    [
+        "arange",
+        "as_tensor",
+        "asarray",
+        "empty",
+        "empty_permuted",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "range",
+        "scalar_tensor",
+        "sparse_coo_tensor",
+        "tensor",
+        "tril_indices",
+        "triu_indices",
+        "zeros",
+    ]
 )
 """Functions of torch that heed the default device; not those that take it from a tensor or from memory."""
 WAITING = frozenset(["Event", "record", "record_event", "synchronize", "wait", "wait_event", "wait_stream"])

@@ -125,7 +125,7 @@ def test_newcomer_downloads_a_copy_of_the_state(make):
     assert metadata == {"epoch": 7, "nested": [1, "x", None]}
     assert [tuple(tensor.shape) for tensor in tensors] == [(300_000,), (0,)]
     donor_tensors[0].zero_()
-    assert torch.equal(tensors[0], torch.arange(300_000, dtype=torch.float32))
+    assert torch.equal(tensors[0], torch.arange(300_000, dtype=torch.float32, device="cpu"))
     assert len(calls) == 1
     donor.allow_state_sharing = False
     until(lambda: receiver.load_state_from_peers(timeout=20) is None)

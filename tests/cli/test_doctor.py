@@ -436,6 +436,20 @@ def test_a_port_that_is_taken_and_an_unusable_identity(tmp_path: Path, capsys: p
     assert "bandwidth" in {each["check"] for each in findings}, "other peers are examined all the same"
 
 
+@pytest.mark.timeout(240)
+def test_training_on_the_cpu_is_as_training_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--device", "cpu"]) == 0
+    findings = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["about"] == "device cpu"]
+    assert [each["check"] for each in findings] == ["training", "newcomer", "offload", "CPU sums", "side stream"]
+    assert {each["verdict"] for each in findings} == {"ok"}
+
+
+@pytest.mark.parametrize("name", ["quantum", "meta", "cpu:7", "xpu:99"])
+def test_a_device_that_is_not_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", name]) == 2
+    assert f"there is no device '{name}' here: available are cpu" in capsys.readouterr().err
+
+
 def test_malformed_addresses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "127.0.0.1:31337"]) == 2
     assert "127.0.0.1:31337" in capsys.readouterr().err

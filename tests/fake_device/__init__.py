@@ -2,21 +2,24 @@
 
 It has what makes GPUs hard and a machine without one does not show:
 
-- **Work is late.** With ``fake.delay(ms)``, operations and non-blocking copies are done by a thread of their stream, that
-  long after their launch; those of one stream in order. In ``with fake.held()`` nothing is done. Without either (the
-  default) it is done at once.
+- **Work is late.** With ``fake.delay(ms)``, operations and non-blocking copies are done by a thread of their stream, in
+  order, that long after their launch. In ``with fake.held()`` nothing is done. Without either (the default) all is done
+  at once.
 - **Streams and events** order work: ``torch.fake.Stream``, ``Event``, ``stream()``, and the generic ``torch.Stream``,
-  ``torch.Event`` and ``torch.accelerator``. Nothing orders the work of two streams but events, not even the default one.
+  ``torch.Event`` and ``torch.accelerator``. Nothing but events orders the work of two streams, be one the default one.
 - **Memory is poisoned.** New memory of the device, and new pinned memory of the host, is full of NaN: what is read
   before it has been written is seen.
 - **Everything is counted**: ``fake.counts()``.
 
-Launches that need a value on the host wait for their stream: scalars, blocking copies, random numbers, and results whose
-shape depends on values. Pageable memory is copied at once. A loop over small operations is slower than on the CPU, about
-tenfold, as the dispatcher takes most of the time.
+Launches that need a value on the host wait for their stream: scalars, blocking copies, random numbers, and results
+whose shape depends on values. What is copied from or to pageable memory is copied at once.
 
-The device stays for the life of the process, and torch takes it for the accelerator of the machine. So only processes that
-ask for it have it: see ``make test-devices``.
+Three things are not as on a GPU. Memory that late work still uses is not free before that work is done, whatever the
+stream. ``model.to("fake")`` makes new parameters, as torch does for devices that are not its own; an optimizer that was
+made before has the old ones. There are no convolutions, and no fused attention.
+
+The device stays for the life of the process, and torch takes it for the accelerator of the machine. So only processes
+that ask for it have it: see ``make test-devices``.
 """
 
 from __future__ import annotations

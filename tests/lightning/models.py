@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.optim import Optimizer
+from tests.device import DEVICE_TYPE, chosen_device
 from tests.optim.conftest import wait_until
 
 PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
@@ -92,11 +93,45 @@ def make_trainer(pl: ModuleType, folder: Any, **options: Any) -> Any:
         "enable_checkpointing": False,
         "logger": False,
         "num_sanity_val_steps": 0,
-        "accelerator": "cpu",
+        "accelerator": "cpu" if DEVICE_TYPE == "cpu" else make_accelerator(pl),
         "devices": 1,
         "default_root_dir": folder,
     }
     return pl.Trainer(**{**quiet, "max_epochs": 1, **options})
+
+
+def make_accelerator(pl: ModuleType) -> Any:
+    """What tells Lightning of the device of ``SHOAL_TEST_DEVICE``."""
+
+    class Chosen(pl.accelerators.Accelerator):
+        def setup_device(self, device: torch.device) -> None: ...
+
+        def teardown(self) -> None: ...
+
+        def get_device_stats(self, device: torch.device) -> dict[str, Any]:
+            return {}
+
+        @staticmethod
+        def parse_devices(devices: Any) -> Any:
+            return devices
+
+        @staticmethod
+        def get_parallel_devices(devices: int) -> list[torch.device]:
+            return [chosen_device()] * devices
+
+        @staticmethod
+        def auto_device_count() -> int:
+            return 1
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def name() -> str:
+            return DEVICE_TYPE
+
+    return Chosen()
 
 
 def import_lightning(package: str) -> ModuleType:

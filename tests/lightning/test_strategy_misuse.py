@@ -73,7 +73,10 @@ def test_precision(make: Make, pl: ModuleType, tmp_path: Path) -> None:
 
 def test_other_accelerators(make: Make, pl: ModuleType) -> None:
     strategy = make()
-    strategy.parallel_devices = [torch.device("meta")]
+    strategy.parallel_devices = [torch.device("mps")]  # what "auto" finds on a Mac
+    strategy._configure_launcher()
+    assert strategy.root_device == torch.device("mps")
+    strategy.parallel_devices = [torch.device("xpu:0"), torch.device("xpu:1")]
     with pytest.raises(misconfiguration(), match="CPU or CUDA"):
         strategy._configure_launcher()
 

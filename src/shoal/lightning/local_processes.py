@@ -38,11 +38,13 @@ class LocalProcesses(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         devices = self.parallel_devices or [torch.device("cpu")]
-        if any(device.type not in ("cpu", "cuda") for device in devices):
+        is_alone = len(devices) * self.num_nodes == 1
+        if not is_alone and any(device.type not in ("cpu", "cuda") for device in devices):
             raise self._flavour.misconfigured(
-                f"HivemindStrategy trains on CPU or CUDA devices, not with {type(self.accelerator).__name__}"
+                f"with several processes HivemindStrategy trains on CPU or CUDA devices, not with "
+                f"{type(self.accelerator).__name__}: use Trainer(devices=1) in each of several peers"
             )
-        if len(devices) * self.num_nodes == 1:
+        if is_alone:
             self._processes = type(self._processes)(devices[0], self.accelerator)
             return
         ddp = self._flavour.find("strategies", "DDPStrategy")

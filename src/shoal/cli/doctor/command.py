@@ -21,8 +21,8 @@ from shoal.reactor import Portal
 
 DESCRIPTION = """\
 Checks what may keep this machine from training with others: its settings, and for each address how well the peer there
-can be reached and can reach this machine. With --device, trains there and on the CPU, and compares. Says for each problem
-what to do. The exit status is 0 if nothing failed.
+can be reached and can reach this machine. With --device, trains there and on the CPU, and compares. Says for each
+problem what to do. The exit status is 0 if nothing failed.
 """
 THIS_MACHINE = "this machine"
 
@@ -99,8 +99,8 @@ def _prepare_device(name: str) -> Callable[[], Iterator[Finding]]:
         ValueError: it is not there.
     """
     from shoal.cli.doctor import (
-        device as room,
-    )  # imports torch, which takes a second: without --device it is not needed
+        device as room,  # imports torch, which takes a second: without --device it is not needed
+    )
 
     return partial(room.look_at_device, room.find_device(name))
 
