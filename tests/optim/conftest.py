@@ -14,7 +14,7 @@ import torch
 from shoal.dht import DHT
 from shoal.optim import Optimizer
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which a condition that should have come true makes a test fail."""
 
 
