@@ -6,6 +6,11 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+LIMIT_SECONDS = 270
+pytestmark = pytest.mark.timeout(300)  # importing torch is pure computing, on a busy machine very long
+
 OPTIONAL_PACKAGES = ("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning")
 
 PRELUDE = """
@@ -20,7 +25,7 @@ def all_modules():
 
 def run(script: str) -> str:
     command = [sys.executable, "-W", "error::Warning:shoal", "-c", PRELUDE + textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -98,5 +103,5 @@ def test_the_table_loads_neither_torch_nor_what_few_programs_need() -> None:
         print([name for name in [*heavy, *(f"shoal.{room}" for room in rooms)] if name in sys.modules])
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True)
     assert done.stdout.strip() == "[]"

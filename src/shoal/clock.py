@@ -27,15 +27,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import sys
 import time
+from asyncio import timeout as timeout
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
-
-if sys.version_info >= (3, 11):
-    from asyncio import timeout as timeout
-else:
-    from async_timeout import timeout as timeout
 
 logger = logging.getLogger(__name__)
 

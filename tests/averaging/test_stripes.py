@@ -179,7 +179,7 @@ async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
 
 async def test_a_member_that_opens_only_some_of_its_stripes_is_given_up(monkeypatch, far_away):
     far_away(2 * SECONDS_PER_STRIPE)
-    swarm, tensors = await start(3, sender_timeout=0.3, reducer_timeout=0.6)
+    swarm, tensors = await start(3, sender_timeout=1.0, reducer_timeout=2.0)
     victim, run_stripe = swarm.nodes[0].p2p.peer_id, Exchange._run_stripe
 
     async def half(self, begin):

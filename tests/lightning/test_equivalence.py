@@ -15,7 +15,7 @@ from tests.system.swarm import START_LIMIT_SECONDS, Peer
 PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
 pl = pytest.importorskip(PACKAGE)
 SCRIPT = str(Path(__file__).parent / "train_shares.py")
-TRAINING_SECONDS = 120
+TRAINING_SECONDS = 300
 
 
 def train_alone(samples: int) -> list[float]:

@@ -15,7 +15,7 @@ from shoal.dht import DHT
 from shoal.optim import Optimizer
 from tests.device import chosen_device
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which a condition that should have come true makes a test fail."""
 
 

@@ -65,9 +65,17 @@ def know_each_other(trainers: list[Trainer]) -> None:
         wait_until(lambda t=trainer: t.opt.tracker.expected_group_size == len(trainers), "all peers know each other")
 
 
-@pytest.mark.parametrize("schedule", [None, sequential, chained], ids=["", "sequential", "chained"])
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("schedule", "offload", "dtype"),
+    [
+        pytest.param(None, False, torch.float32, id="float32"),
+        pytest.param(None, True, torch.bfloat16, id="bfloat16-offload"),
+        pytest.param(sequential, False, torch.bfloat16, id="bfloat16-sequential"),
+        pytest.param(sequential, True, torch.float32, id="float32-offload-sequential"),
+        pytest.param(chained, False, torch.bfloat16, id="bfloat16-chained"),
+        pytest.param(chained, True, torch.float32, id="float32-offload-chained"),
+    ],
+)  # every two values together
 def test_a_run_goes_on_as_if_it_had_not_been_interrupted(make_trainers, schedule, offload, dtype):
     options = {"optimizer": adam, "scheduler": schedule, "offload": offload, "target": 8, "dtype": dtype}
     (trainer,) = make_trainers(1, **options)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from shoal.compression import BlockwiseQuantization, Float16Compression, NoCompression, Uniform8BitQuantization
+from shoal.compression import BlockwiseQuantization, NoCompression, Uniform8BitQuantization
 from shoal.optim import Optimizer
 from tests.device import chosen_device
 from tests.optim.conftest import in_parallel, wait_until
+
+pytestmark = pytest.mark.timeout(300)  # so long only on a machine that has other things to do
 
 EPOCHS = 20
 PEERS = 4
@@ -111,7 +113,7 @@ def train_together(
 ) -> list[torch.nn.Module]:
     target = sum(len(batch) for peer in data[0] for batch in peer)
     models = [make_model() for _ in range(PEERS)]
-    options = {"run_id": "run", "matchmaking_time": 10.0, "averaging_timeout": 30.0, **options}
+    options = {"run_id": "run", "matchmaking_time": 60.0, "averaging_timeout": 120.0, **options}
     options |= {"target_batch_size": target, "delay_state_averaging": options.get("delay_state_averaging", False)}
     factory, is_offloaded = options.pop("optimizer"), options.pop("offload", False)
     opts = []
@@ -131,7 +133,7 @@ def train_together(
 
     in_parallel(*(lambda i=i: run(i) for i in range(PEERS)))
     for opt in opts:
-        opt.state_averager.finish_jobs(10)
+        opt.state_averager.finish_jobs(60)
         assert opt.local_epoch == len(data)
         assert len(opt.grad_averager.last_round.peers) == PEERS
         assert opt.grad_averager.last_round.failed_peers == ()
@@ -152,10 +154,16 @@ def step_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.
     return torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
 
 
-@pytest.mark.parametrize("shares", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
-@pytest.mark.parametrize("schedule", [None, step_schedule], ids=["", "scheduled"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "schedule", "clips", "shares"),
+    [
+        pytest.param("momentum", None, False, EQUAL, id="momentum"),
+        pytest.param("momentum", step_schedule, True, UNEQUAL, id="momentum-scheduled-clipped-unequal"),
+        pytest.param("adamw", step_schedule, False, UNEQUAL, id="adamw-scheduled-unequal"),
+        pytest.param("adamw", None, True, UNEQUAL, id="adamw-clipped-unequal"),
+        pytest.param("adamw", step_schedule, True, EQUAL, id="adamw-scheduled-clipped"),
+    ],
+)  # every two values together
 def test_synchronous_training_equals_training_alone(make_dhts, closing, name, schedule, clips, shares):
     make_optimizer = clipped(OPTIMIZERS[name]) if clips else OPTIMIZERS[name]
     data = make_data(shares)
@@ -208,15 +216,13 @@ def digits() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("of_gradients", "of_parameters"),
     [
-        (NoCompression, NoCompression),
-        (Float16Compression, Float16Compression),
         (BlockwiseQuantization, BlockwiseQuantization),
         (Uniform8BitQuantization, NoCompression),
         (NoCompression, Uniform8BitQuantization),
     ],
 )
 def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, of_gradients, of_parameters):
-    """Neither half precision nor eight bits, of gradients and of parameters, in every epoch."""
+    """Not even with eight bits, of gradients and of parameters, in every epoch."""
     generator = torch.Generator().manual_seed(3)
     indices = [torch.randperm(len(digits), generator=generator)[: PEERS * 64].view(PEERS, 1, 64) for _ in range(60)]
     data = [[[digits[batch] for batch in peer] for peer in epoch] for epoch in indices]

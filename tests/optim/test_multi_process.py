@@ -13,7 +13,7 @@ from shoal.optim.multi_process import MultiProcessOptimizer
 from tests.optim import ranks
 from tests.processes import run_in_group
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("scenario", [ranks.equivalence, ranks.under_ddp, ranks.background, ranks.download])

@@ -224,9 +224,17 @@ def make_steps(trainer: Trainer, count: int) -> None:
         trainer.step()
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
-@pytest.mark.parametrize("asks", [True, False], ids=["asks", "does not ask"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "asks", "offload"),
+    [
+        ("steps", True, False),
+        ("steps", False, True),
+        ("sequential", True, True),
+        ("sequential", False, False),
+        ("chained", True, False),
+        ("chained", False, True),
+    ],
+)  # every two values together
 def test_a_newcomer_has_everything_before_its_first_sample_counts(make_trainers, name, asks, offload):
     options = {"scheduler": SCHEDULES[name], "offload": offload}
     expected = learning_rates(SCHEDULES[name], 8)
@@ -522,6 +530,9 @@ def train_until_all_have_met(trainers: list[Trainer]) -> None:
     in_parallel(*(lambda t=t: train(t) for t in trainers))
 
 
+DELAYED = {"offload": True, "delay_optimizer_step": True}
+
+
 def train_until_all_are_alike(trainers: list[Trainer]) -> None:
     """One epoch after the other: on a busy machine one of them may be late for the last round, but not for all."""
     deadline = time.monotonic() + PATIENCE
@@ -539,9 +550,22 @@ def train_until_all_are_alike(trainers: list[Trainer]) -> None:
         in_parallel(*(lambda t=t, epoch=epoch: t.train_until(epoch) for t in trainers))
 
 
-@pytest.mark.parametrize("use_ext_grad_buffer", [True, False])
-@pytest.mark.parametrize("averager", [GradientAverager, PowerSGDGradientAverager, PowerEFGradientAverager])
-@pytest.mark.parametrize("options", [{}, {"offload": True, "delay_optimizer_step": True}], ids=["", "offload"])
+@pytest.mark.parametrize(
+    ("averager", "use_ext_grad_buffer", "options"),
+    [
+        pytest.param(
+            averager, has_buffer, DELAYED if is_delayed else {}, id=f"{averager.__name__}-{has_buffer}-{is_delayed}"
+        )
+        for averager, has_buffer, is_delayed in (
+            (GradientAverager, True, True),
+            (GradientAverager, False, False),
+            (PowerSGDGradientAverager, True, False),
+            (PowerSGDGradientAverager, False, True),
+            (PowerEFGradientAverager, True, True),
+            (PowerEFGradientAverager, False, False),
+        )
+    ],
+)  # every two values together
 def test_every_gradient_averager_works_with_newcomers(make_trainers, averager, use_ext_grad_buffer, options):
     preset = {} if averager is GradientAverager else {"averager_rank": 1, "min_compression_ratio": 0.3}
     options = {"grad_averager": averager.get_factory(**preset), "use_ext_grad_buffer": use_ext_grad_buffer, **options}

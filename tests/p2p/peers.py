@@ -16,6 +16,8 @@ from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.transport import Buffer, Stream
 
 KINDS = ["tcp", "memory"]
+PATIENCE = 50.0
+"""Seconds after which something that should have come makes a test fail, also on a machine that is very busy."""
 
 
 class Peers:
@@ -157,7 +159,7 @@ def stub(caller: P2P, server: P2P) -> Any:
     return Service.get_stub(caller, server.peer_id)
 
 
-async def until(condition: Callable[[], bool], limit: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
     """Let the loop go on until something holds that comes without an event of its own."""
     async with timeout(limit):
         while not condition():  # noqa: ASYNC110

@@ -71,7 +71,7 @@ def assert_same_time(swarm: ClockSwarm, expected: float = 0.0) -> None:
     assert abs(statistics.median(times) - expected) < SAME_TIME, times
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("wrong", [(7, 12), (0, 1), (0, 19)], ids=["later", "the first two", "first and last"])
 def test_two_of_twenty_clocks_are_wrong(wrong, seed, caplog):
     """One five minutes ahead, one five minutes behind: all join, and what they store expires when it should."""
