@@ -13,8 +13,12 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from shoal.p2p import fork_safety
-from tests import blocking_calls
+from tests import blocking_calls, pretend
+
+pretend.begin(pretend.asked_for())  # before shoal is imported
+
+from shoal.p2p import fork_safety  # noqa: E402
+from shoal.reactor import new_event_loop  # noqa: E402
 
 settings.register_profile("shoal", deadline=None)  # how long one example takes says little on a busy machine
 settings.load_profile("shoal")
@@ -41,9 +45,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--loop",
         choices=["uvloop", "asyncio"],
-        default="uvloop",
-        help="event loop for `async def` tests: uvloop as in production (where it exists), or the standard one",
+        default=os.environ.get("SHOAL_LOOP") or None,
+        help="event loop of tests and of shoal, as SHOAL_LOOP: uvloop (the default where it exists), or the standard one",
     )
+    parser.addoption(
+        "--pretend",
+        choices=pretend.SYSTEMS,
+        default=pretend.system or None,
+        help="be another system, as far as shoal can see; see tests/pretend",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that tests start have the same loop."""
+    if config.getoption("--loop"):
+        os.environ["SHOAL_LOOP"] = config.getoption("--loop")
+
+
+def pytest_report_header() -> str:
+    return f"pretends to be {pretend.system}" if pretend.system else ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,7 +82,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    loop = _new_event_loop(pyfuncitem.config.getoption("--loop"))
+    loop = new_event_loop()
     try:
         asyncio.set_event_loop(loop)
         loop.run_until_complete(_run_alone(pyfuncitem.obj(**arguments)))
@@ -72,16 +92,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         asyncio.set_event_loop(None)
         loop.close()
     return True
-
-
-def _new_event_loop(kind: str) -> asyncio.AbstractEventLoop:
-    if kind == "uvloop":
-        try:
-            import uvloop
-        except ImportError:  # Windows
-            return asyncio.new_event_loop()
-        return uvloop.new_event_loop()
-    return asyncio.new_event_loop()
 
 
 async def _run_alone(test) -> None:

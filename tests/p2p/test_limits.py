@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 import time
 from dataclasses import dataclass
@@ -160,6 +159,7 @@ async def test_too_many_handshakes_of_one_host() -> None:
 
 async def test_no_sockets_left() -> None:
     """The process has run out of them: strangers go first, and the listener goes on when there are some again."""
+    resource = pytest.importorskip("resource")
     async with Listening() as listening:
         reader, writer = await asyncio.open_connection("127.0.0.1", listening.port)
         await until(lambda: len(listening.transport._silent) == 1)
@@ -187,6 +187,7 @@ async def test_ten_thousand_strangers_do_not_keep_honest_peers_out() -> None:
 
     ``pytest -s`` shows how long honest peers wait meanwhile, with strangers and server in one process.
     """
+    resource = pytest.importorskip("resource")
     crowd = min(10_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1_500)
     strangers: list[socket.socket] = []
     slow: list[socket.socket] = []

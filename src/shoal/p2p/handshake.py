@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
-from shoal.p2p.identity import SIGNATURE_BYTES, Identity, peer_id_of_certificate, verify_signature
+from shoal.p2p.identity import NEW_BINARY_FILE, SIGNATURE_BYTES, Identity, peer_id_of_certificate, verify_signature
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PUBLIC_KEY_BYTES, PeerID
 from shoal.p2p.tcp_stream import TcpStream
@@ -64,7 +64,7 @@ def listener_context(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
     certificate, key = identity.certificate_pem()
     with tempfile.TemporaryDirectory(prefix="shoal-") as directory:  # the ssl module loads keys from files only
         path = Path(directory, "identity.pem")
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(os.open(path, NEW_BINARY_FILE, 0o600), "wb") as file:
             file.write(key + certificate)
         context.load_cert_chain(path)
     return context, ssl.PEM_cert_to_DER_cert(certificate.decode())

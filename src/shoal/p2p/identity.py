@@ -16,6 +16,8 @@ from shoal.p2p.peer_id import PeerID
 
 _FILE_HEADER = b"\x08\x01\x12\x40"  # protobuf of libp2p's PrivateKey: type Ed25519, 64 bytes of data follow
 SIGNATURE_BYTES = 64
+NEW_BINARY_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+"""How to open a file that must be new. Without ``O_BINARY``, Windows writes two bytes for each 0x0A of a key."""
 _WEAK_KEYS = frozenset(
     bytes.fromhex(key)
     for key in (
@@ -91,7 +93,7 @@ class Identity:
         path = Path(path)
         if not path.parent.is_dir():
             raise FileNotFoundError(f"cannot keep an identity in {path}: the directory {path.parent} does not exist")
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, NEW_BINARY_FILE, 0o600)
         identity = cls.generate()
         try:
             os.write(descriptor, identity.to_bytes())
