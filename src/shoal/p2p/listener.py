@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from shoal.p2p.connecting import TcpSocket
 from shoal.p2p.fork_safety import disown_socket, own_socket
 
 logger = logging.getLogger(__name__)
@@ -20,10 +21,16 @@ ACCEPTED_AT_ONCE = 32
 """Connections taken from the queue before other work of the loop has its turn."""
 PAUSE_SECONDS = 0.2
 """How long nothing is accepted after the system has refused to give another socket."""
-_ABORTED = {errno.ECONNABORTED, errno.EPROTO, errno.EINTR, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
-"""Troubles of the connection that was to be accepted, not of the listener."""
+REFUSED_BY_SYSTEM = "cannot accept a connection: %s; trying again in %g s"
+_ABORTED = {errno.EPROTO, errno.EINTR, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
+"""Troubles of the connection that was to be accepted, not of the listener; beside every ConnectionError."""
 
 OnAccept = Callable[[socket.socket, str], None]
+
+
+def _is_of_connection(error: OSError) -> bool:
+    """Whether somebody gave up before being accepted, so that nothing is wrong here."""
+    return isinstance(error, ConnectionError) or error.errno in _ABORTED
 
 
 class Listener:
@@ -59,18 +66,23 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError as e:
-                if e.errno not in _ABORTED:
+                if not _is_of_connection(e):
                     self._wait_for_sockets(e)
                     return
             else:
                 self._hand_over(connection, address)
 
-    def _hand_over(self, connection: socket.socket, address: Any) -> None:
+    def _hand_over(self, accepted: socket.socket, address: Any) -> None:
+        connection = TcpSocket(fileno=accepted.detach())
         connection.setblocking(False)
-        self._on_accept(connection, address[0])
+        try:
+            self._on_accept(connection, address[0])
+        except Exception:  # whatever it is, the next one is to be let in
+            logger.exception("a connection from %s could not be taken", address[0])
+            connection.close()
 
     def _wait_for_sockets(self, error: OSError) -> None:
-        logger.warning("cannot accept a connection: %s; trying again in %g s", error.strerror, PAUSE_SECONDS)
+        logger.warning(REFUSED_BY_SYSTEM, error.strerror, PAUSE_SECONDS)
         self._on_exhaustion()
         descriptor = self._socket.fileno()
         self._loop.remove_reader(descriptor)
@@ -81,8 +93,8 @@ class Listener:
             try:
                 connection, address = await self._loop.sock_accept(self._socket)
             except OSError as e:
-                if e.errno not in _ABORTED:
-                    logger.warning("cannot accept a connection: %s", e.strerror)
+                if not _is_of_connection(e):
+                    logger.warning(REFUSED_BY_SYSTEM, e.strerror, PAUSE_SECONDS)
                     self._on_exhaustion()
                     await asyncio.sleep(PAUSE_SECONDS)
             else:
