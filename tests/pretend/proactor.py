@@ -172,7 +172,9 @@ class SelectorProactor:
 
 
 def _is_readable(connection: socket.socket) -> bool:
-    return bool(select.select([connection], [], [], 0)[0])
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 class PretendedProactorLoop(proactor_events.BaseProactorEventLoop):
@@ -210,5 +212,5 @@ def forgives(report: dict[str, Any]) -> bool:
     if "_call_connection_lost" not in report["message"] or type(connection) is not socket.socket:
         return False
     connection.close()
-    transport._sock = None
+    transport._called_connection_lost, transport._sock = True, None
     return True

@@ -203,9 +203,7 @@ class TcpTransport(Transport):
             loop.add_reader(accepted.fileno(), self._begin_handshake, arrival, on_stream)
         except NotImplementedError:  # the loop of Windows
             arrival.first_byte = loop.create_task(_first_byte_of(accepted))
-            arrival.first_byte.add_done_callback(
-                lambda waiting: None if waiting.cancelled() else self._begin_handshake(arrival, on_stream)
-            )
+            arrival.first_byte.add_done_callback(lambda _: self._note_first_byte(arrival, on_stream))
         self._make_room_in(self._silent)
 
     def _turn_away(self, accepted: socket.socket, host: str) -> None:
@@ -216,6 +214,10 @@ class TcpTransport(Transport):
             accepted.send(BUSY_ALERT)
             accepted.shutdown(socket.SHUT_WR)
             accepted.recv(4096)  # closing with something unread would destroy the alert on its way
+
+    def _note_first_byte(self, arrival: Arrival, on_stream: OnStream) -> None:
+        if arrival in self._silent:  # else it had to go
+            self._begin_handshake(arrival, on_stream)
 
     def _begin_handshake(self, arrival: Arrival, on_stream: OnStream) -> None:
         loop = asyncio.get_running_loop()
