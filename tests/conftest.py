@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--loop",
         choices=["uvloop", "asyncio"],
         default=os.environ.get("SHOAL_LOOP") or None,
-        help="event loop of tests and of shoal, as SHOAL_LOOP: uvloop (the default where it exists), or the standard one",
+        help="event loop of tests and of shoal, like SHOAL_LOOP; default: uvloop where it exists",
     )
     parser.addoption(
         "--pretend",

@@ -12,11 +12,17 @@ from typing import Any
 
 from tests.pretend import views
 
-NOT_IN_OS = "O_TMPFILE memfd_create sched_getaffinity sched_setaffinity".split()
-NOT_IN_SOCKET = (
-    "MSG_NOSIGNAL SOCK_CLOEXEC SOCK_NONBLOCK SO_BINDTODEVICE TCP_CONGESTION TCP_CORK TCP_INFO TCP_KEEPIDLE "
-    "TCP_QUICKACK TCP_USER_TIMEOUT"
-).split()
+NOT_IN_OS = frozenset(
+    """
+    O_TMPFILE memfd_create sched_getaffinity sched_setaffinity
+    """.split()
+)
+NOT_IN_SOCKET = frozenset(
+    """
+    MSG_NOSIGNAL SOCK_CLOEXEC SOCK_NONBLOCK SO_BINDTODEVICE TCP_CONGESTION TCP_CORK TCP_INFO TCP_KEEPIDLE
+    TCP_QUICKACK TCP_USER_TIMEOUT
+    """.split()
+)
 _TCP_INFO, _CLOSED, _SEGMENTS_OUT = 11, 7, 136
 
 

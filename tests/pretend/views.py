@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import importlib
+import sys
 from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
@@ -68,7 +70,7 @@ def look_at(module: ModuleType, hidden: Collection[str] = (), instead: Mapping[s
 
 
 def _sees_views(importer: str) -> bool:
-    return importer.split(".")[0] in IMPORTERS[:2] and not importer.startswith(NOT_FOR) or importer == IMPORTERS[2]
+    return (importer.split(".")[0] in IMPORTERS[:2] and not importer.startswith(NOT_FOR)) or importer == IMPORTERS[2]
 
 
 def _import(
@@ -90,6 +92,13 @@ def _import(
     return view
 
 
+def _import_module(name: str, package: str | None = None) -> ModuleType:
+    if name in _views and _sees_views(sys._getframe(1).f_globals.get("__name__", "")):
+        return _import(name, {"__name__": IMPORTERS[0]}, fromlist=("*",))
+    return importlib.import_module(name, package)
+
+
 def hand_out() -> None:
-    """From now on import statements find what is shown."""
+    """From now on import statements find what is shown, and so does ``importlib.import_module``."""
+    look_at(importlib, (), {"import_module": _import_module})
     builtins.__import__ = _import

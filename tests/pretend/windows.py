@@ -20,15 +20,23 @@ from tests.pretend import views
 from tests.pretend.proactor import TICK, PretendedProactorLoop
 
 NO_MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "pty", "uvloop")
-NOT_IN_OS = (
-    "O_CLOEXEC O_NOFOLLOW O_NONBLOCK WNOHANG chown fchmod fork forkpty getgid getloadavg getpgid getsid getuid geteuid "
-    "killpg mkfifo openpty register_at_fork sched_getaffinity setsid sysconf umask_of_group uname wait4"
-).split()
-NOT_IN_SOCKET = (
-    "AF_UNIX MSG_DONTWAIT MSG_NOSIGNAL SCM_RIGHTS SO_BINDTODEVICE SO_REUSEPORT SOCK_CLOEXEC SOCK_NONBLOCK "
-    "TCP_CONGESTION TCP_CORK TCP_INFO TCP_NOTSENT_LOWAT TCP_QUICKACK TCP_USER_TIMEOUT sethostname"
-).split()
-NOT_IN_SIGNAL = "SIGALRM SIGCHLD SIGCONT SIGHUP SIGKILL SIGQUIT SIGSTOP SIGUSR1 SIGUSR2 setitimer pthread_kill".split()
+NOT_IN_OS = frozenset(
+    """
+    O_CLOEXEC O_NOFOLLOW O_NONBLOCK WNOHANG chown fchmod fork forkpty getgid getloadavg getpgid getsid getuid
+    geteuid killpg mkfifo openpty register_at_fork sched_getaffinity setsid sysconf uname wait4
+    """.split()
+)
+NOT_IN_SOCKET = frozenset(
+    """
+    AF_UNIX MSG_DONTWAIT MSG_NOSIGNAL SCM_RIGHTS SO_BINDTODEVICE SO_REUSEPORT SOCK_CLOEXEC SOCK_NONBLOCK
+    TCP_CONGESTION TCP_CORK TCP_INFO TCP_NOTSENT_LOWAT TCP_QUICKACK TCP_USER_TIMEOUT sethostname
+    """.split()
+)
+NOT_IN_SIGNAL = frozenset(
+    """
+    SIGALRM SIGCHLD SIGCONT SIGHUP SIGKILL SIGQUIT SIGSTOP SIGUSR1 SIGUSR2 setitimer pthread_kill
+    """.split()
+)
 
 O_BINARY = 1 << 28
 SO_EXCLUSIVEADDRUSE = -5
@@ -42,19 +50,17 @@ def begin() -> None:
         views.show(name, None)
     text = TextFiles()
     views.look_at(
-        os, NOT_IN_OS, {"name": "nt", "O_BINARY": O_BINARY, "open": text.open, "write": text.write, "fdopen": text.fdopen}
+        os,
+        NOT_IN_OS,
+        {"name": "nt", "O_BINARY": O_BINARY, "open": text.open, "write": text.write, "fdopen": text.fdopen},
     )
     views.look_at(sys, (), {"platform": "win32"})
     views.look_at(socket, NOT_IN_SOCKET, {"SO_EXCLUSIVEADDRUSE": SO_EXCLUSIVEADDRUSE})
     views.look_at(select, ("poll", "epoll", "kqueue"))
     views.look_at(signal, NOT_IN_SIGNAL, {"CTRL_BREAK_EVENT": signal.SIGINT, "CTRL_C_EVENT": signal.SIGINT})
     views.look_at(time, (), {"time": coarse(time.time), "monotonic": coarse(time.monotonic)})
-    views.look_at(
-        asyncio, (), {"ProactorEventLoop": PretendedProactorLoop, "new_event_loop": PretendedProactorLoop}
-    )
-    views.look_at(
-        subprocess, (), {"CREATE_NEW_PROCESS_GROUP": CREATE_NEW_PROCESS_GROUP, "Popen": WindowsPopen}
-    )
+    views.look_at(asyncio, (), {"ProactorEventLoop": PretendedProactorLoop, "new_event_loop": PretendedProactorLoop})
+    views.look_at(subprocess, (), {"CREATE_NEW_PROCESS_GROUP": CREATE_NEW_PROCESS_GROUP, "Popen": WindowsPopen})
     views.show("msvcrt", _msvcrt())
     _know_exclusive_ports()
     views.hand_out()

@@ -1,8 +1,8 @@
 """Connecting to a host, which may have several addresses of which some lead nowhere.
 
-They are tried as in RFC 8305: versions of IP in turn, each a little later than the one before, and the first that answers
-wins. So an address that answers never, or late (Windows takes two seconds for a port that is refused), costs the others
-nothing but a moment.
+They are tried as in RFC 8305: versions of IP in turn, each a little later than the one before, and the first that
+answers wins. So an address that answers never, or late (Windows takes two seconds for a port that is refused), costs
+the others nothing but a moment.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ CONNECT_STAGGER = 0.25
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPALIVE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that vanishes without a word is noticed within about a minute, also while nobody writes."""
 
+_FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
+
 AddressInfo = tuple[int, int, int, str, "tuple[str | int, ...]"]
 
 
@@ -34,6 +36,11 @@ class TcpSocket(socket.socket):
     def shutdown(self, how: int) -> None:
         with contextlib.suppress(OSError):
             super().shutdown(how)
+
+
+def family_of(kind: str) -> socket.AddressFamily:
+    """Which version of IP a part of a multiaddr asks for, such as ``dns4``."""
+    return _FAMILIES.get(kind, socket.AF_UNSPEC)
 
 
 async def connect(host: str, port: int, family: socket.AddressFamily) -> socket.socket:
@@ -83,12 +90,13 @@ async def _connect_to(info: AddressInfo) -> socket.socket:
         await asyncio.get_running_loop().sock_connect(connecting, address)
         hurry_within_host(connecting)
     except BaseException:
-        _close(connecting)
+        close(connecting)
         raise
     return connecting
 
 
-def _close(connecting: socket.socket) -> None:
+def close(connecting: socket.socket) -> None:
+    """Close a socket that :func:`connect` has returned and that nothing else has taken over."""
     disown_socket(connecting.fileno(), connecting)
     connecting.close()
 
@@ -96,7 +104,7 @@ def _close(connecting: socket.socket) -> None:
 def _close_late(attempt: asyncio.Task[socket.socket]) -> None:
     """Another address was faster, or nobody waits any more."""
     if not attempt.cancelled() and attempt.exception() is None:
-        _close(attempt.result())
+        close(attempt.result())
 
 
 async def _resolve(host: str, port: int, family: socket.AddressFamily) -> list[AddressInfo]:

@@ -113,12 +113,22 @@ async def prove_to_listener(stream: TcpStream, identity: Identity, address: Mult
 _BROKEN = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, StreamClosedError, ssl.SSLEOFError)
 
 
+_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+_NO_ROUTE_ON_WINDOWS = (1231, 1232)
+"""Network unreachable, host unreachable: as they come from completion ports, without an ``errno`` of their own."""
+
+
 def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:
     """The error of a dial, with the address and what went wrong."""
     if isinstance(error, DialError):
         return error
     kind = InterruptedDialError if isinstance(error, _BROKEN) or "ALERT_ACCESS_DENIED" in str(error) else DialError
     return kind(f"{address}: {explain(error)}")
+
+
+def has_no_route(error: OSError) -> bool:
+    """Whether the system knows no way to the other side."""
+    return error.errno in _NO_ROUTE or getattr(error, "winerror", None) in _NO_ROUTE_ON_WINDOWS
 
 
 def explain(error: BaseException) -> str:
@@ -134,7 +144,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, ssl.SSLError):
         return _explain_tls(error)
     if isinstance(error, OSError):
-        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL):
+        if has_no_route(error):
             return f"no route to that host ({error.strerror})"
         return f"{error.strerror or error}"
     return f"{type(error).__name__}: {error}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from shoal.advice import make_private
 from shoal.errors import P2PDaemonError
 from shoal.p2p.peer_id import PeerID
 
@@ -107,7 +108,7 @@ class Identity:
     @classmethod
     def _load(cls, path: Path) -> Identity:
         if os.name == "posix" and stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise P2PDaemonError(f"identity file {path} can be read by other users: run chmod 600 {path}")
+            raise P2PDaemonError(f"identity file {path} can be read by other users: run {make_private(path)}")
         try:
             return cls.from_bytes(path.read_bytes())
         except (ValueError, OSError) as e:

@@ -15,7 +15,7 @@ from shoal.clock import timeout
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.p2p.admission import HostRates, WaitingRoom, host_of
-from shoal.p2p.connecting import connect, hurry_within_host, set_options
+from shoal.p2p.connecting import connect, family_of, hurry_within_host, set_options
 from shoal.p2p.fork_safety import disown_socket, own_socket
 from shoal.p2p.handshake import (
     BUSY_ALERT,
@@ -45,7 +45,6 @@ from shoal.p2p.transport import OnStream, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
-_FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
 _BACKSTOP_SECONDS = 1.0
 """The TLS layer's own time limit comes after the one here, which knows what to say."""
 
@@ -113,7 +112,7 @@ class TcpTransport(Transport):
         if not self.supports(address):
             raise DialError(f"{address} is not supported: give /ip4/<address>/tcp/<port> (or ip6, dns, dns4, dns6)")
         (kind, host), (_, port) = address.items()
-        return cast("str", host), int(cast("str", port)), _FAMILIES.get(kind, socket.AF_UNSPEC)
+        return cast("str", host), int(cast("str", port)), family_of(kind)
 
     # --- listening ----------------------------------------------------------------------------------------------------
 

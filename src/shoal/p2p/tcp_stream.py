@@ -216,6 +216,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         Between here and the kernel are buffers of TLS and of the transport, which have limits of their own; they are
         empty when the kernel is always given less than it would take.
         """
+        if sys.platform == "win32":  # nobody can limit what waits in its kernel
+            return
         poller = select.poll()
         poller.register(self._descriptor, select.POLLOUT)
         while True:
