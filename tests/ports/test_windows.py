@@ -1,4 +1,4 @@
-"""What Windows does differently, tried on any system; ``pytest --pretend=windows`` runs the rest of the tests as there."""
+"""What Windows does differently, tried on any system; ``--pretend=windows`` runs the other tests as there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -24,10 +27,11 @@ from shoal.p2p.handshake import explain
 from shoal.p2p.listener import Listener, bind
 from shoal.p2p.tcp import TcpTransport
 from shoal.reactor import LOOPS, Portal, Reactor, new_event_loop
+from tests import pretend
 from tests.p2p.peers import end_of, until
 from tests.p2p.test_tcp import Listening
 from tests.pretend.proactor import PretendedProactorLoop
-from tests.pretend.windows import O_BINARY, TextFiles
+from tests.pretend.windows import O_BINARY, TextFiles, exclusive
 
 
 def on_proactor(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -120,7 +124,10 @@ def test_a_policy_does_not_choose_the_loop(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("wanted", LOOPS)
 def test_the_environment_chooses_the_loop(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     if wanted == "uvloop":
-        pytest.importorskip("uvloop")
+        try:
+            import uvloop  # noqa: F401
+        except ImportError:
+            pytest.skip("not to be had here")
     monkeypatch.setenv("SHOAL_LOOP", wanted)
     loop = new_event_loop()
     loop.close()
@@ -177,7 +184,7 @@ async def test_silent_strangers_cost_no_tls() -> None:
 
 
 @on_proactor
-async def test_nothing_ends_accepting(caplog: pytest.LogCaptureFixture | None = None) -> None:
+async def test_nothing_ends_accepting() -> None:
     """Neither those who leave before they are accepted, nor an error of whoever takes a connection."""
     taken: list[socket.socket] = []
     exhausted: list[None] = []
@@ -298,3 +305,30 @@ def test_commands_for_a_dead_process_are_not_heard(tmp_path) -> None:
     with contextlib.nullcontext():
         peer.tell(Leave())
         peer.hang_up()
+
+
+def test_who_reads_commands_leaves_the_standard_input_alone() -> None:
+    """A library that looks at it while somebody reads from it would wait, on Windows."""
+    script = """
+        import os
+        from shoal.cli.demo.peer import _take_standard_input
+        commands = _take_standard_input()
+        assert os.read(0, 10) == b"", "nothing is there any more"
+        assert commands.read() == b"a command", "it has moved"
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], input=b"a command", check=True, timeout=60)
+
+
+@pytest.mark.skipif(pretend.system != "windows", reason="elsewhere files have no text mode")
+def test_a_key_with_a_line_feed_survives(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = next(each for _ in range(1000) if b"\n" in (each := Identity.generate()).to_bytes())
+    monkeypatch.setattr(Identity, "generate", classmethod(lambda cls: key))
+    Identity.load_or_create(tmp_path / "id")
+    assert Identity.load_or_create(tmp_path / "id").peer_id == key.peer_id
+
+
+@pytest.mark.skipif(pretend.system != "windows", reason="elsewhere there is no such option")
+async def test_a_port_is_for_one_listener_alone() -> None:
+    for bound in await bind("127.0.0.1", 0, socket.AF_INET):
+        with bound:
+            assert bound.fileno() in exclusive
