@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-IMPORTERS = ("shoal", "tests", "_pytest.outcomes")
-"""Who gets views; the last one is ``pytest.importorskip``."""
+IMPORTERS = ("shoal", "tests")
+"""Who gets views."""
 NOT_FOR = "tests.pretend"
 """What makes the views needs the real thing."""
 
@@ -70,7 +70,7 @@ def look_at(module: ModuleType, hidden: Collection[str] = (), instead: Mapping[s
 
 
 def _sees_views(importer: str) -> bool:
-    return (importer.split(".")[0] in IMPORTERS[:2] and not importer.startswith(NOT_FOR)) or importer == IMPORTERS[2]
+    return importer.split(".")[0] in IMPORTERS and not importer.startswith(NOT_FOR)
 
 
 def _import(
