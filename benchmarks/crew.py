@@ -165,13 +165,13 @@ class Crew:
     def reset_peaks(self) -> None:
         """Begin to look for the peaks of memory anew (Linux only)."""
         for process in self._all_processes():
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="utf-8")
 
     def peaks(self) -> list[int]:
         """By how many bytes the peers and their child processes, each at its own peak, were above what was noted."""
         peaks = []
         for peer, before in zip(self.processes, self._memory_before, strict=True):
-            statuses = [Path(f"/proc/{process.pid}/status").read_text() for process in _family(peer)]
+            statuses = [Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8") for process in _family(peer)]
             high_water = [int(status.split("VmHWM:")[1].split()[0]) * 1024 for status in statuses]
             peaks.append(sum(high_water) - before)
         return peaks

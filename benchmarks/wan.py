@@ -42,7 +42,7 @@ def main() -> None:
         version = crew.version
     print(
         f"{args.library} {version}: {args.megabytes:g} MB among {args.hosts} hosts of {args.megabits:g} Mbit/s, "
-        f"{1000 * args.round_trip:g} ms, {CONGESTION_CONTROL.read_text().strip()}: "
+        f"{1000 * args.round_trip:g} ms, {CONGESTION_CONTROL.read_text(encoding='utf-8').strip()}: "
         f"median {median(seconds):.3f} s, {median(seconds) / limit:.3f} × the limit of "
         f"{limit:.3f} s   rounds {' '.join(f'{each:.3f}' for each in seconds)}"
     )

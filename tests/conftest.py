@@ -8,13 +8,19 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 from hypothesis import settings
 
-from shoal.p2p import fork_safety
-from tests import blocking_calls
+from tests import blocking_calls, pretend
+
+pretend.begin(pretend.asked_for())  # before shoal is imported
+
+from shoal.p2p import fork_safety  # noqa: E402
+from shoal.reactor import new_event_loop  # noqa: E402
+from tests.pretend.proactor import forgives  # noqa: E402
 
 settings.register_profile("shoal", deadline=None)  # how long one example takes says little on a busy machine
 settings.load_profile("shoal")
@@ -41,9 +47,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--loop",
         choices=["uvloop", "asyncio"],
-        default="uvloop",
-        help="event loop for `async def` tests: uvloop as in production (where it exists), or the standard one",
+        default=os.environ.get("SHOAL_LOOP") or None,
+        help="event loop of tests and of shoal, like SHOAL_LOOP; default: uvloop where it exists",
     )
+    parser.addoption(
+        "--pretend",
+        choices=pretend.SYSTEMS,
+        default=pretend.system or None,
+        help="be another system, as far as shoal can see; see tests/pretend",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that tests start have the same loop."""
+    if config.getoption("--loop"):
+        os.environ["SHOAL_LOOP"] = config.getoption("--loop")
+
+
+def pytest_report_header() -> str:
+    return f"pretends to be {pretend.system}" if pretend.system else ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,7 +84,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    loop = _new_event_loop(pyfuncitem.config.getoption("--loop"))
+    loop = new_event_loop()
     try:
         asyncio.set_event_loop(loop)
         loop.run_until_complete(_run_alone(pyfuncitem.obj(**arguments)))
@@ -74,23 +96,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _new_event_loop(kind: str) -> asyncio.AbstractEventLoop:
-    if kind == "uvloop":
-        try:
-            import uvloop
-        except ImportError:  # Windows
-            return asyncio.new_event_loop()
-        return uvloop.new_event_loop()
-    return asyncio.new_event_loop()
-
-
 async def _run_alone(test) -> None:
     """Await the test; tasks that outlive it are a leak of the test or of the code under test.
 
     What the loop reports to its exception handler is an error that reached nobody.
     """
     reported: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, report: reported.append(str(report)))
+
+    def note(_: asyncio.AbstractEventLoop, report: dict[str, Any]) -> None:
+        if not forgives(report):
+            reported.append(str(report))
+
+    asyncio.get_running_loop().set_exception_handler(note)
     try:
         await test
         deadline = time.monotonic() + LEAK_GRACE_SECONDS

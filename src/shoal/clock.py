@@ -27,10 +27,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import threading
 import time
 from asyncio import timeout as timeout
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
+
+from shoal.advice import set_the_clock
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,8 @@ MAX_DHT_TIME_DISCREPANCY_SECONDS = 3.0
 UNNOTICEABLE_SECONDS = 0.25
 """Smaller differences are not corrected."""
 WORTH_A_WARNING_SECONDS = 1.0
+SMALLEST_STEP = 2.0**-21
+"""Between two looks at the time: half a microsecond, so that what is added to both keeps them apart."""
 SETTLING_SECONDS = 5.0
 """After the first exchange: others tell their time, too, and nothing depends on it yet."""
 SLOW_DOWN = 0.1
@@ -244,10 +250,11 @@ class SwarmClock:
             return
         logger.warning(
             "the clock of this machine is %.1f seconds %s the time of the swarm (peers compared: %d). shoal corrects "
-            "for that, other programs do not: turn on NTP, for instance with `timedatectl set-ntp true`",
+            "for that, other programs do not: turn on NTP (%s)",
             abs(offset),
             "ahead of" if offset > 0 else "behind",
             len(self._samples),
+            set_the_clock(),
         )
 
 
@@ -270,7 +277,35 @@ def _agreement(votes: Sequence[_Vote], needed: int) -> float | None:
     return near[-1].offset
 
 
-_clock_of_process = SwarmClock()
+class ProcessClock(SwarmClock):
+    """The clock of a process, of which no two looks give the same time, nor a later one an earlier time.
+
+    Where the clock of the machine ticks 64 times per second, as on Windows, much happens at one moment; yet what is
+    stored after something else has to expire later. A clock that is set back by more than a moment takes this one with
+    it. Simulations have plain clocks, in which time passes only when nothing is left to do.
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(wall, monotonic)
+        self._latest = -math.inf
+        self._lock = threading.Lock()
+
+    def time(self) -> float:
+        now = super().time()
+        with self._lock:
+            if -UNNOTICEABLE_SECONDS < now - self._latest < SMALLEST_STEP:
+                now = self._latest + SMALLEST_STEP
+            self._latest = now
+        return now
+
+    def forget_threads(self) -> None:
+        """In a forked child: nobody is there to release what another thread has locked."""
+        self._lock = threading.Lock()
+
+
+_clock_of_process = ProcessClock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_clock_of_process.forget_threads)
 
 
 def get_clock() -> SwarmClock:

@@ -7,6 +7,7 @@
 ``SHOAL_DHT_NUM_WORKERS``          requests in flight of one search in the table; default 4
 ``SHOAL_HOST_MADDRS``              where peers listen that are not told where, such as ``/ip4/127.0.0.1/tcp/0`` for this
                                    machine alone; several are separated by commas; default: all networks
+``SHOAL_LOOP``                     event loop: ``uvloop`` or ``asyncio``; default: uvloop where it is installed
 =================================  ====================================================================================
 
 Each is also understood with ``HIVEMIND_`` instead of ``SHOAL_``. ``USE_LEGACY_BFLOAT16`` has no prefix, see

@@ -18,17 +18,22 @@ import functools
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
 
+from shoal.environment import setting
 from shoal.errors import ReactorError
 from shoal.futures import AwaitableFuture
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+LOOPS = ("uvloop", "asyncio")
+"""What ``SHOAL_LOOP`` may be."""
 
 EXIT_GRACE_SECONDS = 1.0
 """How long interpreter exit waits for open objects to say goodbye to other peers."""
@@ -37,17 +42,38 @@ TASK_GRACE_SECONDS = 0.2
 """How long the loop, on its way out, waits for cancelled tasks to clean up."""
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # Windows, PyPy
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A new event loop: the one that ``SHOAL_LOOP`` asks for, else uvloop where it exists.
+
+    Without uvloop it is the one of the system on which shoal works best, whatever the policy of the process says: on
+    Windows, Jupyter chooses a loop that can have no more than 512 sockets.
+
+    Raises:
+        ValueError: ``SHOAL_LOOP`` names no such loop, or one that is not installed.
+    """
+    return _loop_factory()()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    wanted = setting("LOOP")
+    if wanted not in ("", *LOOPS):
+        raise ValueError(f"SHOAL_LOOP must be one of {', '.join(LOOPS)}, got {wanted!r}")
+    if wanted != "asyncio":
+        try:
+            import uvloop
+        except ImportError:  # Windows, PyPy
+            if wanted:
+                raise ValueError(f"SHOAL_LOOP is {wanted}, which is not installed here: try asyncio") from None
+        else:
+            return uvloop.new_event_loop
+    if sys.platform == "win32":
+        return asyncio.ProactorEventLoop
+    return asyncio.SelectorEventLoop
 
 
 def switch_to_uvloop() -> asyncio.AbstractEventLoop:
     """A new event loop, of uvloop where it exists, that is the current one of this thread from now on."""
-    loop = _new_event_loop()
+    loop = new_event_loop()
     asyncio.set_event_loop(loop)
     return loop
 
@@ -81,13 +107,14 @@ class Reactor:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.loop = _new_event_loop()
-        self.loop.set_exception_handler(_report)
-        self.loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(thread_name_prefix="shoal-worker"))
         self.portals: weakref.WeakSet[Portal] = weakref.WeakSet()
         self.portal_numbers = itertools.count()
-        self.thread = threading.Thread(target=self._run, name="shoal-reactor", daemon=True)
+        made: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self.thread = threading.Thread(
+            target=self._run, args=(_loop_factory(), made), name="shoal-reactor", daemon=True
+        )
         self.thread.start()
+        self.loop = made.result()
 
     @classmethod
     def get(cls) -> Reactor:
@@ -97,13 +124,29 @@ class Reactor:
                 cls._current = cls()
             return cls._current
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
+    def _run(
+        self,
+        make_loop: Callable[[], asyncio.AbstractEventLoop],
+        made: concurrent.futures.Future[asyncio.AbstractEventLoop],
+    ) -> None:
+        """Make the loop and run it.
+
+        It is made here because the one of Windows, made in the main thread, takes what wakes that thread for Ctrl-C.
+        """
         try:
-            self.loop.run_forever()
-            self.loop.run_until_complete(_end_remaining_tasks())  # else each would complain when it is collected
+            loop = make_loop()
+        except BaseException as e:  # there may be no sockets left
+            made.set_exception(e)
+            return
+        loop.set_exception_handler(_report)
+        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(thread_name_prefix="shoal-worker"))
+        asyncio.set_event_loop(loop)
+        made.set_result(loop)
+        try:
+            loop.run_forever()
+            loop.run_until_complete(_end_remaining_tasks())  # else each would complain when it is collected
         finally:
-            self.loop.close()
+            loop.close()
 
     def in_loop_thread(self) -> bool:
         """Whether the caller already runs inside the loop, where blocking would deadlock."""

@@ -274,7 +274,7 @@ async def test_holders_of_different_tensors_do_not_exclude_each_other():
     leave = asyncio.Event()
     first = asyncio.ensure_future(hold("0 and 1", (0, 1), leave))
     second = asyncio.ensure_future(hold("2", (2,), leave))
-    await asyncio.sleep(0.01)
+    await until(lambda: len(order) == 2)
     assert order == ["0 and 1", "2"]
     everything = asyncio.ensure_future(hold("all", None))
     await asyncio.sleep(0)

@@ -248,7 +248,7 @@ async def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> N
     async def wait_for_ever(*_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(asyncio, "open_connection", wait_for_ever)
+    monkeypatch.setattr(peer_module, "connect", wait_for_ever)
     async with Peers("tcp") as peers:
         failure = only_failure(await examine(await peers.start(), "/ip4/127.0.0.1/tcp/1"))
     assert failure.check == "connection"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 import time
 from dataclasses import dataclass
 from statistics import median, quantiles
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -23,6 +23,16 @@ from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.wire import READ_STEP_BYTES, Kind, pack
 from tests.p2p.peers import KINDS, Empty, Number, Peers, Service, assert_clean, end_of, serving, stub, until
 from tests.p2p.test_tcp import Listening
+
+
+def resource_limits() -> ModuleType:
+    """The module that knows the limits of a process; skips the test where there is none."""
+    try:
+        import resource
+    except ImportError:
+        pytest.skip("this system has no such limits")
+    return resource
+
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -160,6 +170,7 @@ async def test_too_many_handshakes_of_one_host() -> None:
 
 async def test_no_sockets_left() -> None:
     """The process has run out of them: strangers go first, and the listener goes on when there are some again."""
+    resource = resource_limits()
     async with Listening() as listening:
         reader, writer = await asyncio.open_connection("127.0.0.1", listening.port)
         await until(lambda: len(listening.transport._silent) == 1)
@@ -182,11 +193,13 @@ async def test_no_sockets_left() -> None:
         client.close()
 
 
+@pytest.mark.slow
 async def test_ten_thousand_strangers_do_not_keep_honest_peers_out() -> None:
     """Some say nothing at all, some begin a handshake and go on byte by byte; all from the host of the honest peers.
 
     ``pytest -s`` shows how long honest peers wait meanwhile, with strangers and server in one process.
     """
+    resource = resource_limits()
     crowd = min(10_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1_500)
     strangers: list[socket.socket] = []
     slow: list[socket.socket] = []

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import datetime
 import errno
-import fcntl
 import gc
 import socket
 import ssl
@@ -273,6 +272,8 @@ async def test_what_waits_unsent_can_be_limited_further() -> None:
 
 
 def unsent_in_kernel(descriptor: int) -> int:
+    import fcntl
+
     answer = array.array("i", [0])
     fcntl.ioctl(descriptor, 0x894B, answer)  # SIOCOUTQNSD
     return answer[0]

@@ -47,7 +47,7 @@ class Peer:
         self.events: list[Event] = []
         self._news = threading.Condition()
         self._output_ended = False
-        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed in close()
+        self._errors = tempfile.TemporaryFile(encoding="utf-8", mode="w+")  # noqa: SIM115 - closed in close()
         inherited = os.environ if environment is None else environment
         program = str(script) if str(script).startswith("-") else str(HERE / script)
         self.process = subprocess.Popen(

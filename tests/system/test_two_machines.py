@@ -211,13 +211,13 @@ def test_two_computers_run_the_lightning_example_together(hosts: list[Host]) -> 
 
 def has_connected(peer: Peer) -> bool:
     """Somebody on its host has a connection; psutil would look at those of this process's own host."""
-    rows = Path(f"/proc/{peer.process.pid}/net/tcp").read_text().splitlines()[1:]
+    rows = Path(f"/proc/{peer.process.pid}/net/tcp").read_text(encoding="utf-8").splitlines()[1:]
     return any(row.split()[3] == "01" for row in rows)
 
 
 def whole_numbers(name: str, table: Path) -> set[str]:
     """What is in a column of what Lightning logs."""
-    with table.open() as file:
+    with table.open(encoding="utf-8") as file:
         return {row[name].partition(".")[0] for row in csv.DictReader(file) if row.get(name)}
 
 

@@ -7,6 +7,7 @@ import ipaddress
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -226,7 +227,7 @@ def _reach(address: Multiaddr) -> int:
 
 
 def _report_until_interrupted(dht: DHT, period: float, pause: Callable[[float], object] | None = None) -> None:
-    pause = pause or threading.Event().wait
+    pause = pause or time.sleep  # waiting for an event would ignore Ctrl-C on Windows
     while True:
         pause(period)
         nodes, keys = dht.run_coroutine(_size)

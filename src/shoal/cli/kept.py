@@ -107,7 +107,9 @@ def _by_process(text: str) -> str:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        if os.name == "posix":  # elsewhere it would let two share a port
+        if sys.platform == "win32":
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        elif sys.platform != "darwin":  # there it would let two overlap
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("0.0.0.0", port))

@@ -12,6 +12,7 @@ import itertools
 import math
 import mmap
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,12 +176,13 @@ def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def map_memory(nbytes: int) -> mmap.mmap:
     """Fresh memory of this process, in huge pages where the system has them."""
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+    if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    huge: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
+    if huge is not None:
         with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(huge)
     return memory
 
 

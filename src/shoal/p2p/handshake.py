@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
-from shoal.p2p.identity import SIGNATURE_BYTES, Identity, peer_id_of_certificate, verify_signature
+from shoal.p2p.identity import NEW_BINARY_FILE, SIGNATURE_BYTES, Identity, peer_id_of_certificate, verify_signature
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PUBLIC_KEY_BYTES, PeerID
 from shoal.p2p.tcp_stream import TcpStream
@@ -64,7 +64,7 @@ def listener_context(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
     certificate, key = identity.certificate_pem()
     with tempfile.TemporaryDirectory(prefix="shoal-") as directory:  # the ssl module loads keys from files only
         path = Path(directory, "identity.pem")
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(os.open(path, NEW_BINARY_FILE, 0o600), "wb") as file:
             file.write(key + certificate)
         context.load_cert_chain(path)
     return context, ssl.PEM_cert_to_DER_cert(certificate.decode())
@@ -113,12 +113,22 @@ async def prove_to_listener(stream: TcpStream, identity: Identity, address: Mult
 _BROKEN = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, StreamClosedError, ssl.SSLEOFError)
 
 
+_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+_NO_ROUTE_ON_WINDOWS = (1231, 1232)
+"""Network unreachable, host unreachable: as they come from completion ports, without an ``errno`` of their own."""
+
+
 def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:
     """The error of a dial, with the address and what went wrong."""
     if isinstance(error, DialError):
         return error
     kind = InterruptedDialError if isinstance(error, _BROKEN) or "ALERT_ACCESS_DENIED" in str(error) else DialError
     return kind(f"{address}: {explain(error)}")
+
+
+def has_no_route(error: OSError) -> bool:
+    """Whether the system knows no way to the other side."""
+    return error.errno in _NO_ROUTE or getattr(error, "winerror", None) in _NO_ROUTE_ON_WINDOWS
 
 
 def explain(error: BaseException) -> str:
@@ -134,7 +144,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, ssl.SSLError):
         return _explain_tls(error)
     if isinstance(error, OSError):
-        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL):
+        if has_no_route(error):
             return f"no route to that host ({error.strerror})"
         return f"{error.strerror or error}"
     return f"{type(error).__name__}: {error}"

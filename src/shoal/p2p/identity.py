@@ -11,11 +11,14 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from shoal.advice import make_private
 from shoal.errors import P2PDaemonError
 from shoal.p2p.peer_id import PeerID
 
 _FILE_HEADER = b"\x08\x01\x12\x40"  # protobuf of libp2p's PrivateKey: type Ed25519, 64 bytes of data follow
 SIGNATURE_BYTES = 64
+NEW_BINARY_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+"""How to open a file that must be new. Without ``O_BINARY``, Windows writes two bytes for each 0x0A of a key."""
 _WEAK_KEYS = frozenset(
     bytes.fromhex(key)
     for key in (
@@ -91,7 +94,7 @@ class Identity:
         path = Path(path)
         if not path.parent.is_dir():
             raise FileNotFoundError(f"cannot keep an identity in {path}: the directory {path.parent} does not exist")
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, NEW_BINARY_FILE, 0o600)
         identity = cls.generate()
         try:
             os.write(descriptor, identity.to_bytes())
@@ -105,7 +108,7 @@ class Identity:
     @classmethod
     def _load(cls, path: Path) -> Identity:
         if os.name == "posix" and stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise P2PDaemonError(f"identity file {path} can be read by other users: run chmod 600 {path}")
+            raise P2PDaemonError(f"identity file {path} can be read by other users: run {make_private(path)}")
         try:
             return cls.from_bytes(path.read_bytes())
         except (ValueError, OSError) as e:

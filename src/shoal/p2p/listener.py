@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from shoal.clock import timeout
+from shoal.p2p.connecting import TcpSocket
 from shoal.p2p.fork_safety import disown_socket, own_socket
 
 logger = logging.getLogger(__name__)
@@ -20,10 +22,17 @@ ACCEPTED_AT_ONCE = 32
 """Connections taken from the queue before other work of the loop has its turn."""
 PAUSE_SECONDS = 0.2
 """How long nothing is accepted after the system has refused to give another socket."""
-_ABORTED = {errno.ECONNABORTED, errno.EPROTO, errno.EINTR, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
-"""Troubles of the connection that was to be accepted, not of the listener."""
+REFUSED_BY_SYSTEM = "cannot accept a connection: %s; trying again in %g s"
+LOCAL_CALL_SECONDS = 1.0
+_ABORTED = {errno.EPROTO, errno.EINTR, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
+"""Troubles of the connection that was to be accepted, not of the listener; beside every ConnectionError."""
 
 OnAccept = Callable[[socket.socket, str], None]
+
+
+def _is_of_connection(error: OSError) -> bool:
+    """Whether somebody gave up before being accepted, so that nothing is wrong here."""
+    return isinstance(error, ConnectionError) or error.errno in _ABORTED
 
 
 class Listener:
@@ -59,18 +68,23 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError as e:
-                if e.errno not in _ABORTED:
+                if not _is_of_connection(e):
                     self._wait_for_sockets(e)
                     return
             else:
                 self._hand_over(connection, address)
 
-    def _hand_over(self, connection: socket.socket, address: Any) -> None:
+    def _hand_over(self, accepted: socket.socket, address: Any) -> None:
+        connection = TcpSocket(fileno=accepted.detach())
         connection.setblocking(False)
-        self._on_accept(connection, address[0])
+        try:
+            self._on_accept(connection, address[0])
+        except Exception:  # whatever it is, the next one is to be let in
+            logger.exception("a connection from %s could not be taken", address[0])
+            connection.close()
 
     def _wait_for_sockets(self, error: OSError) -> None:
-        logger.warning("cannot accept a connection: %s; trying again in %g s", error.strerror, PAUSE_SECONDS)
+        logger.warning(REFUSED_BY_SYSTEM, error.strerror, PAUSE_SECONDS)
         self._on_exhaustion()
         descriptor = self._socket.fileno()
         self._loop.remove_reader(descriptor)
@@ -81,8 +95,8 @@ class Listener:
             try:
                 connection, address = await self._loop.sock_accept(self._socket)
             except OSError as e:
-                if e.errno not in _ABORTED:
-                    logger.warning("cannot accept a connection: %s", e.strerror)
+                if not _is_of_connection(e):
+                    logger.warning(REFUSED_BY_SYSTEM, e.strerror, PAUSE_SECONDS)
                     self._on_exhaustion()
                     await asyncio.sleep(PAUSE_SECONDS)
             else:
@@ -116,13 +130,44 @@ async def bind(host: str, port: int, family: socket.AddressFamily) -> list[socke
         for each_family, kind, protocol, _, address in dict.fromkeys(found):
             each = socket.socket(each_family, kind, protocol)
             bound.append(each)
-            if os.name == "posix":  # elsewhere it would let two listeners share a port
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if each_family == socket.AF_INET6:
                 each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            each.bind((address[0], port or bound[0].getsockname()[1], *address[2:]))
+            await _bind(each, (address[0], port or bound[0].getsockname()[1], *address[2:]))
     except BaseException:
         for each in bound:
             each.close()
         raise
     return bound
+
+
+async def _bind(unbound: socket.socket, address: tuple[Any, ...]) -> None:
+    """Bind a socket to a port that nobody else has, also if connections of the last start are not quite over."""
+    ports_may_overlap: bool = sys.platform == "darwin"
+    if sys.platform == "win32":  # SO_REUSEADDR would let two listeners share a port, and so does neither of them
+        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+    elif not ports_may_overlap:
+        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        unbound.bind(address)
+    except OSError as e:
+        if not ports_may_overlap or e.errno != errno.EADDRINUSE or await _is_answered(unbound.family, address):
+            raise
+        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        unbound.bind(address)
+
+
+async def _is_answered(family: int, address: tuple[Any, ...]) -> bool:
+    """Whether somebody on this machine listens there.
+
+    With SO_REUSEADDR, macOS lets one program have a port on all networks and another one the same on one of them.
+    """
+    loopback = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    host = loopback if address[0] in ("0.0.0.0", "::") else address[0]
+    with TcpSocket(family, socket.SOCK_STREAM) as caller:
+        caller.setblocking(False)
+        try:
+            async with timeout(LOCAL_CALL_SECONDS):
+                await asyncio.get_running_loop().sock_connect(caller, (host, *address[1:]))
+        except (OSError, asyncio.TimeoutError, TimeoutError):
+            return False
+    return True

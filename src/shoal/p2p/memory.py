@@ -7,6 +7,7 @@ virtual time runs a slow network in no time. ``shoal.testing`` builds a network 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
@@ -144,12 +145,18 @@ class MemoryStream(PipeEnd):
     def __init__(self, network: MemoryNetwork, local: PeerID, remote: PeerID, address: Multiaddr | None) -> None:
         super().__init__(remote, address)
         self._network, self._local = network, local
+        self._under_way: deque[Piece] = deque()
         self._arrival = 0.0  # when the last piece sent from here arrives
 
     def send(self, piece: Piece) -> None:
         delay = self._network.delay(self._local, self.remote, len(piece or b""))
         self._arrival = max(self._arrival, self._loop.time() + delay)
-        self._loop.call_at(self._arrival, self.other.arrive, piece)
+        self._under_way.append(piece)
+        self._loop.call_at(self._arrival, self._deliver)
+
+    def _deliver(self) -> None:
+        """In the order of sending: timers of one moment, which lasts long on Windows, come in any order."""
+        self.other.arrive(self._under_way.popleft())
 
 
 class MemoryNetwork:

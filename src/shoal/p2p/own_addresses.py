@@ -140,8 +140,13 @@ class OwnAddresses:
         return any(ip == address.ip for address in self._all)
 
     def told(self) -> list[OwnAddress]:
-        """What others are to know, the best first."""
-        return [address for address in self._all if address.rank != SPARE]
+        """What others are to know, the best first.
+
+        Addresses that nobody has configured lead to a neighbour on the same cable at best: they are told only where
+        there is no network. Windows has them on everything that is not plugged in.
+        """
+        useless = (SPARE, UNCONFIGURED) if _has_network(self._all) else (SPARE,)
+        return [address for address in self._all if address.rank not in useless]
 
     def look(self, now: float) -> bool:
         """Look at the interfaces, and return whether others have something new to know.

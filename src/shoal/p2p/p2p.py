@@ -24,6 +24,7 @@ from shoal.p2p.joining import Target, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.open_files import have_enough_files
 from shoal.p2p.peer_id import PeerID, PeerInfo
 from shoal.p2p.pool import ConnectionPool
 from shoal.p2p.presence import Presence, check_identity_is_free, greet_anew
@@ -155,6 +156,7 @@ class P2P:
         announced = [_checked_announcement(Multiaddr(address)) for address in announce_maddrs or ()]
         metrics = Metrics()
         if transport is None:
+            have_enough_files()
             transport = TcpTransport(await _identity(identity_path), metrics, limits)
         p2p = cls(transport, rng or random.Random(), metrics, idle_timeout, limits)
         p2p.client_mode = no_listen

@@ -15,6 +15,7 @@ from shoal.clock import timeout
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.p2p.admission import HostRates, WaitingRoom, host_of
+from shoal.p2p.connecting import connect, family_of, hurry_within_host, set_options
 from shoal.p2p.fork_safety import disown_socket, own_socket
 from shoal.p2p.handshake import (
     BUSY_ALERT,
@@ -39,14 +40,11 @@ from shoal.p2p.own_addresses import (
     is_loopback,
 )
 from shoal.p2p.peer_id import PeerID
-from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpStream, address_of
+from shoal.p2p.tcp_stream import TcpStream, address_of
 from shoal.p2p.transport import OnStream, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
-_FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPALIVE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""A host that vanishes without a word is noticed within about a minute, also while nobody writes."""
 _BACKSTOP_SECONDS = 1.0
 """The TLS layer's own time limit comes after the one here, which knows what to say."""
 
@@ -60,6 +58,8 @@ class Arrival:
         self.stream = TcpStream()
         self.patience: asyncio.TimerHandle | None = None
         """Ends the wait for the first byte."""
+        self.first_byte: asyncio.Task[None] | None = None
+        """Waits for it, where the loop cannot watch a socket."""
         self.task: asyncio.Task[None] | None = None
         """The handshake, which begins with the first byte."""
         self.in_hands_of_loop = False
@@ -112,7 +112,7 @@ class TcpTransport(Transport):
         if not self.supports(address):
             raise DialError(f"{address} is not supported: give /ip4/<address>/tcp/<port> (or ip6, dns, dns4, dns6)")
         (kind, host), (_, port) = address.items()
-        return cast("str", host), int(cast("str", port)), _FAMILIES.get(kind, socket.AF_UNSPEC)
+        return cast("str", host), int(cast("str", port)), family_of(kind)
 
     # --- listening ----------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,8 @@ class TcpTransport(Transport):
         try:
             loop.add_reader(accepted.fileno(), self._begin_handshake, arrival, on_stream)
         except NotImplementedError:  # the loop of Windows
-            self._begin_handshake(arrival, on_stream)
+            arrival.first_byte = loop.create_task(_first_byte_of(accepted))
+            arrival.first_byte.add_done_callback(lambda _: self._note_first_byte(arrival, on_stream))
         self._make_room_in(self._silent)
 
     def _turn_away(self, accepted: socket.socket, host: str) -> None:
@@ -212,6 +213,10 @@ class TcpTransport(Transport):
             accepted.send(BUSY_ALERT)
             accepted.shutdown(socket.SHUT_WR)
             accepted.recv(4096)  # closing with something unread would destroy the alert on its way
+
+    def _note_first_byte(self, arrival: Arrival, on_stream: OnStream) -> None:
+        if arrival in self._silent:  # else it had to go
+            self._begin_handshake(arrival, on_stream)
 
     def _begin_handshake(self, arrival: Arrival, on_stream: OnStream) -> None:
         loop = asyncio.get_running_loop()
@@ -227,7 +232,9 @@ class TcpTransport(Transport):
         if arrival.patience is not None:
             arrival.patience.cancel()
             arrival.patience = None
-            with contextlib.suppress(NotImplementedError):
+            if arrival.first_byte is not None:
+                arrival.first_byte.cancel()
+            else:
                 asyncio.get_running_loop().remove_reader(arrival.socket.fileno())
 
     async def _shake_hands(self, arrival: Arrival, on_stream: OnStream) -> None:
@@ -237,8 +244,8 @@ class TcpTransport(Transport):
         try:
             async with timeout(HANDSHAKE_TIMEOUT):
                 arrival.in_hands_of_loop = True
-                _set_options(arrival.socket)
-                _hurry_within_host(arrival.socket)
+                set_options(arrival.socket)
+                hurry_within_host(arrival.socket)
                 await asyncio.get_running_loop().connect_accepted_socket(
                     lambda: stream,
                     arrival.socket,
@@ -317,7 +324,7 @@ class TcpTransport(Transport):
         connected: socket.socket | None = None
         try:
             async with timeout(HANDSHAKE_TIMEOUT):
-                connected = await _connect(host, port, family)
+                connected = await connect(host, port, family)
                 descriptor = connected.fileno()
                 await asyncio.get_running_loop().create_connection(
                     lambda: stream,
@@ -355,62 +362,7 @@ class TcpTransport(Transport):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _connect(host: str, port: int, family: socket.AddressFamily) -> socket.socket:
-    """A connected socket to the first address of a host that answers.
-
-    Raises:
-        OSError: none does.
-    """
-    loop = asyncio.get_running_loop()
-    errors: list[OSError] = []
-    for each_family, kind, protocol, _, address in await _resolve(host, port, family):
-        connecting = socket.socket(each_family, kind, protocol)
-        own_socket(connecting.fileno(), connecting)
-        try:
-            connecting.setblocking(False)
-            _set_options(connecting)
-            await loop.sock_connect(connecting, address)
-            _hurry_within_host(connecting)
-            return connecting
-        except OSError as e:
-            _close(connecting)
-            errors.append(e)
-        except BaseException:
-            _close(connecting)
-            raise
-    raise errors[0]
-
-
-def _close(connecting: socket.socket) -> None:
-    disown_socket(connecting.fileno(), connecting)
-    connecting.close()
-
-
-_AddressInfo = tuple[int, int, int, str, "tuple[str | int, ...]"]
-
-
-async def _resolve(host: str, port: int, family: socket.AddressFamily) -> list[_AddressInfo]:
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-    except UnicodeError as e:  # not a name that the domain name system can express
-        raise socket.gaierror(socket.EAI_NONAME, str(e)) from e
-    return cast("list[_AddressInfo]", found)
-
-
-def _set_options(connection: socket.socket) -> None:
-    """No delay for small messages; little that waits unsent; notice hosts that vanish."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_HIGH_WATER)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # each system has its own choice of them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _hurry_within_host(connection: socket.socket) -> None:
-    """Leave out pacing, with which some systems spare networks, where there is none: it takes a quarter of the time."""
-    with contextlib.suppress(OSError):  # it is over already, or there is no such choice
-        if hasattr(socket, "TCP_CONGESTION") and connection.getsockname()[0] == connection.getpeername()[0]:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+async def _first_byte_of(accepted: socket.socket) -> None:
+    """Return when something has arrived, without reading it: an empty read ends then on Windows."""
+    with contextlib.suppress(OSError):  # the handshake finds out what is wrong
+        await asyncio.get_running_loop().sock_recv_into(accepted, bytearray())

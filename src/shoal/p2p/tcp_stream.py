@@ -7,11 +7,13 @@ views of the caller's memory, which TLS encrypts at once: when a write returns, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import socket
 import ssl
 import struct
+import sys
 from collections.abc import Callable
 from typing import cast
 
@@ -30,6 +32,7 @@ CLOSE_TIMEOUT = 2.0
 PAUSED_CHECK_SECONDS = 0.5
 """While nobody reads, the loop does not watch the socket: it is looked at this often whether it is still connected."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+"""A ``struct linger``. That of Windows has shorter numbers, and these begin in the same way."""
 
 
 class TcpStream(Stream, asyncio.BufferedProtocol):
@@ -104,16 +107,13 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         if self._end - self._start == len(self._own) and not self._read_paused and self._transport is not None:
             self._read_paused = True
             self._transport.pause_reading()
-            if hasattr(select, "poll"):  # not on Windows
-                self._paused_check = self._loop.call_later(PAUSED_CHECK_SECONDS, self._check_while_paused)
+            self._paused_check = self._loop.call_later(PAUSED_CHECK_SECONDS, self._check_while_paused)
 
     def _check_while_paused(self) -> None:
         """Notice that the other side has broken the connection off, although what it sent before is still unread."""
         if self._transport is None or self._transport.is_closing():
             return
-        poller = select.poll()
-        poller.register(self._descriptor, 0)  # errors and hang-ups are always told
-        if poller.poll(0):
+        if _is_broken_off(self._transport.get_extra_info("socket")):
             self._transport.abort()
             self._end_now()
         else:
@@ -129,7 +129,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
             self._transport = None  # no cycle: what TLS has for buffers must not wait for the garbage collector
         if self._closing is not None:
             self._closing.cancel()
-        if exc is not None and not self._closed and not isinstance(exc, ConnectionResetError):
+        if exc is not None and not self._closed and not isinstance(exc, ConnectionError):
             self._reason = f"the connection broke: {type(exc).__name__}: {exc}"
         self._end_now()
 
@@ -216,6 +216,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         Between here and the kernel are buffers of TLS and of the transport, which have limits of their own; they are
         empty when the kernel is always given less than it would take.
         """
+        if sys.platform == "win32":  # nobody can limit what waits in its kernel
+            return
         poller = select.poll()
         poller.register(self._descriptor, select.POLLOUT)
         while True:
@@ -242,7 +244,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=limit)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             self._is_backlog_limited = nbytes is not None
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, limit)
+            with contextlib.suppress(OSError):  # on macOS, if the other side has broken it off
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, limit)
 
     def on_closed(self, callback: Callable[[], object] | None) -> None:
         self._close_callback = callback
@@ -284,7 +287,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         """End it in a way that overtakes what is still under way, which may be held up where nobody reads."""
         connection: socket.socket | None = transport.get_extra_info("socket")
         if connection is not None and not transport.is_closing():
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            with contextlib.suppress(OSError):  # on macOS, if the other side was faster
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         transport.abort()
 
     # --- facts for the handshake --------------------------------------------------------------------------------------
@@ -298,6 +302,30 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         if self._transport is None or self._closed:
             raise StreamClosedError(self._reason)
         return cast("ssl.SSLObject", self._transport.get_extra_info("ssl_object"))
+
+
+def _is_broken_off(connection: socket.socket | None) -> bool:
+    """Whether the other side has reset a connection from which nobody reads.
+
+    Such a connection has no other side any more. Windows does not say so, but drops what was unread; looking at that
+    tells. A connection that was closed in order is not over as long as something is unread.
+    """
+    if connection is None:
+        return True
+    try:
+        connection.getpeername()
+    except OSError:
+        return True
+    if sys.platform == "win32":
+        try:
+            with connection.dup() as twin:  # the transport lets nobody read
+                twin.setblocking(False)
+                twin.recv(1, socket.MSG_PEEK)
+        except ConnectionError:
+            return True
+        except OSError:  # nothing has come, or there are no sockets left
+            return False
+    return False
 
 
 def address_of(host: str, port: int) -> Multiaddr:

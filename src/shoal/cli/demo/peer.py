@@ -97,6 +97,18 @@ def train(pipes: Pipes, trainer: Trainer, command: Train | StopAfter) -> AnyComm
     return pipes.receive()
 
 
+def _take_standard_input() -> IO[bytes]:
+    """What the runner writes; nothing is left in its place.
+
+    On Windows, libraries that are loaded later look at the standard input, and would wait for whoever reads from it.
+    """
+    descriptor = sys.stdin.fileno()
+    commands = io.FileIO(os.dup(descriptor))  # unbuffered: nothing to lock when the process ends
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), descriptor)
+    return commands
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="One peer of `shoal demo`; the runner starts it.")
     parser.add_argument("number", type=int, help="which peer this is, from 1")
@@ -105,7 +117,7 @@ def main() -> None:
 
     events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints must not mix with the events
-    pipes = Pipes(io.FileIO(sys.stdin.fileno()), events)  # unbuffered: nothing to lock when the process ends
+    pipes = Pipes(_take_standard_input(), events)
     corpus = load_corpus(arguments.shards)
     trainer = Trainer(arguments.number, corpus, pipes.send)
     pipes.send(Ready(corpus.files, corpus.unigram_entropy, corpus.bigram_entropy))

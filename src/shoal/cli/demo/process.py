@@ -14,6 +14,9 @@ from pathlib import Path
 
 from shoal.cli.demo.messages import AnyEvent, Command, event_from, to_line
 
+_NEW_GROUP: int = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+"""Windows has groups of processes in place of sessions."""
+
 Heard = tuple[int, "AnyEvent | None"]
 """A peer's number and its event; None once it will never say anything again."""
 
@@ -32,13 +35,14 @@ class PeerProcess:
         self.number = number
         self.log = log
         with log.open("wb") as log_file:
-            self._process = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "shoal.cli.demo.peer", str(number), str(shards)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the runner, which ends its peers in order
+                creationflags=_NEW_GROUP,  # Ctrl-C is for the runner, which ends its peers in order
+                start_new_session=not _NEW_GROUP,
             )
         self._reader = threading.Thread(target=self._listen, args=(heard,), name=f"hear peer {number}", daemon=True)
         self._reader.start()
@@ -53,7 +57,7 @@ class PeerProcess:
     def tell(self, command: Command) -> None:
         """Send a command; a peer that is gone does not hear it, and the runner learns that from its silence."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):  # BrokenPipeError, or EINVAL on Windows
             self._process.stdin.write(to_line(command))
             self._process.stdin.flush()
 
@@ -64,7 +68,7 @@ class PeerProcess:
     def hang_up(self) -> None:
         """Close its input, by which it knows that it should leave."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self._process.stdin.close()
 
     def wait(self, timeout: float) -> int | None:
@@ -84,7 +88,7 @@ class PeerProcess:
 
     def last_words(self, lines: int = 15) -> str:
         """The end of what it wrote to standard error."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
 def end_all(processes: Iterable[PeerProcess], grace: float) -> None:

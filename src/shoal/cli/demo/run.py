@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.advice import end_at_once
 from shoal.cli.demo.messages import (
     AnyEvent,
     CaughtUp,
@@ -127,7 +128,7 @@ class Demo:
         self._processes[victim].kill()
         self.story.killed = (self._now(), victim)
         self._viewer.say(
-            f"{self._clock()} Peer {victim} was killed with SIGKILL: no goodbye, its connections just end."
+            f"{self._clock()} Peer {victim} was killed with {end_at_once()}: no goodbye, its connections just end."
         )
 
     def _add_one(self) -> None:

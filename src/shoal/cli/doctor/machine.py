@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import ipaddress
 import os
@@ -11,7 +12,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from shoal.advice import allow_open_files, make_folder, make_private, move_away
 from shoal.cli.doctor.findings import Finding, fail, ok, warn
 from shoal.errors import P2PDaemonError
 from shoal.p2p import Identity, Multiaddr
@@ -51,7 +54,7 @@ def _event_loop() -> Finding:
 
 def _open_files() -> Finding:
     try:
-        import resource
+        resource: Any = importlib.import_module("resource")
     except ImportError:
         return ok("open files", "no limit on this system")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -61,22 +64,22 @@ def _open_files() -> Finding:
     if soft >= ENOUGH_OPEN_FILES:
         return ok("open files", f"up to {soft}", **values)
     wanted = ENOUGH_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_OPEN_FILES)
-    fix = f"run: ulimit -n {wanted}"
+    fix = f"run: {allow_open_files(wanted)}"
     return warn("open files", f"at most {soft}, which is few: every connection is one", fix, **values)
 
 
 def _identity_file(path: Path) -> Finding:
     if not path.parent.is_dir():
-        return fail(IDENTITY_FILE, f"the folder of {path} does not exist", f"run: mkdir -p {path.parent}")
+        return fail(IDENTITY_FILE, f"the folder of {path} does not exist", f"run: {make_folder(path.parent)}")
     if not path.exists():
         return ok(IDENTITY_FILE, f"{path} does not exist yet, the first start makes it")
     mode = stat.S_IMODE(path.stat().st_mode)
     if os.name == "posix" and mode & 0o077:
-        return fail(IDENTITY_FILE, f"{path} can be read by other users (mode {mode:o})", f"run: chmod 600 {path}")
+        return fail(IDENTITY_FILE, f"{path} can be read by other users (mode {mode:o})", f"run: {make_private(path)}")
     try:
         identity = Identity.load_or_create(path)
     except (P2PDaemonError, OSError) as error:
-        return fail(IDENTITY_FILE, str(error), f"give another file, or move this one away: mv {path} {path}.old")
+        return fail(IDENTITY_FILE, str(error), f"give another file, or move this one away: {move_away(path)}")
     return ok(IDENTITY_FILE, f"{identity.peer_id}, private (mode {mode:o})", peer_id=str(identity.peer_id))
 
 

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator
 
+from shoal.advice import no_route_to_neighbours, set_the_clock
 from shoal.cli.doctor.findings import Finding, fail, ok, warn
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, UNNOTICEABLE_SECONDS
 from shoal.clock import timeout as time_limit
@@ -25,7 +26,8 @@ from shoal.p2p.checkup import (
     Question,
     describe_software,
 )
-from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain
+from shoal.p2p.connecting import close, connect, family_of
+from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
 from shoal.p2p.joining import explain_unreachable
 from shoal.p2p.own_addresses import is_loopback
 from shoal.p2p.presence import check_identity_is_free
@@ -101,10 +103,11 @@ async def _resolve(address: Multiaddr) -> Finding | None:
     kind, host, port = _target(address)
     if not kind.startswith("dns"):
         return None
-    family = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}.get(kind, socket.AF_UNSPEC)
     try:
         async with time_limit(ANSWER_SECONDS):
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, family=family_of(kind), type=socket.SOCK_STREAM
+            )
     except (OSError, UnicodeError, asyncio.TimeoutError, TimeoutError) as error:
         why = explain(error) if isinstance(error, OSError) else "the host name cannot be resolved"
         return fail("name", f"{host}: {why}", "check the spelling and the DNS of this machine")
@@ -113,15 +116,16 @@ async def _resolve(address: Multiaddr) -> Finding | None:
 
 
 async def _connect(address: Multiaddr) -> Finding | None:
-    _, host, port = _target(address)
+    kind, host, port = _target(address)
     began = time.perf_counter()
     try:
         async with time_limit(HANDSHAKE_TIMEOUT):
-            _, writer = await asyncio.open_connection(host, port)
+            connection = await connect(host, port, family_of(kind))
     except (OSError, asyncio.TimeoutError, TimeoutError) as error:
-        return fail("connection", explain(error), OPEN_PORT)
+        is_blocked = isinstance(error, OSError) and has_no_route(error)
+        return fail("connection", explain(error), OPEN_PORT + (no_route_to_neighbours() if is_blocked else ""))
     seconds = time.perf_counter() - began
-    writer.transport.abort()
+    close(connection)
     return ok("connection", f"TCP in {_milliseconds(seconds)}", seconds=seconds)
 
 
@@ -216,7 +220,7 @@ def _clock(p2p: P2P, peer: PeerID) -> Finding:
     text = f"clock off by {abs(ahead):.1f} s: this machine is {'behind' if ahead > 0 else 'ahead of'} that peer"
     if abs(ahead) > MAX_DHT_TIME_DISCREPANCY_SECONDS:
         text += "; shoal corrects for it if the other peers say the same"
-    return warn("clock", text, "turn on NTP where the time is wrong: timedatectl set-ntp true", ahead_seconds=ahead)
+    return warn("clock", text, f"turn on NTP where the time is wrong: {set_the_clock()}", ahead_seconds=ahead)
 
 
 async def _call_back(p2p: P2P, peer: PeerID, seen_at: str) -> Finding:
