@@ -96,7 +96,7 @@ def start_all(module: str, name: str, size: int) -> list[int]:
 
 
 def _write_to(path: Path) -> None:
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 

@@ -1,4 +1,4 @@
-"""Training on a device whose work is late: nothing is read before it is there, and nothing is counted before it is done."""
+"""Training on a device whose work is late: nothing is read before it is there, nor counted before it is done."""
 
 from __future__ import annotations
 
@@ -50,7 +50,12 @@ def test_sums_are_made_of_copies_that_have_arrived(fake, expected, device):
 def test_a_model_may_move_once_its_optimizer_has_been_made(fake, expected):
     model = make_model()
     accumulator = GradientAccumulator(list(model.parameters()))
-    model.to("fake")
+    torch.__future__.set_swap_module_params_on_conversion(True)  # as on other devices, it keeps its parameters
+    try:
+        model.to("fake")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert accumulator.parameters[0].device.type == "fake"
     with fake.late(LATE_MS):
         torch.testing.assert_close(accumulated(accumulator, model), expected)
 
@@ -73,7 +78,6 @@ def test_averaged_gradients_can_be_used_on_the_device(fake, make_dhts, closing):
 
 def test_samples_count_when_they_are_nearly_done(fake, make_trainers):
     (trainer,) = make_trainers(1, target=10**6)
-    trainer.model.to("fake")
     launched = []
     with fake.late(LATE_MS):
         for batches in range(1, 9):
@@ -86,13 +90,13 @@ def test_samples_count_when_they_are_nearly_done(fake, make_trainers):
 def launch_batch(trainer) -> None:
     """Without anything that waits for the device."""
     for parameter in trainer.model.parameters():
+        assert parameter.device.type == "fake"
         parameter.grad = torch.ones_like(parameter)
     trainer.opt.step(batch_size=trainer.batch_size)
 
 
 def test_an_epoch_is_not_over_before_its_batches_are_done(fake, make_trainers):
     (trainer,) = make_trainers(1, target=16)
-    trainer.model.to("fake")
     is_idle = []
     declare = trainer.opt.tracker.declare_epoch_over
 
@@ -177,7 +181,6 @@ def test_another_type_is_made_on_the_host(fake, dtype):
 
 def test_a_step_reads_one_number_at_most(fake, make_trainers):
     (trainer,) = make_trainers(1, target=10**6)
-    trainer.model.to("fake")
     launch_batch(trainer)
     fake.reset()
     launch_batch(trainer)
