@@ -168,6 +168,8 @@ async def _is_answered(family: int, address: tuple[Any, ...]) -> bool:
         try:
             async with timeout(LOCAL_CALL_SECONDS):
                 await asyncio.get_running_loop().sock_connect(caller, (host, *address[1:]))
-        except (OSError, asyncio.TimeoutError, TimeoutError):
+        except (asyncio.TimeoutError, TimeoutError):
+            return True  # whoever is refused on its own machine knows at once
+        except OSError:
             return False
     return True
