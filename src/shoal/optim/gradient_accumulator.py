@@ -207,7 +207,7 @@ class LatestGradients:
         """Args: total of the parameter, with what has arrived."""
         grad, before = self._arriving[index], self._added[index]
         self._arriving[index] = None
-        if grad is not None and total is not None and grad.data_ptr() == total.data_ptr():
+        if grad is not None and total is not None and _share_memory(grad, total):
             grad = grad.clone()
         self._added[index] = grad if before is None or grad is None else before + grad
 
@@ -238,6 +238,11 @@ def _hooks(
             remembering.is_added(index, parameter.grad)
 
     return before, after
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    are_dense = one.layout is other.layout is torch.strided  # those that are not are refused later
+    return are_dense and one.data_ptr() == other.data_ptr()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
