@@ -92,8 +92,8 @@ GRADIENT_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("reuse_grad_buffers", [False, True], ids=["", "in place"])
-@pytest.mark.parametrize("name", GRADIENT_OPTIONS)
+# every option with one way to accumulate; tests/optim/test_option_pairs.py has the others
+@pytest.mark.parametrize(("name", "reuse_grad_buffers"), list(zip(GRADIENT_OPTIONS, [False, True] * 2, strict=True)))
 def test_peers_that_average_gradients_learn_to_read(crew: Crew, name: str, reuse_grad_buffers: bool) -> None:
     options = GRADIENT_OPTIONS[name]
     task = f"{name}, {'in place' if reuse_grad_buffers else 'accumulators'}"
