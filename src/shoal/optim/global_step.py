@@ -132,16 +132,15 @@ class GlobalStep:
                 has_gradients = self.grad_averager.local_samples_accumulated > 0
                 own_mean = self.grad_averager.own_mean() if self.plan.delay_grad_averaging else None
                 control = self._begin_gradient_round(self.grad_averager)
-                if control is None:
-                    mates = set()  # who comes only now has to make its own step first, and would be waited for
                 if own_mean is not None and control is not None:
                     self.grad_averager.notify_used_averaged_gradients()
                     trigger, has_gradients = functools.partial(self._finish_delayed_round, control, own_mean), True
                 else:
-                    others = self._finish_gradient_round(control)
-                    self._give_gradients_to_optimizer(self.grad_averager, averaged=others is not None)
-                    has_gradients = has_gradients or others is not None
-                    mates = others if mates is None else mates
+                    mates = self._finish_gradient_round(control)
+                    self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
+                    has_gradients = has_gradients or mates is not None
+                if control is None:
+                    mates = set()  # who comes only now has to average its own gradients first: do not wait for it
             mates = self._expected_members() if mates is None else mates
             self._update_state(mates, has_gradients, trigger, grad_scaler)
             if self.grad_averager is not None and trigger is None:

@@ -98,9 +98,8 @@ def _prepare_device(name: str) -> Callable[[], Iterator[Finding]]:
     Raises:
         ValueError: it is not there.
     """
-    from shoal.cli.doctor import (
-        device as room,  # imports torch, which takes a second: without --device it is not needed
-    )
+    # It imports torch, which takes a second and is not needed otherwise.
+    from shoal.cli.doctor import device as room
 
     return partial(room.look_at_device, room.find_device(name))
 
