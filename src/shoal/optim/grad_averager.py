@@ -28,6 +28,11 @@ GradientAveragerFactory = Callable[..., "GradientAverager"]
 """Makes a gradient averager; called with keywords."""
 
 
+def make_averaged_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Room for averages on the CPU, in single precision at least: means over many samples are too small for half."""
+    return [torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device="cpu") for p in parameters]
+
+
 class GradientAverager(DecentralizedAverager):
     """Averages gradients with other peers so that every sample of the swarm counts the same.
 
@@ -69,7 +74,9 @@ class GradientAverager(DecentralizedAverager):
         self.accumulator = GradientAccumulator(self.parameters, reuse_grad_buffers, accumulate_grads_on)
         self._new_averaged_grads = False
         self._accumulators_used = False
-        averaged = self._check_averaged_grads(averaged_grads) if averaged_grads else self._make_averaged_grads()
+        averaged = (
+            self._check_averaged_grads(averaged_grads) if averaged_grads else make_averaged_grads(self.parameters)
+        )
         averager_kwargs.setdefault(
             "tensor_infos",
             [
@@ -83,13 +90,6 @@ class GradientAverager(DecentralizedAverager):
     def get_factory(cls: type[GradientAveragerT], **preset: Any) -> Callable[..., GradientAveragerT]:
         """A factory with some parameters set in advance."""
         return functools.partial(cls, **preset)
-
-    def _make_averaged_grads(self) -> list[torch.Tensor]:
-        """In single precision at least: means over many samples are too small for half."""
-        return [
-            torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device="cpu")
-            for p in self.parameters
-        ]
 
     def _check_averaged_grads(self, averaged_grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if len(averaged_grads) != len(self.parameters):

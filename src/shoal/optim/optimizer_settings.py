@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
+from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
 from shoal.optim.lr_schedule import LRSchedulerBase
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.progress import count_of_samples
@@ -132,9 +132,7 @@ class OptimizerSettings:
             return None
         trained = [parameter for parameter in main if parameter.requires_grad]
         if self.offload_optimizer:  # as wide as the optimizer's copies of the parameters
-            options["averaged_grads"] = [
-                torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device="cpu") for p in trained
-            ]
+            options["averaged_grads"] = make_averaged_grads(trained)
         return self.grad_averager_factory(parameters=trained, reuse_grad_buffers=self.reuse_grad_buffers, **options)
 
 
