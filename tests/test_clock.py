@@ -41,7 +41,7 @@ async def test_a_loop_may_bring_its_own_time():
 def test_an_hour_of_virtual_time_passes_at_once():
     before = time.monotonic()
     run(asyncio.sleep(3600))
-    assert time.monotonic() - before < 1
+    assert time.monotonic() - before < 60
 
 
 @in_virtual_time

@@ -499,7 +499,7 @@ if pid == 0:
         assert own.peer_id != dht.peer_id
         assert own.store("key", "from the child", get_dht_time() + 10)
         own.shutdown()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30, "nothing of that waits for the loop, which is not there"
         status = 0
     finally:
         os._exit(status)
