@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from tests import blocking_calls, pretend
+from tests import blocking_calls, nursery, pretend
 
 pretend.begin(pretend.asked_for())  # before shoal is imported
 
@@ -128,7 +128,7 @@ class Belongings:
     def __init__(self) -> None:
         process = psutil.Process()
         self.threads = {thread for thread in threading.enumerate() if not _belongs_to_reactor(thread)}
-        self.children = set(process.children(recursive=True))
+        self.children = {child for child in process.children(recursive=True) if not nursery.is_it(child.pid)}
         self.owned = set(fork_safety._owners)
         self.sockets = {(s.fd, s.laddr, s.raddr) for s in process.net_connections("inet") if s.fd != -1}
 
@@ -170,6 +170,7 @@ def _nothing_blocks_the_loop() -> Iterator[None]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """The background loop itself must end when asked to."""
+    nursery.Nursery.close()
     from shoal.reactor import Reactor
 
     reactor = Reactor._current

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,6 +15,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from tests import nursery
+from tests.nursery import Process
+
+ROOT = Path(__file__).parents[1]
 LIMIT_SECONDS = 270
 """Most of it is importing torch on a machine that does other things, too."""
 
@@ -31,8 +34,7 @@ def run_in_group(function: Callable[[], None], size: int, ends: Mapping[int, int
     """
     if sys.platform == "win32":
         pytest.skip("this system cannot fork")
-    command = [sys.executable, "-m", __spec__.name, function.__module__, function.__qualname__, str(size)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         environment = os.environ | {
             "WORLD_SIZE": str(size),
             "MEETING": (Path(folder) / "meeting").as_uri(),
@@ -40,34 +42,34 @@ def run_in_group(function: Callable[[], None], size: int, ends: Mapping[int, int
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "",
         }
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=_root()
-        )
+        arguments = [function.__module__, function.__qualname__, str(size)]
+        process = nursery.start(Path(__file__), arguments, stderr=errors.fileno(), environment=environment, cwd=ROOT)
         try:
-            output = process.communicate(timeout=LIMIT_SECONDS)[0]
+            process.wait(LIMIT_SECONDS)
         finally:
             _kill_with_children(process)
-        outputs = [output]
+            assert process.stdin
+            process.stdin.close()
+        assert process.stdout
+        with process.stdout:
+            found = process.stdout.read()
+        errors.seek(0)
+        outputs = [found + errors.read()]
         for rank in range(size):
             printed = Path(folder) / f"{rank}.txt"
             outputs.append(printed.read_text(errors="replace") if printed.exists() else "never started")
         assert process.returncode == 0, "\n".join(outputs)
-        found = json.loads(output.splitlines()[-1])
-    for rank, end in enumerate(found):
+    for rank, end in enumerate(json.loads(found)):
         assert end == (ends or {}).get(rank, 0), f"rank {rank} failed with {end}:\n{outputs[rank + 1]}"
 
 
-def _kill_with_children(process: subprocess.Popen[str]) -> None:
+def _kill_with_children(process: Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
     process.kill()
-    process.communicate()
-
-
-def _root() -> Path:
-    return Path(__file__).parents[1]
+    process.wait()
 
 
 def main(module: str, name: str, rank: int, size: int) -> None:
@@ -102,4 +104,5 @@ def _write_to(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     print(json.dumps(start_all(sys.argv[1], sys.argv[2], int(sys.argv[3]))))

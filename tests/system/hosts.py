@@ -120,7 +120,7 @@ class Host:
         started = Peer(
             program,
             *arguments,
-            prefix=["ip", "netns", "exec", self.namespace],
+            namespace=self.namespace,
             environment=inherited | own,
             cwd=cwd or self.home,
         )

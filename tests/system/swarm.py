@@ -12,12 +12,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
+
+from tests import nursery
+from tests.nursery import Process
 
 HERE = Path(__file__).parent
 START_LIMIT_SECONDS = 120
@@ -31,7 +34,7 @@ class Peer:
     Args:
         script: a file of this folder or the path of another one; or ``-c`` or ``-m``, before their arguments.
         arguments: for the script.
-        prefix: a command that runs the rest as another command.
+        namespace: the network namespace in which it runs, by its name.
         environment: instead of what this process has.
         cwd: the folder in which it runs.
     """
@@ -40,7 +43,7 @@ class Peer:
         self,
         script: str | Path,
         *arguments: object,
-        prefix: Sequence[str] = (),
+        namespace: str = "",
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> None:
@@ -48,17 +51,28 @@ class Peer:
         self._news = threading.Condition()
         self._output_ended = False
         self._errors = tempfile.TemporaryFile(encoding="utf-8", mode="w+")  # noqa: SIM115 - closed in close()
-        inherited = os.environ if environment is None else environment
-        program = str(script) if str(script).startswith("-") else str(HERE / script)
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, program, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            cwd=cwd,
-        )
+        environment = {**(environment or os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        words = [str(argument) for argument in arguments]
+        self.process: Process
+        if str(script).startswith("-"):
+            self.process = subprocess.Popen(
+                [*(["ip", "netns", "exec", namespace] if namespace else []), sys.executable, str(script), *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env=environment,
+                cwd=cwd,
+            )
+        else:
+            self.process = nursery.start(
+                HERE / script,
+                words,
+                stderr=self._errors.fileno(),
+                environment=environment,
+                cwd=cwd,
+                namespace=namespace,
+            )
         self._reader = threading.Thread(target=self._read, name=f"reads {script}")
         self._reader.start()
 
