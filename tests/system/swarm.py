@@ -37,6 +37,7 @@ class Peer:
         namespace: the network namespace in which it runs, by its name.
         environment: instead of what this process has.
         cwd: the folder in which it runs.
+        fresh: Python starts anew for it; takes longer, but for a script that does without torch.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Peer:
         namespace: str = "",
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        fresh: bool = False,
     ) -> None:
         self.events: list[Event] = []
         self._news = threading.Condition()
@@ -53,10 +55,11 @@ class Peer:
         self._errors = tempfile.TemporaryFile(encoding="utf-8", mode="w+")  # noqa: SIM115 - closed in close()
         environment = {**(environment or os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         words = [str(argument) for argument in arguments]
+        program = str(script) if str(script).startswith("-") else str(HERE / script)
         self.process: Process
-        if str(script).startswith("-"):
+        if fresh or program.startswith("-"):
             self.process = subprocess.Popen(
-                [*(["ip", "netns", "exec", namespace] if namespace else []), sys.executable, str(script), *words],
+                [*(["ip", "netns", "exec", namespace] if namespace else []), sys.executable, program, *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -66,7 +69,7 @@ class Peer:
             )
         else:
             self.process = nursery.start(
-                HERE / script,
+                Path(program),
                 words,
                 stderr=self._errors.fileno(),
                 environment=environment,
@@ -172,13 +175,13 @@ class Peer:
 class Swarm:
     """Peers that know each other through the first one; leaving the block ends all of them."""
 
-    def __init__(self, script: str, size: int, *arguments: object) -> None:
-        self.script, self.size, self.arguments = script, size, arguments
+    def __init__(self, script: str, size: int, *arguments: object, fresh: bool = False) -> None:
+        self.script, self.size, self.arguments, self.fresh = script, size, arguments, fresh
         self.peers: list[Peer] = []
 
     def __enter__(self) -> Swarm:
         try:
-            first = Peer(self.script, *self.arguments)
+            first = Peer(self.script, *self.arguments, fresh=self.fresh)
             self.peers.append(first)
             self.address = first.wait_for("address", START_LIMIT_SECONDS)["address"]
             self.peers += [self._join() for _ in range(self.size - 1)]
@@ -192,7 +195,7 @@ class Swarm:
         return self
 
     def _join(self) -> Peer:
-        return Peer(self.script, *self.arguments, "--initial-peers", self.address)
+        return Peer(self.script, *self.arguments, "--initial-peers", self.address, fresh=self.fresh)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

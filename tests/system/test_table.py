@@ -16,7 +16,7 @@ LIMIT_SECONDS = 240
 @pytest.mark.timeout(600)  # seconds on a quiet machine
 def test_every_value_is_found_by_another_process() -> None:
     shares = [range(number, KEYS, PEERS) for number in range(PEERS)]
-    with Swarm("share_a_table.py", PEERS) as swarm:
+    with Swarm("share_a_table.py", PEERS, fresh=True) as swarm:
         for peer, share in zip(swarm.peers, shares, strict=True):
             peer.tell(json.dumps(["store", list(share)]))
         for peer, share in zip(swarm.peers, shares, strict=True):
@@ -30,6 +30,7 @@ def test_every_value_is_found_by_another_process() -> None:
         for peer in swarm.peers:
             assert peer.process.stdin
             peer.process.stdin.close()
+        for peer in swarm.peers:
             assert peer.wait(LIMIT_SECONDS) == 0, peer.errors()
             assert peer.errors() == ""
 
