@@ -30,7 +30,6 @@ def test_every_value_is_found_by_another_process() -> None:
         for peer in swarm.peers:
             assert peer.process.stdin
             peer.process.stdin.close()
-        for peer in swarm.peers:
             assert peer.wait(LIMIT_SECONDS) == 0, peer.errors()
             assert peer.errors() == ""
 
