@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import threading
@@ -76,6 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("hosts"))
         elif path.startswith(WITH_PROCESSES):
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+def pytest_collection_finish() -> None:
+    """What all tests share lives until the end: half a million objects that no later search for garbage looks at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -71,8 +71,9 @@ def assert_same_time(swarm: ClockSwarm, expected: float = 0.0) -> None:
     assert abs(statistics.median(times) - expected) < SAME_TIME, times
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("wrong", [(7, 12), (0, 1), (0, 19)], ids=["later", "the first two", "first and last"])
+@pytest.mark.parametrize(
+    ("wrong", "seed"), [((7, 12), 0), ((0, 1), 1), ((0, 19), 2)], ids=["later", "the first two", "first and last"]
+)
 def test_two_of_twenty_clocks_are_wrong(wrong, seed, caplog):
     """One five minutes ahead, one five minutes behind: all join, and what they store expires when it should."""
 
@@ -287,7 +288,7 @@ def test_a_clock_that_is_put_right_while_it_is_corrected():
 
 @pytest.mark.parametrize("drift", [1e-4, -1e-4])
 def test_a_clock_that_drifts_is_followed_without_steps_back(drift):
-    """Eight seconds a day, for two days."""
+    """Eight seconds a day, for half a day."""
 
     async def main() -> None:
         swarm = ClockSwarm()
@@ -296,7 +297,7 @@ def test_a_clock_that_drifts_is_followed_without_steps_back(drift):
         node = swarm.nodes[2]
         host = swarm.host_of(node)
         last = host.dht_time()
-        for minute in range(2 * 24 * 60):
+        for minute in range(12 * 60):
             await asyncio.sleep(60)
             host.clock_offset += 60 * drift
             if minute % 10 == 0:
@@ -304,7 +305,7 @@ def test_a_clock_that_drifts_is_followed_without_steps_back(drift):
             assert host.dht_time() > last
             last = host.dht_time()
             assert abs(swarm.times()[2]) < 2 * SAME_TIME
-        assert abs(host.clock_offset) > 17
+        assert abs(host.clock_offset) > 4
 
     run(main())
 

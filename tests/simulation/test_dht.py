@@ -27,24 +27,24 @@ def most_hops_in_the_median(nodes: int) -> float:
 
 
 def test_without_faults_everything_is_found_in_few_hops():
-    figures = simulate("plain", nodes=100, operations=200)
-    assert figures.stored == figures.asked == figures.found == 200
-    assert 1 <= figures.median_hops <= most_hops_in_the_median(100)
+    figures = simulate("plain", nodes=80, operations=150)
+    assert figures.stored == figures.asked == figures.found == 150
+    assert 1 <= figures.median_hops <= most_hops_in_the_median(80)
     assert figures.p99_get_seconds < 2
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_most_is_found_although_many_nodes_fall_silent(seed):
-    figures = simulate("faults", nodes=80, operations=200, seed=seed)
+    figures = simulate("faults", nodes=60, operations=200, seed=seed)
     assert figures.stored >= 0.995 * figures.operations
     assert figures.lost <= 0.03 * figures.stored, "few places, so all nodes of one may well be among the dead"
     assert figures.found >= 0.995 * (figures.asked - figures.lost)
-    assert figures.median_hops <= most_hops_in_the_median(80)
+    assert figures.median_hops <= most_hops_in_the_median(60)
 
 
 def test_everything_is_found_one_refresh_after_a_partition():
-    figures = simulate("partition", nodes=80, operations=150)
-    assert figures.stored == figures.asked == figures.found == 150
+    figures = simulate("partition", nodes=60, operations=100)
+    assert figures.stored == figures.asked == figures.found == 100
 
 
 def in_another_process(hash_seed: int) -> Figures:
@@ -56,9 +56,8 @@ def in_another_process(hash_seed: int) -> Figures:
 
 def test_the_same_seed_gives_the_same_events_whatever_the_hash_seed():
     here = simulate("faults", nodes=30, operations=60)
-    for hash_seed in (1, 2):
-        there = in_another_process(hash_seed)
-        assert (there.events, there.trace) == (here.events, here.trace)
+    there = in_another_process(hash_seed=1)  # that of this process is random
+    assert (there.events, there.trace) == (here.events, here.trace)
     assert simulate("faults", nodes=30, operations=60, seed=1).trace != here.trace
 
 

@@ -25,9 +25,9 @@ from tests.simulation.rounds import (
 ALLREDUCE_SECONDS = 3.0
 
 
-@pytest.mark.parametrize("size", [4, 8, 16])
-def test_all_meet_in_one_group_and_average_exactly(size):
-    for seed in range(7):
+@pytest.mark.parametrize(("size", "rounds"), [(4, 7), (8, 7), (16, 3)])
+def test_all_meet_in_one_group_and_average_exactly(size, rounds):
+    for seed in range(rounds):
         members = run_round(seed, size)
         assert {member.group_size for member in members} == {size}, f"seed {seed}"
         assert all(member.result.share_averaged == 1 for member in members)
@@ -40,7 +40,7 @@ def test_all_meet_in_one_group_and_average_exactly(size):
 @pytest.mark.parametrize("distributed", [False, True])
 def test_many_meet_whatever_the_table(distributed):
     size = 32
-    for seed in range(3):
+    for seed in range(2):
         meeting = meet(seed, size, distributed=distributed)
         assert meeting.group_sizes == {size: size}, f"seed {seed}"
         assert meeting.seconds < WINDOW + STAGGER + 1
@@ -56,7 +56,7 @@ def test_many_meet_on_very_bad_links():
 def test_all_meet_in_one_group_although_connections_break():
     link = Link(delay=WIDE_AREA.delay, jitter=0.01, dial_failure=0.02, break_rate=0.02)  # one in ten breaks
     size = 12
-    for seed in range(7):
+    for seed in range(5):
         members = run_round(seed, size, link=link)
         assert {member.group_size for member in members} == {size}, f"seed {seed}"
         assert_same_bytes(members)
