@@ -28,6 +28,7 @@ settings.load_profile("shoal")
 blocking_calls.watch()
 
 os.environ["SHOAL_HOST_MADDRS"] = "/ip4/127.0.0.1/tcp/0"  # tests keep to themselves, except for those about this
+os.environ.setdefault("TORCH_WARM_POOL", "0")  # older versions start processes for a compiler that no test uses
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests and their processes share few cores
 
 WITH_PROCESSES = (

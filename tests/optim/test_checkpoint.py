@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LinearLR, 
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
-from tests.optim.conftest import Trainer, in_parallel, make_model, values, wait_until
+from tests.optim.conftest import Trainer, in_parallel, make_model, may_use_sequential_schedules, values, wait_until
 
 
 def adam(groups) -> torch.optim.Optimizer:
@@ -65,6 +65,7 @@ def know_each_other(trainers: list[Trainer]) -> None:
         wait_until(lambda t=trainer: t.opt.tracker.expected_group_size == len(trainers), "all peers know each other")
 
 
+@may_use_sequential_schedules
 @pytest.mark.parametrize(
     ("schedule", "offload", "dtype"),
     [

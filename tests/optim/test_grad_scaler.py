@@ -27,7 +27,7 @@ def sgd(groups) -> torch.optim.Optimizer:
 
 
 def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(model(batch).float(), batch[:, :2].cos())
+    return torch.nn.functional.mse_loss(model(batch).float(), batch[:, :2].float().cos())
 
 
 def make_scaler(**options) -> GradScaler:

@@ -25,6 +25,7 @@ from tests.optim.conftest import (
     check_identical,
     in_parallel,
     make_model,
+    may_use_sequential_schedules,
     meet,
     sgd,
     values,
@@ -224,6 +225,7 @@ def make_steps(trainer: Trainer, count: int) -> None:
         trainer.step()
 
 
+@may_use_sequential_schedules
 @pytest.mark.parametrize(
     ("name", "asks", "offload"),
     [

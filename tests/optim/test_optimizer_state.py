@@ -29,6 +29,7 @@ from shoal.optim.optimizer_state import (
     scheduled_hyperparameters,
 )
 from shoal.serializer import MSGPackSerializer
+from tests.optim.conftest import may_use_sequential_schedules
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
@@ -154,6 +155,7 @@ def learning_rates(scheduler, optimizer, steps: int) -> list[float]:
     return found
 
 
+@may_use_sequential_schedules
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_joiner_continues_the_schedule(name):
     donor = torch.optim.SGD(make_parameters(), lr=0.1, momentum=0.9)

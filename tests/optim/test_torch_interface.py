@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.optim.conftest import Trainer, backward, make_model, sgd, values, wait_until
+from tests.optim.conftest import Trainer, backward, make_model, may_use_sequential_schedules, sgd, values, wait_until
 
 
 def begin(trainer: Trainer) -> None:
@@ -22,6 +22,7 @@ def train_alone(optimizer: torch.optim.Optimizer, model: torch.nn.Module, steps:
         optimizer.step()
 
 
+@may_use_sequential_schedules
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 def test_a_schedule_of_the_users_own_moves_the_optimizer(make_trainers, offload):
     (trainer,) = make_trainers(1, target=8, offload=offload)
