@@ -7,7 +7,9 @@ DEVICE_TESTS := tests/devices tests/averaging/test_averager.py tests/lightning/t
 	tests/optim/test_grad_averager.py tests/optim/test_state_averager.py \
 	tests/optim/test_optimizer.py::test_peers_stay_identical
 # In two processes: one has the tests that start processes of their own, of which one at a time is enough.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+PYTEST_OPTIONS := --numprocesses 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
 
 # What Windows and macOS do differently is in these rooms; what takes long there is left out.
 PRETENDING_TESTS := tests/ports tests/p2p tests/dht tests/averaging tests/optim/test_optimizer.py::test_peers_stay_identical
@@ -18,7 +20,7 @@ SAME_EVERYWHERE := tests/p2p/test_wire.py tests/p2p/test_multiaddr.py \
 SYSTEMS ?= windows macos
 PRETENDING := $(PYTEST) -m "not slow" $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
-.PHONY: demo test test-lightning test-devices test-pretend check fuzz bench format install clean
+.PHONY: demo test test-lightning test-oldest test-devices test-pretend check fuzz bench format install oldest clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
@@ -33,6 +35,11 @@ test: install
 # test` has the newest of both packages; at one version they differ in their name only.
 test-lightning: install $(VENV)/lightning-oldest.stamp
 	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) $(LIGHTNING_TESTS)
+
+# All but what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
+# Python 3.11, which is the newest for which all of these were built.
+test-oldest: $(VENV)/oldest-package.stamp
+	$(OLDEST_BIN)/python -m pytest $(PYTEST_OPTIONS) -m "not slow" $(TESTS)
 
 # On a fake accelerator whose work is late: what an owner of a graphics card would notice first. Needs a C++ compiler.
 test-devices: install
@@ -88,6 +95,21 @@ $(VENV)/package.stamp: $(VENV)/requirements.stamp pyproject.toml
 $(VENV)/lightning-oldest.stamp: $(VENV)/requirements.stamp requirements-lightning-oldest.txt
 	rm -rf $(VENV)/lightning-oldest
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(VENV)/lightning-oldest -r requirements-lightning-oldest.txt
+	@touch $@
+
+# Only what is downloaded, so that it can be made beside all else.
+oldest: $(VENV)/oldest.stamp
+
+$(VENV)/oldest.stamp: requirements-oldest.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "The oldest versions need Python 3.11; this is %s. Say which one to use: make PYTHON=python3.11 test-oldest" % sys.version.split()[0])'
+	rm -rf $(VENV)/oldest
+	$(PYTHON) -m venv $(VENV)/oldest
+	$(OLDEST_BIN)/python -m pip install --disable-pip-version-check -r requirements-oldest.txt
+	@touch $@
+
+$(VENV)/oldest-package.stamp: $(VENV)/oldest.stamp pyproject.toml
+	$(OLDEST_BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(OLDEST_BIN)/python -m pip check
 	@touch $@
 
 clean:

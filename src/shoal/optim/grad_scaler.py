@@ -6,16 +6,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from shoal.averaging.finite import first_not_finite
-
-if TYPE_CHECKING:
-    from torch.amp.grad_scaler import GradScaler as TorchGradScaler
-else:
-    TorchGradScaler = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 
 __all__ = ["GradScaler"]
 
@@ -47,16 +43,8 @@ class GradScaler(TorchGradScaler):
         *,
         device: str | None = None,
     ) -> None:
-        options: dict[str, Any] = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-            "enabled": enabled,
-        }
-        if hasattr(torch.amp, "GradScaler"):
-            options["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        super().__init__(**options)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._lock = threading.RLock()
         """Optimizers may step in the background."""
         self._in_global_step = False

@@ -11,8 +11,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-LRSchedulerBase = getattr(torch.optim.lr_scheduler, "LRScheduler", None) or torch.optim.lr_scheduler._LRScheduler
-"""Base class of torch's schedulers, whatever its name in this version."""
+LRSchedulerBase = torch.optim.lr_scheduler.LRScheduler
+"""Base class of torch's schedulers."""
 
 
 def check_scheduler(scheduler: Any) -> None:
