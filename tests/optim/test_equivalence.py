@@ -16,7 +16,7 @@ from tests.optim.conftest import in_parallel, wait_until
 
 pytestmark = pytest.mark.timeout(300)  # so long only on a machine that has other things to do
 
-EPOCHS = 20
+EPOCHS = 12
 PEERS = 4
 EQUAL, UNEQUAL = [[8]] * PEERS, [[2], [1, 5], [10], [4, 4, 6]]
 """For each peer the sizes of its batches in every epoch; 32 samples together."""
