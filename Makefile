@@ -6,10 +6,13 @@ LIGHTNING_TESTS := tests/lightning/test_strategy.py tests/lightning/test_strateg
 DEVICE_TESTS := tests/devices tests/averaging/test_averager.py tests/lightning/test_strategy_misuse.py \
 	tests/optim/test_grad_averager.py tests/optim/test_state_averager.py \
 	tests/optim/test_optimizer.py::test_peers_stay_identical
-# In two processes: one has the tests that start processes of their own, of which one at a time is enough.
-PYTEST_OPTIONS := --numprocesses 2 --dist loadgroup
+# In three processes, so that two cores are busy while one has tests that wait for processes of their own.
+PYTEST_OPTIONS := --numprocesses 3 --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
+# Where much is tested already, what differs shows up soon: few examples, nothing that takes long.
+QUICK := -m "not slow" --hypothesis-profile=quick
+OLDEST_TESTS := tests/test_*.py tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim
 
 # What Windows and macOS do differently is in these rooms; what takes long there is left out.
 PRETENDING_TESTS := tests/ports tests/p2p tests/dht tests/averaging tests/optim/test_optimizer.py::test_peers_stay_identical
@@ -18,7 +21,7 @@ SAME_EVERYWHERE := tests/p2p/test_wire.py tests/p2p/test_multiaddr.py \
 	$(addprefix tests/dht/test_,schema.py lookup.py traverse.py routing.py validation.py crypto.py search.py) \
 	$(addprefix tests/averaging/test_,slices.py bad_values.py compressed_rounds.py partition.py load_balancing.py)
 SYSTEMS ?= windows macos
-PRETENDING := $(PYTEST) -m "not slow" $(addprefix --ignore=,$(SAME_EVERYWHERE))
+PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
 .PHONY: demo test test-lightning test-oldest test-devices test-pretend check fuzz bench format install oldest clean
 .DEFAULT_GOAL := check
@@ -36,10 +39,10 @@ test: install
 test-lightning: install $(VENV)/lightning-oldest.stamp
 	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) $(LIGHTNING_TESTS)
 
-# All but what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
+# Without what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
 # Python 3.11, which is the newest for which all of these were built.
 test-oldest: $(VENV)/oldest-package.stamp
-	$(OLDEST_BIN)/python -m pytest $(PYTEST_OPTIONS) -m "not slow" $(TESTS)
+	$(OLDEST_BIN)/python -m pytest $(PYTEST_OPTIONS) $(QUICK) $(or $(TESTS),$(OLDEST_TESTS))
 
 # On a fake accelerator whose work is late: what an owner of a graphics card would notice first. Needs a C++ compiler.
 test-devices: install

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
 import os
 import threading
@@ -23,6 +22,7 @@ from shoal.p2p import fork_safety  # noqa: E402
 from shoal.reactor import new_event_loop  # noqa: E402
 from tests.pretend.proactor import forgives  # noqa: E402
 
+settings.register_profile("quick", deadline=None, max_examples=10)
 settings.register_profile("shoal", deadline=None)  # how long one example takes says little on a busy machine
 settings.load_profile("shoal")
 blocking_calls.watch()
@@ -41,6 +41,7 @@ WITH_PROCESSES = (
 )
 ON_HOSTS = ("tests/system/test_hosts.py", "tests/system/test_outages.py", "tests/system/test_two_machines.py")
 """Tests on hosts of their own mostly wait, so they may run beside those."""
+SLOW = (*WITH_PROCESSES, *ON_HOSTS, "tests/fuzz/", "tests/simulation/", "tests/optim/test_two_sides.py")
 LEAK_GRACE_SECONDS = 3.0
 """Closing is asynchronous: what a test left is a leak only if it is still there after this time."""
 
@@ -70,20 +71,20 @@ def pytest_report_header() -> str:
     return f"pretends to be {pretend.system}" if pretend.system else ""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start processes, which need the machine's cores, are run one after the other."""
+    """Tests that start processes, which need the machine's cores, are run one after the other.
+
+    First, so that the marks decide what is selected: by ``-m "not slow"``, and by the scheduler of pytest-xdist.
+    """
     for item in items:
         path = item.path.relative_to(item.config.rootpath).as_posix()
+        if path.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
         if path.startswith(ON_HOSTS):
             item.add_marker(pytest.mark.xdist_group("hosts"))
         elif path.startswith(WITH_PROCESSES):
             item.add_marker(pytest.mark.xdist_group("processes"))
-
-
-def pytest_collection_finish() -> None:
-    """What all tests share lives until the end: half a million objects that no later search for garbage looks at."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

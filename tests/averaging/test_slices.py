@@ -212,6 +212,7 @@ async def test_small_parts_travel_together(codec, in_slices, messages):
         assert torch.equal(found[index], expected)
 
 
+@pytest.mark.slow
 async def test_any_number_of_tiny_parts_fits_into_headers():
     vector, wire = vector_of(torch.zeros(100_000), part_size_bytes=4), Wire()
     await send(vector, [wire], in_slices=False)

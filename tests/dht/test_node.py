@@ -64,6 +64,7 @@ async def test_nearest_nodes_are_found():
     assert len(without_self) == 5
 
 
+@pytest.mark.slow
 @in_virtual_time
 async def test_more_nodes_than_fit_into_a_bucket_are_found():
     swarm = Swarm(seed=1)
@@ -195,6 +196,7 @@ async def test_silent_nodes_delay_a_store_but_do_not_break_it():
     assert asyncio.get_running_loop().time() - start < 1, "the silent ones are known by now"
 
 
+@pytest.mark.slow
 @in_virtual_time
 async def test_a_third_of_the_nodes_falls_silent():
     swarm = Swarm(seed=22, delay=0.05)

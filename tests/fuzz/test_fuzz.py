@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +17,15 @@ INPUTS = 1500
 ATTACKS = 120
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:cryptography", "ignore:Parsed a")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_garbage() -> Iterator[None]:
+    """The fuzzer looks for garbage after each target; not among half a million objects that all tests share."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.timeout(300)  # it only computes, as fast as the machine allows

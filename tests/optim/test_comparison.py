@@ -175,6 +175,7 @@ def test_a_schedule_that_counts_batches_is_noticed_at_the_second_one(make_traine
     assert caplog.messages == [text], "once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 @pytest.mark.parametrize("by_user", [False, True], ids=["", "by the user"])
 def test_a_schedule_of_epochs_is_fine(make_trainers, caplog, offload, by_user):

@@ -174,6 +174,7 @@ def test_synchronous_training_equals_training_alone(make_dhts, closing, name, sc
     check_agreement(models, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -213,6 +214,7 @@ def digits() -> torch.Tensor:
     return torch.cat([pictures, torch.tensor(found.target, dtype=torch.float32)[:, None]], dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of_gradients", "of_parameters"),
     [

@@ -386,6 +386,7 @@ class CutShort(GradientAverager):
         await asyncio.Event().wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, IN_BACKGROUND, {**IN_BACKGROUND, "reuse_grad_buffers": True}],

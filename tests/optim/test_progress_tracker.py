@@ -136,6 +136,7 @@ def stranger(trackers, make_dhts):
     return SimpleNamespace(dht=dht, tag=tag, honest=honest, a=a, b=b)
 
 
+@pytest.mark.slow
 def test_an_honest_record_is_believed(stranger):
     assert stranger.dht.store("run_progress", stranger.honest, get_dht_time() + 60, subkey=stranger.tag)
     for tracker in (stranger.a, stranger.b):

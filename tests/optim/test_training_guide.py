@@ -55,6 +55,7 @@ def test_every_option_is_explained():
     assert sorted(explained) == sorted(options)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_program_runs():
     program = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)

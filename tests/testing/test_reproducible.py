@@ -21,6 +21,7 @@ def hashes_in_another_process(seed: int, hash_seed: int) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in output.splitlines())
 
 
+@pytest.mark.slow
 def test_same_events_with_other_hashes_and_in_other_processes():
     seed = 1
     first = hashes_in_another_process(seed, 1)
