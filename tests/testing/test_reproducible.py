@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.testing.reproducible_runs import PROGRAMS, hashes
 
 ROOT = Path(__file__).parents[2]
