@@ -41,7 +41,10 @@ WITH_PROCESSES = (
 )
 ON_HOSTS = ("tests/system/test_hosts.py", "tests/system/test_outages.py", "tests/system/test_two_machines.py")
 """Tests on hosts of their own mostly wait, so they may run beside those."""
-SLOW = (*WITH_PROCESSES, *ON_HOSTS, "tests/fuzz/", "tests/simulation/", "tests/optim/test_two_sides.py")
+SLOW = (
+    *(*WITH_PROCESSES, *ON_HOSTS, "tests/fuzz/", "tests/simulation/"),
+    *("tests/optim/test_memory.py", "tests/optim/test_two_sides.py"),
+)
 LEAK_GRACE_SECONDS = 3.0
 """Closing is asynchronous: what a test left is a leak only if it is still there after this time."""
 
