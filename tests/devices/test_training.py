@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from shoal.optim.devices import BATCHES_AHEAD, copy_all, copy_to_host
+from shoal.optim.devices import BATCHES_AHEAD, copies_beside_training, copy_all, copy_to_host
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.optimizer_state import initialize_optimizer_state_
@@ -15,6 +15,8 @@ from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.conftest import backward, make_model, sgd
 
 LATE_MS = 20
+OCCUPIED_MS = 4000
+"""Longer than a hundred small copies take."""
 
 
 def mean_of(accumulator: GradientAccumulator) -> torch.Tensor:
@@ -127,6 +129,39 @@ def test_newcomers_get_no_half_step_of_another_stream(fake, make_dhts, closing):
     tensors = [torch.as_tensor(tensor) for tensor in states[0].tensors[: len(before)]]
     for tensor, old in zip(tensors, before, strict=True):
         torch.testing.assert_close(tensor.cpu(), old - 0.1)
+
+
+def test_a_state_is_copied_beside_what_training_has_launched(fake, monkeypatch):
+    """In pieces, of which two are on their way at a time."""
+    monkeypatch.setattr("shoal.optim.devices.STAGING_BYTES", 64)
+    tensors = [
+        torch.arange(1000.0, device="fake:0"),
+        torch.arange(30, device="fake:1").to(torch.bfloat16).view(5, 6),
+        torch.tensor(7, device="fake:0"),
+        torch.arange(6.0, device="fake:0").view(2, 3).t(),
+        torch.empty(0, device="fake:0"),
+        torch.arange(10.0),
+    ]
+    expected = [tensor.cpu() for tensor in tensors]
+    fake.occupy(OCCUPIED_MS)
+    busy = torch.fake.Event()
+    busy.record(torch.fake.current_stream())
+    copies = copies_beside_training(tensors)
+    assert not busy.query(), "what training does on its stream is not waited for"
+    for copy, value in zip(copies, expected, strict=True):
+        assert copy.device.type == "cpu"
+        assert copy.is_contiguous()
+        assert torch.equal(copy, value)
+    busy.synchronize()
+
+
+def test_copies_that_come_late_are_waited_for(fake, monkeypatch):
+    monkeypatch.setattr("shoal.optim.devices.STAGING_BYTES", 64)
+    tensor = torch.arange(100.0, device="fake")
+    fake.wait()
+    with fake.late(LATE_MS):
+        (copy,) = copies_beside_training([tensor])
+        assert torch.equal(copy, torch.arange(100.0))
 
 
 def test_parameters_of_another_stream_are_averaged_as_they_are_after_the_step(fake, make_dhts, closing):

@@ -193,7 +193,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Like :func:`copied` for several tensors, with several threads if it takes longer than starting them."""
-    copies = _room_for(tensors)
+    copies = room_for(tensors)
     pairs = list(zip(copies, (tensor.detach() for tensor in tensors), strict=True))
     if sum(copy.nbytes for copy in copies) < _COPY_BYTES * 2:
         for copy, original in pairs:
@@ -205,7 +205,7 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
-def _room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Memory for copies, which goes back to the system: that of each large one by itself, of small ones as a whole."""
     is_small = [tensor.nbytes < HUGE_FROM_BYTES for tensor in tensors]
     sizes = [

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from shoal.compression.base import copies_of, room_for
+
 BATCHES_AHEAD = 2
 """A device may still be busy with so many batches when the next one is counted, so that it never idles."""
+STAGING_BYTES = 16 * 2**20
+"""Of pinned memory, twice: what a device writes to while the host does other things."""
 
 
 def accelerators_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
@@ -101,6 +105,53 @@ def copy_to_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     is_here = tensor.device.type == "cpu"
     host = tensor.detach().to("cpu")
     return host.to(dtype, copy=is_here, memory_format=torch.contiguous_format)
+
+
+def copies_beside_training(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies on the CPU. A device makes them on a stream of their own, so that they wait for none of its other work.
+
+    Nobody may change the tensors before this returns.
+    """
+    devices = [device for device in accelerators_of(tensors) if hasattr(getattr(torch, device.type), "Stream")]
+    if not devices:
+        return copies_of(tensors)
+    copies = room_for(tensors)
+    pairs = [(copy, tensor.detach()) for copy, tensor in zip(copies, tensors, strict=True)]
+    for device in devices:
+        module = getattr(torch, device.type)
+        with module.device(device), module.stream(module.Stream(device)):
+            _copy_staged([(copy, tensor) for copy, tensor in pairs if tensor.device == device], module)
+    for copy, tensor in pairs:
+        if tensor.device not in devices:
+            copy.copy_(tensor)
+    return copies
+
+
+def _copy_staged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], module: Any) -> None:
+    """While one piece comes from the device into one half of the pinned memory, the host empties the other half."""
+    halves = [torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+    coming: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
+    for number, (target, source) in enumerate(_pieces(pairs)):
+        if len(coming) == len(halves):
+            _take(*coming.popleft())
+        half = halves[number % 2][: source.nbytes].view(source.dtype)
+        event = module.Event()
+        half.copy_(source, non_blocking=True)
+        event.record(module.current_stream())
+        coming.append((event, target, half))
+    while coming:
+        _take(*coming.popleft())
+
+
+def _pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for target, source in pairs:
+        values = STAGING_BYTES // source.element_size()
+        yield from zip(target.view(-1).split(values), source.reshape(-1).split(values), strict=True)
+
+
+def _take(event: Any, target: torch.Tensor, staged: torch.Tensor) -> None:
+    event.synchronize()
+    target.copy_(staged)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

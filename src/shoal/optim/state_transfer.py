@@ -10,8 +10,7 @@ import torch
 
 from shoal.averaging.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
-from shoal.compression.base import copies_of
-from shoal.optim.devices import copy_all
+from shoal.optim.devices import copies_beside_training, copy_all
 from shoal.optim.lineage import Lineage
 from shoal.optim.lr_schedule import dump_scheduler_state, load_scheduler_state
 from shoal.optim.optimizer_state import (
@@ -64,7 +63,7 @@ def describe_state(
         (buffers, range(len(extra_tensors), len(extra_tensors) + len(buffers)), TensorRole.UNSPECIFIED),
         (statistics, range(len(statistics)), TensorRole.OPTIMIZER),
     ]
-    tensors = copies_of([tensor for members, _, _ in groups for tensor in members])
+    tensors = copies_beside_training([tensor for members, _, _ in groups for tensor in members])
     keys_and_roles = [(key, role) for members, keys, role in groups for _, key in zip(members, keys, strict=True)]
     infos = [
         CompressionInfo.from_tensor(tensor, key=key, role=role)
