@@ -226,11 +226,11 @@ def digits() -> torch.Tensor:
 def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, of_gradients, of_parameters):
     """Not even with eight bits, of gradients and of parameters, in every epoch."""
     generator = torch.Generator().manual_seed(3)
-    indices = [torch.randperm(len(digits), generator=generator)[: PEERS * 64].view(PEERS, 1, 64) for _ in range(60)]
+    indices = [torch.randperm(len(digits), generator=generator)[: PEERS * 64].view(PEERS, 1, 64) for _ in range(30)]
     data = [[[digits[batch] for batch in peer] for peer in epoch] for epoch in indices]
 
     def sgd(parameters: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.3, momentum=0.9, weight_decay=3e-3)
+        return torch.optim.SGD(parameters, lr=0.9, momentum=0.9, weight_decay=3e-3)
 
     def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """To nothing: at a high rate the last loss is that of the last batch, and any noise moves it."""

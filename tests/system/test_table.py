@@ -8,8 +8,8 @@ import pytest
 
 from tests.system.swarm import Peer, Swarm
 
-PEERS = 32
-KEYS = 1000
+PEERS = 16
+KEYS = 320
 LIMIT_SECONDS = 240
 
 
