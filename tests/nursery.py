@@ -120,6 +120,7 @@ class NurseryProcess:
                 if not _readable(self._status, timeout):
                     raise subprocess.TimeoutExpired(["script"], timeout or 0)
                 self.returncode = self._read_status()
+                os.read(self._status, 1)  # the end of the pipe: the minder is gone, too
                 os.close(self._status)
         return self.returncode
 
