@@ -145,8 +145,10 @@ def _copy_staged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], module: Any
 
 def _pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for target, source in pairs:
-        values = STAGING_BYTES // source.element_size()
-        yield from zip(target.view(-1).split(values), source.reshape(-1).split(values), strict=True)
+        count = STAGING_BYTES // source.element_size()
+        flat_target, flat_source = target.view(-1), source.reshape(-1)
+        for start in range(0, source.numel(), count):
+            yield flat_target[start : start + count], flat_source[start : start + count]
 
 
 def _take(event: Any, target: torch.Tensor, staged: torch.Tensor) -> None:
