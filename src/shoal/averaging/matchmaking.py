@@ -44,7 +44,15 @@ from shoal.averaging.protocol import (
 from shoal.averaging.refusals import Refusals
 from shoal.averaging.search import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.clock import get_dht_time, timeout
-from shoal.errors import AllreduceException, MatchmakingException, P2PHandlerError, ProtocolError, StreamClosedError
+from shoal.errors import (
+    AllreduceException,
+    DHTError,
+    MatchmakingException,
+    P2PHandlerError,
+    ProtocolError,
+    ReactorError,
+    StreamClosedError,
+)
 from shoal.logs import counted
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.reactor import cancel_and_wait, first_completed
@@ -131,9 +139,8 @@ class Matchmaking:
             self._invitations.end(search)
             self._send_followers_away(search, None)
             if self.settings.leads and search.declared.is_set():
-                me = self.p2p.peer_id
                 self._withdrawn_until = math.nextafter(search.expiration, math.inf)
-                self._in_background(self.keys.declare_averager(search.key, me, search.expiration, False))
+                self._in_background(self._withdraw(search))
 
     def _explain_failure(self) -> str:
         refusals = "".join(f"\n  {peer}: {reason}" for peer, reason in self._last_refusals.items())
@@ -152,6 +159,12 @@ class Matchmaking:
             search.declared.set()
             await search.redeclare.wait()
             search.redeclare.clear()
+
+    async def _withdraw(self, search: Search) -> None:
+        try:
+            await self.keys.declare_averager(search.key, self.p2p.peer_id, search.expiration, looking_for_group=False)
+        except (DHTError, ReactorError) as e:  # the table may be closed already; what it was told expires soon
+            logger.debug("could not tell the table that this peer does not look for a group any more: %s", e)
 
     async def _discover(self, search: Search) -> None:
         """Look who else is there, at first often and only where it is quick."""
@@ -456,10 +469,13 @@ class Matchmaking:
 
     async def close(self) -> None:
         """Finish what runs in the background, such as withdrawing from the DHT."""
-        running = [*self._background, *self._invitations.tasks]
-        if running:
-            await asyncio.wait(running, timeout=1.0)
-            await cancel_and_wait(*running)
+        with suppress(asyncio.TimeoutError, TimeoutError):
+            async with timeout(1.0):
+                async with self._one_at_a_time:  # a search that was cancelled withdraws when it ends
+                    running = [*self._background, *self._invitations.tasks]
+                    if running:
+                        await asyncio.wait(running)
+        await cancel_and_wait(*self._background, *self._invitations.tasks)
 
 
 async def _receive(call: Call) -> JoinReply:
