@@ -15,9 +15,10 @@ from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.leaves_something]  # processes that go on to the next test
 
-EPOCHS, STALE_EPOCHS = 40, 60
+EPOCHS, LEARNING_RATE = 30, 0.03
+STALE_EPOCHS, STALE_LEARNING_RATE = 60, 0.02
 """Gradients of a model that lacks a step lead less far."""
-LOCAL_EPOCHS = 25
+LOCAL_EPOCHS, LOCAL_LEARNING_RATE = 15, 0.02
 """With local updates there are many steps in each."""
 LEAST_ACCURACY = 0.95
 
@@ -97,8 +98,8 @@ GRADIENT_OPTIONS = {
 def test_peers_that_average_gradients_learn_to_read(crew: Crew, name: str, reuse_grad_buffers: bool) -> None:
     options = GRADIENT_OPTIONS[name]
     task = f"{name}, {'in place' if reuse_grad_buffers else 'accumulators'}"
-    epochs = STALE_EPOCHS if options["from_function"] else EPOCHS
-    trainers, auxiliary = crew.run(task, epochs, 0.02, reuse_grad_buffers=reuse_grad_buffers, **options)
+    epochs, lr = (STALE_EPOCHS, STALE_LEARNING_RATE) if options["from_function"] else (EPOCHS, LEARNING_RATE)
+    trainers, auxiliary = crew.run(task, epochs, lr, reuse_grad_buffers=reuse_grad_buffers, **options)
     check_everybody(trainers, auxiliary)
     delays_step = options["from_function"]
     delays_state = delays_step or options["delay_state_averaging"]
@@ -127,7 +128,7 @@ LOCAL_OPTIONS = {
 @pytest.mark.parametrize("name", LOCAL_OPTIONS)
 def test_peers_that_step_locally_learn_to_read(crew: Crew, name: str) -> None:
     options = LOCAL_OPTIONS[name]
-    trainers, auxiliary = crew.run(name, LOCAL_EPOCHS, 0.005, use_local_updates=True, **options)
+    trainers, auxiliary = crew.run(name, LOCAL_EPOCHS, LOCAL_LEARNING_RATE, use_local_updates=True, **options)
     check_everybody(trainers, auxiliary)
     for seen in trainers:
         assert seen["steps"] >= 2 * LOCAL_EPOCHS, "every batch makes a step"
