@@ -510,6 +510,19 @@ def test_shutdown_ends_everything_and_can_be_repeated(make_trainers):
     assert trainers[1].opt.is_alive()
 
 
+def test_shutdown_does_not_wait_for_who_never_comes_to_a_round(make_trainers, monkeypatch):
+    """The time limit of the round would be longer than that of this test."""
+    (trainer,) = make_trainers(
+        1, use_local_updates=True, delay_state_averaging=True, averaging_timeout=600.0, matchmaking_time=0.5
+    )
+    has_left = PeerID(b"a peer that has left without a word")
+    monkeypatch.setattr(trainer.opt.tracker, "expected_members", lambda *_, **__: {has_left})
+    trainer.opt.global_step.run()
+    assert [job for job in trainer.opt.state_averager._jobs if not job.finished.done()]
+    trainer.opt.shutdown()
+    assert trainer.opt.local_epoch == 1
+
+
 def test_an_optimizer_that_is_dropped_shuts_itself_down(make_dhts):
     (dht,) = make_dhts(1)
     model = make_model()

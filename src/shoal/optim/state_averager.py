@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shoal.averaging import DecentralizedAverager, RoundResult, StepControl
+from shoal.averaging import AveragingStage, DecentralizedAverager, RoundResult, StepControl
 from shoal.averaging.finite import first_not_finite
 from shoal.averaging.snapshot import OwnedState
 from shoal.futures import AwaitableFuture
@@ -469,6 +469,18 @@ class TrainingStateAverager(DecentralizedAverager):
         self._jobs = [job for job in self._jobs if job not in finished]
         for job in finished:
             job.finished.result()
+
+    def let_go_of_searches(self) -> None:
+        """Give up rounds in the background that should have begun by now, and that nobody has joined.
+
+        Before this peer leaves, or takes over a state: the others may have left, or gone on.
+        """
+        self._wait_for_optimizer()
+        patience = self._config.min_matchmaking_time + self._config.request_timeout
+        concurrent.futures.wait([job.finished for job in self._jobs], patience)
+        for job in self._jobs:
+            if job.control is not None and job.control.stage <= AveragingStage.LOOKING_FOR_GROUP:
+                job.control.cancel()
 
     def finish_jobs(self, timeout: float | None = None) -> None:
         """Wait for everything in the background and put its results into the model."""

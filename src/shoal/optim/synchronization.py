@@ -122,6 +122,7 @@ class Synchronization:
     def end_other_work(self) -> None:
         """Finish what is under way with other peers, and in the background."""
         self._global_step.let_go_of_rounds(self._averaging_timeout)
+        self._state_averager.let_go_of_searches()
         self._state_averager.finish_jobs(self._averaging_timeout)
 
     def resume(self) -> None:
