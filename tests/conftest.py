@@ -31,14 +31,15 @@ os.environ["SHOAL_HOST_MADDRS"] = "/ip4/127.0.0.1/tcp/0"  # tests keep to themse
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # older versions start processes for a compiler that no test uses
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests and their processes share few cores
 
-WITH_PROCESSES = (
-    "tests/system/",
-    "tests/cli/",
-    "tests/lightning/test_distributed.py",
-    "tests/lightning/test_equivalence.py",
-    "tests/lightning/test_swarm.py",
-    "tests/optim/test_multi_process.py",
-)
+WITH_PROCESSES = {
+    "tests/cli/": "commands",
+    "tests/system/": "systems",
+    "tests/lightning/test_distributed.py": "groups",
+    "tests/lightning/test_equivalence.py": "groups",
+    "tests/lightning/test_swarm.py": "groups",
+    "tests/optim/test_multi_process.py": "groups",
+}
+"""Tests that start processes, which need the machine's cores: of each kind, one at a time."""
 ON_HOSTS = ("tests/system/test_hosts.py", "tests/system/test_outages.py", "tests/system/test_two_machines.py")
 """Tests on hosts of their own mostly wait, so they may run beside those."""
 SLOW = (
@@ -76,18 +77,17 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start processes, which need the machine's cores, are run one after the other.
-
-    First, so that the marks decide what is selected: by ``-m "not slow"``, and by the scheduler of pytest-xdist.
-    """
+    """First, so that the marks decide what is selected: by ``-m "not slow"``, and by the scheduler of pytest-xdist."""
     for item in items:
         path = item.path.relative_to(item.config.rootpath).as_posix()
         if path.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
         if path.startswith(ON_HOSTS):
             item.add_marker(pytest.mark.xdist_group("hosts"))
-        elif path.startswith(WITH_PROCESSES):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+            continue
+        for start, group in WITH_PROCESSES.items():
+            if path.startswith(start):
+                item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(tryfirst=True)

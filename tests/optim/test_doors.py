@@ -116,6 +116,18 @@ def test_sparse_embeddings_that_somebody_else_trains(dht: DHT) -> None:
     make(dht, trained=model[0]).shutdown()
 
 
+def test_a_model_that_is_not_to_be_found_any_more(dht: DHT, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    gc.freeze()
+    make(dht, trained=model).shutdown()
+    (warning,) = (record.getMessage() for record in caplog.records if "no module" in record.getMessage())
+    assert "model=" in warning
+    caplog.clear()
+    make(dht, trained=model, model=model).shutdown()
+    make(dht, trained=make_model()).shutdown()
+    assert caplog.records == []
+
+
 def test_what_fails_at_the_last_moment_leaves_nothing_behind(dht: DHT, monkeypatch: pytest.MonkeyPatch) -> None:
     before, weights = handlers_of(dht), nn.Parameter(torch.ones(1))
     with pytest.raises(TypeError, match="refresh"):

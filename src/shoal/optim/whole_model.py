@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from shoal.optim.trainable import check_modules
+
+logger = logging.getLogger(__name__)
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -44,6 +47,11 @@ class Remainder:
             raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
         owners, modules = owners_of(parameters, None if model is None else list(model.modules()))
         check_modules(owners)
+        if model is None and not owners and gc.get_freeze_count():
+            logger.warning(
+                "no module was found that the parameters belong to, perhaps because this program has called "
+                "gc.freeze(): whether it can be trained with others is not checked. Give shoal the module: model=..."
+            )
         return cls.of(outermost(modules) if model is None else [model], [*parameters, *extra_tensors])
 
     @classmethod
