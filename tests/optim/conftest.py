@@ -138,10 +138,11 @@ def make_trainers(make_dhts, closing) -> Callable[..., list[Trainer]]:
 
 
 def meet(*trainers: Trainer) -> None:
-    """Contribute a first batch each, and wait until everybody knows everybody."""
+    """Contribute a first batch each, and wait until everybody knows everybody, be they at the next epoch already."""
     in_parallel(*(trainer.step for trainer in trainers))
     for trainer in trainers:
-        wait_until(lambda t=trainer: t.opt.tracker.expected_group_size == len(trainers), "all peers know each other")
+        others = trainer.opt.tracker.expected_members
+        wait_until(lambda f=others: len(f(until_epoch=10)) == len(trainers) - 1, "all peers know each other")
 
 
 def check_identical(trainers: list[Trainer]) -> None:

@@ -131,7 +131,7 @@ def test_peers_that_step_locally_learn_to_read(crew: Crew, name: str) -> None:
     trainers, auxiliary = crew.run(name, LOCAL_EPOCHS, LOCAL_LEARNING_RATE, use_local_updates=True, **options)
     check_everybody(trainers, auxiliary)
     for seen in trainers:
-        assert seen["steps"] >= 2 * LOCAL_EPOCHS, "every batch makes a step"
+        assert seen["steps"] >= seen["batches"] - 1, "every batch makes a step, of which one may be under way"
         assert (seen["overlapped"] > 0) is options["delay_state_averaging"]
         if not options.get("delay_optimizer_step"):
             assert seen["changed_at_once"] == seen["batches_within_epochs"]

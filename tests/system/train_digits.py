@@ -61,6 +61,7 @@ class Observer:
         self.opt, self.model = opt, model
         self.steps = 0
         """Of the optimizer that makes the steps."""
+        self.batches = 0
         self.staleness: list[int] = []
         """For each epoch: how many optimizer steps the model lacked when the first batch was computed."""
         self.gradients_under_way = 0
@@ -88,6 +89,7 @@ class Observer:
         self.overlapped += self.opt.state_averager.averaging_in_progress
 
     def after_batch(self) -> None:
+        self.batches += 1
         now = flat(self.model.parameters())
         if self.opt.local_epoch == self._epoch:
             self.changed_at_once.append(not torch.equal(now, self._model_before))
@@ -111,6 +113,7 @@ class Observer:
     def report(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
+            "batches": self.batches,
             "staleness": self.staleness,
             "gradients_under_way": self.gradients_under_way,
             "overlapped": self.overlapped,
