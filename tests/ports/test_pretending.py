@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from shoal import reactor
 from tests import pretend
 
 PLATFORMS = {"windows": "win32", "macos": "darwin"}
@@ -29,3 +30,11 @@ def test_processes_and_theirs_pretend_too(system: str) -> None:
     # If this process pretends, what it has set for its children is enough.
     output = subprocess.check_output(command, text=True, env=None if pretend.system else environment)
     assert output.split() == [PLATFORMS[system]] * 2
+
+
+def test_what_a_test_changes_is_put_back() -> None:
+    before = reactor.sys.platform
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("shoal.reactor.sys.platform", "plan9")
+        assert reactor.sys.platform == "plan9"
+    assert reactor.sys.platform == before

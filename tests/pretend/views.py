@@ -37,6 +37,9 @@ class View(ModuleType):
         own = ModuleType.__getattribute__(self, "__dict__")
         if name in ("__class__", "_module", "_hidden", "_instead"):
             return ModuleType.__getattribute__(self, name)
+        if name == "__dict__":  # pytest's monkeypatch looks into it for what it has to put back
+            there = {name: value for name, value in vars(own["_module"]).items() if name not in own["_hidden"]}
+            return there | own["_instead"]
         if name in own["_instead"]:
             return own["_instead"][name]
         if name in own["_hidden"]:
