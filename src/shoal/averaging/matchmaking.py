@@ -470,11 +470,10 @@ class Matchmaking:
     async def close(self) -> None:
         """Finish what runs in the background, such as withdrawing from the DHT."""
         with suppress(asyncio.TimeoutError, TimeoutError):
-            async with timeout(1.0):
-                async with self._one_at_a_time:  # a search that was cancelled withdraws when it ends
-                    running = [*self._background, *self._invitations.tasks]
-                    if running:
-                        await asyncio.wait(running)
+            async with timeout(1.0), self._one_at_a_time:  # a search that was cancelled withdraws when it ends
+                running = [*self._background, *self._invitations.tasks]
+                if running:
+                    await asyncio.wait(running)
         await cancel_and_wait(*self._background, *self._invitations.tasks)
 
 
