@@ -12,6 +12,7 @@ from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.optimizer_state import initialize_optimizer_state_
 from shoal.optim.state_averager import TrainingStateAverager
+from shoal.optim.training_averager import TrainingAverager
 from tests.optim.conftest import backward, make_model, sgd
 
 LATE_MS = 20
@@ -223,3 +224,31 @@ def test_a_step_reads_one_number_at_most(fake, make_trainers):
     trainer.opt.target_batch_size = trainer.opt.tracker.target_batch_size = 8
     trainer.opt.global_step.run()
     assert fake.counts()["scalars"] <= 1
+
+
+def test_an_averager_in_the_background_and_a_stream_that_trains(fake, make_dhts, closing, monkeypatch):
+    (dht,) = make_dhts(1)
+    parameters = list(make_model().to("fake").parameters())
+    options = {"average_parameters": True, "average_gradients": False, "dht": dht, "prefix": "run", "start": True}
+    averager = closing(TrainingAverager(sgd(parameters), **options))
+    read = []
+
+    def run_round(_):
+        with averager.get_tensors() as averaged:
+            for tensor in averaged:
+                read.append(tensor.clone())
+                tensor.fill_(3)
+        return {}
+
+    monkeypatch.setattr(averager, "_run_round", run_round)
+    with torch.fake.stream(torch.fake.Stream()), fake.late(LATE_MS), torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(2)
+        averager.step(wait=False).result(30)
+        written = [parameter.to("cpu") for parameter in parameters]
+        for parameter in parameters:
+            parameter.fill_(4)
+        state = averager.get_current_state()
+    assert {value for tensor in read for value in tensor.flatten().tolist()} == {2}
+    assert {value for tensor in written for value in tensor.flatten().tolist()} == {3}
+    assert all((tensor == 4).all() for tensor in state.tensors[: len(parameters)])

@@ -50,6 +50,16 @@ def _wait(events: Iterable[Any]) -> None:
         event.synchronize()
 
 
+def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Return when the devices of these tensors have done all that anybody has launched there, on whatever stream."""
+    for device in accelerators_of(tensors):
+        module = getattr(torch, device.type)
+        if device.type == "mps":  # there is one, and it is not named
+            module.synchronize()
+        else:
+            module.synchronize(device)
+
+
 class LaunchedWork:
     """What has been launched on the devices of some tensors. Without devices, nothing is ever waited for.
 

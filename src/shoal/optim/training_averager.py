@@ -18,7 +18,7 @@ from shoal.averaging.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AveragingError
 from shoal.futures import AwaitableFuture
-from shoal.optim.devices import copy_all
+from shoal.optim.devices import copy_all, wait_for_devices
 from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_
 from shoal.optim.state_tensors import add_change, copy_for_averaging
 from shoal.optim.state_transfer import TrainingState, apply_state, describe_state
@@ -132,7 +132,9 @@ class TrainingAverager(DecentralizedAverager):
         access = contextlib.nullcontext() if data_lock is None else data_lock
         with self._step_lock:
             with access, self.get_tensors() as averaged:
-                copy_all(averaged, list(self.local_tensors()))
+                local = list(self.local_tensors())
+                wait_for_devices(local)  # training may use other streams than this thread
+                copy_all(averaged, local)
                 before = None if data_lock is None else [tensor.clone() for tensor in averaged]
             gathered = self._run_round(options)
             if gathered is not None:
@@ -143,6 +145,7 @@ class TrainingAverager(DecentralizedAverager):
                     else:
                         for tensor, new, old in zip(local, averaged, before, strict=True):
                             add_change(tensor, new, old)
+                    wait_for_devices(local)
             self.local_step += 1
             return gathered
 
@@ -163,6 +166,7 @@ class TrainingAverager(DecentralizedAverager):
     def get_current_state(self) -> OwnedState:
         """What newcomers download: parameters, extra tensors, optimizer state and the number of steps."""
         with self._step_lock:
+            wait_for_devices(self._setup.main_parameters)
             state = describe_state(self._setup, self.extra_tensors, [], self.local_step, self.node.group_bits)
         metadata = {**state.metadata, "step": self.local_step}
         return OwnedState(metadata, state.tensors, state.infos)
@@ -188,6 +192,7 @@ class TrainingAverager(DecentralizedAverager):
             return False
         with self._step_lock:
             apply_state(state, self._setup, self.extra_tensors)
+            wait_for_devices(self._setup.main_parameters)
             self.local_step = max(self.local_step, state.epoch)
         return True
 
