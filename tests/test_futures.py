@@ -35,16 +35,16 @@ async def test_cancelling_goes_both_ways() -> None:
         await waiting
     another: MPFuture[int] = MPFuture()
     task = asyncio.create_task(asyncio.wait_for(another, 0.01))
-    with pytest.raises(asyncio.TimeoutError):
+    with pytest.raises(TimeoutError):
         await task
     assert another.cancelled()
 
 
 def test_waiting_in_a_thread_has_a_limit() -> None:
     future: MPFuture[int] = MPFuture()
-    with pytest.raises(concurrent.futures.TimeoutError):
+    with pytest.raises(TimeoutError):
         future.result(timeout=0.001)
-    with pytest.raises(concurrent.futures.TimeoutError):
+    with pytest.raises(TimeoutError):
         future.exception(timeout=0.001)
 
 
@@ -119,13 +119,13 @@ def test_waiting_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.futures.SECONDS_AT_A_TIME", 0.001)
     future: AwaitableFuture[int] = AwaitableFuture()
     for seconds in (0, 0.0005, 0.01, -1):
-        with pytest.raises(concurrent.futures.TimeoutError):
+        with pytest.raises(TimeoutError):
             future.result(seconds)
     timer = threading.Timer(0.05, future.set_result, [7])
     timer.start()
     assert future.result() == future.result(0) == 7
     timer.join()
     failed: AwaitableFuture[int] = AwaitableFuture()
-    failed.set_exception(concurrent.futures.TimeoutError("its own"))
-    with pytest.raises(concurrent.futures.TimeoutError, match="its own"):
+    failed.set_exception(TimeoutError("its own"))
+    with pytest.raises(TimeoutError, match="its own"):
         failed.result(60)

@@ -516,7 +516,7 @@ ERRORS = {
     "shoal.averaging.matchmaking.MatchmakingException": "shoal.errors.ShoalError",
     "shoal.utils.multiaddr.ProtocolLookupError": "LookupError",
     "shoal.utils.mpfuture.InvalidStateError": "concurrent.futures.InvalidStateError",
-    "shoal.utils.mpfuture.TimeoutError": "concurrent.futures.TimeoutError",
+    "shoal.utils.mpfuture.TimeoutError": "TimeoutError",
 }
 """What one may catch each error as."""
 

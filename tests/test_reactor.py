@@ -79,7 +79,7 @@ def test_call_with_timeout_cancels_the_coroutine(portal: Portal) -> None:
         finally:
             cancelled.set()
 
-    with pytest.raises(concurrent.futures.TimeoutError):
+    with pytest.raises(TimeoutError):
         portal.call(note_cancellation(), timeout=0.05)
     assert cancelled.wait(5)
 

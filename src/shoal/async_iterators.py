@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-from shoal.clock import timeout as time_limit
 from shoal.reactor import cancel_and_wait
 
 T = TypeVar("T")
@@ -76,12 +75,12 @@ async def aiter_with_timeout(iterable: AsyncIterable[T], timeout: float | None) 
     """The same items, but none may take longer than ``timeout`` seconds.
 
     Raises:
-        asyncio.TimeoutError: one did.
+        TimeoutError: one did.
     """
     iterator = iterable.__aiter__()
     while True:
         try:
-            async with time_limit(timeout):
+            async with asyncio.timeout(timeout):
                 item = await builtins.anext(iterator)
         except StopAsyncIteration:
             return

@@ -30,7 +30,6 @@ import math
 import os
 import threading
 import time
-from asyncio import timeout as timeout
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 

@@ -33,7 +33,7 @@ class AwaitableFuture(concurrent.futures.Future[T]):
             left = deadline - time.monotonic()
             try:
                 return super().result(min(left, SECONDS_AT_A_TIME))
-            except concurrent.futures.TimeoutError:
+            except TimeoutError:
                 if left <= SECONDS_AT_A_TIME and not self.done():
                     raise
         return super().result()

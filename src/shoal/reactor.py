@@ -281,7 +281,7 @@ class Portal:
 
         Raises:
             ReactorError: as :meth:`submit`, or called from inside the loop, where it would wait for itself.
-            concurrent.futures.TimeoutError: not done in time; the coroutine is cancelled.
+            TimeoutError: not done in time; the coroutine is cancelled.
         """
         if self.reactor.pid == os.getpid() and self.reactor.in_loop_thread():
             coro.close()
@@ -320,7 +320,7 @@ class Portal:
         closing = self.begin_close()
         if self.reactor.in_loop_thread() and self.reactor.pid == os.getpid():
             return  # the goodbye runs as soon as the caller yields
-        with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
             closing.result(timeout)
 
 

@@ -324,7 +324,7 @@ def test_waiting_for_a_slow_start(monkeypatch):
     monkeypatch.setattr(DHTNode, "create", create_when_released)
     dht = DHT(start=True, await_ready=False)
     try:
-        with pytest.raises(concurrent.futures.TimeoutError):
+        with pytest.raises(TimeoutError):
             dht.wait_until_ready(0.01)
         with pytest.raises(RuntimeError, match="wait_until_ready"):
             dht.add_validators([])

@@ -16,7 +16,7 @@ from statistics import quantiles
 
 import psutil
 
-from shoal.clock import get_dht_time, timeout
+from shoal.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import StreamClosedError
 from shoal.p2p import P2P, Identity, Multiaddr
@@ -165,7 +165,7 @@ class Fortress:
         self.siege.grown_bytes = max(self.siege.grown_bytes, _resident_bytes() - held)
         self.siege.attacks += len(attacks)
         dropped = self.node.p2p.metrics.connections_dropped
-        async with timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while (dropped - before).total() < len(attacks):  # noqa: ASYNC110 - the last connections are still ending
                 await asyncio.sleep(0.01)
         self.siege.reasons += dropped - before

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from shoal.clock import timeout
 from shoal.errors import StreamClosedError
 from shoal.p2p import P2P, Call, Header, P2PContext, PeerID, ServicerBase
 from shoal.p2p.memory import MemoryNetwork
@@ -161,7 +160,7 @@ def stub(caller: P2P, server: P2P) -> Any:
 
 async def until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
     """Let the loop go on until something holds that comes without an event of its own."""
-    async with timeout(limit):
+    async with asyncio.timeout(limit):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

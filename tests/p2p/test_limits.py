@@ -446,7 +446,7 @@ async def test_slow_header(kind: str) -> None:
                 break
             with contextlib.suppress(ShoalError):
                 await connection.stream.write(bytes([byte]))
-            with contextlib.suppress(asyncio.TimeoutError):
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), 0.03)
         await asyncio.wait_for(ended.wait(), 5)
         assert server.metrics.connections_dropped == {"too slow with a header": 1}
@@ -461,7 +461,7 @@ async def test_caller_that_does_not_read(kind: str) -> None:
             for value in range(40):
                 if call.connection.closed:
                     break
-                with contextlib.suppress(ShoalError, asyncio.TimeoutError):
+                with contextlib.suppress(ShoalError, TimeoutError):
                     await asyncio.wait_for(call.send(Number(value=value), bytes(2**20)), 5)
             await until(lambda: server.metrics.connections_dropped["does not read"] == 1)
             await until(lambda: server._server.connection_count == 0)

@@ -355,7 +355,7 @@ class AllReduce:
                 await asyncio.sleep(asked + patience - now())
                 unanswered = unanswered + 1 if traffic.heard_at < asked else 0
         self.silent[member].set()
-        self.member_failed(member, reason_of(asyncio.TimeoutError()))
+        self.member_failed(member, reason_of(TimeoutError()))
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 

@@ -486,7 +486,7 @@ class DecentralizedAverager(Facade):
             Metadata and tensors, or ``None`` if nobody gave any.
 
         Raises:
-            concurrent.futures.TimeoutError: it took longer than ``timeout``.
+            TimeoutError: it took longer than ``timeout``.
         """
         coro = self._download_state()
         return self._portal.call(coro, timeout) if wait else self._portal.submit(coro)

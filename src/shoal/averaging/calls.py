@@ -15,7 +15,7 @@ from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
 from shoal.reactor import cancel_and_wait
 
-CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, asyncio.TimeoutError, TimeoutError)
+CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError)
 """How a call to another peer fails."""
 PEER_FAILURES = (*CALL_FAILURES, ValueError, RuntimeError)
 """What another member can do to this one; none of it may end the round."""
@@ -31,7 +31,7 @@ ANSWERED_FACTOR = 2
 
 def reason_of(error: BaseException) -> str:
     """Why a member failed, in words."""
-    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+    if isinstance(error, TimeoutError):
         return "silent for too long"
     if isinstance(error, asyncio.CancelledError):
         return "the connection ended"

@@ -15,7 +15,6 @@ from shoal.averaging.finite import all_finite
 from shoal.averaging.following import Resigned
 from shoal.averaging.protocol import RoundKind, RoundMessage, RoundStatus, StatusRequest
 from shoal.averaging.recovery import Line, Plan, Recovery, make_plan, show_life
-from shoal.clock import timeout
 from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError
 from shoal.logs import counted
 from shoal.p2p import Call
@@ -108,7 +107,7 @@ class Coordination:
             await cancel_and_wait(alive)
 
     async def _serve_message(self, link: _Link, member: int) -> bool:
-        async with timeout(self._silence):
+        async with asyncio.timeout(self._silence):
             message = await link.line.call.receive(RoundMessage)
             self.allreduce.heard_of(member)
             if message is None:
@@ -285,7 +284,7 @@ class Coordination:
 
     async def _tell(self, link: _Link, message: RoundMessage, end: bool = False) -> None:
         try:
-            async with timeout(self._silence):
+            async with asyncio.timeout(self._silence):
                 await link.line.send(message, end=end)
         except PEER_FAILURES as e:
             logger.debug("could not tell %s: %r", link.line.call.remote, e)  # its handler notices, too

@@ -15,7 +15,6 @@ from contextlib import AbstractAsyncContextManager
 from shoal.averaging.calls import PEER_FAILURES, all_of, open_patiently
 from shoal.averaging.protocol import BeginReduce, PartMessage
 from shoal.averaging.traffic import Traffic
-from shoal.clock import timeout
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.reactor import cancel_and_wait, first_completed
@@ -149,7 +148,7 @@ class Intake:
         end = asyncio.ensure_future(call.receive(PartMessage))
         try:
             await first_completed(asyncio.shield(end), round_ended.wait())
-            async with timeout(self._timeout):
+            async with asyncio.timeout(self._timeout):
                 if await end is not None:
                     raise ProtocolError("more parts than agreed")
         finally:

@@ -9,7 +9,6 @@ from shoal.averaging.allreduce import AllReduce
 from shoal.averaging.finite import all_finite
 from shoal.averaging.protocol import RoundKind, RoundMessage
 from shoal.averaging.recovery import Line, show_life
-from shoal.clock import timeout
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.reactor import cancel_and_wait, first_completed
@@ -59,7 +58,7 @@ class Following:
         try:
             await self._receive_first(call)
             while True:
-                async with timeout(self._silence):
+                async with asyncio.timeout(self._silence):
                     message = await _receive(call)
                     self.allreduce.heard_of(coordinator)
                     if message.kind == RoundKind.PART:
@@ -92,7 +91,7 @@ class Following:
         """
         answer = asyncio.ensure_future(_receive(call))
         try:
-            async with timeout(self._silence):
+            async with asyncio.timeout(self._silence):
                 if self._quorum is not None:
                     await first_completed(asyncio.shield(answer), self.allreduce.delivered.wait())
                     grace = max(self.allreduce.settings.quorum_grace, MIN_ANSWER_SECONDS)

@@ -43,7 +43,7 @@ from shoal.averaging.protocol import (
 )
 from shoal.averaging.refusals import Refusals
 from shoal.averaging.search import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
-from shoal.clock import get_dht_time, timeout
+from shoal.clock import get_dht_time
 from shoal.errors import (
     AllreduceException,
     DHTError,
@@ -105,9 +105,9 @@ class Matchmaking:
             AllreduceException: none was found before the step's deadline.
         """
         try:
-            async with timeout(control.get_timeout()), self._one_at_a_time:
+            async with asyncio.timeout(control.get_timeout()), self._one_at_a_time:
                 return await self._run_search(control)
-        except (asyncio.TimeoutError, TimeoutError):
+        except TimeoutError:
             raise AllreduceException(self._explain_failure()) from None
 
     async def _run_search(self, control: StepControl) -> GroupInfo:
@@ -222,9 +222,9 @@ class Matchmaking:
             search.redeclare.set()
         until = search.next_moment()
         try:
-            async with timeout(None if until is None else max(0.001, until - get_dht_time())):
+            async with asyncio.timeout(None if until is None else max(0.001, until - get_dht_time())):
                 await search.control.changed.wait()
-        except (asyncio.TimeoutError, TimeoutError):
+        except TimeoutError:
             return
 
     # --- following ----------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Matchmaking:
         line = search.lines.get(leader)
         try:
             async with AsyncExitStack() as stack:
-                async with timeout(self.settings.request_timeout):
+                async with asyncio.timeout(self.settings.request_timeout):
                     way = self._get_stub(leader).rpc_join_group() if line is None else line.taken()
                     call = await stack.enter_async_context(way)
                     request = self._request(search)
@@ -265,7 +265,7 @@ class Matchmaking:
                     search.note_acceptance(leader, reply.expiration)
                     self._send_followers_away(search, leader)
                     patience = max(0.0, reply.expiration - get_dht_time()) + self.settings.request_timeout
-                    async with timeout(patience):
+                    async with asyncio.timeout(patience):
                         reply = await _receive(call)
                 search.asked = None
                 with suppress(StreamClosedError):  # the leader has left, but what it said holds
@@ -469,8 +469,8 @@ class Matchmaking:
 
     async def close(self) -> None:
         """Finish what runs in the background, such as withdrawing from the DHT."""
-        with suppress(asyncio.TimeoutError, TimeoutError):
-            async with timeout(1.0), self._one_at_a_time:  # a search that was cancelled withdraws when it ends
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0), self._one_at_a_time:  # a search that was cancelled withdraws when it ends
                 running = [*self._background, *self._invitations.tasks]
                 if running:
                     await asyncio.wait(running)

@@ -34,7 +34,7 @@ from shoal.averaging.session import GroupSession
 from shoal.averaging.snapshot import GetState
 from shoal.averaging.state_sharing import StateSharing
 from shoal.averaging.tensor_lock import TensorLock
-from shoal.clock import get_dht_time, timeout
+from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import dtype_name
 from shoal.errors import AllreduceException, AveragingError, ProtocolError
@@ -292,10 +292,10 @@ class AveragerNode(ServicerBase):
             AllreduceException: it failed; the error says whether the tensors have changed nevertheless.
         """
         try:
-            async with timeout(self.config.allreduce_timeout):
+            async with asyncio.timeout(self.config.allreduce_timeout):
                 await self._average(session, lane.tensors, lane.infos)
         except _RETRIABLE as e:
-            is_late = isinstance(e, (asyncio.TimeoutError, TimeoutError))
+            is_late = isinstance(e, TimeoutError)
             reason = f"the all-reduce took longer than {self.config.allreduce_timeout} s" if is_late else str(e)
             share = session.share_averaged(lane.tensors)
             if share:

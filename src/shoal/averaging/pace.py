@@ -13,8 +13,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from shoal.clock import timeout
-
 MAX_LEAD = 0.08
 """Who has so much less left than the one who has most left, as a share of that, is ahead. Not less: when all but one
 are held back, the connections to that one cannot fill the link."""
@@ -82,8 +80,8 @@ class Runner:
         turn = asyncio.get_running_loop().create_future()
         self.waiting.append(turn)
         try:
-            with suppress(asyncio.TimeoutError, TimeoutError):
-                async with timeout(MAX_WAIT_SECONDS):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MAX_WAIT_SECONDS):
                     await turn
         finally:
             with suppress(ValueError):  # it has been woken

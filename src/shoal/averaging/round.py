@@ -13,7 +13,6 @@ from shoal.averaging.completion import Completion
 from shoal.averaging.control import RoundResult
 from shoal.averaging.group_info import GROUP_ID_BYTES
 from shoal.averaging.protocol import BeginReduce, RoundKind, RoundMessage, RoundStatus
-from shoal.clock import timeout
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID
 from shoal.reactor import cancel_and_wait, first_completed
@@ -180,7 +179,7 @@ class Rounds:
         calls = self._waiting.setdefault(round_id, set())
         calls.add(call)
         try:
-            async with timeout(None if math.isinf(patience) else patience):
+            async with asyncio.timeout(None if math.isinf(patience) else patience):
                 return await call
         finally:
             calls.remove(call)

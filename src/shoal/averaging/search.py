@@ -263,7 +263,7 @@ class Search:
         If it lives, they follow it and send this peer back to it. One that has accepted this peer is asked again at
         once, because it may be about to start; so is one to which a connection broke by chance, as it seems.
         """
-        is_silent = isinstance(error, (asyncio.TimeoutError, TimeoutError))
+        is_silent = isinstance(error, TimeoutError)
         if self.leader is not None or is_silent:
             self.leader_lost_at = get_dht_time()
         is_worth_another_try = peer == self.accepted_by or isinstance(error, (StreamClosedError, InterruptedDialError))

@@ -17,7 +17,6 @@ import torch
 
 from shoal.averaging.protocol import ChunkRequest, StateChunk, StateHeader
 from shoal.averaging.snapshot import HASH_BYTES, Chunks, State, chunk_bytes_of, hash_of, version_of
-from shoal.clock import timeout
 from shoal.compression import deserialize_torch_tensor
 from shoal.compression.base import SerializedTensor, bytes_of, mapped
 from shoal.errors import ProtocolError
@@ -128,7 +127,7 @@ class Download:
             while not self.finished.is_set():
                 await self._ask(call, queue)
                 started = loop.time()
-                async with timeout(self._chunk_timeout):
+                async with asyncio.timeout(self._chunk_timeout):
                     place = await self._receive(call, queue.chunks[0])
                 queue.delivered(loop.time() - started)
                 self._check(place)
@@ -245,7 +244,7 @@ async def open_state(call: Call, max_bytes: int, chunk_timeout: float) -> tuple[
         ProtocolError: it makes no sense, or is larger than ``max_bytes``.
         TimeoutError: there is no answer.
     """
-    async with timeout(chunk_timeout):
+    async with asyncio.timeout(chunk_timeout):
         header = await call.receive(StateHeader)
         if header is None:
             raise ProtocolError("ended without an answer")

@@ -13,7 +13,7 @@ from shoal.averaging.calls import PEER_FAILURES, reason_of
 from shoal.averaging.protocol import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.snapshot import GetState, Snapshot, State, version_of
 from shoal.averaging.state_download import Download, open_state
-from shoal.clock import get_dht_time, timeout
+from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase
 from shoal.errors import ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
@@ -98,9 +98,9 @@ class StateSharing:
             if self.allowed or self._is_declared:
                 await self._declare(self.allowed)
             try:
-                async with timeout(self._declare_period):
+                async with asyncio.timeout(self._declare_period):
                     await self._changed.wait()
-            except (asyncio.TimeoutError, TimeoutError):
+            except TimeoutError:
                 continue
 
     async def _declare(self, allowed: bool) -> None:
@@ -115,9 +115,9 @@ class StateSharing:
         if not self._is_declared:
             return
         try:
-            async with timeout(WITHDRAWAL_SECONDS):
+            async with asyncio.timeout(WITHDRAWAL_SECONDS):
                 await self._declare(allowed=False)
-        except (asyncio.TimeoutError, TimeoutError):
+        except TimeoutError:
             logger.debug("not everybody could be told that this peer does not share its state any more")
 
     async def serve(self, call: Call) -> None:
@@ -153,7 +153,7 @@ class StateSharing:
         )
         await call.send(header, snapshot.hashes)
         while True:
-            async with timeout(self._chunk_timeout):
+            async with asyncio.timeout(self._chunk_timeout):
                 request = await call.receive(ChunkRequest)
             if request is None:
                 return

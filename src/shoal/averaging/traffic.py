@@ -15,7 +15,6 @@ from shoal.averaging.protocol import PartMessage, PartStatus
 from shoal.averaging.reducer import PartReducer
 from shoal.averaging.slices import Incoming, Outgoing, send_all
 from shoal.averaging.vector import Averages, RoundVector
-from shoal.clock import timeout
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 
@@ -149,7 +148,7 @@ class Traffic:
             ProtocolError, P2PDaemonError, P2PHandlerError, TimeoutError: the other member failed.
         """
         while True:
-            async with timeout(limit()):
+            async with asyncio.timeout(limit()):
                 message = await call.receive(PartMessage)
             self.heard_at = asyncio.get_running_loop().time()
             if message is None or not message.parts:
@@ -158,7 +157,7 @@ class Traffic:
             if incoming is self.parts_in:
                 await self._begun.wait()
                 await self._reducer.wait_for_room(message.index)
-            async with timeout(limit()):
+            async with asyncio.timeout(limit()):
                 complete = await incoming.receive(call, message)
             self._take(message, complete)
 

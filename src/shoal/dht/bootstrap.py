@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from shoal.clock import timeout as time_limit
 from shoal.dht.protocol import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
 from shoal.errors import BootstrapError, IdentityMismatchError, ValidationError
 from shoal.p2p import Multiaddr, PeerID
@@ -75,13 +74,13 @@ async def _collect(
 ) -> None:
     """Wait for the outcomes of pings, all of them or until the first good one."""
     try:
-        async with time_limit(max(0.0, timeout)):
+        async with asyncio.timeout(max(0.0, timeout)):
             while len(outcomes) < count:
                 peer, error = await queue.get()
                 outcomes[peer] = error
                 if until_success and error is None:
                     return
-    except (asyncio.TimeoutError, TimeoutError):
+    except TimeoutError:
         return
 
 
@@ -90,7 +89,7 @@ async def _ping(protocol: DHTProtocol, peer: PeerID, validate: bool, outcomes: O
     for attempt in range(PING_ATTEMPTS):
         try:
             await protocol.ping(peer, validate=validate)
-        except (ValidationError, asyncio.TimeoutError, TimeoutError) as e:
+        except (ValidationError, TimeoutError) as e:
             error = e
             break
         except NO_ANSWER as e:

@@ -99,7 +99,7 @@ class DHT(Facade):
             timeout: seconds to wait.
 
         Raises:
-            concurrent.futures.TimeoutError: not ready in time.
+            TimeoutError: not ready in time.
             RuntimeError: started already.
         """
         if self._portal is not None:
@@ -118,7 +118,7 @@ class DHT(Facade):
         """Wait until the node has joined.
 
         Raises:
-            concurrent.futures.TimeoutError: not ready in time.
+            TimeoutError: not ready in time.
             BootstrapError, ValidationError: joining failed.
         """
         try:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from shoal.clock import get_dht_time
-from shoal.clock import timeout as time_limit
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import TimedStorage
@@ -51,9 +50,9 @@ class PeerFinder:
 
     async def _search(self, peer: PeerID) -> None:
         try:
-            async with time_limit(self._protocol.wait_timeout):
+            async with asyncio.timeout(self._protocol.wait_timeout):
                 await self._walk(DHTID.of_peer(peer))
-        except (DHTError, asyncio.TimeoutError, TimeoutError) as e:
+        except (DHTError, TimeoutError) as e:
             logger.debug("the search for peer %s was given up: %r", peer, e)
         if not self._protocol.p2p.is_reachable(peer):
             self._not_found.store(peer, None, get_dht_time() + SECONDS_BETWEEN_SEARCHES)

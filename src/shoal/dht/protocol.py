@@ -55,10 +55,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ResponseT = TypeVar("ResponseT", bound=Header)
 
-NO_ANSWER = (ShoalError, ConnectionError, asyncio.TimeoutError, TimeoutError)
+NO_ANSWER = (ShoalError, ConnectionError, TimeoutError)
 """What a call raises when the other node is gone, silent, or does not speak this protocol."""
 
-SILENCE = (ConnectionError, asyncio.TimeoutError, TimeoutError)
+SILENCE = (ConnectionError, TimeoutError)
 """What a call raises when nothing was heard of the other node: it may be gone, or this machine offline or busy."""
 
 REPLY_BYTES = 3 * 2**18

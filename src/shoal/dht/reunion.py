@@ -18,7 +18,6 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from shoal.clock import timeout as time_limit
 from shoal.dht.protocol import NO_ANSWER, DHTProtocol
 from shoal.p2p import Multiaddr, PeerID
 
@@ -162,9 +161,9 @@ class Reunion:
     async def _pause(self, seconds: float) -> None:
         """Wait; but who is heard meanwhile, because the application has asked, ends the search."""
         try:
-            async with time_limit(seconds):
+            async with asyncio.timeout(seconds):
                 await self._heard.wait()
-        except (asyncio.TimeoutError, TimeoutError):
+        except TimeoutError:
             return
 
     async def _candidates(self) -> list[PeerID]:

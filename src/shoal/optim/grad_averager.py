@@ -199,7 +199,7 @@ class GradientAverager(DecentralizedAverager):
             AssertionError: the control was used before.
             RuntimeError: a control together with options of a new one.
             AllreduceException: no group was found, or the round failed.
-            concurrent.futures.TimeoutError: no result in time; the round is cancelled.
+            TimeoutError: no result in time; the round is cancelled.
         """
         if control is None:
             control = self.schedule_step(timeout=timeout, **kwargs)

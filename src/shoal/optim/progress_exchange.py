@@ -20,7 +20,6 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
-from shoal.clock import timeout as time_limit
 from shoal.errors import P2PDaemonError, P2PHandlerError, ShoalError
 from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
 from shoal.optim.progress import (
@@ -175,9 +174,9 @@ class ProgressExchange(ServicerBase):
         if self._board.published:
             calls = [self._call(peer, leaving=True) for peer in self._peers_to_call()]
             try:
-                async with time_limit(GOODBYE_TIMEOUT):
+                async with asyncio.timeout(GOODBYE_TIMEOUT):
                     await asyncio.gather(self._withdraw(), *calls, return_exceptions=True)
-            except (asyncio.TimeoutError, TimeoutError):
+            except TimeoutError:
                 logger.info("not everybody could be told that this peer leaves: its record will expire")
 
     # --- through the DHT ----------------------------------------------------------------------------------------------
@@ -348,7 +347,7 @@ class ProgressExchange(ServicerBase):
                     self._p2p.note_uncalled(peer, e, company=self._run, sign_of_life=said_at)
                 if attempt < DIAL_ATTEMPTS - 1:
                     await _sleep(DIAL_PAUSE)
-            except (asyncio.TimeoutError, TimeoutError, ValueError) as e:
+            except (TimeoutError, ValueError) as e:
                 logger.debug("peer %s gives no proper answer: %s: %s", peer, type(e).__name__, e)
                 break
         self._board.mark_unreachable(peer.to_bytes(), called_at)
@@ -404,8 +403,8 @@ def _check_time(progress: LocalTrainingProgress, now: float) -> None:
 
 
 async def _wait_for(event: asyncio.Event, seconds: float) -> None:
-    with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-        async with time_limit(seconds):
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
             await event.wait()
 
 

@@ -28,7 +28,7 @@ def log_failure(message: str, epoch: int, error: Exception) -> None:
     reason, unexpected = str(error) or type(error).__name__, False
     if isinstance(error, concurrent.futures.CancelledError):
         reason = "the others have left or gone on"
-    elif isinstance(error, (concurrent.futures.TimeoutError, TimeoutError)):
+    elif isinstance(error, TimeoutError):
         reason = "it took too long"
     elif not isinstance(error, ShoalError):
         unexpected = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import threading
 from collections.abc import Mapping
@@ -185,7 +184,7 @@ class Synchronization:
     def _load(self, **options: Any) -> bool:
         try:
             return bool(self._state_averager.load_state_from_peers(**options))
-        except (ShoalError, concurrent.futures.TimeoutError, TimeoutError) as e:
+        except (ShoalError, TimeoutError) as e:
             logger.warning("could not download the training state: %s", str(e) or type(e).__name__)
             return False
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.clock import timeout as time_limit
 from shoal.errors import BusyError, ShoalError
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p.admission import HostRates
@@ -108,9 +107,9 @@ class Checkup(ServicerBase):
 
     async def _can_dial(self, peer: PeerID, address: Multiaddr) -> bool:
         try:
-            async with time_limit(CALL_BACK_SECONDS):
+            async with asyncio.timeout(CALL_BACK_SECONDS):
                 (await self._p2p.dial_without_greeting(peer, address)).abort()
-        except (ShoalError, ConnectionError, asyncio.TimeoutError, TimeoutError):
+        except (ShoalError, ConnectionError, TimeoutError):
             return False
         return True
 

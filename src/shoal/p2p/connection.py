@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import msgspec
 
-from shoal.clock import timeout
 from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.p2p.limits import HeaderMemory
@@ -333,7 +332,7 @@ class Call:
             return
         scratch = memoryview(bytearray(_DISCARD_BYTES))
         try:
-            async with timeout(DRAIN_TIMEOUT):
+            async with asyncio.timeout(DRAIN_TIMEOUT):
                 while self.payload_size or not self.received_end:
                     if not self.payload_size:
                         prefix, _ = await self.connection.receive()
@@ -341,5 +340,5 @@ class Call:
                     piece = min(len(scratch), self.payload_size)
                     await self.connection.stream.read_exactly_into(scratch[:piece])
                     self.payload_size -= piece
-        except (asyncio.TimeoutError, TimeoutError, StreamClosedError):
+        except (TimeoutError, StreamClosedError):
             return

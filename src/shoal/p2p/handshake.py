@@ -10,7 +10,6 @@ Nothing else is read before it holds.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import functools
 import hashlib
@@ -135,7 +134,7 @@ def explain(error: BaseException) -> str:
     """What went wrong with a dial, in words for somebody who looks at an address list."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused: nothing listens there, or a firewall rejects it"
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+    if isinstance(error, TimeoutError):
         return f"no answer within {HANDSHAKE_TIMEOUT:g} s: nothing is there, a firewall drops it, or it speaks no TLS"
     if isinstance(error, socket.gaierror):
         return f"the host name cannot be resolved ({error.strerror})"

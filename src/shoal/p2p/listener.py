@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from shoal.clock import timeout
 from shoal.p2p.connecting import TcpSocket
 from shoal.p2p.fork_safety import disown_socket, own_socket
 
@@ -166,9 +165,9 @@ async def _is_answered(family: int, address: tuple[Any, ...]) -> bool:
     with TcpSocket(family, socket.SOCK_STREAM) as caller:
         caller.setblocking(False)
         try:
-            async with timeout(LOCAL_CALL_SECONDS):
+            async with asyncio.timeout(LOCAL_CALL_SECONDS):
                 await asyncio.get_running_loop().sock_connect(caller, (host, *address[1:]))
-        except (asyncio.TimeoutError, TimeoutError):
+        except TimeoutError:
             return True  # whoever is refused on its own machine knows at once
         except OSError:
             return False

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
-from shoal.clock import timeout as time_limit
 from shoal.errors import P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.p2p.connection import Call
 from shoal.p2p.wire import Header
@@ -96,9 +95,9 @@ class Responses(AsyncIterator[Header]):
 
         Raises:
             ProtocolError: there is none, or more than one.
-            asyncio.TimeoutError: it does not come within ``timeout`` seconds.
+            TimeoutError: it does not come within ``timeout`` seconds.
         """
-        async with time_limit(timeout), aclosing(self._exchange):
+        async with asyncio.timeout(timeout), aclosing(self._exchange):
             answers = [answer async for answer in self._exchange]
         if len(answers) != 1:
             raise ProtocolError(f"expected one answer, got {len(answers)}")

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from shoal.clock import get_clock
-from shoal.clock import timeout as time_limit
 from shoal.errors import IdentityTakenError, P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook
@@ -416,9 +415,9 @@ class P2P:
         Raises:
             P2PHandlerError: the handler raised.
             P2PDaemonError: the peer cannot be reached, the connection broke, or it has no such handler.
-            asyncio.TimeoutError: no answer in time.
+            TimeoutError: no answer in time.
         """
-        async with time_limit(timeout):
+        async with asyncio.timeout(timeout):
             call = await self._begin_call(peer, handle)
             try:
                 await call.send(request, end=True)

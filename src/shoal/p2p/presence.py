@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.clock import timeout as time_limit
 from shoal.errors import IdentityTakenError, ProtocolError, ShoalError
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p.connection import Connection
@@ -78,7 +77,7 @@ async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
             async with at_once:
                 query = PresenceQuery(instance=p2p.instance)
                 await p2p.call(peer, handle, query, PresenceReply, timeout=GREETING_SECONDS)
-        except (ShoalError, ConnectionError, asyncio.TimeoutError, TimeoutError) as e:
+        except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)
 
     await asyncio.gather(*map(greet, peers))
@@ -100,7 +99,7 @@ async def check_identity_is_free(
     own = [str(address) for address, peer in addresses if peer == p2p.peer_id]
     checks.append(asyncio.ensure_future(_find_double_at(p2p, own)))
     try:
-        async with time_limit(CHECK_SECONDS):
+        async with asyncio.timeout(CHECK_SECONDS):
             for check in asyncio.as_completed(checks):
                 where = await check
                 if where is not None:
@@ -108,7 +107,7 @@ async def check_identity_is_free(
                         f"the identity {p2p.peer_id} is already taken by another peer, which is online {where}: stop "
                         "it, or start this one with another identity_path"
                     )
-    except (asyncio.TimeoutError, TimeoutError):
+    except TimeoutError:
         return  # what does not answer in time is not online
     finally:
         await cancel_and_wait(*checks)

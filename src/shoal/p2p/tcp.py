@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 from typing import cast
 
-from shoal.clock import timeout
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.p2p.admission import HostRates, WaitingRoom, host_of
@@ -242,7 +241,7 @@ class TcpTransport(Transport):
         context, certificate = self._tls
         stream, stage = arrival.stream, "TLS handshake"
         try:
-            async with timeout(HANDSHAKE_TIMEOUT):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT):
                 arrival.in_hands_of_loop = True
                 set_options(arrival.socket)
                 hurry_within_host(arrival.socket)
@@ -254,7 +253,7 @@ class TcpTransport(Transport):
                 )
                 stage = "proof of identity"
                 remote = await verify_dialler(stream, self.identity.peer_id, certificate)
-        except (asyncio.TimeoutError, TimeoutError):
+        except TimeoutError:
             arrival.drop_reason = f"no {stage} in time"
         except ssl.SSLError:
             arrival.drop_reason = "no TLS"
@@ -323,7 +322,7 @@ class TcpTransport(Transport):
         stream = TcpStream()
         connected: socket.socket | None = None
         try:
-            async with timeout(HANDSHAKE_TIMEOUT):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT):
                 connected = await connect(host, port, family)
                 descriptor = connected.fileno()
                 await asyncio.get_running_loop().create_connection(
@@ -338,7 +337,7 @@ class TcpTransport(Transport):
             stream.abort()
             if connected is not None:  # the handshake may have failed before it was the stream's
                 disown_socket(descriptor, connected)
-            if not isinstance(e, (OSError, asyncio.TimeoutError, StreamClosedError)):
+            if not isinstance(e, (OSError, StreamClosedError)):
                 raise
             self.metrics.dials_failed += 1
             raise as_dial_error(address, e) from e

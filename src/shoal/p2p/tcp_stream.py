@@ -125,7 +125,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         disown_socket(self._descriptor, self)
         if self._transport is not None:
-            self._transport.close()  # Python 3.10 takes it for forgotten otherwise
+            self._transport.close()  # else it is taken for forgotten
             self._transport = None  # no cycle: what TLS has for buffers must not wait for the garbage collector
         if self._closing is not None:
             self._closing.cancel()
@@ -274,7 +274,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         elif self._closing is None:
             self._reason = "this side closed the connection"
             self._closing = self._loop.call_later(CLOSE_TIMEOUT, self._transport.abort)
-            self._transport.close()
+            self._transport.close()  # else it is taken for forgotten
 
     def abort(self) -> None:
         if not self._closed:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from shoal.clock import SwarmClock
 from shoal.errors import SimulationError
 
-if TYPE_CHECKING:  # for signatures like those of the base class, which Python 3.10 could not write
+if TYPE_CHECKING:  # for signatures like those of the base class, which nothing needs at run time
     from typing import TypeVarTuple, Unpack
 
     Ts = TypeVarTuple("Ts")

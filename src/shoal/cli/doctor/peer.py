@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from shoal.advice import no_route_to_neighbours, set_the_clock
 from shoal.cli.doctor.findings import Finding, fail, ok, warn
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, UNNOTICEABLE_SECONDS
-from shoal.clock import timeout as time_limit
 from shoal.dht.messages import PingRequest, PingResponse
 from shoal.dht.protocol import DHTProtocol
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, P2PHandlerError, ShoalError
@@ -40,7 +39,7 @@ FIRST_BULK_BYTES = 2**16
 ENOUGH_BULK_SECONDS = 0.2
 """An exchange that takes this long says enough about the bandwidth."""
 SLOW_MEGABITS = 10.0
-NO_ANSWER = (ShoalError, OSError, asyncio.TimeoutError, TimeoutError)
+NO_ANSWER = (ShoalError, OSError)
 
 ASK_FOR_ADDRESS = "ask for the current address of that peer, or start it if it is yours"
 OPEN_PORT = "check the port, the firewalls on the way, and that the peer runs and listens on more than 127.0.0.1"
@@ -104,11 +103,11 @@ async def _resolve(address: Multiaddr) -> Finding | None:
     if not kind.startswith("dns"):
         return None
     try:
-        async with time_limit(ANSWER_SECONDS):
+        async with asyncio.timeout(ANSWER_SECONDS):
             found = await asyncio.get_running_loop().getaddrinfo(
                 host, port, family=family_of(kind), type=socket.SOCK_STREAM
             )
-    except (OSError, UnicodeError, asyncio.TimeoutError, TimeoutError) as error:
+    except (OSError, UnicodeError) as error:
         why = explain(error) if isinstance(error, OSError) else "the host name cannot be resolved"
         return fail("name", f"{host}: {why}", "check the spelling and the DNS of this machine")
     ips = list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -119,9 +118,9 @@ async def _connect(address: Multiaddr) -> Finding | None:
     kind, host, port = _target(address)
     began = time.perf_counter()
     try:
-        async with time_limit(HANDSHAKE_TIMEOUT):
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             connection = await connect(host, port, family_of(kind))
-    except (OSError, asyncio.TimeoutError, TimeoutError) as error:
+    except OSError as error:
         is_blocked = isinstance(error, OSError) and has_no_route(error)
         return fail("connection", explain(error), OPEN_PORT + (no_route_to_neighbours() if is_blocked else ""))
     seconds = time.perf_counter() - began
@@ -257,7 +256,10 @@ async def _measure(p2p: P2P, peer: PeerID, round_trip: float, *, upwards: bool) 
     size, best = FIRST_BULK_BYTES, 0.0
     while True:
         began = time.perf_counter()
-        async with time_limit(2 * ANSWER_SECONDS), p2p.open_call(peer, Checkup.handle_name("rpc_bulk", None)) as call:
+        async with (
+            asyncio.timeout(2 * ANSWER_SECONDS),
+            p2p.open_call(peer, Checkup.handle_name("rpc_bulk", None)) as call,
+        ):
             payload = [bytes(size)] if upwards else []
             await call.send(Bulk(wanted=0 if upwards else size), *payload, end=True)
             await call.receive(Bulk)
