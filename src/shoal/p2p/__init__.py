@@ -1,9 +1,7 @@
 """Peers, streams and remote calls: identity, addresses, transports, connections, RPC."""
 
-import importlib
-from types import ModuleType
-
 from shoal.errors import P2PDaemonError, P2PHandlerError
+from shoal.inherited import offer_modules
 from shoal.p2p.connection import Call
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
@@ -27,9 +25,4 @@ __all__ = [
     "StubBase",
 ]
 
-
-def __getattr__(name: str) -> ModuleType:
-    """Import paths that users know; shoal itself needs none of them."""
-    if name in ("p2p_daemon", "p2p_daemon_bindings"):
-        return importlib.import_module(f"shoal.p2p.{name}")
-    raise AttributeError(f"module 'shoal.p2p' has no attribute {name!r}")
+offer_modules("shoal.p2p")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from shoal.inherited import offer_modules
 
 if TYPE_CHECKING:
     from shoal.async_iterators import amap_in_executor, as_aiter
@@ -43,28 +44,8 @@ __all__ = [
     "use_hivemind_log_handler",
 ]
 
-_SUBMODULES = (
-    "asyncio",
-    "auth",
-    "crypto",
-    "limits",
-    "logging",
-    "math",
-    "mpfuture",
-    "multiaddr",
-    "nested",
-    "networking",
-    "performance_ema",
-    "serializer",
-    "streaming",
-    "tensor_descr",
-    "timed_storage",
-)
-
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"shoal.utils.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'shoal.utils' has no attribute {name!r}")
     import shoal
@@ -74,4 +55,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, *_SUBMODULES])
+    return sorted([*globals(), *__all__])
+
+
+offer_modules("shoal.utils")

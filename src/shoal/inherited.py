@@ -1,0 +1,93 @@
+"""Import paths that programs know, for what lives elsewhere: one table instead of a file for each path.
+
+A package that had such modules calls :func:`offer_modules`; from then on each of them can be imported. What is in one
+is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_NAMES_BY_HOME: dict[str, dict[str, str]] = {
+    "shoal.p2p.p2p_daemon": {"shoal.p2p.p2p": "P2P", "shoal.p2p.servicer": "P2PContext"},
+    "shoal.p2p.p2p_daemon_bindings": {},
+    "shoal.p2p.p2p_daemon_bindings.control": {"shoal.errors": "P2PDaemonError P2PHandlerError"},
+    "shoal.p2p.p2p_daemon_bindings.datastructures": {"shoal.p2p.peer_id": "PeerID PeerInfo"},
+    "shoal.utils.asyncio": {
+        "shoal.async_iterators": (
+            "achain aenumerate aiter_with_timeout amap_in_executor anext as_aiter asingle attach_event_on_finished "
+            "azip iter_as_aiter"
+        ),
+        "shoal.entering": "enter_asynchronously",
+        "shoal.reactor": "await_cancelled cancel_and_wait switch_to_uvloop",
+    },
+    "shoal.utils.auth": {
+        "shoal.dht.authorization": (
+            "AccessToken AuthRPCWrapper AuthRole AuthorizedRequest AuthorizedResponse AuthorizerBase "
+            "TokenAuthorizerBase"
+        ),
+    },
+    "shoal.utils.crypto": {
+        "shoal.dht.crypto": "Ed25519PrivateKey Ed25519PublicKey PrivateKey PublicKey RSAPrivateKey RSAPublicKey",
+    },
+    "shoal.utils.limits": {"shoal.p2p.open_files": "increase_file_limit"},
+    "shoal.utils.logging": {
+        "shoal.logs": (
+            "HandlerMode TextStyle get_logger golog_level_to_python python_level_to_golog use_hivemind_log_handler"
+        ),
+    },
+    "shoal.utils.math": {"shoal.optim.low_rank": "get_flatten_greedy_dims orthogonalize_"},
+    "shoal.utils.mpfuture": {"shoal.futures": "CancelledError InvalidStateError MPFuture TimeoutError"},
+    "shoal.utils.multiaddr": {"shoal.p2p.multiaddr": "Multiaddr ProtocolLookupError"},
+    "shoal.utils.nested": {"shoal.nested": "nested_compare nested_flatten nested_map nested_pack"},
+    "shoal.utils.networking": {"shoal.p2p.visible_addresses": "LOCALHOST choose_ip_address log_visible_maddrs"},
+    "shoal.utils.performance_ema": {"shoal.optim.performance_ema": "PerformanceEMA"},
+    "shoal.utils.serializer": {"shoal.serializer": "MSGPackSerializer SerializerBase"},
+    "shoal.utils.streaming": {"shoal.compression.streaming": "combine_from_streaming split_for_streaming"},
+    "shoal.utils.tensor_descr": {
+        "shoal.compression.batch_descriptor": "BatchTensorDescriptor",
+        "shoal.compression.descriptor": "TensorDescriptor",
+    },
+    "shoal.utils.timed_storage": {
+        "shoal.clock": "DHTExpiration MAX_DHT_TIME_DISCREPANCY_SECONDS get_dht_time",
+        "shoal.dht.storage": "HeapEntry TimedStorage ValueWithExpiration",
+    },
+}
+
+
+class InheritedModule(ModuleType):
+    """A module whose names live in other modules.
+
+    Args:
+        name: its import path.
+        names_by_home: what it has, by the path of the module where that lives; names are separated by spaces.
+    """
+
+    def __init__(self, name: str, names_by_home: dict[str, str]) -> None:
+        super().__init__(name, "Names that live elsewhere, under the import path that users know.")
+        self.__spec__ = ModuleSpec(name, None)
+        self._homes = {each: home for home, names in names_by_home.items() for each in names.split()}
+        self.__all__ = sorted(self._homes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._homes:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(self._homes[name]), name)
+        setattr(self, name, value)  # next time it is found without coming here
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted([*super().__dir__(), *self.__all__])
+
+
+def offer_modules(package: str) -> None:
+    """Make the modules of the table that lie in a package importable; to be called while that is imported."""
+    for path, names_by_home in _NAMES_BY_HOME.items():
+        if path.startswith(f"{package}."):
+            above, _, name = path.rpartition(".")
+            module = sys.modules[path] = InheritedModule(path, names_by_home)
+            setattr(sys.modules[above], name, module)
