@@ -6,8 +6,8 @@ LIGHTNING_TESTS := tests/lightning/test_strategy.py tests/lightning/test_strateg
 DEVICE_TESTS := tests/devices tests/averaging/test_averager.py tests/lightning/test_strategy_misuse.py \
 	tests/optim/test_grad_averager.py tests/optim/test_state_averager.py \
 	tests/optim/test_optimizer.py::test_peers_stay_identical
-# Tests wait more than they compute: four processes keep two cores busy.
-PYTEST_OPTIONS := --numprocesses 4 --dist loadgroup
+# Tests wait more than they compute: three processes keep two cores busy.
+PYTEST_OPTIONS := --numprocesses 3 --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
 # Where much is tested already, what differs shows up soon: few examples, nothing that takes long.
