@@ -567,6 +567,7 @@ def train_until_all_are_alike(trainers: list[Trainer]) -> None:
         in_parallel(*(lambda t=t, epoch=epoch: t.train_until(epoch) for t in trainers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("averager", "use_ext_grad_buffer", "options"),
     [
