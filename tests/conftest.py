@@ -46,6 +46,8 @@ SLOW = (
     *(*WITH_PROCESSES, *ON_HOSTS, "tests/fuzz/", "tests/simulation/"),
     *("tests/optim/test_memory.py", "tests/optim/test_two_sides.py"),
 )
+MOST_TOLD = 20
+"""Of what a test has left behind."""
 LEAK_GRACE_SECONDS = 3.0
 """Closing is asynchronous: what a test left is a leak only if it is still there after this time."""
 
@@ -167,7 +169,8 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     deadline = time.monotonic() + LEAK_GRACE_SECONDS
     while left := Belongings().beyond(before):
         if time.monotonic() > deadline:
-            pytest.fail("left behind: " + "; ".join(left), pytrace=False)
+            others = f" and {len(left) - MOST_TOLD} more" if len(left) > MOST_TOLD else ""
+            pytest.fail("left behind: " + "; ".join(left[:MOST_TOLD]) + others, pytrace=False)
         time.sleep(0.02)  # closing runs in the background; there is no event to wait for
 
 

@@ -121,7 +121,7 @@ def test_where_rounds_overlap_with_training_a_peer_that_fell_behind_catches_up(m
     with late.tracker.pause_updates():
         late.state_averager.local_epoch = 2
         late.tracker.update_epoch(2, members=[trainer.opt.dht.peer_id for trainer in trainers[:2]])
-    in_parallel(*(lambda t=t: t.train_until(7) for t in trainers))
+    in_parallel(*(lambda t=t: t.train_until(7, pace=0.1) for t in trainers))
     for trainer in trainers:
         trainer.opt.state_averager.finish_jobs(10)
         assert trainer.opt.local_epoch == 7
@@ -567,6 +567,7 @@ def train_until_all_are_alike(trainers: list[Trainer]) -> None:
         in_parallel(*(lambda t=t, epoch=epoch: t.train_until(epoch) for t in trainers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("averager", "use_ext_grad_buffer", "options"),
     [

@@ -231,7 +231,7 @@ async def test_misuse_of_a_call(kind: str) -> None:
 # --- payloads ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("megabytes", [5, 40])
+@pytest.mark.parametrize("megabytes", [5, pytest.param(40, marks=pytest.mark.slow)])
 async def test_large_payload_straight_into_a_buffer(kind: str, megabytes: int) -> None:
     async with Peers(kind) as peers:
         server, caller = await peers.two()
@@ -667,6 +667,7 @@ async def test_malformed_servicers(kind: str) -> None:
             _ = Service.get_stub(peer, PeerID(b"x")).rpc_missing
 
 
+@pytest.mark.slow
 async def test_nothing_refers_to_ended_calls(kind: str) -> None:
     """Connections and calls go with their last reference: a long life must not fill the memory."""
     before = _count_alive(Call, Connection)  # what earlier tests have left, such as in the exceptions they keep

@@ -181,6 +181,7 @@ async def test_close_callback() -> None:
         assert calls == ["called", "late"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "abort"])
 async def test_the_memory_of_an_ended_connection_is_free_at_once(how: str) -> None:
     """Its TLS buffers are large: they must not wait for the garbage collector, which comes when it likes."""

@@ -26,6 +26,8 @@ WITHOUT_EFFECT = ("use-ipfs", "no-relay", "use-auto-relay")
 
 DEFAULT_NAME = "default"
 ANY_PORT = "/tcp/0"
+PORT_PATIENCE_SECONDS, PORT_PAUSE_SECONDS = 3.0, 0.2
+"""For so long the port of the last time is asked for again: who has it now may be about to end."""
 
 DESCRIPTION = """\
 Starts a peer that does no training. Others join the swarm through its address, so let it run on a machine that stays on
@@ -171,22 +173,27 @@ def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
     if kept is not None and _asks_for_any_port(hosts):
         port = kept.port or free_port()
         hosts = [host[: -len(ANY_PORT)] + f"/tcp/{port}" if host.endswith(ANY_PORT) else host for host in hosts]
-    try:
-        dht = DHT(
-            initial_peers=[*arguments.addresses, *arguments.initial_peers],
-            start=True,
-            host_maddrs=hosts,
-            announce_maddrs=arguments.announce_maddrs,
-            identity_path=arguments.identity_path or (None if kept is None else kept.identity_path),
-            refresh_timeout=arguments.refresh_period,
-        )
-    except P2PDaemonError as error:
-        if kept is not None and port == kept.port and "cannot listen" in str(error):
-            raise P2PDaemonError(
-                f"{error}. It is the port of the last time, a part of the address that others know: stop what has it "
-                "now, or give another one with --host-maddrs /ip4/0.0.0.0/tcp/PORT and tell the others"
-            ) from error
-        raise
+    deadline = time.monotonic() + PORT_PATIENCE_SECONDS
+    while True:
+        try:
+            dht = DHT(
+                initial_peers=[*arguments.addresses, *arguments.initial_peers],
+                start=True,
+                host_maddrs=hosts,
+                announce_maddrs=arguments.announce_maddrs,
+                identity_path=arguments.identity_path or (None if kept is None else kept.identity_path),
+                refresh_timeout=arguments.refresh_period,
+            )
+            break
+        except P2PDaemonError as error:
+            if kept is None or port != kept.port or "cannot listen" not in str(error):
+                raise
+            if time.monotonic() > deadline:
+                raise P2PDaemonError(
+                    f"{error}. It is the port of the last time, a part of the address that others know: stop what has "
+                    "it now, or give another one with --host-maddrs /ip4/0.0.0.0/tcp/PORT and tell the others"
+                ) from error
+            time.sleep(PORT_PAUSE_SECONDS)
     if kept is not None and port:
         kept.keep_port(port)
     return dht
