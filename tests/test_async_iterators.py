@@ -22,7 +22,7 @@ from shoal.async_iterators import (
     azip,
     iter_as_aiter,
 )
-from shoal.reactor import await_cancelled, cancel_and_wait
+from shoal.tasks import await_cancelled, cancel_and_wait
 from tests.dht.virtual_time import in_virtual_time
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from shoal.errors import ReactorError
-from shoal.reactor import Portal, Reactor, cancel_and_wait, first_completed, run_in_worker
+from shoal.reactor import Portal, Reactor
+from shoal.tasks import cancel_and_wait, first_completed, run_in_worker
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
@@ -425,7 +426,8 @@ def test_exit_with_open_portals_is_fast_silent_and_says_goodbye() -> None:
         def report():
             print(f"{time.monotonic() - leaving:.3f}")
         atexit.register(report)  # runs after shoal's own exit handler
-        from shoal.reactor import Portal, run_in_worker
+        from shoal.reactor import Portal
+        from shoal.tasks import run_in_worker
         async def forever():
             try:
                 await asyncio.Event().wait()

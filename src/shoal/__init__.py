@@ -50,8 +50,6 @@ _HOMES = {
         "TimedStorage",
         "ValueWithExpiration",
     ),
-    "shoal.entering": ("enter_asynchronously",),
-    "shoal.futures": ("MPFuture",),
     "shoal.logs": (
         "get_logger",
         "use_hivemind_log_handler",
@@ -76,11 +74,15 @@ _HOMES = {
         "PeerID",
         "PeerInfo",
     ),
-    "shoal.reactor": ("switch_to_uvloop",),
+    "shoal.reactor": (
+        "MPFuture",
+        "switch_to_uvloop",
+    ),
     "shoal.serializer": (
         "MSGPackSerializer",
         "SerializerBase",
     ),
+    "shoal.tasks": ("enter_asynchronously",),
 }
 """Where each name lives."""
 
@@ -117,15 +119,14 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.compression.batch_descriptor import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
-    from shoal.entering import enter_asynchronously
-    from shoal.futures import MPFuture
     from shoal.logs import get_logger, use_hivemind_log_handler
     from shoal.nested import nested_compare, nested_flatten, nested_map, nested_pack
     from shoal.optim import GradScaler, MultiProcessOptimizer, Optimizer, TrainingAverager
     from shoal.optim.performance_ema import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
-    from shoal.reactor import switch_to_uvloop
+    from shoal.reactor import MPFuture, switch_to_uvloop
     from shoal.serializer import MSGPackSerializer, SerializerBase
+    from shoal.tasks import enter_asynchronously
 
 __all__ = [
     "DHT",

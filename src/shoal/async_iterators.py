@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-from shoal.reactor import cancel_and_wait
+from shoal.tasks import cancel_and_wait
 
 T = TypeVar("T")
 R = TypeVar("R")

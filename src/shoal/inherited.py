@@ -22,8 +22,8 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
             "achain aenumerate aiter_with_timeout amap_in_executor anext as_aiter asingle attach_event_on_finished "
             "azip iter_as_aiter"
         ),
-        "shoal.entering": "enter_asynchronously",
-        "shoal.reactor": "await_cancelled cancel_and_wait switch_to_uvloop",
+        "shoal.reactor": "switch_to_uvloop",
+        "shoal.tasks": "await_cancelled cancel_and_wait enter_asynchronously",
     },
     "shoal.utils.auth": {
         "shoal.dht.authorization": (
@@ -41,7 +41,10 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
         ),
     },
     "shoal.utils.math": {"shoal.optim.low_rank": "get_flatten_greedy_dims orthogonalize_"},
-    "shoal.utils.mpfuture": {"shoal.futures": "CancelledError InvalidStateError MPFuture TimeoutError"},
+    "shoal.utils.mpfuture": {
+        "concurrent.futures": "CancelledError InvalidStateError TimeoutError",
+        "shoal.reactor": "MPFuture",
+    },
     "shoal.utils.multiaddr": {"shoal.p2p.multiaddr": "Multiaddr ProtocolLookupError"},
     "shoal.utils.nested": {"shoal.nested": "nested_compare nested_flatten nested_map nested_pack"},
     "shoal.utils.networking": {"shoal.p2p.visible_addresses": "LOCALHOST choose_ip_address log_visible_maddrs"},

@@ -17,17 +17,17 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, ClassVar, TypeVar
 
-from shoal.environment import setting
 from shoal.errors import ReactorError
-from shoal.futures import AwaitableFuture
+from shoal.logs import setting
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -40,6 +40,43 @@ EXIT_GRACE_SECONDS = 1.0
 
 TASK_GRACE_SECONDS = 0.2
 """How long the loop, on its way out, waits for cancelled tasks to clean up."""
+
+
+SECONDS_AT_A_TIME = 0.5
+"""After this time a wait looks around and goes on."""
+
+
+class AwaitableFuture(concurrent.futures.Future[T]):
+    """A result that will be there later. Safe to use from any thread, and can be awaited in any event loop.
+
+    Cancelling a task that awaits it cancels the future too; ``asyncio.shield`` prevents that.
+    """
+
+    def result(self, timeout: float | None = None) -> T:
+        """As ever, but an interrupt (Ctrl-C) that comes in the moment before the wait begins is noticed soon, too.
+
+        Python itself notices such an interrupt only when the wait is over.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            left = deadline - time.monotonic()
+            try:
+                return super().result(min(left, SECONDS_AT_A_TIME))
+            except TimeoutError:
+                if left <= SECONDS_AT_A_TIME and not self.done():
+                    raise
+        return super().result()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
+    @classmethod
+    def reset_backend(cls) -> None:
+        """Nothing to reset: these futures live in one process, and need no thread or pipe of their own."""
+
+
+MPFuture = AwaitableFuture
+"""The name under which users of this field know it."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -322,44 +359,3 @@ class Portal:
             return  # the goodbye runs as soon as the caller yields
         with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
             closing.result(timeout)
-
-
-async def run_in_worker(function: Callable[..., T], *args: Any) -> T:
-    """Run heavy tensor work (above about a millisecond) outside the loop; a virtual-time loop runs it inline."""
-    try:
-        future = asyncio.get_running_loop().run_in_executor(None, function, *args)
-    except RuntimeError:  # the interpreter is on its way out and takes no new work for threads
-        return function(*args)
-    return await future
-
-
-async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> bool:
-    """Cancel tasks and wait until all of them have really ended; their errors are theirs.
-
-    Returns:
-        Whether all of them ended by being cancelled.
-    """
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return all(task.cancelled() for task in tasks)
-
-
-async def await_cancelled(awaitable: Awaitable[Any]) -> bool:
-    """Wait until a task or future has ended, and tell whether it was cancelled; its errors are its own."""
-    task = asyncio.ensure_future(awaitable)
-    await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()  # it has been seen
-    return task.cancelled()
-
-
-async def first_completed(*awaitables: Awaitable[Any], timeout: float | None = None) -> None:
-    """Wait until one of several awaitables is done or the time is up; what is left is cancelled."""
-    tasks = [asyncio.ensure_future(a) for a in awaitables]
-    try:
-        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,13 +12,12 @@ if TYPE_CHECKING:
     from shoal.compression import TensorDescriptor
     from shoal.compression.batch_descriptor import BatchTensorDescriptor
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
-    from shoal.entering import enter_asynchronously
-    from shoal.futures import MPFuture
     from shoal.logs import get_logger, use_hivemind_log_handler
     from shoal.nested import nested_compare, nested_flatten, nested_map, nested_pack
     from shoal.optim.performance_ema import PerformanceEMA
-    from shoal.reactor import switch_to_uvloop
+    from shoal.reactor import MPFuture, switch_to_uvloop
     from shoal.serializer import MSGPackSerializer, SerializerBase
+    from shoal.tasks import enter_asynchronously
 
 __all__ = [
     "MAX_DHT_TIME_DISCREPANCY_SECONDS",

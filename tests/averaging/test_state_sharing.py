@@ -19,7 +19,7 @@ from shoal.averaging.state_sharing import MAX_DOWNLOADS, WITHDRAWAL_SECONDS, WOR
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, base
 from shoal.errors import P2PHandlerError
 from shoal.p2p import Identity
-from shoal.reactor import cancel_and_wait
+from shoal.tasks import cancel_and_wait
 from shoal.testing import run
 from tests.averaging.swarm import Swarm, until
 

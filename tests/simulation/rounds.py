@@ -15,7 +15,7 @@ import torch
 from shoal.averaging.allreduce import AllReduce
 from shoal.averaging.control import RoundResult, StepControl
 from shoal.averaging.node import AveragerNode
-from shoal.reactor import await_cancelled
+from shoal.tasks import await_cancelled
 from shoal.testing import Host, Link, Network, SharedTable, run, start_averagers, start_step
 
 WINDOW = 5.0

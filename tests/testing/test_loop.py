@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shoal.clock import get_dht_time
-from shoal.reactor import run_in_worker
+from shoal.tasks import run_in_worker
 from shoal.testing import START_OF_TIME, Machine, SimulationError, VirtualTimeLoop, run
 
 

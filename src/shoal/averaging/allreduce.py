@@ -39,7 +39,7 @@ from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, P2PHandlerError, ProtocolError
 from shoal.errors import BannedException as BannedException
 from shoal.p2p import Call, PeerID, StubBase
-from shoal.reactor import cancel_and_wait
+from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 

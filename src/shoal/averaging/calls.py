@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Any
 
 from shoal.averaging.protocol import PartHeader, PartStatus
 from shoal.compression.base import SerializedTensor
 from shoal.errors import DialError, InterruptedDialError, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
-from shoal.reactor import cancel_and_wait
 
 CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError)
 """How a call to another peer fails."""
@@ -64,12 +62,3 @@ async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Cal
                     raise
                 await asyncio.sleep(attempt * REDIAL_PAUSE)
         yield call
-
-
-async def all_of(*work: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines together; the failure of one cancels the others."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await cancel_and_wait(*tasks)

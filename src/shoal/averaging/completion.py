@@ -28,7 +28,7 @@ from shoal.averaging.following import Following, Resigned
 from shoal.averaging.protocol import RoundMessage
 from shoal.errors import DialError, StreamClosedError
 from shoal.p2p import Call
-from shoal.reactor import first_completed
+from shoal.tasks import first_completed
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from enum import IntEnum
 from typing import Any
 
 from shoal.clock import get_dht_time
-from shoal.futures import AwaitableFuture
 from shoal.p2p import PeerID
+from shoal.reactor import AwaitableFuture
 
 logger = logging.getLogger(__name__)
 

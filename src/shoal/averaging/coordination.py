@@ -18,7 +18,7 @@ from shoal.averaging.recovery import Line, Plan, Recovery, make_plan, show_life
 from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError
 from shoal.logs import counted
 from shoal.p2p import Call
-from shoal.reactor import cancel_and_wait, first_completed
+from shoal.tasks import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from shoal.averaging.calls import PEER_FAILURES, all_of, open_patiently
+from shoal.averaging.calls import PEER_FAILURES, open_patiently
 from shoal.averaging.protocol import BeginReduce, PartMessage
 from shoal.averaging.traffic import Traffic
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
-from shoal.reactor import cancel_and_wait, first_completed
+from shoal.tasks import all_of, cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 

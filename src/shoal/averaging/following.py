@@ -11,7 +11,7 @@ from shoal.averaging.protocol import RoundKind, RoundMessage
 from shoal.averaging.recovery import Line, show_life
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
-from shoal.reactor import cancel_and_wait, first_completed
+from shoal.tasks import cancel_and_wait, first_completed
 
 MIN_ANSWER_SECONDS = 1.0
 """For the way to the coordinator and back: one whose answer is under way has begun."""

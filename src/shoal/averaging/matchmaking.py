@@ -55,7 +55,7 @@ from shoal.errors import (
 )
 from shoal.logs import counted
 from shoal.p2p import P2P, Call, PeerID, StubBase
-from shoal.reactor import cancel_and_wait, first_completed
+from shoal.tasks import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 

@@ -39,8 +39,8 @@ from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import dtype_name
 from shoal.errors import AllreduceException, AveragingError, ProtocolError
 from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, StubBase
-from shoal.reactor import cancel_and_wait
 from shoal.serializer import MSGPackSerializer
+from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 

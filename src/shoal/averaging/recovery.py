@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from shoal.averaging.allreduce import ALIVE_PER_TIMEOUT, AllReduce
-from shoal.averaging.calls import PEER_FAILURES, all_of, describe_part
+from shoal.averaging.calls import PEER_FAILURES, describe_part
 from shoal.averaging.partition import Part
 from shoal.averaging.protocol import PartStatus, RoundKind, RoundMessage
 from shoal.averaging.reducer import PartReducer
 from shoal.compression.base import SerializedTensor
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
-from shoal.reactor import cancel_and_wait, first_completed
+from shoal.tasks import all_of, cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from shoal.averaging.allreduce import AllReduce
-from shoal.averaging.calls import all_of
 from shoal.averaging.completion import Completion
 from shoal.averaging.control import RoundResult
 from shoal.averaging.group_info import GROUP_ID_BYTES
 from shoal.averaging.protocol import BeginReduce, RoundKind, RoundMessage, RoundStatus
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID
-from shoal.reactor import cancel_and_wait, first_completed
+from shoal.tasks import all_of, cancel_and_wait, first_completed
 
 MAX_WAITING_CALLS = 1024
 MAX_REMEMBERED_ROUNDS = 256

@@ -16,7 +16,7 @@ from shoal.averaging.round import Round, Rounds
 from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionInfo
 from shoal.p2p import PeerID, StubBase
-from shoal.reactor import run_in_worker
+from shoal.tasks import run_in_worker
 
 MAX_PHASES = 256
 LARGE_VECTOR = 2**20

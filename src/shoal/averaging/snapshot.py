@@ -20,8 +20,8 @@ from blake3 import blake3
 
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import Buffer, SerializedTensor, TensorMetadata, copied
-from shoal.reactor import run_in_worker
 from shoal.serializer import MSGPackSerializer
+from shoal.tasks import run_in_worker
 
 MOST_CHUNKS = 128
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**18, 2**22

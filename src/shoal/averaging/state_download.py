@@ -21,8 +21,8 @@ from shoal.compression import deserialize_torch_tensor
 from shoal.compression.base import SerializedTensor, bytes_of, mapped
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
-from shoal.reactor import run_in_worker
 from shoal.serializer import MSGPackSerializer
+from shoal.tasks import run_in_worker
 
 MAX_TENSORS = 2**20
 MIN_WINDOW = 2

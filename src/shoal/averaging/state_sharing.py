@@ -18,7 +18,7 @@ from shoal.compression import CompressionBase
 from shoal.errors import ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
-from shoal.reactor import cancel_and_wait, first_completed, run_in_worker
+from shoal.tasks import cancel_and_wait, first_completed, run_in_worker
 
 logger = logging.getLogger(__name__)
 

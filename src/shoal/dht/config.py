@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.environment import setting
+from shoal.logs import setting
 
 DEFAULT_NUM_WORKERS = int(setting("DHT_NUM_WORKERS", "4"))
 """Requests in flight of one search, unless said otherwise; the environment may set it."""

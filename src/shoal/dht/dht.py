@@ -19,10 +19,9 @@ from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import CompositeValidator, RecordValidatorBase
 from shoal.errors import DHTError
 from shoal.facade import Facade
-from shoal.futures import AwaitableFuture
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
-from shoal.reactor import Portal
+from shoal.reactor import AwaitableFuture, Portal
 
 T = TypeVar("T")
 GetFuture = AwaitableFuture[GetResult]

@@ -25,7 +25,7 @@ from shoal.errors import AllreduceException, ShoalError
 from shoal.optim.grad_averager import GradientAverager, logger
 from shoal.optim.low_rank import get_flatten_greedy_dims, orthogonalize_
 from shoal.optim.low_rank_state import MAX_ROUNDS, Agreement, LowRankState, Statement, after_round, agree, first_basis
-from shoal.reactor import run_in_worker
+from shoal.tasks import run_in_worker
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

@@ -35,7 +35,7 @@ from shoal.optim.progress import (
 )
 from shoal.optim.progress_board import ProgressBoard
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
-from shoal.reactor import cancel_and_wait
+from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 

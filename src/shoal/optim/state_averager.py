@@ -15,7 +15,6 @@ import torch
 from shoal.averaging import AveragingStage, DecentralizedAverager, RoundResult, StepControl
 from shoal.averaging.finite import first_not_finite
 from shoal.averaging.snapshot import OwnedState
-from shoal.futures import AwaitableFuture
 from shoal.logs import counted
 from shoal.optim.checkpoint import load_checkpoint, make_checkpoint
 from shoal.optim.devices import LaunchedWork
@@ -41,6 +40,7 @@ from shoal.optim.training_setup import (
     TorchOptimizer,
     prepare_training,
 )
+from shoal.reactor import AwaitableFuture
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

@@ -17,12 +17,12 @@ from shoal.averaging.control import Gathered
 from shoal.averaging.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AveragingError
-from shoal.futures import AwaitableFuture
 from shoal.optim.devices import copy_all, wait_for_devices
 from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_
 from shoal.optim.state_tensors import add_change, copy_for_averaging
 from shoal.optim.state_transfer import TrainingState, apply_state, describe_state
 from shoal.optim.training_setup import TorchOptimizer, TrainingSetup, prepare_training
+from shoal.reactor import AwaitableFuture
 
 __all__ = ["TrainingAverager"]
 

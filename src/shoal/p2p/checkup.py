@@ -22,7 +22,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PeerID
 from shoal.p2p.servicer import P2PContext, ServicerBase
 from shoal.p2p.wire import VERSION, Header
-from shoal.reactor import run_in_worker
+from shoal.tasks import run_in_worker
 
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P

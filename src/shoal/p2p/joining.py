@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from shoal.errors import BootstrapError, InterruptedDialError
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PeerID, split_peer_address
-from shoal.reactor import cancel_and_wait
+from shoal.tasks import cancel_and_wait
 
 Target = tuple[Multiaddr, PeerID]
 Reach = Callable[[PeerID, Multiaddr], Awaitable[None]]

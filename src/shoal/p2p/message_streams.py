@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.p2p.connection import Call
 from shoal.p2p.wire import Header
-from shoal.reactor import cancel_and_wait
+from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     from shoal.p2p.servicer import Handler, Method, P2PContext

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import ifaddr
 
-from shoal.environment import setting
+from shoal.logs import setting
 from shoal.p2p.multiaddr import Multiaddr
 
 LOOK_AGAIN_SECONDS = 30.0

@@ -33,7 +33,7 @@ from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
 from shoal.p2p.unreachable import UnreachablePeers
 from shoal.p2p.wire import Header
-from shoal.reactor import cancel_and_wait
+from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 H = TypeVar("H", bound=Header)

@@ -20,7 +20,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.peer_id import PeerID
 from shoal.p2p.servicer import P2PContext, ServicerBase
 from shoal.p2p.wire import Header
-from shoal.reactor import cancel_and_wait
+from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P

@@ -31,7 +31,7 @@ from shoal.p2p.joining import explain_unreachable
 from shoal.p2p.own_addresses import is_loopback
 from shoal.p2p.presence import check_identity_is_free
 from shoal.p2p.unreachable import what_to_do
-from shoal.reactor import run_in_worker
+from shoal.tasks import run_in_worker
 
 ANSWER_SECONDS = 5.0
 ROUND_TRIPS = 5

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.entering import enter_asynchronously
-from shoal.reactor import cancel_and_wait
+from shoal.tasks import cancel_and_wait, enter_asynchronously
 
 
 @pytest.mark.parametrize(
