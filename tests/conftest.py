@@ -18,7 +18,7 @@ from tests import blocking_calls, nursery, pretend
 
 pretend.begin(pretend.asked_for())  # before shoal is imported
 
-from shoal.p2p import fork_safety  # noqa: E402
+from shoal.p2p import tcp_stream  # noqa: E402
 from shoal.reactor import new_event_loop  # noqa: E402
 from tests.pretend.proactor import forgives  # noqa: E402
 
@@ -143,14 +143,14 @@ class Belongings:
         process = psutil.Process()
         self.threads = {thread for thread in threading.enumerate() if not _belongs_to_reactor(thread)}
         self.children = {child for child in process.children(recursive=True) if not nursery.is_it(child.pid)}
-        self.owned = set(fork_safety._owners)
+        self.owned = set(tcp_stream._owners)
         self.sockets = {(s.fd, s.laddr, s.raddr) for s in process.net_connections("inet") if s.fd != -1}
 
     def beyond(self, before: Belongings) -> list[str]:
         threads = [f"thread {thread.name}" for thread in self.threads - before.threads]
         children = [f"process {child}" for child in self.children - before.children]
         sockets = [f"socket {laddr} -> {raddr or 'listening'}" for _, laddr, raddr in self.sockets - before.sockets]
-        owned = [f"entry of {fork_safety._owners.get(fd)} as owner of {fd}" for fd in self.owned - before.owned]
+        owned = [f"entry of {tcp_stream._owners.get(fd)} as owner of {fd}" for fd in self.owned - before.owned]
         return threads + children + sockets + owned
 
 

@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any
 
 _NAMES_BY_HOME: dict[str, dict[str, str]] = {
-    "shoal.p2p.p2p_daemon": {"shoal.p2p.p2p": "P2P", "shoal.p2p.servicer": "P2PContext"},
+    "shoal.p2p.p2p_daemon": {"shoal.p2p.p2p": "P2P", "shoal.p2p.service": "P2PContext"},
     "shoal.p2p.p2p_daemon_bindings": {},
     "shoal.p2p.p2p_daemon_bindings.control": {"shoal.errors": "P2PDaemonError P2PHandlerError"},
-    "shoal.p2p.p2p_daemon_bindings.datastructures": {"shoal.p2p.peer_id": "PeerID PeerInfo"},
+    "shoal.p2p.p2p_daemon_bindings.datastructures": {"shoal.p2p.identity": "PeerID PeerInfo"},
     "shoal.utils.asyncio": {
         "shoal.async_iterators": (
             "achain aenumerate aiter_with_timeout amap_in_executor anext as_aiter asingle attach_event_on_finished "
@@ -47,7 +47,7 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
     },
     "shoal.utils.multiaddr": {"shoal.p2p.multiaddr": "Multiaddr ProtocolLookupError"},
     "shoal.utils.nested": {"shoal.nested": "nested_compare nested_flatten nested_map nested_pack"},
-    "shoal.utils.networking": {"shoal.p2p.visible_addresses": "LOCALHOST choose_ip_address log_visible_maddrs"},
+    "shoal.utils.networking": {"shoal.p2p.own_addresses": "LOCALHOST choose_ip_address log_visible_maddrs"},
     "shoal.utils.performance_ema": {"shoal.optim.performance_ema": "PerformanceEMA"},
     "shoal.utils.serializer": {"shoal.serializer": "MSGPackSerializer SerializerBase"},
     "shoal.utils.streaming": {"shoal.compression.streaming": "combine_from_streaming split_for_streaming"},

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.p2p import P2P, Identity, Multiaddr, fork_safety
-from shoal.p2p.serving import Server
+from shoal.p2p import P2P, Identity, Multiaddr, tcp_stream
+from shoal.p2p.server import Server
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream
 from tests.p2p.peers import KINDS, Empty, Number, Peers, assert_clean, end_of, serving, stub, until
@@ -128,7 +128,7 @@ async def test_dial(way: str) -> None:
     try:
         for address in await listening.listen(Multiaddr("/dns4/localhost/tcp/0"), accepted.append):
             target = Multiaddr(f"/dns4/localhost/tcp/{address['tcp']}")
-        own_sockets = dict(fork_safety._owners)
+        own_sockets = dict(tcp_stream._owners)
         places: set[str] = set()
         async for was_cancelled, stream in every_suspension(
             way, lambda: dialling.dial(target, identity.peer_id), places
@@ -138,7 +138,7 @@ async def test_dial(way: str) -> None:
         assert places >= {"_resolve", "connect", "prove_to_listener", "TcpStream.read_exactly_into"}
         await until(lambda: all(stream.closed for stream in accepted))
         await until(lambda: len(listening._shaking_hands) == len(listening._silent) == 0)
-        await until(lambda: fork_safety._owners == own_sockets)
+        await until(lambda: tcp_stream._owners == own_sockets)
     finally:
         await listening.close()
     await only_this_task()
@@ -175,7 +175,7 @@ async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPat
         await listening.close()
         for stream in (*accepted, *dialled):
             stream.abort()
-    await until(lambda: not fork_safety._owners)
+    await until(lambda: not tcp_stream._owners)
     await only_this_task()
 
 
@@ -263,7 +263,7 @@ async def test_more_than_the_network_takes(way: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_call_that_waits_for_its_turn(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gives up in the queue passes its turn on."""
-    monkeypatch.setattr("shoal.p2p.pool.MAX_DIALLED_PER_PEER", 2)
+    monkeypatch.setattr("shoal.p2p.connection_pool.MAX_DIALLED_PER_PEER", 2)
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         await serving(server)
@@ -287,7 +287,7 @@ async def test_call_that_waits_for_its_turn(way: str, kind: str, monkeypatch: py
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_everybody_in_a_queue_gives_up(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.p2p.pool.MAX_DIALLED_PER_PEER", 1)
+    monkeypatch.setattr("shoal.p2p.connection_pool.MAX_DIALLED_PER_PEER", 1)
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         service = await serving(server)
@@ -359,7 +359,7 @@ async def test_start(way: str, tmp_path: Path) -> None:
                 await p2p.shutdown()
             await until(lambda: first._server.connection_count == 0)
         await nothing_left(first)
-    await until(lambda: not fork_safety._owners)
+    await until(lambda: not tcp_stream._owners)
     await only_this_task()
 
 

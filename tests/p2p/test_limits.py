@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from shoal.errors import DialError, P2PDaemonError, ShoalError, StreamClosedError
 from shoal.p2p import P2P, Identity
-from shoal.p2p.admission import HostRates, WaitingRoom, host_of
 from shoal.p2p.connection import Call, Open
-from shoal.p2p.limits import HeaderMemory, Limits
+from shoal.p2p.server import HeaderMemory, Limits
 from shoal.p2p.tcp import TcpTransport
+from shoal.p2p.tcp_listener import HostRates, WaitingRoom, host_of
 from shoal.p2p.wire import READ_STEP_BYTES, Kind, pack
 from tests.p2p.peers import KINDS, Empty, Number, Peers, Service, assert_clean, end_of, serving, stub, until
 from tests.p2p.test_tcp import Listening
@@ -323,7 +323,7 @@ async def test_too_many_connections_in_total(kind: str) -> None:
 
 @both_kinds
 async def test_more_refusals_than_can_be_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.p2p.serving.MAX_REFUSALS", 1)
+    monkeypatch.setattr("shoal.p2p.server.MAX_REFUSALS", 1)
     async with Peers(kind) as peers:
         server, greedy = await peers.two(limits=Limits(connections_per_peer=1))
         service = await serving(server)
@@ -342,7 +342,7 @@ async def test_more_refusals_than_can_be_told(kind: str, monkeypatch: pytest.Mon
 
 async def test_own_connections_to_one_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """An honest peer stays within what others grant, and its calls wait for their turn."""
-    monkeypatch.setattr("shoal.p2p.pool.MAX_DIALLED_PER_PEER", 3)
+    monkeypatch.setattr("shoal.p2p.connection_pool.MAX_DIALLED_PER_PEER", 3)
     async with Peers("tcp") as peers:
         server, caller = await peers.two(limits=Limits(connections_per_peer=3))
         service = await serving(server)
@@ -357,7 +357,7 @@ async def test_own_connections_to_one_peer_are_limited(monkeypatch: pytest.Monke
 
 
 def test_default_limits_fit_together() -> None:
-    from shoal.p2p.limits import MAX_DIALLED_PER_PEER
+    from shoal.p2p.server import MAX_DIALLED_PER_PEER
 
     limits = Limits()
     assert MAX_DIALLED_PER_PEER < limits.connections_per_peer < limits.connections

@@ -85,7 +85,7 @@ def test_addresses_that_nobody_has_configured_are_told_only_without_a_network() 
 
 @pytest.mark.skipif(system != "macos", reason="only there may ports overlap")
 async def test_a_port_that_somebody_has_on_one_network() -> None:
-    from shoal.p2p.listener import bind
+    from shoal.p2p.tcp_listener import bind
 
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

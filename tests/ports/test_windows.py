@@ -24,8 +24,8 @@ from shoal.clock import ProcessClock
 from shoal.errors import StreamClosedError
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.handshake import explain
-from shoal.p2p.listener import Listener, bind
 from shoal.p2p.tcp import TcpTransport
+from shoal.p2p.tcp_listener import Listener, bind
 from shoal.reactor import LOOPS, Portal, Reactor, new_event_loop
 from tests import pretend
 from tests.p2p.peers import end_of, until
@@ -204,7 +204,7 @@ async def test_nothing_ends_accepting() -> None:
         return await accept(listening)
 
     loop.sock_accept = sometimes  # type: ignore[method-assign]
-    logging.getLogger("shoal.p2p.listener").disabled = True
+    logging.getLogger("shoal.p2p.tcp_listener").disabled = True
     listener = Listener(bound, take, lambda: exhausted.append(None))
     try:
         for number in range(1, 4):
@@ -212,7 +212,7 @@ async def test_nothing_ends_accepting() -> None:
                 await until(lambda: len(taken) == number)  # noqa: B023
         assert not exhausted
     finally:
-        logging.getLogger("shoal.p2p.listener").disabled = False
+        logging.getLogger("shoal.p2p.tcp_listener").disabled = False
         await listener.close()
         for each in taken:
             each.close()

@@ -6,7 +6,7 @@ from collections import Counter
 
 from shoal.clock import get_dht_time
 from shoal.dht.storage import TimedStorage
-from shoal.p2p.peer_id import PeerID
+from shoal.p2p.identity import PeerID
 
 MAX_BACKOFF_STEPS = 10
 MAX_PEERS = 4096

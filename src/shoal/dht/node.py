@@ -26,8 +26,8 @@ from shoal.dht.validation import RecordValidatorBase
 from shoal.dht.writing import Writer, make_record
 from shoal.errors import DHTError
 from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p.identity import split_peer_address
 from shoal.p2p.joining import parse_peer_addresses
-from shoal.p2p.peer_id import split_peer_address
 
 __all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
 

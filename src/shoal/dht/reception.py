@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from shoal.p2p.peer_id import PeerID
+from shoal.p2p.identity import PeerID
 
 WINDOW_SECONDS = 10.0
 """Calls of this time are compared with each other; after so long without any answer the swarm may be lost."""

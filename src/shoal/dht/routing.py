@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, overload
 
 from shoal.clock import get_dht_time
-from shoal.p2p.peer_id import PeerID
+from shoal.p2p.identity import PeerID
 from shoal.serializer import MSGPackSerializer
 
 DHTKey = Any

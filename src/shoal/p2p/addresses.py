@@ -6,8 +6,8 @@ import functools
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.peer_id import PeerID
 
 MAX_PEERS = 10_000
 MAX_ADDRESSES_PER_PEER = 8

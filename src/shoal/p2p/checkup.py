@@ -16,11 +16,11 @@ import msgspec
 
 from shoal.errors import BusyError, ShoalError
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
-from shoal.p2p.admission import HostRates
 from shoal.p2p.connection import Call
+from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.peer_id import PeerID
-from shoal.p2p.servicer import P2PContext, ServicerBase
+from shoal.p2p.service import P2PContext, ServicerBase
+from shoal.p2p.tcp_listener import HostRates
 from shoal.p2p.wire import VERSION, Header
 from shoal.tasks import run_in_worker
 

@@ -14,8 +14,7 @@ import socket
 from collections.abc import Sequence
 from typing import cast
 
-from shoal.p2p.fork_safety import disown_socket, own_socket
-from shoal.p2p.tcp_stream import WRITE_HIGH_WATER
+from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, disown_socket, own_socket
 
 CONNECT_STAGGER = 0.25
 """Seconds after which the next address of a host is tried beside those that have not answered yet."""

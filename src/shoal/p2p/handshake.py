@@ -20,9 +20,16 @@ import tempfile
 from pathlib import Path
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
-from shoal.p2p.identity import NEW_BINARY_FILE, SIGNATURE_BYTES, Identity, peer_id_of_certificate, verify_signature
+from shoal.p2p.identity import (
+    NEW_BINARY_FILE,
+    PUBLIC_KEY_BYTES,
+    SIGNATURE_BYTES,
+    Identity,
+    PeerID,
+    peer_id_of_certificate,
+    verify_signature,
+)
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.peer_id import PUBLIC_KEY_BYTES, PeerID
 from shoal.p2p.tcp_stream import TcpStream
 
 ALPN = "shoal/1"

@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Callable
 
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
-from shoal.p2p.identity import Identity
+from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.peer_id import PeerID
 from shoal.p2p.transport import Buffer, OnStream, Stream, Transport
 
 Delay = Callable[[PeerID, PeerID, int], float]

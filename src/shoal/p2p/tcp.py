@@ -13,9 +13,7 @@ from typing import cast
 
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
-from shoal.p2p.admission import HostRates, WaitingRoom, host_of
 from shoal.p2p.connecting import connect, family_of, hurry_within_host, set_options
-from shoal.p2p.fork_safety import disown_socket, own_socket
 from shoal.p2p.handshake import (
     BUSY_ALERT,
     HANDSHAKE_TIMEOUT,
@@ -25,9 +23,7 @@ from shoal.p2p.handshake import (
     prove_to_listener,
     verify_dialler,
 )
-from shoal.p2p.identity import Identity
-from shoal.p2p.limits import DEFAULT_LIMITS, Limits
-from shoal.p2p.listener import Listener, bind
+from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.own_addresses import (
     LOOK_AGAIN_SECONDS,
@@ -38,8 +34,9 @@ from shoal.p2p.own_addresses import (
     everywhere,
     is_loopback,
 )
-from shoal.p2p.peer_id import PeerID
-from shoal.p2p.tcp_stream import TcpStream, address_of
+from shoal.p2p.server import DEFAULT_LIMITS, Limits
+from shoal.p2p.tcp_listener import HostRates, Listener, WaitingRoom, bind, host_of
+from shoal.p2p.tcp_stream import TcpStream, address_of, disown_socket, own_socket
 from shoal.p2p.transport import OnStream, Stream, Transport
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,10 @@
 
 Bulk data is received straight into the buffer where it is needed (:class:`asyncio.BufferedProtocol`), and written as
 views of the caller's memory, which TLS encrypts at once: when a write returns, the caller may change them.
+
+Sockets belong to the process that opened them. A forked child (a worker of a data loader, for example) gets a duplicate
+of every socket and gives it up at once: otherwise closing one in the parent would not reach the other side, its death
+would go unnoticed, and its port would stay taken as long as the child lives.
 """
 
 from __future__ import annotations
@@ -18,9 +22,36 @@ from collections.abc import Callable
 from typing import cast
 
 from shoal.errors import StreamClosedError
-from shoal.p2p.fork_safety import disown_socket, own_socket
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Buffer, Stream
+
+_owners: dict[int, object] = {}
+"""Open sockets by file descriptor. The system gives a descriptor to the next socket before the loop has told the owner
+of the last one that it is closed."""
+
+
+def own_socket(descriptor: int, owner: object) -> None:
+    """Remember an open socket, by its file descriptor."""
+    _owners[descriptor] = owner
+
+
+def disown_socket(descriptor: int, owner: object) -> None:
+    """Forget a socket that is closed or about to be."""
+    if _owners.get(descriptor) is owner:
+        del _owners[descriptor]
+
+
+def _give_up_sockets_of_parent() -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in _owners:
+        os.dup2(nowhere, descriptor)  # not os.close: a leftover of its former owner may close it again
+    os.close(nowhere)
+    _owners.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_give_up_sockets_of_parent)
+
 
 WRITE_HIGH_WATER = 2**17
 """Encrypted bytes that may wait here before a writer has to; as many may wait in the kernel. Few, so that work which is

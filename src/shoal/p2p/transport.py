@@ -10,9 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from shoal.p2p.identity import Identity
+from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.peer_id import PeerID
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 """Bytes to send. A memoryview must be contiguous and of format ``B``."""

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import DialError
+from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.own_addresses import is_loopback
-from shoal.p2p.peer_id import PeerID
 
 logger = logging.getLogger(__name__)
 

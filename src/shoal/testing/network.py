@@ -20,9 +20,9 @@ import random
 from collections.abc import Iterable
 
 from shoal.errors import DialError, InterruptedDialError, SimulationError
+from shoal.p2p.identity import PeerID
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.peer_id import PeerID
 from shoal.p2p.transport import Stream
 from shoal.testing.host import Host, HostTransport
 from shoal.testing.link import Link, Path

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from shoal.p2p.identity import PeerID
 from shoal.p2p.memory import Piece, PipeEnd
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.peer_id import PeerID
 from shoal.testing.host import Host
 from shoal.testing.link import Path
 

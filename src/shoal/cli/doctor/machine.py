@@ -19,7 +19,7 @@ from shoal.cli.doctor.findings import Finding, fail, ok, warn
 from shoal.errors import P2PDaemonError
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.checkup import describe_software
-from shoal.p2p.peer_id import split_peer_address
+from shoal.p2p.identity import split_peer_address
 
 IDENTITY_FILE = "identity file"
 ENOUGH_OPEN_FILES = 1024

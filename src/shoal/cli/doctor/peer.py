@@ -27,9 +27,8 @@ from shoal.p2p.checkup import (
 )
 from shoal.p2p.connecting import close, connect, family_of
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
-from shoal.p2p.joining import explain_unreachable
+from shoal.p2p.joining import check_identity_is_free, explain_unreachable
 from shoal.p2p.own_addresses import is_loopback
-from shoal.p2p.presence import check_identity_is_free
 from shoal.p2p.unreachable import what_to_do
 from shoal.tasks import run_in_worker
 
