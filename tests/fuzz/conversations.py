@@ -21,8 +21,8 @@ from shoal.metrics import Metrics
 from shoal.p2p import P2P, Call, Header, Identity, Multiaddr
 from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.handshake import ALPN, proof_message, prove_to_listener, verify_dialler
+from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.server import DEFAULT_LIMITS, HeaderMemory
 from shoal.p2p.tcp_stream import TcpStream
 from shoal.p2p.wire import decode_header
 from tests.fuzz.fuzzing import Target

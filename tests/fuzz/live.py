@@ -21,8 +21,8 @@ from shoal.dht import DHTNode
 from shoal.errors import StreamClosedError
 from shoal.p2p import P2P, Identity, Multiaddr
 from shoal.p2p.handshake import dialler_context
+from shoal.p2p.limits import Limits
 from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.server import Limits
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
 from tests.fuzz.conversations import Victim

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shoal.errors import DialError, P2PDaemonError, ShoalError, StreamClosedError
 from shoal.p2p import P2P, Identity
 from shoal.p2p.connection import Call, Open
-from shoal.p2p.server import HeaderMemory, Limits
+from shoal.p2p.limits import HeaderMemory, Limits
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.tcp_listener import HostRates, WaitingRoom, host_of
 from shoal.p2p.wire import READ_STEP_BYTES, Kind, pack
@@ -357,7 +357,7 @@ async def test_own_connections_to_one_peer_are_limited(monkeypatch: pytest.Monke
 
 
 def test_default_limits_fit_together() -> None:
-    from shoal.p2p.server import MAX_DIALLED_PER_PEER
+    from shoal.p2p.limits import MAX_DIALLED_PER_PEER
 
     limits = Limits()
     assert MAX_DIALLED_PER_PEER < limits.connections_per_peer < limits.connections

@@ -33,7 +33,7 @@ from shoal.p2p.handshake import (
     listener_context,
     proof_message,
 )
-from shoal.p2p.server import Limits
+from shoal.p2p.limits import Limits
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpStream
 from shoal.p2p.transport import Stream

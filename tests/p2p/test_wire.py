@@ -17,8 +17,8 @@ from shoal.errors import P2PDaemonError, P2PHandlerError, ProtocolError, StreamC
 from shoal.metrics import Metrics
 from shoal.p2p import P2P, Call, Header, Identity
 from shoal.p2p.connection import Connection, Failure, Hello, Open
+from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.server import DEFAULT_LIMITS, HeaderMemory
 from shoal.p2p.wire import (
     MAX_HEADER_BYTES,
     READ_STEP_BYTES,

@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.metrics import Metrics
-from shoal.p2p.server import HeaderMemory
+from shoal.p2p.limits import HeaderMemory
 from shoal.p2p.transport import Buffer, Stream
 from shoal.p2p.wire import (
     PREFIX_BYTES,

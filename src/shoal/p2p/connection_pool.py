@@ -15,8 +15,8 @@ from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, Shoal
 from shoal.p2p.addresses import AddressBook
 from shoal.p2p.connection import Connection
 from shoal.p2p.identity import PeerID
+from shoal.p2p.limits import MAX_DIALLED_PER_PEER
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.server import MAX_DIALLED_PER_PEER
 from shoal.p2p.transport import Stream, Transport
 
 DIAL_STAGGER = 0.25

@@ -21,9 +21,10 @@ from shoal.p2p.connection_pool import ConnectionPool, Dialler
 from shoal.p2p.identity import Identity, PeerID, PeerInfo
 from shoal.p2p.joining import Presence, Target, check_identity_is_free, greet_anew, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
+from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.open_files import have_enough_files
-from shoal.p2p.server import DEFAULT_LIMITS, HeaderMemory, Limits, Server
+from shoal.p2p.server import Server
 from shoal.p2p.service import Handler
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport

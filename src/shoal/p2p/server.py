@@ -1,86 +1,19 @@
-"""Answering calls: one task per accepted connection, and limits on what the peers behind them may take.
-
-Anybody on the internet may connect, and identities cost nothing. So each limit is there twice where that makes sense:
-for one peer or one host, so that a single greedy one leaves room for the rest, and in total, so that a crowd of them
-cannot exhaust this machine. Who is over a limit is refused and told why; what is given up first when everything is
-full is what has been of no use for longest.
-"""
+"""Answering calls: one task per accepted connection, and limits on what the peers behind them may take."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import P2PDaemonError, ProtocolError, ShoalError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.p2p.connection import NO_HANDLER, REFUSED, Call, Connection, Failure
 from shoal.p2p.identity import PeerID
+from shoal.p2p.limits import Limits
 from shoal.p2p.service import Handler, P2PContext, receive_only, serve_streams
 from shoal.p2p.transport import Stream
-
-MAX_DIALLED_PER_PEER = 24
-"""Connections that this peer opens to another one at a time; further calls wait for their turn."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a peer grants to others."""
-
-    handshakes_in_flight: int = 256
-    """Connections that have not yet proven who they are. When there are more, the oldest one of the host that has most
-    of them is dropped: an honest handshake is over within a few round trips, a half-open one waits for ever."""
-    handshakes_per_second: float = 100.0
-    """From one host (an IPv4 address, or a /64 of IPv6) on average; a handshake takes about a millisecond of a core."""
-    handshake_burst: int = 500
-    """How many may come at once from a quiet host, such as the peers of one machine that start together."""
-    connections: int = 1024
-    """Accepted connections in total. When there are more, the one that has been idle for longest is closed."""
-    connections_per_peer: int = 32
-    """Accepted connections of one peer. More than an honest peer opens at a time."""
-    header_bytes_per_peer: int = 8 * 2**20
-    """Memory for large headers that are still arriving from one peer."""
-    header_bytes: int = 64 * 2**20
-    """The same for all peers together."""
-    seconds_for_header: float = 30.0
-    """From the prefix of a message to the end of its header."""
-    seconds_for_write: float = 120.0
-    """For taking a few megabytes that this peer has sent; who is slower reads nothing any more."""
-    seconds_idle: float = 300.0
-    """Without a call. Dialling peers close their idle connections earlier, so only strange ones get here."""
-
-
-DEFAULT_LIMITS = Limits()
-
-
-class HeaderMemory:
-    """Keeps count of the memory taken by large headers on their way in."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._by_peer: Counter[PeerID] = Counter()
-        self.total = 0
-
-    def take(self, peer: PeerID, size: int) -> bool:
-        """Ask for memory; whether it was granted."""
-        if self.total + size > self._limits.header_bytes:
-            return False
-        if self._by_peer[peer] + size > self._limits.header_bytes_per_peer:
-            return False
-        self._by_peer[peer] += size
-        self.total += size
-        return True
-
-    def give_back(self, peer: PeerID, size: int) -> None:
-        """The header has arrived, or will not."""
-        self.total -= size
-        self._by_peer[peer] -= size
-        if not self._by_peer[peer]:
-            del self._by_peer[peer]
-
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from shoal.p2p.handshake import (
     verify_dialler,
 )
 from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.limits import DEFAULT_LIMITS, Limits
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.own_addresses import (
     LOOK_AGAIN_SECONDS,
@@ -34,7 +35,6 @@ from shoal.p2p.own_addresses import (
     everywhere,
     is_loopback,
 )
-from shoal.p2p.server import DEFAULT_LIMITS, Limits
 from shoal.p2p.tcp_listener import HostRates, Listener, WaitingRoom, bind, host_of
 from shoal.p2p.tcp_stream import TcpStream, address_of, disown_socket, own_socket
 from shoal.p2p.transport import OnStream, Stream, Transport
