@@ -7,8 +7,8 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
-from shoal.dht.handover import records_for_newcomer
-from shoal.dht.reunion import IDLE_SECONDS
+from shoal.dht.joining import IDLE_SECONDS
+from shoal.dht.records import records_for_newcomer
 from shoal.dht.routing import RoutingTable
 from shoal.dht.storage import DHTLocalStorage
 from shoal.errors import BootstrapError, DialError, P2PDaemonError, ValidationError

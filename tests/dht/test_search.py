@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from shoal.clock import get_dht_time
+from shoal.dht.get import PendingSearches, Search
 from shoal.dht.routing import DHTID
-from shoal.dht.search import PendingSearches, Search
 from shoal.dht.storage import DictionaryDHTValue, StoredValue
 from shoal.serializer import MSGPackSerializer
 from tests.dht.virtual_time import in_virtual_time

@@ -7,8 +7,8 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
-from shoal.dht.blacklist import MAX_PEERS, Blacklist
-from shoal.dht.caching import CacheRefreshQueue
+from shoal.dht.get import CacheRefreshQueue
+from shoal.dht.storage import MAX_PEERS, Blacklist
 from shoal.p2p import PeerID
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time

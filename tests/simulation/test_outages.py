@@ -58,7 +58,7 @@ def forget_all(node: DHTNode, others: list[DHTNode]) -> None:
 
 
 def test_who_loses_the_swarm_says_so_once_and_once_when_it_is_found(caplog):
-    caplog.set_level(logging.INFO, logger="shoal.dht.reunion")
+    caplog.set_level(logging.INFO, logger="shoal.dht.joining")
     assert simulate("one", 600.0, nodes=4, seed=1).seconds <= BAR_SECONDS
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     lost, found = (record.getMessage() for record in caplog.records)
@@ -95,7 +95,7 @@ def test_a_lone_node_that_could_not_call_back_a_newcomer_has_lost_nothing(caplog
         await asyncio.sleep(100)
 
     run(main())
-    assert [record.name for record in caplog.records] == ["shoal.dht.bootstrap"], "only the stranger has been warned"
+    assert [record.name for record in caplog.records] == ["shoal.dht.joining"], "only the stranger has been warned"
 
 
 def test_a_node_that_starts_before_its_initial_peers_finds_them_when_they_are_there():

@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeVar, overload
 
 from shoal.clock import DHTExpiration
 from shoal.dht.config import DEFAULT_NUM_WORKERS
+from shoal.dht.get import GetResult
 from shoal.dht.node import DHTNode
 from shoal.dht.routing import DHTKey
-from shoal.dht.search import GetResult
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import CompositeValidator, RecordValidatorBase
 from shoal.errors import DHTError

@@ -10,20 +10,15 @@ from typing import Any
 
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.authorization import AuthorizerBase
-from shoal.dht.blacklist import Blacklist
-from shoal.dht.bootstrap import ping_initial_peers
-from shoal.dht.caching import CacheRefreshQueue
 from shoal.dht.config import DEFAULT_NUM_WORKERS, NodeConfig
-from shoal.dht.finding import PeerFinder
-from shoal.dht.lookup import Lookup
+from shoal.dht.get import CacheRefreshQueue, GetResult, PendingSearches, Reader
+from shoal.dht.joining import Reunion, ping_initial_peers
+from shoal.dht.lookup import Lookup, PeerFinder
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.reading import Reader
-from shoal.dht.reunion import Reunion
 from shoal.dht.routing import DHTID, DHTKey
-from shoal.dht.search import GetResult, PendingSearches
-from shoal.dht.storage import DHTValue, Subkey
+from shoal.dht.storage import Blacklist, DHTValue, Subkey
+from shoal.dht.store import Writer, make_record
 from shoal.dht.validation import RecordValidatorBase
-from shoal.dht.writing import Writer, make_record
 from shoal.errors import DHTError
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.identity import split_peer_address

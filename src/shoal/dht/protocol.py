@@ -13,8 +13,6 @@ import msgspec
 
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
 from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper
-from shoal.dht.blacklist import Blacklist
-from shoal.dht.handover import records_for_newcomer
 from shoal.dht.messages import (
     MAX_ADDRESSES,
     MAX_KEYS_PER_FIND,
@@ -33,9 +31,16 @@ from shoal.dht.messages import (
     pack_contact,
 )
 from shoal.dht.reception import Reception
-from shoal.dht.records import LocalRecords, NewRecord, check_expiration, pack_value, split_into_requests
+from shoal.dht.records import (
+    LocalRecords,
+    NewRecord,
+    check_expiration,
+    pack_value,
+    records_for_newcomer,
+    split_into_requests,
+)
 from shoal.dht.routing import DHTID, RoutingTable
-from shoal.dht.storage import DHTLocalStorage, StoredValue
+from shoal.dht.storage import Blacklist, DHTLocalStorage, StoredValue
 from shoal.dht.validation import WHOLE_DICTIONARY, RecordValidatorBase
 from shoal.errors import (
     DHTError,

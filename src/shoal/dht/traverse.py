@@ -19,9 +19,30 @@ import heapq
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+from shoal.clock import SwarmClock, get_clock
 from shoal.dht.routing import DHTID
 from shoal.errors import DHTError
+
+WALKS_IN_FLIGHT = 8
+"""Of one process at a time; the others wait in line. A walk that shares the processor with a thousand others takes so
+long that its calls time out, and costs several times as much. No call is on its way while a walk waits."""
+
+_lines: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[SwarmClock, asyncio.Semaphore]]
+_lines = WeakKeyDictionary()
+
+
+def walk_line() -> asyncio.Semaphore:
+    """The line in which walks of the caller's process wait: ``async with walk_line(): ...``."""
+    # There is one clock for each process, and in a simulation one for each simulated machine.
+    lines = _lines.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
+    clock = get_clock()
+    line = lines.get(clock)
+    if line is None:
+        line = lines[clock] = asyncio.Semaphore(WALKS_IN_FLIGHT)
+    return line
+
 
 MAX_REQUESTS_PER_BEAM = 10
 """A query gives up after this many requests for each place in its beam."""

@@ -1,22 +1,83 @@
-"""Storing records: find the nodes nearest to the keys, then bring the records there."""
+"""Storing records: each is brought to the nodes that are nearest to its key."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from shoal.clock import DHTExpiration, get_dht_time
-from shoal.dht.caching import CacheRefreshQueue
 from shoal.dht.config import NodeConfig
+from shoal.dht.get import CacheRefreshQueue
 from shoal.dht.lookup import Lookup
 from shoal.dht.messages import MAX_VALUE_BYTES
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.publication import Publication
 from shoal.dht.records import NewRecord, check_expiration, check_subkey
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, DictionaryDHTValue, Subkey
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase
 from shoal.serializer import MSGPackSerializer
+
+StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["list[bool] | None"]]
+"""Asks a node to keep records; ``None`` if it does not answer."""
+
+
+class Publication:
+    """The records of one key, on their way to ``num_replicas`` nodes.
+
+    Args:
+        key_id: the key.
+        num_replicas: how many nodes should answer; those that do not are replaced by the next nearest ones.
+    """
+
+    def __init__(self, key_id: DHTID, num_replicas: int) -> None:
+        self.key_id = key_id
+        self.records: list[NewRecord] = []
+        self.answers: list[list[bool]] = []
+        """What each replica said about each record, in the order of arrival."""
+        self.has_answer = asyncio.Event()
+        """One replica has answered, or none will."""
+        self.is_finished = asyncio.Event()
+        self._num_replicas = num_replicas
+
+    def add(self, record: NewRecord) -> int:
+        """Take one more record along; returns its position."""
+        self.records.append(record)
+        return len(self.records) - 1
+
+    async def run(self, nodes: Iterable[DHTID], store_at: StoreAt) -> None:
+        """Store at nodes in the given order, with no more attempts in flight than replicas are missing."""
+        waiting = deque(nodes)
+        in_flight: dict[asyncio.Task[list[bool] | None], None] = {}
+        try:
+            while True:
+                while waiting and len(self.answers) + len(in_flight) < self._num_replicas:
+                    attempt = asyncio.ensure_future(store_at(waiting.popleft(), self.records))
+                    in_flight[attempt] = None
+                if not in_flight:
+                    return
+                await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in [attempt for attempt in in_flight if attempt.done()]:
+                    del in_flight[attempt]
+                    answer = attempt.result()
+                    if answer is not None:
+                        self.answers.append(answer)
+                        self.has_answer.set()
+        finally:
+            for attempt in in_flight:
+                attempt.cancel()
+            self.has_answer.set()
+            self.is_finished.set()
+
+    def is_accepted(self, position: int) -> bool:
+        """Whether most of the replicas that answered keep this record.
+
+        A few may disagree without harm: one that has just joined and accepts what is outdated, or a dishonest one.
+        """
+        votes = [answer[position] for answer in self.answers]
+        return sum(votes) * 2 > len(votes)
+
 
 logger = logging.getLogger(__name__)
 
