@@ -437,7 +437,7 @@ def test_a_dead_companion_costs_no_waiting(make_trainers, make_dhts, closing):
 
 @pytest.mark.timeout(120)
 def test_members_that_leave_politely_do_not_stop_the_others(make_trainers):
-    trainers = make_trainers(3, matchmaking_time=25.0, averaging_timeout=25.0)
+    trainers = make_trainers(3, matchmaking_time=25.0, averaging_timeout=60.0)
     meet(*trainers)
     in_parallel(*(lambda t=t: t.train_until(2) for t in trainers))
     trainers[2].opt.shutdown()
