@@ -18,6 +18,7 @@ from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
+from tests.device import chosen_device
 from tests.optim.conftest import (
     PATIENCE,
     Trainer,
@@ -483,7 +484,7 @@ def test_who_turns_up_in_the_middle_of_a_step_is_not_waited_for(make_trainers, m
 
 def test_a_step_returns_the_loss_of_its_closure(make_trainers):
     (trainer,) = make_trainers(1)
-    batch = torch.ones(4, 6)
+    batch = torch.ones(4, 6, device=chosen_device())
 
     def closure() -> torch.Tensor:
         loss = trainer.model(batch).square().mean()
