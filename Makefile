@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 LIGHTNING_TESTS := tests/lightning/test_strategy.py tests/lightning/test_strategy_misuse.py tests/lightning/test_equivalence.py
-DEVICE_TESTS := tests/devices tests/averaging/test_averager.py tests/lightning/test_strategy_misuse.py \
-	tests/optim/test_grad_averager.py tests/optim/test_state_averager.py \
-	tests/optim/test_optimizer.py::test_peers_stay_identical
+# The fake device takes all of tests/averaging and tests/optim; these are the ones where it could make a difference.
+DEVICE_TESTS := tests/devices tests/averaging tests/lightning/test_strategy_misuse.py \
+	$(addprefix tests/optim/test_,bad_gradients.py comparison.py grad_averager.py grad_scaler.py low_rank.py \
+	low_rank_averagers.py optimizer.py optimizer_state.py state_averager.py training_averager.py)
 # Tests wait more than they compute: three processes keep two cores busy.
 PYTEST_OPTIONS := --numprocesses 3 --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
@@ -47,7 +48,7 @@ test-oldest: $(VENV)/oldest-package.stamp
 # On a fake accelerator whose work is late: what an owner of a graphics card would notice first. Needs a C++ compiler.
 test-devices: install
 	$(BIN)/python -m tests.fake_device
-	SHOAL_TEST_DEVICE=fake $(PYTEST) $(DEVICE_TESTS)
+	SHOAL_TEST_DEVICE=fake $(PYTEST) $(QUICK) $(or $(TESTS),$(DEVICE_TESTS))
 
 # Tests as on Windows and on macOS, as far as shoal can see; on Linux. tests/pretend tells what that means.
 test-pretend: install

@@ -79,7 +79,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First, so that the marks decide what is selected: by ``-m "not slow"``, and by the scheduler of pytest-xdist."""
+    """Marks come first: ``-m "not slow"`` selects by them, and the scheduler of pytest-xdist sorts by them."""
     for item in items:
         path = item.path.relative_to(item.config.rootpath).as_posix()
         if path.startswith(SLOW):

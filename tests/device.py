@@ -25,4 +25,4 @@ def chosen_device() -> torch.device:
 
 
 on_cpu_only = pytest.mark.skipif(DEVICE_TYPE != "cpu", reason="about the CPU")
-"""Marks tests that have no meaning on another device."""
+"""Marks tests that have no meaning, or cannot be run, on another device."""

@@ -15,6 +15,9 @@ from shoal.averaging.refusals import SEEN_SEARCHES
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, Uniform8BitQuantization
 from tests.averaging.swarm import Swarm, make_control
 from tests.compression.codecs import ALL, name_of
+from tests.device import on_cpu_only
+
+pytestmark = on_cpu_only  # all values are in host memory here
 
 NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SIZE = 6000

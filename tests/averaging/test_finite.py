@@ -8,6 +8,9 @@ import torch
 from shoal.averaging.finite import PIECE, all_finite, first_not_finite, name_not_finite, without_overflow
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.compression.base import DTYPES
+from tests.device import on_cpu_only
+
+pytestmark = on_cpu_only  # all values are in host memory here
 
 FLOATING = [dtype for dtype in DTYPES.values() if dtype.is_floating_point or dtype.is_complex]
 WHOLE = [dtype for dtype in DTYPES.values() if dtype not in FLOATING]

@@ -11,9 +11,11 @@ from shoal.errors import DHTError
 from tests.averaging.swarm import Swarm, make_control, until
 
 
-async def start_a_search(swarm, node):
+async def start_a_search(node):
+    """The averager looks for a group, and has told the table so."""
     step = asyncio.ensure_future(node.run_step(make_control(node)))
-    await until(lambda: any(entries for key, entries in swarm.table.records.items() if "0b" in key))
+    matchmaking = node.lanes[""].matchmaking
+    await until(lambda: matchmaking._search is not None and matchmaking._search.declared.is_set())
     return step
 
 
@@ -30,8 +32,7 @@ async def test_an_averager_that_closes_while_it_looks_for_a_group_has_withdrawn(
 
     swarm.table.get = get_and_be_slow_to_stop
     node = await swarm.add([torch.zeros(4)])
-    step = await start_a_search(swarm, node)
-    await until(lambda: node.lanes[""].matchmaking._search.declared.is_set())
+    step = await start_a_search(node)
     step.cancel()
     await node.close()
     (record,) = (entry for key, entries in swarm.table.records.items() if "0b" in key for entry in entries.values())
@@ -44,8 +45,7 @@ async def test_a_table_that_is_closed_before_is_no_failure_that_nobody_has_seen(
     unseen: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(str(context)))
     node = await swarm.add([torch.zeros(4)])
-    step = await start_a_search(swarm, node)
-    await until(lambda: node.lanes[""].matchmaking._search.declared.is_set())
+    step = await start_a_search(node)
 
     async def refuse(*_, **__):
         raise DHTError("the search was ended: this node is being shut down")

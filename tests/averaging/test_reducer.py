@@ -18,6 +18,9 @@ from shoal.compression import (
     deserialize_torch_tensor,
 )
 from shoal.errors import ProtocolError
+from tests.device import on_cpu_only
+
+pytestmark = on_cpu_only  # all values are in host memory here
 
 EXACT = NoCompression()
 

@@ -22,6 +22,7 @@ from shoal.p2p import Identity
 from shoal.tasks import cancel_and_wait
 from shoal.testing import run
 from tests.averaging.swarm import Swarm, until
+from tests.device import on_cpu_only
 
 LARGE = 3 * WORTH_SHARING_BYTES // 4  # values of float32: three times what is worth sharing
 
@@ -371,6 +372,7 @@ async def test_a_snapshot_does_not_change_with_its_tensors(codec):
     assert any(map(any, snapshot.chunk(0)))
 
 
+@on_cpu_only  # from a device they are copied in any case
 async def test_tensors_that_nobody_changes_are_not_copied():
     tensors = [torch.randn(100)]
     infos = [CompressionInfo.from_tensor(tensors[0])]

@@ -14,6 +14,9 @@ from shoal.averaging.traffic import Traffic
 from shoal.averaging.vector import RoundVector
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError
+from tests.device import on_cpu_only
+
+pytestmark = on_cpu_only  # all values are in host memory here
 
 NO_MORE = PartMessage()
 

@@ -79,16 +79,10 @@ void run_below_autograd(const Work& work) {
 // Work in the order of its launches; the thread begins with the first that is late.
 class Queue {
  public:
-  void push(Work work, std::chrono::milliseconds delay) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!started_) {
-      started_ = true;
-      std::thread([this] { run(); }).detach();  // queues live as long as the process
-    }
-    ++pushed_;
-    items_.push_back({std::move(work), Clock::now() + delay});
-    changed_.notify_all();
-  }
+  void push(Work work, std::chrono::milliseconds delay) { push(std::move(work), delay, [] {}); }
+
+  // Calls something, briefly, when all that has been pushed so far is done, and the queue counts it as done.
+  void push_mark(Work reached) { push([] {}, std::chrono::milliseconds(0), std::move(reached)); }
 
   bool idle() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -110,7 +104,19 @@ class Queue {
   struct Item {
     Work work;
     Clock::time_point not_before;
+    Work when_counted;
   };
+
+  void push(Work work, std::chrono::milliseconds delay, Work when_counted) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!started_) {
+      started_ = true;
+      std::thread([this] { run(); }).detach();  // queues live as long as the process
+    }
+    ++pushed_;
+    items_.push_back({std::move(work), Clock::now() + delay, std::move(when_counted)});
+    changed_.notify_all();
+  }
 
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -132,6 +138,7 @@ class Queue {
       item.work = nullptr;  // what it held is free before anybody hears that it is done
       lock.lock();
       ++done_;
+      item.when_counted();
       changed_.notify_all();
     }
   }
@@ -268,7 +275,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (queue.idle()) {
       recording->finish();
     } else {
-      queue.push([recording] { recording->finish(); }, std::chrono::milliseconds(0));
+      queue.push_mark([recording] { recording->finish(); });
     }
   }
   void block(void* event, const c10::Stream& stream) const override {

@@ -138,7 +138,7 @@ def make_trainers(make_dhts, closing) -> Callable[..., list[Trainer]]:
 
 
 def meet(*trainers: Trainer) -> None:
-    """Contribute a first batch each, and wait until everybody knows everybody, be they at the next epoch already."""
+    """Contribute a first batch each, and wait until all know all others, even those at the next epoch."""
     in_parallel(*(trainer.step for trainer in trainers))
     for trainer in trainers:
         others = trainer.opt.tracker.expected_members

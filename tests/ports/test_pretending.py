@@ -13,7 +13,7 @@ from tests import pretend
 
 PLATFORMS = {"windows": "win32", "macos": "darwin"}
 PROGRAM = """
-import os, subprocess, sys
+import subprocess, sys
 from shoal import reactor
 print(reactor.sys.platform, flush=True)
 if len(sys.argv) == 2:

@@ -20,7 +20,8 @@ STALE_EPOCHS, STALE_LEARNING_RATE = 60, 0.02
 """Gradients of a model that lacks a step lead less far."""
 LOCAL_EPOCHS, LOCAL_LEARNING_RATE = 15, 0.02
 """With local updates there are many steps in each."""
-LEAST_ACCURACY = 0.95
+LEAST_ACCURACY = 0.92
+"""Of 360 pictures; without training it is 0.1. Which batches a peer gets to depends on its pace."""
 
 
 class Crew:

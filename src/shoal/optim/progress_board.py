@@ -153,7 +153,14 @@ class ProgressBoard:
         """Whether it is time for the next global step."""
         if self._contributed and not self.introduced:
             return False  # others would not wait for a peer that they do not know
-        return self.end_of_epoch(now) <= now
+        if self.end_of_epoch(now) > now:
+            return False
+        return bool(self.expected_members(now)) or self._is_known_to_be_over(now)
+
+    def _is_known_to_be_over(self, now: float) -> bool:
+        """Not by extrapolation: a peer alone, which stands still for a moment, has no more samples for that."""
+        progress = self.global_progress(now)
+        return progress.epoch > self.own.epoch or progress.samples_accumulated >= progress.target_batch_size
 
     def should_stop(self, now: float, patience: float) -> bool:
         """Whether this peer should make the global step rather than begin another batch.

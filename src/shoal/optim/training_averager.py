@@ -145,7 +145,7 @@ class TrainingAverager(DecentralizedAverager):
                     else:
                         for tensor, new, old in zip(local, averaged, before, strict=True):
                             add_change(tensor, new, old)
-                    wait_for_devices(local)
+                    wait_for_devices(local)  # before training goes on with what was written
             self.local_step += 1
             return gathered
 
