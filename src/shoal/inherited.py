@@ -13,6 +13,14 @@ from types import ModuleType
 from typing import Any
 
 _NAMES_BY_HOME: dict[str, dict[str, str]] = {
+    "shoal.averaging.group_info": {"shoal.averaging.control": "GroupInfo"},
+    "shoal.averaging.key_manager": {"shoal.averaging.groups.keys": "GroupKeyManager"},
+    "shoal.averaging.load_balancing": {"shoal.averaging.groups.shares": "load_balance_peers"},
+    "shoal.averaging.matchmaking": {"shoal.errors": "MatchmakingException"},
+    "shoal.averaging.partition": {
+        "shoal.averaging.allreduce.parts": "DEFAULT_PART_SIZE_BYTES",
+        "shoal.errors": "AllreduceException BannedException",
+    },
     "shoal.p2p.p2p_daemon": {"shoal.p2p.p2p": "P2P", "shoal.p2p.service": "P2PContext"},
     "shoal.p2p.p2p_daemon_bindings": {},
     "shoal.p2p.p2p_daemon_bindings.control": {"shoal.errors": "P2PDaemonError P2PHandlerError"},

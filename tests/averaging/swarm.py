@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce import AveragingMode
-from shoal.averaging.control import StepControl
+from shoal.averaging.allreduce.parts import RoundVector
+from shoal.averaging.control import AveragingMode, StepControl
 from shoal.averaging.node import Average, AveragerConfig, AveragerNode, average_once
-from shoal.averaging.snapshot import GetState
+from shoal.averaging.state.snapshot import GetState
 from shoal.averaging.tensor_lock import TensorLock
-from shoal.averaging.vector import RoundVector
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionInfo
 from shoal.p2p import P2P, Identity

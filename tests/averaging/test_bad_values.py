@@ -8,10 +8,10 @@ import logging
 import pytest
 import torch
 
-from shoal.averaging.allreduce import AveragingMode
+from shoal.averaging.allreduce.reducer import PartReducer
+from shoal.averaging.control import AveragingMode
+from shoal.averaging.groups.leading import SEEN_SEARCHES
 from shoal.averaging.node import average_once
-from shoal.averaging.reducer import PartReducer
-from shoal.averaging.refusals import SEEN_SEARCHES
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, Uniform8BitQuantization
 from tests.averaging.swarm import Swarm, make_control
 from tests.compression.codecs import ALL, name_of
@@ -218,7 +218,7 @@ async def test_bad_values_of_weight_zero_are_nobody_s_concern(caplog):
 
 
 async def test_who_has_sent_bad_values_is_refused_for_a_while(monkeypatch):
-    monkeypatch.setattr("shoal.averaging.refusals.SEEN_SEARCHES", 2)
+    monkeypatch.setattr("shoal.averaging.groups.leading.SEEN_SEARCHES", 2)
     tensors = make_tensors(4)
     swarm = await start(
         tensors,

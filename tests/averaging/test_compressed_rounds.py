@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from shoal.averaging.partition import part_length
+from shoal.averaging.allreduce.parts import part_length
 from shoal.compression import (
     CompressionInfo,
     Float16Compression,

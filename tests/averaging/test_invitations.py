@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.averaging import invitations
-from shoal.averaging.invitations import Invitations
-from shoal.averaging.search import Line
+from shoal.averaging.groups import leading
+from shoal.averaging.groups.candidates import Line
+from shoal.averaging.groups.leading import Invitations
 from shoal.p2p import Identity
 
 
@@ -28,7 +28,7 @@ def make_search(group, pending):
 
 
 async def test_members_of_the_group_end_them_and_others_are_cut_off(peers, monkeypatch):
-    monkeypatch.setattr(invitations, "MEMBER_PATIENCE", 0.2)
+    monkeypatch.setattr(leading, "MEMBER_PATIENCE", 0.2)
     member, stranger = peers
     may_end = asyncio.Event()
     pending = {peer: asyncio.ensure_future(may_end.wait()) for peer in peers}
@@ -40,7 +40,7 @@ async def test_members_of_the_group_end_them_and_others_are_cut_off(peers, monke
 
 
 async def test_a_member_that_does_not_is_cut_off_later(peers, monkeypatch):
-    monkeypatch.setattr(invitations, "MEMBER_PATIENCE", 0.01)
+    monkeypatch.setattr(leading, "MEMBER_PATIENCE", 0.01)
     pending = {peers[0]: asyncio.ensure_future(asyncio.Event().wait())}
     Invitations.end(make_search(peers, pending))
     await asyncio.wait(pending.values())

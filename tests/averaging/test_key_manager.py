@@ -9,8 +9,8 @@ import random
 import pytest
 
 from shoal import DHT
-from shoal.averaging.group_info import GroupInfo
-from shoal.averaging.key_manager import GroupKeyManager, is_valid_group, next_group_bits
+from shoal.averaging.control import GroupInfo
+from shoal.averaging.groups.keys import GroupKeyManager, is_valid_group, next_group_bits
 from shoal.clock import get_dht_time
 from shoal.p2p import Identity, PeerID
 

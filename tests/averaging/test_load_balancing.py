@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.averaging.load_balancing import load_balance_peers
+from shoal.averaging.groups.shares import load_balance_peers
 
 
 @pytest.mark.parametrize(

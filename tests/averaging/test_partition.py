@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from shoal.averaging.load_balancing import load_balance_peers
-from shoal.averaging.partition import split_into_parts
-from shoal.averaging.vector import RoundVector
+from shoal.averaging.allreduce.parts import RoundVector, split_into_parts
+from shoal.averaging.groups.shares import load_balance_peers
 from shoal.compression import (
     CompressionInfo,
     Float16Compression,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.allreduce import AveragingMode
-from shoal.averaging.exchange import Exchange
+from shoal.averaging.allreduce.link import Exchange
+from shoal.averaging.control import AveragingMode
 from shoal.compression import Float16Compression
 from shoal.dht import DHT
 from shoal.errors import AllreduceException

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from shoal.averaging.partition import Part, Segment
-from shoal.averaging.reducer import OwnAverage, PartReducer, weighted_mean
+from shoal.averaging.allreduce.parts import Part, Segment
+from shoal.averaging.allreduce.reducer import OwnAverage, PartReducer, weighted_mean
 from shoal.compression import (
     CompressionInfo,
     NoCompression,
@@ -118,7 +118,7 @@ async def test_all_weights_zero_means_no_average():
 
 
 async def test_sender_cannot_run_far_ahead(monkeypatch):
-    monkeypatch.setattr("shoal.averaging.reducer.WINDOW_BYTES", 0)
+    monkeypatch.setattr("shoal.averaging.allreduce.reducer.WINDOW_BYTES", 0)
     reducer = make_reducer([torch.zeros(1)] * 5, [1, 2])
     reducer.begin(1, 1.0)
     reducer.begin(2, 1.0)

@@ -8,9 +8,8 @@ import math
 import pytest
 import torch
 
-from shoal.averaging.allreduce import AveragingMode
-from shoal.averaging.control import AveragingStage
-from shoal.averaging.exchange import Exchange, Intake
+from shoal.averaging.allreduce.link import Exchange, Intake
+from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 import torch
 
-from shoal.averaging.load_balancing import rescale_shares
-from shoal.averaging.protocol import RoundStatus
-from shoal.averaging.round import MAX_REMEMBERED_ROUNDS, MAX_WAITING_CALLS, Rounds
+from shoal.averaging.allreduce.session import MAX_REMEMBERED_ROUNDS, MAX_WAITING_CALLS, Rounds
+from shoal.averaging.groups.shares import rescale_shares
+from shoal.averaging.messages import RoundStatus
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, until

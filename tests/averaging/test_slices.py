@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 
+from shoal.averaging.allreduce.parts import RoundVector
+from shoal.averaging.allreduce.sending import BUNDLE_BYTES, SLICE_BYTES, Incoming, Outgoing, send_all
 from shoal.averaging.calls import describe_part
-from shoal.averaging.protocol import PartHeader, PartMessage, PartStatus
-from shoal.averaging.slices import BUNDLE_BYTES, SLICE_BYTES, Incoming, Outgoing, send_all
-from shoal.averaging.vector import RoundVector
+from shoal.averaging.messages import PartHeader, PartMessage, PartStatus
 from shoal.compression import CompressionInfo, CompressionType, NoCompression, Uniform8BitQuantization
 from shoal.compression.base import TensorMetadata
 from shoal.errors import ProtocolError

@@ -11,11 +11,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.averaging import state_sharing
-from shoal.averaging.protocol import ChunkRequest, DownloadRequest, StateChunk, StateHeader
-from shoal.averaging.snapshot import MIN_CHUNK_BYTES, Chunks, OwnedState, Snapshot, chunk_bytes_of, hash_of, version_of
-from shoal.averaging.state_download import Download
-from shoal.averaging.state_sharing import MAX_DOWNLOADS, WITHDRAWAL_SECONDS, WORTH_SHARING_BYTES, StateSharing
+from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
+from shoal.averaging.state import donor as state_sharing
+from shoal.averaging.state.donor import MAX_DOWNLOADS, WITHDRAWAL_SECONDS, WORTH_SHARING_BYTES, StateSharing
+from shoal.averaging.state.download import Download
+from shoal.averaging.state.snapshot import (
+    MIN_CHUNK_BYTES,
+    Chunks,
+    OwnedState,
+    Snapshot,
+    chunk_bytes_of,
+    hash_of,
+    version_of,
+)
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, base
 from shoal.errors import P2PHandlerError
 from shoal.p2p import Identity

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 import torch
 
-from shoal.averaging.pace import Pace
-from shoal.averaging.protocol import PartHeader, PartMessage, PartStatus
-from shoal.averaging.reducer import PartReducer
-from shoal.averaging.traffic import Traffic
-from shoal.averaging.vector import RoundVector
+from shoal.averaging.allreduce.pace import Pace
+from shoal.averaging.allreduce.parts import RoundVector
+from shoal.averaging.allreduce.reducer import PartReducer
+from shoal.averaging.allreduce.sending import Traffic
+from shoal.averaging.messages import PartHeader, PartMessage, PartStatus
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError
 from tests.device import on_cpu_only

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce import AllReduce
+from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.control import RoundResult, StepControl
 from shoal.averaging.node import AveragerNode
 from shoal.tasks import await_cancelled

@@ -9,9 +9,9 @@ import weakref
 import pytest
 import torch
 
-from shoal.averaging import allreduce
-from shoal.averaging.allreduce import AllReduce
-from shoal.averaging.reducer import PartReducer
+from shoal.averaging.allreduce import exchange
+from shoal.averaging.allreduce.exchange import AllReduce
+from shoal.averaging.allreduce.reducer import PartReducer
 from shoal.errors import AllreduceException
 from shoal.testing import Link, Network, run, start_averagers, start_step
 from tests.simulation.deaths import (
@@ -198,7 +198,7 @@ def test_a_grace_shorter_than_the_way_to_the_coordinator_splits_no_group(seed):
 
 def test_a_round_is_forgotten_when_it_is_over(monkeypatch):
     """Also if its members have several connections, for which there are time limits."""
-    monkeypatch.setattr(allreduce, "stripes_for", lambda round_trip, parts: 2)
+    monkeypatch.setattr(exchange, "stripes_for", lambda round_trip, parts: 2)
     begin, vectors = AllReduce.__init__, []
 
     def note(self, *args, **options):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.averaging.control import StepControl
-from shoal.averaging.protocol import Code, Invitation, InvitationReply, JoinReply, JoinRequest
+from shoal.averaging.messages import Code, Invitation, InvitationReply, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
 from shoal.testing import Link
 from tests.simulation.searches import WINDOW, Swarm, done, leader_of, simulate, size

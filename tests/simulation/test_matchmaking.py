@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.averaging import matchmaking
+from shoal.averaging.groups import matchmaking
 from shoal.clock import get_dht_time
 from shoal.testing import START_OF_TIME, Link, Network
 from tests.simulation.meetings import meet

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.averaging.allreduce import AveragingMode
-from shoal.averaging.control import AveragingStage, StepControl
+from shoal.averaging.control import AveragingMode, AveragingStage, StepControl
 from shoal.clock import get_dht_time
 from shoal.dht import ValueWithExpiration
 from shoal.errors import AllreduceException

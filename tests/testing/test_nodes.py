@@ -7,8 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from shoal.averaging.allreduce import AveragingMode
-from shoal.averaging.control import AveragingStage
+from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.testing import (

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from shoal.averaging.protocol import PartHeader, PartStatus
+from shoal.averaging.messages import PartHeader, PartStatus, RoundKind, RoundMessage
 from shoal.compression.base import SerializedTensor
 from shoal.errors import DialError, InterruptedDialError, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import Call
@@ -25,6 +25,11 @@ REDIAL_WITHIN = 2.0
 """Seconds after which it is not repeated any more: who answers nothing has been waited for long enough."""
 ANSWERED_FACTOR = 2
 """Both limits are so many times as large if something has answered and the connection broke, which is mostly chance."""
+ALIVE_PER_TIMEOUT = 3
+"""How often a member shows that it lives within the time after which it would be given up."""
+
+PartKey = tuple[int, int]
+"""A reducer and the index of one of its parts."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -62,3 +67,28 @@ async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Cal
                     raise
                 await asyncio.sleep(attempt * REDIAL_PAUSE)
         yield call
+
+
+class Line:
+    """A call on which several tasks send: whole messages, one after another."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._lock = asyncio.Lock()
+
+    async def send(self, message: RoundMessage, *payload: Buffer, end: bool = False) -> None:
+        async with self._lock:
+            await self.call.send(message, *payload, end=end)
+
+    async def send_part(self, key: PartKey, encoded: SerializedTensor | None) -> None:
+        """Send one part; ``None`` = there is no average."""
+        reducer, index = key
+        part, payload = describe_part(PartStatus.VALUES, encoded)
+        await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, index=index, part=part), *payload)
+
+
+async def show_life(line: Line, silence: float) -> None:
+    """Show the other side that this one lives, for ever; it would be given up after so many seconds of silence."""
+    while True:
+        await asyncio.sleep(silence / ALIVE_PER_TIMEOUT)
+        await line.send(RoundMessage(kind=RoundKind.ALIVE))

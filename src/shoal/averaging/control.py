@@ -19,6 +19,43 @@ Gathered = dict[PeerID, Any]
 """What each member of the group gave for the others to read, by member."""
 
 
+GROUP_ID_BYTES = 20
+
+
+class AveragingMode(IntEnum):
+    """What a member does in the group."""
+
+    NODE = 0
+    """Sends its tensors and reduces a share."""
+    CLIENT = 1
+    """Sends only: nobody can connect to it."""
+    AUX = 2
+    """Reduces only: it has no data of its own."""
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """A group as its leader published it: the same for all members."""
+
+    group_id: bytes
+    """Random bytes that name this group and nothing else."""
+    peer_ids: tuple[PeerID, ...]
+    """All members; the order counts."""
+    gathered: tuple[bytes, ...]
+    """What each member gave for the others, in the same order."""
+    modes: tuple[int, ...] = ()
+    """Each member's :class:`~AveragingMode`."""
+    shares: tuple[int, ...] = ()
+    """How many of the vector's values each member reduces."""
+
+    @property
+    def group_size(self) -> int:
+        return len(self.peer_ids)
+
+    def __contains__(self, peer_id: PeerID) -> bool:
+        return peer_id in self.peer_ids
+
+
 class AveragingStage(IntEnum):
     """How far a step has come."""
 

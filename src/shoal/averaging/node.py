@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce import AllReduceSettings, AveragingMode
+from shoal.averaging.allreduce.exchange import AllReduceSettings
+from shoal.averaging.allreduce.link import stripes_for
+from shoal.averaging.allreduce.session import GroupSession, Round, Rounds
 from shoal.averaging.calls import CALL_FAILURES, PEER_FAILURES
-from shoal.averaging.control import AveragingStage, Gathered, RoundResult, StepControl
-from shoal.averaging.exchange import stripes_for
-from shoal.averaging.group_info import GroupInfo
-from shoal.averaging.key_manager import GroupKeyManager
-from shoal.averaging.matchmaking import Matchmaking, MatchmakingSettings
-from shoal.averaging.protocol import (
+from shoal.averaging.control import AveragingMode, AveragingStage, Gathered, GroupInfo, RoundResult, StepControl
+from shoal.averaging.groups.keys import GroupKeyManager
+from shoal.averaging.groups.matchmaking import Matchmaking, MatchmakingSettings
+from shoal.averaging.messages import (
     BeginReduce,
     Code,
     DownloadRequest,
@@ -29,10 +29,8 @@ from shoal.averaging.protocol import (
     StatusReply,
     StatusRequest,
 )
-from shoal.averaging.round import Round, Rounds
-from shoal.averaging.session import GroupSession
-from shoal.averaging.snapshot import GetState
-from shoal.averaging.state_sharing import StateSharing
+from shoal.averaging.state.donor import StateSharing
+from shoal.averaging.state.snapshot import GetState
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, CompressionInfo

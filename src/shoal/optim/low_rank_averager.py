@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging import StepControl
-from shoal.averaging.allreduce import AveragingMode
-from shoal.averaging.control import RoundResult
+from shoal.averaging.allreduce.session import GroupSession
+from shoal.averaging.control import AveragingMode, RoundResult
 from shoal.averaging.finite import without_overflow
-from shoal.averaging.session import GroupSession
-from shoal.averaging.snapshot import OwnedState, State
+from shoal.averaging.state.snapshot import OwnedState, State
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AllreduceException, ShoalError
 from shoal.optim.grad_averager import GradientAverager, logger

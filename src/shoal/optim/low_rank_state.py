@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shoal.averaging.group_info import GROUP_ID_BYTES
-from shoal.averaging.snapshot import hash_of
+from shoal.averaging.control import GROUP_ID_BYTES
+from shoal.averaging.state.snapshot import hash_of
 from shoal.serializer import MSGPackSerializer
 
 NEVER = bytes(GROUP_ID_BYTES)

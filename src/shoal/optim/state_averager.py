@@ -14,7 +14,7 @@ import torch
 
 from shoal.averaging import AveragingStage, DecentralizedAverager, RoundResult, StepControl
 from shoal.averaging.finite import first_not_finite
-from shoal.averaging.snapshot import OwnedState
+from shoal.averaging.state.snapshot import OwnedState
 from shoal.logs import counted
 from shoal.optim.checkpoint import load_checkpoint, make_checkpoint
 from shoal.optim.devices import LaunchedWork

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.averaging.snapshot import OwnedState
+from shoal.averaging.state.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.devices import copies_beside_training, copy_all
 from shoal.optim.lineage import Lineage

@@ -14,7 +14,7 @@ import torch
 
 from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.control import Gathered
-from shoal.averaging.snapshot import OwnedState
+from shoal.averaging.state.snapshot import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AveragingError
 from shoal.optim.devices import copy_all, wait_for_devices

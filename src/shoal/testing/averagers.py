@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce import AveragingMode
-from shoal.averaging.control import StepControl
+from shoal.averaging.control import AveragingMode, StepControl
 from shoal.averaging.node import AveragerConfig, AveragerNode
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time

@@ -2,7 +2,7 @@
 
 Over a long link one connection is slow to reach its speed and limited by what may be under way on it. There a member
 makes several calls, the stripes, and each takes the next slice when it is done with the one before, so that a stripe
-that is slower than the others carries less (:mod:`shoal.averaging.traffic`).
+that is slower than the others carries less (:mod:`shoal.averaging.allreduce.sending`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
+from shoal.averaging.allreduce.sending import Traffic
 from shoal.averaging.calls import PEER_FAILURES, open_patiently
-from shoal.averaging.protocol import BeginReduce, PartMessage
-from shoal.averaging.traffic import Traffic
+from shoal.averaging.messages import BeginReduce, PartMessage
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.tasks import all_of, cancel_and_wait, first_completed

@@ -6,51 +6,23 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging.allreduce import ALIVE_PER_TIMEOUT, AllReduce
-from shoal.averaging.calls import PEER_FAILURES, describe_part
-from shoal.averaging.partition import Part
-from shoal.averaging.protocol import PartStatus, RoundKind, RoundMessage
-from shoal.averaging.reducer import PartReducer
-from shoal.compression.base import SerializedTensor
-from shoal.p2p import Call
-from shoal.p2p.transport import Buffer
+from shoal.averaging.allreduce.parts import Part
+from shoal.averaging.allreduce.reducer import PartReducer
+from shoal.averaging.calls import PEER_FAILURES, Line, PartKey
+from shoal.averaging.messages import RoundKind, RoundMessage
 from shoal.tasks import all_of, cancel_and_wait, first_completed
+
+if TYPE_CHECKING:
+    from shoal.averaging.allreduce.exchange import AllReduce
 
 logger = logging.getLogger(__name__)
 
 Ranges = list[tuple[int, int, int]]
 """Parts of a reducer: the reducer, the first one, the end."""
-PartKey = tuple[int, int]
-"""A reducer and the index of one of its parts."""
-
-
-class Line:
-    """A call on which several tasks send: whole messages, one after another."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self._lock = asyncio.Lock()
-
-    async def send(self, message: RoundMessage, *payload: Buffer, end: bool = False) -> None:
-        async with self._lock:
-            await self.call.send(message, *payload, end=end)
-
-    async def send_part(self, key: PartKey, encoded: SerializedTensor | None) -> None:
-        """Send one part; ``None`` = there is no average."""
-        reducer, index = key
-        part, payload = describe_part(PartStatus.VALUES, encoded)
-        await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, index=index, part=part), *payload)
-
-
-async def show_life(line: Line, silence: float) -> None:
-    """Show the other side that this one lives, for ever; it would be given up after so many seconds of silence."""
-    while True:
-        await asyncio.sleep(silence / ALIVE_PER_TIMEOUT)
-        await line.send(RoundMessage(kind=RoundKind.ALIVE))
 
 
 @dataclass

@@ -12,7 +12,7 @@ A leader starts as soon as the group is complete (it has the target size, or as 
 expects), or at its promised time if it has enough members. It waits a little longer for followers whose connection
 broke shortly before; one that had no time to return is a member nevertheless, and hears of it when it does. Because
 records spread with a delay, a peer that sees others without seeing a smaller one also invites them, so that of two
-peers it is enough if one sees the other (see :mod:`shoal.averaging.invitations`).
+peers it is enough if one sees the other (see :mod:`shoal.averaging.groups.leading`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from shoal.averaging.allreduce import AveragingMode
 from shoal.averaging.calls import CALL_FAILURES
-from shoal.averaging.control import StepControl
-from shoal.averaging.group_info import GROUP_ID_BYTES, GroupInfo
-from shoal.averaging.invitations import Invitations, learn, record_of
-from shoal.averaging.key_manager import GroupKeyManager
-from shoal.averaging.load_balancing import load_balance_peers
-from shoal.averaging.protocol import (
+from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, StepControl
+from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
+from shoal.averaging.groups.keys import GroupKeyManager
+from shoal.averaging.groups.leading import Invitations, Refusals, learn, record_of
+from shoal.averaging.groups.shares import load_balance_peers
+from shoal.averaging.messages import (
     Code,
     Expectation,
     GroupStart,
@@ -41,8 +40,6 @@ from shoal.averaging.protocol import (
     JoinRequest,
     Member,
 )
-from shoal.averaging.refusals import Refusals
-from shoal.averaging.search import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.clock import get_dht_time
 from shoal.errors import (
     AllreduceException,

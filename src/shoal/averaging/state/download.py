@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.averaging.protocol import ChunkRequest, StateChunk, StateHeader
-from shoal.averaging.snapshot import HASH_BYTES, Chunks, State, chunk_bytes_of, hash_of, version_of
+from shoal.averaging.messages import ChunkRequest, StateChunk, StateHeader
+from shoal.averaging.state.snapshot import HASH_BYTES, Chunks, State, chunk_bytes_of, hash_of, version_of
 from shoal.compression import deserialize_torch_tensor
 from shoal.compression.base import SerializedTensor, bytes_of, mapped
 from shoal.errors import ProtocolError

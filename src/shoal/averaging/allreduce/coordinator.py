@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging.allreduce import AllReduce, AveragingMode
-from shoal.averaging.calls import PEER_FAILURES, reason_of
+from shoal.averaging.allreduce.recovery import Plan, Recovery, make_plan
+from shoal.averaging.calls import PEER_FAILURES, Line, reason_of, show_life
+from shoal.averaging.control import AveragingMode
 from shoal.averaging.finite import all_finite
-from shoal.averaging.following import Resigned
-from shoal.averaging.protocol import RoundKind, RoundMessage, RoundStatus, StatusRequest
-from shoal.averaging.recovery import Line, Plan, Recovery, make_plan, show_life
+from shoal.averaging.messages import RoundKind, RoundMessage, RoundStatus, StatusRequest
 from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError
 from shoal.logs import counted
 from shoal.p2p import Call
 from shoal.tasks import cancel_and_wait, first_completed
+
+if TYPE_CHECKING:
+    from shoal.averaging.allreduce.exchange import AllReduce
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,10 @@ RECONNECT_GRACE = 0.3
 """Seconds for which a member whose connection broke may come back before it counts as dead."""
 STATUS_PERIOD = 0.5
 """Seconds between questions to members that have not come."""
+
+
+class Resigned(ProtocolError):
+    """The coordinator is late itself."""
 
 
 @dataclass

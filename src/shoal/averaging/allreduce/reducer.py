@@ -15,14 +15,16 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shoal.averaging.finite import all_finite, without_overflow
-from shoal.averaging.partition import Part
 from shoal.compression.base import SerializedTensor, TensorRole
 from shoal.errors import AllreduceException, ProtocolError
+
+if TYPE_CHECKING:
+    from shoal.averaging.allreduce.parts import Part
 
 logger = logging.getLogger(__name__)
 

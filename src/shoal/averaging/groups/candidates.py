@@ -8,10 +8,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from shoal.averaging.allreduce import AveragingMode
-from shoal.averaging.control import StepControl
-from shoal.averaging.group_info import GroupInfo
-from shoal.averaging.protocol import GroupStart, JoinReply, JoinRequest
+from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
+from shoal.averaging.messages import GroupStart, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
 from shoal.errors import InterruptedDialError, StreamClosedError
 from shoal.p2p import Call, PeerID

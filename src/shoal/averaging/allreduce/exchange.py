@@ -1,8 +1,8 @@
 """Butterfly all-reduce: every member sends each part of its vector to the member that reduces it.
 
 All parts are in flight at once, each reducer averages a part as soon as it has it from everybody, and sends the average
-back (:mod:`shoal.averaging.traffic`). Afterwards the members make sure that all of them have everything
-(:mod:`shoal.averaging.completion`), and finish what a dead member has left undone.
+back (:mod:`shoal.averaging.allreduce.sending`). Afterwards the members make sure that all of them have everything
+(:mod:`shoal.averaging.allreduce.finish`), and finish what a dead member has left undone.
 
 A sender ends its side of the calls when it holds all averages, of all reducers. So a reducer whose senders have all
 ended knows, without asking anybody, that the round is over everywhere.
@@ -21,43 +21,27 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
 
-from shoal.averaging.calls import PEER_FAILURES, reason_of
-from shoal.averaging.control import RoundResult
-from shoal.averaging.exchange import MAX_STRIPES, Exchange, Intake, stripes_for
-from shoal.averaging.group_info import GroupInfo
-from shoal.averaging.pace import Pace
-from shoal.averaging.protocol import BeginReduce, StatusRequest
-from shoal.averaging.reducer import PartReducer
-from shoal.averaging.traffic import Traffic
-from shoal.averaging.vector import RoundVector
+from shoal.averaging.allreduce.link import MAX_STRIPES, Exchange, Intake, stripes_for
+from shoal.averaging.allreduce.pace import Pace
+from shoal.averaging.allreduce.parts import RoundVector
+from shoal.averaging.allreduce.reducer import PartReducer
+from shoal.averaging.allreduce.sending import Traffic
+from shoal.averaging.calls import ALIVE_PER_TIMEOUT, PEER_FAILURES, reason_of
+from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
+from shoal.averaging.messages import BeginReduce, StatusRequest
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, P2PHandlerError, ProtocolError
-from shoal.errors import BannedException as BannedException
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
-ALIVE_PER_TIMEOUT = 3
-"""How often a member shows that it lives within the time after which it would be given up."""
 MIN_QUESTION_SECONDS = 1.5
 """For so long, at least, a member may take to answer whether it lives: it may have to be dialled."""
-
-
-class AveragingMode(IntEnum):
-    """What a member does in the group."""
-
-    NODE = 0
-    """Sends its tensors and reduces a share."""
-    CLIENT = 1
-    """Sends only: nobody can connect to it."""
-    AUX = 2
-    """Reduces only: it has no data of its own."""
 
 
 @dataclass(frozen=True)

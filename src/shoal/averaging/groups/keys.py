@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shoal.averaging.group_info import GroupInfo
+from shoal.averaging.control import GroupInfo
 from shoal.clock import DHTExpiration
 from shoal.dht import DHT, DHTNode
 from shoal.p2p import P2P, PeerID

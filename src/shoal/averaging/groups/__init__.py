@@ -1,0 +1,10 @@
+"""Who averages with whom: everything until a group is complete.
+
+===================  ==============================================================================================
+:mod:`~.keys`        under which keys of the DHT averagers find each other
+:mod:`~.candidates`  one search for a group: who is looking, whom to ask next, who waits for whom
+:mod:`~.matchmaking` asks leaders, leads followers, and starts the group
+:mod:`~.leading`     invites those that should follow, and turns away who has sent bad values
+:mod:`~.shares`      how much of the vector each member reduces
+===================  ==============================================================================================
+"""
