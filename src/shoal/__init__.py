@@ -66,7 +66,7 @@ _HOMES = {
         "Optimizer",
         "TrainingAverager",
     ),
-    "shoal.optim.performance_ema": ("PerformanceEMA",),
+    "shoal.optim.progress": ("PerformanceEMA",),
     "shoal.p2p": (
         "P2P",
         "P2PContext",
@@ -122,7 +122,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.logs import get_logger, use_hivemind_log_handler
     from shoal.nested import nested_compare, nested_flatten, nested_map, nested_pack
     from shoal.optim import GradScaler, MultiProcessOptimizer, Optimizer, TrainingAverager
-    from shoal.optim.performance_ema import PerformanceEMA
+    from shoal.optim.progress import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
     from shoal.reactor import MPFuture, switch_to_uvloop
     from shoal.serializer import MSGPackSerializer, SerializerBase

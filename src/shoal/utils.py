@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
     from shoal.logs import get_logger, use_hivemind_log_handler
     from shoal.nested import nested_compare, nested_flatten, nested_map, nested_pack
-    from shoal.optim.performance_ema import PerformanceEMA
+    from shoal.optim.progress import PerformanceEMA
     from shoal.reactor import MPFuture, switch_to_uvloop
     from shoal.serializer import MSGPackSerializer, SerializerBase
     from shoal.tasks import enter_asynchronously

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.optim.performance_ema import PerformanceEMA
+from shoal.optim.progress import PerformanceEMA
 from tests.device import DEVICE_TYPE
 from tests.lightning.models import (
     BATCH,

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.optim.comparison import PeerComparison
-from shoal.optim.whole_model import Remainder
+from shoal.optim.comparison import PeerComparison, Remainder
 from shoal.p2p import PeerID
 from tests.optim.conftest import Trainer, in_parallel, meet, sgd
 

@@ -20,12 +20,15 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from shoal.optim.lr_schedule import catch_up, check_scheduler, dump_scheduler_state, load_scheduler_state
 from shoal.optim.optimizer_state import (
+    catch_up,
+    check_scheduler,
     dump_optimizer_state,
+    dump_scheduler_state,
     has_statistics,
     initialize_optimizer_state_,
     load_optimizer_state,
+    load_scheduler_state,
     scheduled_hyperparameters,
 )
 from shoal.serializer import MSGPackSerializer

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shoal.optim.performance_ema import PerformanceEMA
+from shoal.optim.progress import PerformanceEMA
 
 
 class Clock:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.progress import (
     Companion,
     LocalTrainingProgress,
+    PerformanceEMA,
     ProgressRecord,
     RefreshPolicy,
     estimate_is_off,

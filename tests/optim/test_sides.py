@@ -9,11 +9,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from shoal.averaging import RoundResult
-from shoal.optim.kinship import Kinship
-from shoal.optim.lineage import LAST_ROUNDS, MAX_LINEAGE_BYTES, Lineage
+from shoal.optim.lineage import LAST_ROUNDS, MAX_KEPT, MAX_LINEAGE_BYTES, PARTING_LIFETIME, Lineage, RoundHistory
 from shoal.optim.progress import Companion, LocalTrainingProgress
-from shoal.optim.round_history import MAX_KEPT, PARTING_LIFETIME, RoundHistory
-from shoal.optim.sides import Standing, Verdict, settle
+from shoal.optim.sides import Kinship, Standing, Verdict, settle
 from shoal.p2p import PeerID
 
 PEERS = [PeerID(b"peer %d" % index) for index in range(6)]

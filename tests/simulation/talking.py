@@ -11,8 +11,7 @@ from shoal.dht import DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.validation import CompositeValidator
 from shoal.metrics import Metrics
-from shoal.optim.performance_ema import PerformanceEMA
-from shoal.optim.progress import RefreshPolicy
+from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.optim.progress_schema import endorse

@@ -12,8 +12,7 @@ import torch
 from shoal.averaging.control import StepControl
 from shoal.averaging.node import AveragerNode
 from shoal.clock import get_dht_time
-from shoal.optim.performance_ema import PerformanceEMA
-from shoal.optim.progress import RefreshPolicy
+from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.serializer import MSGPackSerializer

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from shoal.clock import get_dht_time
-from shoal.optim.performance_ema import PerformanceEMA
-from shoal.optim.progress import RefreshPolicy
+from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.p2p import P2P

@@ -13,19 +13,21 @@ import heapq
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.config import NodeConfig
 from shoal.dht.lookup import Lookup
 from shoal.dht.messages import MAX_KEYS_PER_FIND
-from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import NewRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue, StoredValue, ValueWithExpiration
 from shoal.dht.traverse import Answer, Traversal
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, has_owned_entries
 from shoal.serializer import MSGPackSerializer
+
+if TYPE_CHECKING:
+    from shoal.dht.protocol import DHTProtocol
 
 logger = logging.getLogger(__name__)
 

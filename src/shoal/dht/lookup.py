@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.clock import get_dht_time
 from shoal.dht.messages import MAX_KEYS_PER_FIND, MAX_NEIGHBORS_TOLD, unpack_contact
-from shoal.dht.protocol import DHTProtocol, FoundRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import TimedStorage
 from shoal.dht.traverse import Answer, OnFinished, Traversal, walk_line
 from shoal.errors import DHTError
 from shoal.p2p import PeerID
+
+if TYPE_CHECKING:
+    from shoal.dht.protocol import DHTProtocol, FoundRecord
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.clock import DHTExpiration, get_dht_time
-from shoal.dht.routing import DHTID
 from shoal.p2p.identity import PeerID
 from shoal.serializer import MSGPackSerializer
+
+if TYPE_CHECKING:
+    from shoal.dht.routing import DHTID
 
 KeyType = TypeVar("KeyType")
 ValueType = TypeVar("ValueType")
@@ -283,7 +285,7 @@ def _check_wire_form(content: Any) -> tuple[int | None, float, list[list[Any]]]:
 StoredValue = BinaryDHTValue | DictionaryDHTValue[BinaryDHTValue]
 
 
-class DHTLocalStorage(TimedStorage[DHTID, StoredValue]):
+class DHTLocalStorage(TimedStorage["DHTID", StoredValue]):
     """The records of one node: plain values and dictionaries by key id."""
 
     def store(

@@ -6,18 +6,21 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.config import NodeConfig
-from shoal.dht.get import CacheRefreshQueue
 from shoal.dht.lookup import Lookup
 from shoal.dht.messages import MAX_VALUE_BYTES
-from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import NewRecord, check_expiration, check_subkey
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, DictionaryDHTValue, Subkey
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase
 from shoal.serializer import MSGPackSerializer
+
+if TYPE_CHECKING:
+    from shoal.dht.get import CacheRefreshQueue
+    from shoal.dht.protocol import DHTProtocol
 
 StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["list[bool] | None"]]
 """Asks a node to keep records; ``None`` if it does not answer."""

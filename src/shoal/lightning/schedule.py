@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.optim.lr_schedule import catch_up
+from shoal.optim.optimizer_state import catch_up
 
 if TYPE_CHECKING:
     import shoal

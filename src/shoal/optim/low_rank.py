@@ -1,11 +1,22 @@
-"""Matrices in which large tensors are looked at when a few directions stand for all of them."""
+"""Matrices in which large tensors are looked at when a few directions stand for all of them.
+
+Also what all peers know of them in common, and how they make sure of it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+
+from shoal.averaging.control import GROUP_ID_BYTES
+from shoal.averaging.state.snapshot import hash_of
+from shoal.serializer import MSGPackSerializer
 
 MIN_RELATIVE_RESIDUAL = 32.0
 """In units of the rounding error: a column that sticks out less from the ones before it is nothing but noise."""
@@ -74,3 +85,140 @@ def get_flatten_greedy_dims(tensor: torch.Tensor, max_ndim: int = 2) -> Sequence
         position = products.index(min(products))
         sizes[position : position + 2] = [products[position]]
     return sizes
+
+
+NEVER = bytes(GROUP_ID_BYTES)
+"""Stands for no rounds at all."""
+MAX_ROUNDS = 2**53
+_COUNT_BYTES = 8
+_DIGEST_BYTES = 8
+_ORIGIN_BYTES = GROUP_ID_BYTES + _COUNT_BYTES + _DIGEST_BYTES
+
+
+class LowRankState(NamedTuple):
+    """Never changed, only replaced as a whole: a round that fails leaves nothing behind."""
+
+    bases: tuple[torch.Tensor, ...]
+    """For each compressed tensor, a matrix of (rows, columns): (columns, rank), the directions to begin with."""
+    estimates: tuple[torch.Tensor, ...]
+    """For each compressed tensor, if there are any: (rows, columns), what all peers take for the average."""
+    made_by: bytes = NEVER
+    """Stands for the rounds that led here: equal in two peers if these were the same ones."""
+    rounds: int = 0
+    """How many there have been."""
+    digest: bytes = b""
+    """Equal in two peers if they have the very same bits; empty if nobody has computed it."""
+
+    def with_digest(self) -> LowRankState:
+        """The same state, with its digest."""
+        return self._replace(digest=_digest([*self.bases, *self.estimates]))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it as tensors of floating point numbers; :meth:`replaced_by` understands them."""
+        matrices = [*self.bases, *self.estimates]
+        origin = self.made_by + self.rounds.to_bytes(_COUNT_BYTES, "big") + _digest(matrices)
+        return [*matrices, torch.tensor(list(origin), dtype=torch.float32, device="cpu")]
+
+    def replaced_by(self, tensors: Sequence[torch.Tensor]) -> LowRankState:
+        """Another peer's state. If it has lost some bits on its way, it does not count as the same.
+
+        Raises:
+            ValueError: it does not fit into the place of this one.
+        """
+        own = [*self.bases, *self.estimates]
+        shapes = [tuple(t.shape) for t in tensors]
+        own_shapes = [*(tuple(t.shape) for t in own), (_ORIGIN_BYTES,)]
+        if shapes != own_shapes:
+            raise ValueError(f"buffers for low-rank averaging have shapes {shapes}, expected {own_shapes}")
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            raise ValueError("buffers for low-rank averaging are not finite")
+        copies = tuple(t.detach().to(mine.dtype, copy=True) for t, mine in zip(tensors[:-1], own, strict=True))
+        origin, split = bytes(tensors[-1].round().clamp(0, 255).to(torch.uint8).tolist()), len(self.bases)
+        made_by, rounds, digest = NEVER, 0, _digest(copies)
+        if origin[-_DIGEST_BYTES:] == digest:
+            made_by = origin[:GROUP_ID_BYTES]
+            rounds = min(int.from_bytes(origin[GROUP_ID_BYTES:-_DIGEST_BYTES], "big"), MAX_ROUNDS - 1)
+        return LowRankState(copies[:split], copies[split:], made_by, rounds, digest)
+
+
+def _digest(matrices: Sequence[torch.Tensor]) -> bytes:
+    return hash_of([memoryview(m.contiguous().numpy()).cast("B") for m in matrices])[:_DIGEST_BYTES]
+
+
+def after_round(made_by: bytes, round_id: bytes) -> bytes:
+    """What stands for the same rounds and one more."""
+    return hashlib.sha256(made_by + round_id).digest()[:GROUP_ID_BYTES]
+
+
+def first_basis(name: str, columns: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Directions to begin with: (columns, rank), spread evenly over [-1, 1], the same bits on every machine.
+
+    Args:
+        name: other names give other directions.
+    """
+    digest = hashlib.shake_256(name.encode()).digest(2 * columns * rank)
+    values = np.frombuffer(digest, dtype="<i2").astype(np.float32)
+    return torch.from_numpy((values + 0.5) / 2**15).reshape(columns, rank).to(dtype)
+
+
+# --- what members tell each other before a round ----------------------------------------------------------------------
+
+
+class Statement(NamedTuple):
+    """What a member says before a round."""
+
+    for_user: bytes
+    """What its user gave for the other users."""
+    made_by: bytes | None
+    """The rounds that made its state; ``None`` if it has none, or one that is about to change."""
+    rounds: int
+    """How many these are, with the one that is about to change it; 0 if it has none."""
+    digest: bytes
+    """Of its state; empty if it has not been computed."""
+
+    @classmethod
+    def parse(cls, blob: bytes) -> Statement:
+        """Read what another member says; from whoever says nothing that makes sense nothing follows."""
+        try:
+            value = MSGPackSerializer.loads(blob)
+        except ValueError:
+            value = None
+        if not isinstance(value, (list, tuple)) or len(value) != 4:
+            return cls(b"", None, 0, b"")
+        for_user, made_by, rounds, digest = value
+        for_user = for_user if isinstance(for_user, bytes) else b""
+        is_count = isinstance(rounds, int) and not isinstance(rounds, bool) and 0 <= rounds < MAX_ROUNDS
+        if not is_count or not isinstance(digest, bytes):
+            return cls(for_user, None, 0, b"")
+        is_origin = isinstance(made_by, bytes) and len(made_by) == GROUP_ID_BYTES
+        return cls(for_user, made_by if is_origin else None, rounds, digest)
+
+    def packed(self) -> list[Any]:
+        """As a plain value."""
+        return list(self)
+
+
+class Agreement(NamedTuple):
+    """What follows from all statements; the same for all members, because all have the same statements."""
+
+    made_by: bytes | None
+    """Of the state that counts; ``None`` if nobody could tell."""
+    differs: bool
+    """Not all members have it, as far as they could tell."""
+    rounds: int
+    """How many there have been before this one."""
+    same_bits: bool
+    """All members have shown that they have it, bit by bit."""
+
+
+def agree(statements: Sequence[Statement]) -> Agreement:
+    """The state with most rounds behind it counts, of several that of most members."""
+    present = [s for s in statements if s.made_by is not None or s.rounds > 0]
+    rounds = max((s.rounds for s in present), default=0)
+    known = Counter((s.rounds, s.made_by) for s in present if s.made_by is not None)
+    if not known:
+        return Agreement(None, bool(present), rounds, False)
+    differs = len({s.made_by for s in present}) > 1
+    same_bits = not differs and len({s.digest for s in present}) == 1 and present[0].digest != b""
+    (_, made_by), _ = max(known.items(), key=lambda item: (item[0][0], item[1], item[0][1]))
+    return Agreement(made_by, differs, rounds, same_bits)

@@ -22,8 +22,17 @@ from shoal.averaging.state.snapshot import OwnedState, State
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AllreduceException, ShoalError
 from shoal.optim.grad_averager import GradientAverager, logger
-from shoal.optim.low_rank import get_flatten_greedy_dims, orthogonalize_
-from shoal.optim.low_rank_state import MAX_ROUNDS, Agreement, LowRankState, Statement, after_round, agree, first_basis
+from shoal.optim.low_rank import (
+    MAX_ROUNDS,
+    Agreement,
+    LowRankState,
+    Statement,
+    after_round,
+    agree,
+    first_basis,
+    get_flatten_greedy_dims,
+    orthogonalize_,
+)
 from shoal.tasks import run_in_worker
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import torch
 
 from shoal.errors import ProcessGroupError, ReactorError
 from shoal.facade import Facade
-from shoal.optim.checkpoint import EPOCH, load_checkpoint
+from shoal.optim.comparison import Remainder
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.lr_schedule import catch_up
 from shoal.optim.optimizer import Optimizer
+from shoal.optim.optimizer_state import catch_up
 from shoal.optim.processes import Command, Processes, Word
 from shoal.optim.progress import count_of_samples
 from shoal.optim.training_setup import (
@@ -28,7 +28,7 @@ from shoal.optim.training_setup import (
     main_parameters,
     prepare_training,
 )
-from shoal.optim.whole_model import Remainder
+from shoal.optim.training_state import EPOCH, load_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,15 +15,11 @@ from shoal.compression.base import check_codec
 from shoal.dht.dht import check_dht
 from shoal.errors import ReactorError
 from shoal.facade import Facade
-from shoal.optim.auxiliary import Auxiliary
-from shoal.optim.checkpoint import OWN
-from shoal.optim.comparison import PeerComparison
+from shoal.optim.comparison import PeerComparison, Remainder
 from shoal.optim.devices import BatchesAhead
-from shoal.optim.global_step import GlobalStep, StepPlan
+from shoal.optim.global_step import Auxiliary, GlobalStep, StepPlan
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
-from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.loss_scaling import LossScaling
-from shoal.optim.main_groups import main_groups
+from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, check_run_id
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
@@ -36,9 +32,10 @@ from shoal.optim.training_setup import (
     SchedulerFactory,
     TorchOptimizer,
     listed,
+    main_groups,
     main_parameters,
 )
-from shoal.optim.whole_model import Remainder
+from shoal.optim.training_state import OWN
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

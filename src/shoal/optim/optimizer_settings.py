@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
-from shoal.optim.lr_schedule import LRSchedulerBase
+from shoal.optim.optimizer_state import LRSchedulerBase
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.progress import count_of_samples
 from shoal.optim.training_setup import TorchOptimizer

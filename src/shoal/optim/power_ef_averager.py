@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging.finite import without_overflow
+from shoal.optim.low_rank import LowRankState
 from shoal.optim.low_rank_averager import LowRankAverager, LowRankRound
-from shoal.optim.low_rank_state import LowRankState
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from shoal.averaging.finite import without_overflow
+from shoal.optim.low_rank import LowRankState
 from shoal.optim.low_rank_averager import LowRankAverager, LowRankRound
-from shoal.optim.low_rank_state import LowRankState
 
 __all__ = ["PowerSGDGradientAverager"]
 

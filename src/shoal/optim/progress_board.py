@@ -12,21 +12,20 @@ from dataclasses import replace
 
 import msgspec
 
-from shoal.optim.kinship import Kinship
 from shoal.optim.lineage import Lineage
-from shoal.optim.performance_ema import PerformanceEMA
 from shoal.optim.progress import (
     MAX_CALLED,
     Companion,
     GlobalTrainingProgress,
     LocalTrainingProgress,
+    PerformanceEMA,
     ProgressRecord,
     RefreshPolicy,
     estimate_is_off,
     expected_members,
     summarize,
 )
-from shoal.optim.sides import Verdict
+from shoal.optim.sides import Kinship, Verdict
 
 SECONDS_BETWEEN_USES = 15.0
 """After so long a connection is used at the next occasion, which comes in ten seconds; it is closed after thirty."""

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 
@@ -33,9 +33,11 @@ from shoal.optim.progress import (
     Speed,
     parse_record,
 )
-from shoal.optim.progress_board import ProgressBoard
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from shoal.tasks import cancel_and_wait
+
+if TYPE_CHECKING:
+    from shoal.optim.progress_board import ProgressBoard
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,18 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shoal.averaging import RoundResult
+from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.clock import get_dht_time
 from shoal.dht.dht import check_dht
 from shoal.facade import Facade
 from shoal.optim.lineage import Lineage
-from shoal.optim.performance_ema import PerformanceEMA
-from shoal.optim.progress import GlobalTrainingProgress, LocalTrainingProgress, RefreshPolicy, count_of_samples
+from shoal.optim.progress import (
+    GlobalTrainingProgress,
+    LocalTrainingProgress,
+    PerformanceEMA,
+    RefreshPolicy,
+    count_of_samples,
+)
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.optim.sides import Verdict
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from shoal.dht.crypto import PrivateKey, SignatureValidator
     from shoal.dht.schema import SchemaValidator
     from shoal.optim.progress_schema import TrainingProgressSchema
+
 
 __all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker", "TrainingProgressSchema"]
 
@@ -361,3 +367,36 @@ class ProgressTracker(Facade):
         self._wake(calls=True)
         logger.log(self.status_loglevel, "%s: this peer is at epoch %d", self.prefix, new_epoch)
         return new_epoch
+
+
+class RoundWatch:
+    """From now on the step knows how many members to wait for, and ends when nobody is left to wait for.
+
+    Args:
+        control: the step; watched until it is done.
+        tracker: knows who is alive and at which epoch.
+        among: the only peers that will come; default: whoever the tracker expects at this epoch.
+        until_epoch: peers beyond this epoch have finished the round without this peer.
+    """
+
+    def __init__(
+        self,
+        control: StepControl,
+        tracker: ProgressTracker,
+        among: Collection[PeerID] | None = None,
+        until_epoch: int | None = None,
+    ) -> None:
+        self._control, self._tracker, self._among, self._until_epoch = control, tracker, among, until_epoch
+        tracker.watch(self._update)
+        control.add_done_callback(lambda _: tracker.unwatch(self._update))
+        self._update()
+
+    def _update(self) -> None:
+        control = self._control
+        if control.done() or control.began_allreduce:
+            return
+        expected = self._tracker.expected_members(self._among, self._until_epoch)
+        if expected:
+            control.expected_group_size = 1 + len(expected)
+        elif control.stage <= AveragingStage.LOOKING_FOR_GROUP:
+            control.cancel()

@@ -7,16 +7,23 @@ apart from anybody: the rounds that it has are among those of the others.
 Peers that share rounds and are not apart form a side. That side goes on whose peers had more weight in the last round
 common to both; with equal weight, or nothing in common, the one at the higher epoch; else the one whose next round has
 the smaller id. All of it follows from the records alone, whoever looks at them, so all who see the same records agree.
+
+Each peer keeps the :class:`~shoal.optim.lineage.RoundHistory` of its parameters and tells it with its progress. To a
+peer of the side that goes on the others do not exist until they have taken over its state; to one of theirs only that
+side does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from shoal.optim.lineage import BEGINNING, LAST_ROUNDS, Lineage, Parting
+from shoal.averaging import RoundResult
+from shoal.optim.lineage import BEGINNING, LAST_ROUNDS, Lineage, Parting, RoundHistory
+from shoal.optim.progress import Companion, LocalTrainingProgress
 
 MIN_STEPS_APART = 2
 """A single step alone is a round that failed."""
@@ -197,3 +204,116 @@ def _last_common_round(one: _Side, other: _Side) -> bytes | None:
     known = {parting.round_id for parting in other.partings}
     shared = [parting.round_id for parting in one.partings if parting.round_id in known]
     return next((round_id for round_id in shared if round_id != BEGINNING), BEGINNING if shared else None)
+
+
+class Kinship:
+    """This peer's rounds, and how they compare with those of others. Safe to use from any thread.
+
+    Args:
+        own: this peer.
+    """
+
+    def __init__(self, own: bytes) -> None:
+        self._own = own
+        self._lock = threading.Lock()
+        self._history: RoundHistory | None = None
+        """``None``: it does not matter what peers have in common."""
+        self._verdict = Verdict()
+        self.changed = False
+        """Something has been told since the last verdict that may lead to another one."""
+
+    def begin(self) -> None:
+        """From now on rounds are compared: all peers should train one model."""
+        with self._lock:
+            self._history = RoundHistory(self._own)
+
+    # --- own rounds ---------------------------------------------------------------------------------------------------
+
+    def lineage(self, now: float) -> Lineage:
+        """The rounds behind this peer's parameters."""
+        with self._lock:
+            return Lineage() if self._history is None else self._history.lineage(now)
+
+    def news_for(self, peer: bytes, now: float) -> bytes | None:
+        """What a peer should be told of this peer's rounds; ``None`` if it knows them, or if they do not matter."""
+        with self._lock:
+            if self._history is None or peer in self._history.mates:
+                return None
+            return self._history.lineage(now).pack()
+
+    @property
+    def mates(self) -> frozenset[bytes]:
+        """Other members of the latest round: they have the same rounds as this peer."""
+        with self._lock:
+            return frozenset() if self._history is None else self._history.mates
+
+    def note_round(self, result: RoundResult | None, epoch: int, now: float) -> None:
+        """This peer's parameters contain another round.
+
+        Args:
+            result: what came of it; ``None``: it has failed, or there was nobody else.
+            epoch: to which it leads.
+        """
+        with self._lock:
+            if self._history is not None and result is not None:
+                self._history.note_round(result.group_id, _weights_of(result), epoch, now)
+            elif self._history is not None:
+                self._history.note_lone_step(epoch)
+            self.changed = True
+
+    def note_repair(self, result: RoundResult) -> None:
+        """Parameters were averaged, which makes up for earlier rounds of gradients that failed."""
+        with self._lock:
+            if self._history is not None:
+                self._history.note_repair(frozenset(_weights_of(result).keys() - {self._own}))
+            self.changed = True
+
+    def adopt(self, lineage: Lineage, epoch: int, now: float) -> None:
+        """This peer has taken over a state of this epoch, and with it the rounds behind it."""
+        with self._lock:
+            if self._history is not None:
+                self._history.adopt(lineage, epoch, now)
+            self.changed = True
+
+    def forget(self, peer: bytes) -> None:
+        """A peer has said goodbye."""
+        with self._lock:
+            if self._history is not None:
+                self._history.forget(peer)
+            self.changed = True
+
+    # --- others -------------------------------------------------------------------------------------------------------
+
+    def verdict(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> Verdict:
+        """Which side goes on, if the run has come apart."""
+        with self._lock:
+            if self.changed:
+                self._verdict, self.changed = self._settle(own, companions, now), False
+            return self._verdict
+
+    def _settle(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> Verdict:
+        if self._history is None:
+            return Verdict()
+        lineage, mates, met_at = self._history.lineage(now), self._history.mates, self._history.met_at
+        standings = [Standing(self._own, own.epoch, lineage, not own.client_mode)]
+        for peer, companion in companions.items():
+            if companion.is_valid(now) and companion.unreachable_since is None:
+                record, told = companion.record, companion.lineage
+                if peer in mates and companion.lineage_time < met_at:  # that was before the common round
+                    told = Lineage(lineage.rounds, told.partings)
+                standings.append(Standing(peer, record.epoch, told, not record.client_mode))
+        return settle(standings)
+
+    def epochs_given_up(self, own_epoch: int) -> int:
+        """Of a peer that stands on another side than the one that goes on: how much it has trained without that."""
+        with self._lock:
+            if self._history is None:
+                return 0
+            return max(0, own_epoch - self._history.epoch_after(self._verdict.common))
+
+
+def _weights_of(result: RoundResult) -> dict[bytes, float]:
+    """Of those who have parameters of their own and were in it to the end."""
+    left_out = {*result.failed_peers, *result.auxiliaries}
+    members = zip(result.peers, result.weights, strict=True)
+    return {peer.to_bytes(): weight for peer, weight in members if peer not in left_out}

@@ -16,22 +16,19 @@ from shoal.averaging import AveragingStage, DecentralizedAverager, RoundResult, 
 from shoal.averaging.finite import first_not_finite
 from shoal.averaging.state.snapshot import OwnedState
 from shoal.logs import counted
-from shoal.optim.checkpoint import load_checkpoint, make_checkpoint
 from shoal.optim.devices import LaunchedWork
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.lineage import Lineage
-from shoal.optim.lr_schedule import LRSchedulerBase, catch_up
 from shoal.optim.optimizer_state import (
+    LRSchedulerBase,
+    catch_up,
     dump_optimizer_state,
     has_statistics,
     initialize_optimizer_state_,
     load_optimizer_state,
 )
-from shoal.optim.performance_ema import PerformanceEMA
-from shoal.optim.round_watch import log_failure
-from shoal.optim.state_jobs import StateJob, StepRequest
-from shoal.optim.state_tensors import StateTensors
-from shoal.optim.state_transfer import SharedBuffers, TrainingState, apply_state, describe_state
+from shoal.optim.progress import PerformanceEMA
+from shoal.optim.state_jobs import StateJob, StepRequest, log_failure
 from shoal.optim.training_setup import (
     OptimizerFactory,
     Parameters,
@@ -39,6 +36,15 @@ from shoal.optim.training_setup import (
     SchedulerFactory,
     TorchOptimizer,
     prepare_training,
+)
+from shoal.optim.training_state import (
+    SharedBuffers,
+    StateTensors,
+    TrainingState,
+    apply_state,
+    describe_state,
+    load_checkpoint,
+    make_checkpoint,
 )
 from shoal.reactor import AwaitableFuture
 
@@ -540,7 +546,7 @@ class TrainingStateAverager(DecentralizedAverager):
         """What :meth:`load_checkpoint` needs to go on from here, but for the model. Tensors are not copied.
 
         Args:
-            gradients: something to be kept with it, see :func:`~shoal.optim.checkpoint.make_checkpoint`.
+            gradients: something to be kept with it, see :func:`~shoal.optim.training_state.make_checkpoint`.
         """
         return make_checkpoint(self._setup, self._local_epoch, gradients)
 

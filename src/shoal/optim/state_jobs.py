@@ -1,20 +1,67 @@
-"""One step of a :class:`~shoal.optim.state_averager.TrainingStateAverager`: what is asked, and how far it is."""
+"""Steps that take a while: rounds that were scheduled in advance, and work of a state averager in the background."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.averaging import StepControl
+from shoal.averaging import AveragingStage, StepControl
+from shoal.errors import ShoalError
 from shoal.optim.grad_scaler import GradScaler
+
+logger = logging.getLogger(__name__)
+
+
+def usable(control: StepControl | None) -> bool:
+    """Whether a step that was scheduled before can still be used."""
+    return control is not None and not control.done() and not control.triggered
+
+
+def log_failure(message: str, epoch: int, error: Exception) -> None:
+    """Warn that a round failed: why, in words; with the traceback if it is none of the failures that must be expected.
+
+    Args:
+        message: with a place for the epoch and one for the reason.
+    """
+    reason, unexpected = str(error) or type(error).__name__, False
+    if isinstance(error, concurrent.futures.CancelledError):
+        reason = "the others have left or gone on"
+    elif isinstance(error, TimeoutError):
+        reason = "it took too long"
+    elif not isinstance(error, ShoalError):
+        unexpected = True
+    logger.warning(message, epoch, reason, exc_info=error if unexpected else None)
+
+
+def let_go(control: StepControl | None, timeout: float) -> None:
+    """End a step that is not wanted any more without making its group wait.
+
+    A group that is complete already would miss this peer, so it takes part there with weight 0.
+
+    Args:
+        timeout: seconds for that.
+    """
+    if control is None or control.done():
+        return
+    if control.stage <= AveragingStage.LOOKING_FOR_GROUP:
+        control.cancel()
+        return
+    if not control.triggered:
+        control.weight = 0.0
+        control.allow_allreduce()
+    try:
+        concurrent.futures.wait([control], timeout)
+    finally:
+        control.cancel()
 
 
 @dataclass
 class StepRequest:
-    """The arguments of a step, checked."""
+    """The arguments of a step of a :class:`~shoal.optim.state_averager.TrainingStateAverager`, checked."""
 
     optimizer_step: bool
     zero_grad: bool

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError
-from shoal.optim.global_step import GlobalStep
-from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.lineage import Lineage
-from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.sides import Verdict
-from shoal.optim.state_averager import TrainingStateAverager
+
+if TYPE_CHECKING:
+    from shoal.optim.global_step import GlobalStep
+    from shoal.optim.grad_averager import GradientAverager
+    from shoal.optim.progress_tracker import ProgressTracker
+    from shoal.optim.state_averager import TrainingStateAverager
 
 logger = logging.getLogger(__name__)
 

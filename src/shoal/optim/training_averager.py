@@ -19,9 +19,8 @@ from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AveragingError
 from shoal.optim.devices import copy_all, wait_for_devices
 from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_
-from shoal.optim.state_tensors import add_change, copy_for_averaging
-from shoal.optim.state_transfer import TrainingState, apply_state, describe_state
 from shoal.optim.training_setup import TorchOptimizer, TrainingSetup, prepare_training
+from shoal.optim.training_state import TrainingState, add_change, apply_state, copy_for_averaging, describe_state
 from shoal.reactor import AwaitableFuture
 
 __all__ = ["TrainingAverager"]
