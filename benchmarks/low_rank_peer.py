@@ -10,7 +10,7 @@ from commands import obey, peer_parser
 
 import shoal
 from shoal.cli.demo import model as demo_model
-from shoal.cli.demo.corpus import load_corpus
+from shoal.cli.demo.model import load_corpus
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.async_iterators import (
+from shoal.extras import (
     achain,
     aenumerate,
     aiter_with_timeout,

@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "shoal.async_iterators": (
-        "amap_in_executor",
-        "as_aiter",
-    ),
     "shoal.averaging": ("DecentralizedAverager",),
     "shoal.clock": (
         "MAX_DHT_TIME_DISCREPANCY_SECONDS",
@@ -54,7 +50,9 @@ _HOMES = {
         "get_logger",
         "use_hivemind_log_handler",
     ),
-    "shoal.nested": (
+    "shoal.extras": (
+        "amap_in_executor",
+        "as_aiter",
         "nested_compare",
         "nested_flatten",
         "nested_map",
@@ -90,7 +88,6 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _ROOMS = ("averaging", "compression", "dht", "optim", "p2p", "utils")
 
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
-    from shoal.async_iterators import amap_in_executor, as_aiter
     from shoal.averaging import DecentralizedAverager
     from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
     from shoal.compression import (
@@ -119,8 +116,8 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.compression.batch_descriptor import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
+    from shoal.extras import amap_in_executor, as_aiter, nested_compare, nested_flatten, nested_map, nested_pack
     from shoal.logs import get_logger, use_hivemind_log_handler
-    from shoal.nested import nested_compare, nested_flatten, nested_map, nested_pack
     from shoal.optim import GradScaler, MultiProcessOptimizer, Optimizer, TrainingAverager
     from shoal.optim.progress import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo

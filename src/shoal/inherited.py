@@ -26,7 +26,7 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
     "shoal.p2p.p2p_daemon_bindings.control": {"shoal.errors": "P2PDaemonError P2PHandlerError"},
     "shoal.p2p.p2p_daemon_bindings.datastructures": {"shoal.p2p.identity": "PeerID PeerInfo"},
     "shoal.utils.asyncio": {
-        "shoal.async_iterators": (
+        "shoal.extras": (
             "achain aenumerate aiter_with_timeout amap_in_executor anext as_aiter asingle attach_event_on_finished "
             "azip iter_as_aiter"
         ),
@@ -42,7 +42,7 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
     "shoal.utils.crypto": {
         "shoal.dht.crypto": "Ed25519PrivateKey Ed25519PublicKey PrivateKey PublicKey RSAPrivateKey RSAPublicKey",
     },
-    "shoal.utils.limits": {"shoal.p2p.open_files": "increase_file_limit"},
+    "shoal.utils.limits": {"shoal.p2p.limits": "increase_file_limit"},
     "shoal.utils.logging": {
         "shoal.logs": (
             "HandlerMode TextStyle get_logger golog_level_to_python python_level_to_golog use_hivemind_log_handler"
@@ -54,11 +54,11 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
         "shoal.reactor": "MPFuture",
     },
     "shoal.utils.multiaddr": {"shoal.p2p.multiaddr": "Multiaddr ProtocolLookupError"},
-    "shoal.utils.nested": {"shoal.nested": "nested_compare nested_flatten nested_map nested_pack"},
+    "shoal.utils.nested": {"shoal.extras": "nested_compare nested_flatten nested_map nested_pack"},
     "shoal.utils.networking": {"shoal.p2p.own_addresses": "LOCALHOST choose_ip_address log_visible_maddrs"},
     "shoal.utils.performance_ema": {"shoal.optim.progress": "PerformanceEMA"},
     "shoal.utils.serializer": {"shoal.serializer": "MSGPackSerializer SerializerBase"},
-    "shoal.utils.streaming": {"shoal.compression.streaming": "combine_from_streaming split_for_streaming"},
+    "shoal.utils.streaming": {"shoal.compression.serialization": "combine_from_streaming split_for_streaming"},
     "shoal.utils.tensor_descr": {
         "shoal.compression.batch_descriptor": "BatchTensorDescriptor",
         "shoal.compression.descriptor": "TensorDescriptor",

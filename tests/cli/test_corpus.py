@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.cli.demo.corpus import entropies, load_corpus, source_files
+from shoal.cli.demo.model import entropies, load_corpus, source_files
 
 
 @pytest.fixture

@@ -18,11 +18,7 @@ from shoal.compression import (
     deserialize_torch_tensor,
     serialize_torch_tensor,
 )
-from shoal.compression.streaming import (
-    TensorChunk,
-    combine_from_streaming,
-    split_for_streaming,
-)
+from shoal.compression.serialization import TensorChunk, combine_from_streaming, split_for_streaming
 
 
 @pytest.mark.parametrize(

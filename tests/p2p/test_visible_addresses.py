@@ -100,7 +100,7 @@ def test_more_files_up_to_what_is_allowed(soft: int, hard: int, wanted: tuple[in
 
 
 def test_where_there_is_no_such_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.p2p.open_files import increase_file_limit
+    from shoal.p2p.limits import increase_file_limit
 
     monkeypatch.setitem(sys.modules, "resource", None)  # importing it raises ImportError, as on Windows
     increase_file_limit()

@@ -291,8 +291,7 @@ def test_advice_is_for_this_system(monkeypatch: pytest.MonkeyPatch, system: str)
 
 def test_commands_for_a_dead_process_are_not_heard(tmp_path) -> None:
     """Windows says EINVAL where others say EPIPE."""
-    from shoal.cli.demo.messages import Leave
-    from shoal.cli.demo.process import PeerProcess
+    from shoal.cli.demo.messages import Leave, PeerProcess
 
     class Broken:
         def write(self, _: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from shoal.testing import Host
-from shoal.testing.stream import SimulatedStream
+from shoal.testing.host import SimulatedStream
 
 
 class Listener:

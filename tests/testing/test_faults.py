@@ -10,8 +10,8 @@ import pytest
 from shoal.clock import get_dht_time
 from shoal.errors import DialError, StreamClosedError
 from shoal.testing import START_OF_TIME, HostState, Link, Network, SimulationError, Trace, run
+from shoal.testing.host import RETRANSMISSION_SECONDS
 from shoal.testing.network import DIAL_TIMEOUT
-from shoal.testing.stream import RETRANSMISSION_SECONDS
 from tests.testing.pipes import Listener, connect, now, read
 
 

@@ -18,7 +18,7 @@ from shoal.cli.options import add_option
 from shoal.dht import DHT, DHTNode
 from shoal.errors import BootstrapError, P2PDaemonError, ShoalError, ValidationError
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.open_files import increase_file_limit
+from shoal.p2p.limits import increase_file_limit
 from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
 
 WITHOUT_EFFECT = ("use-ipfs", "no-relay", "use-auto-relay")

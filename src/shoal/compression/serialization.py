@@ -1,18 +1,113 @@
-"""Tensors to bytes and back, with the codec named by its code."""
+"""Tensors to bytes and back, with the codec named by its code, whole or in pieces that are small enough for a message."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable
+import math
+from collections.abc import AsyncIterable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shoal.compression.base import CompressionBase, CompressionInfo, NoCompression, SerializedTensor
+from shoal.compression.base import (
+    Buffer,
+    CompressionBase,
+    CompressionInfo,
+    NoCompression,
+    SerializedTensor,
+    TensorMetadata,
+)
 from shoal.compression.blockwise import Blockwise4BitQuantization, BlockwiseQuantization
 from shoal.compression.descriptor import CompressionType
 from shoal.compression.floating import BFloat16Compression, Float16Compression, ScaledFloat16Compression
 from shoal.compression.quantization import Quantile8BitQuantization, Uniform8BitQuantization
-from shoal.compression.streaming import TensorChunk, combine_all
+
+STREAMING_CHUNK_SIZE_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class TensorChunk:
+    """A piece of a serialized tensor."""
+
+    buffer: Buffer
+    metadata: TensorMetadata | None = None
+    """Of the whole tensor; in the first piece only."""
+    chunks: int = 0
+    """How many pieces there are; in the first piece only."""
+
+
+def split_for_streaming(
+    serialized_tensor: SerializedTensor, chunk_size_bytes: int = STREAMING_CHUNK_SIZE_BYTES
+) -> Iterator[TensorChunk]:
+    """Split a serialized tensor into pieces, without a copy; even an empty one has a first piece.
+
+    Args:
+        chunk_size_bytes: size of each piece but the last.
+
+    Raises:
+        ValueError: the size is not positive.
+    """
+    if chunk_size_bytes < 1:
+        raise ValueError(f"chunk_size_bytes must be at least 1, got {chunk_size_bytes}")
+    view = memoryview(serialized_tensor.buffer).cast("B")
+    count = max(1, math.ceil(len(view) / chunk_size_bytes))
+    yield TensorChunk(view[:chunk_size_bytes], serialized_tensor.metadata, count)
+    for start in range(chunk_size_bytes, len(view), chunk_size_bytes):
+        yield TensorChunk(view[start : start + chunk_size_bytes])
+
+
+class _Assembly:
+    """A tensor of which the first piece has arrived."""
+
+    def __init__(self, first: TensorChunk) -> None:
+        if first.metadata is None or first.chunks < 1:
+            raise RuntimeError("expected the first piece of a tensor, got a later one")
+        self._metadata, self._missing = first.metadata, first.chunks
+        self._pieces: list[Buffer] = []
+        self.add(first)
+
+    def add(self, chunk: TensorChunk) -> None:
+        self._pieces.append(chunk.buffer)
+        self._missing -= 1
+
+    @property
+    def is_complete(self) -> bool:
+        return self._missing == 0
+
+    def result(self) -> SerializedTensor:
+        if not self.is_complete:
+            raise RuntimeError(f"{self._missing} of {self._missing + len(self._pieces)} pieces of a tensor are missing")
+        return SerializedTensor(self._metadata, bytearray().join(self._pieces))
+
+
+def combine_from_streaming(stream: Iterable[TensorChunk]) -> SerializedTensor:
+    """The opposite of :func:`split_for_streaming`.
+
+    Raises:
+        RuntimeError: pieces are missing, or there are too many.
+    """
+    tensors = list(combine_all(stream))
+    if len(tensors) != 1:
+        raise RuntimeError(f"expected the pieces of one tensor, got those of {len(tensors)}")
+    return tensors[0]
+
+
+def combine_all(stream: Iterable[TensorChunk]) -> Iterator[SerializedTensor]:
+    """Like :func:`combine_from_streaming` for the pieces of any number of tensors."""
+    assembly: _Assembly | None = None
+    for chunk in stream:
+        if assembly is None:
+            assembly = _Assembly(chunk)
+        elif chunk.metadata is not None:
+            assembly.result()  # a new tensor begins although this one is not complete: tell what is missing
+        else:
+            assembly.add(chunk)
+        if assembly.is_complete:
+            yield assembly.result()
+            assembly = None
+    if assembly is not None:
+        assembly.result()
+
 
 _CODECS: dict[int, CompressionBase] = {
     int(codec.compression_type): codec

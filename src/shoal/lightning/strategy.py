@@ -4,21 +4,60 @@ from __future__ import annotations
 
 import functools
 import inspect
+import ipaddress
+import os
+import shlex
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Union
 
 import torch
 
 import shoal
-from shoal.lightning.clipping import GradientClipping
 from shoal.lightning.distributed import current_rank
 from shoal.lightning.flavours import current_flavour, imported_flavours, in_flavour
-from shoal.lightning.joining import INITIAL_PEERS_ENV, initial_peer_addresses, joining_instructions
 from shoal.lightning.local_processes import LocalProcesses
-from shoal.lightning.progress import SwarmProgress
-from shoal.lightning.schedule import HiveMindScheduler, forget_schedule, joint_schedule, move_optimizer
+from shoal.lightning.training_loop import (
+    GradientClipping,
+    HiveMindScheduler,
+    SwarmProgress,
+    forget_schedule,
+    joint_schedule,
+    move_optimizer,
+)
 from shoal.optim import Optimizer
+
+INITIAL_PEERS_ENV = "PL_INITIAL_PEERS"
+OTHER_INITIAL_PEERS_ENV = "INITIAL_PEERS"
+"""Understood, too."""
+
+
+def initial_peer_addresses(argument: str | Sequence[str] | None) -> list[str]:
+    """Addresses of peers to join; those in the environment come before the argument. A text is split at commas."""
+    given = os.environ.get(INITIAL_PEERS_ENV) or os.environ.get(OTHER_INITIAL_PEERS_ENV) or argument or []
+    parts = given.split(",") if isinstance(given, str) else [str(address) for address in given]
+    return [address.strip() for address in parts if address.strip()]
+
+
+def joining_instructions(addresses: Iterable[str]) -> str:
+    """What to type on another machine so that it joins."""
+    known = list(addresses)
+    peers = ",".join([address for address in known if not _is_loopback(address)] or known)
+    is_script = bool(sys.argv) and sys.argv[0] not in ("", "-", "-c", "-m")
+    script = shlex.join(["python", *sys.argv]) if is_script else "python SCRIPT"
+    return (
+        "Other machines join this run with either of:\n"
+        f"    {INITIAL_PEERS_ENV}={shlex.quote(peers)} {script}\n"
+        f'    HivemindStrategy(..., initial_peers="{peers}")'
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    """Only this machine can use the address. Names and relays say nothing about that."""
+    _, protocol, value, *_ = [*address.split("/"), "", "", ""]
+    return protocol in ("ip4", "ip6") and ipaddress.ip_address(value).is_loopback
+
 
 __all__ = ["HiveMindScheduler", "HivemindStrategy"]
 

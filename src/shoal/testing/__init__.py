@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import SimulationError
 from shoal.testing.host import Host, HostState
-from shoal.testing.link import Link
+from shoal.testing.lines import Link
 from shoal.testing.loop import START_OF_TIME, Machine, VirtualTimeLoop, run
-from shoal.testing.network import Network
-from shoal.testing.trace import Trace
+from shoal.testing.network import Network, Trace
 
 if TYPE_CHECKING:
     from shoal.testing.averagers import SharedTable, make_averager_config, start_averager, start_averagers, start_step

@@ -1,5 +1,7 @@
 """A simulated network: hosts, the links between them, and everything that can go wrong.
 
+What happens in it ends up in one hash: two runs that agree on it did the same.
+
 One seeded generator decides about all of it, so the same seed gives the same run::
 
     async def main() -> None:
@@ -15,8 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import hashlib
 import itertools
 import random
+import struct
 from collections.abc import Iterable
 
 from shoal.errors import DialError, InterruptedDialError, SimulationError
@@ -24,11 +28,46 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Stream
-from shoal.testing.host import Host, HostTransport
-from shoal.testing.link import Link, Path
+from shoal.testing.host import Host, HostTransport, SimulatedStream
+from shoal.testing.lines import Link, Path
 from shoal.testing.loop import VirtualTimeLoop
-from shoal.testing.stream import SimulatedStream
-from shoal.testing.trace import Trace
+
+_MOMENT = struct.Struct("<dq")
+
+
+class Trace:
+    """Takes down everything that reaches a host, with its time and its bytes.
+
+    Args:
+        keep_lines: remember one readable line for each event, to find out where two runs part.
+    """
+
+    def __init__(self, *, keep_lines: bool = False) -> None:
+        self.events = 0
+        self.lines: list[str] = []
+        self._keep_lines = keep_lines
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def record(self, moment: float, connection: int, event: bytes, data: bytes | memoryview = b"") -> None:
+        """Take down an event.
+
+        Args:
+            moment: when, in seconds of the loop.
+            connection: the number of the connection that it concerns.
+            event: what happened, in one word.
+            data: the bytes that arrived.
+        """
+        self.events += 1
+        self._hash.update(_MOMENT.pack(moment, connection))
+        self._hash.update(event)
+        self._hash.update(data)
+        if self._keep_lines:
+            self.lines.append(f"{moment:.9f} #{connection} {event.decode()} {bytes(data).hex()}")
+
+    def digest(self) -> str:
+        """The hash of all events so far, in hexadecimal."""
+        return self._hash.hexdigest()
+
 
 HANDSHAKE_ROUND_TRIPS = 3
 """TCP, TLS, and the proof of identity, before the dialler may send."""

@@ -1,18 +1,259 @@
-"""The ``shoal demo`` command."""
+"""The ``shoal demo`` command: starts the peers, kills one, adds one, stops them together, and notes what happens."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import queue
 import signal
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from shoal.advice import end_at_once
+from shoal.cli.demo.messages import (
+    AnyEvent,
+    CaughtUp,
+    Connect,
+    Connected,
+    EpochDone,
+    Finished,
+    Heard,
+    Leave,
+    Measured,
+    PeerProcess,
+    Progress,
+    Ready,
+    StopAfter,
+    Train,
+    Write,
+    Wrote,
+    end_all,
+)
 from shoal.cli.demo.report import succeeded, ten_lines, write_report
-from shoal.cli.demo.run import Demo, DemoConfig, DemoError
-from shoal.cli.demo.viewer import viewer_for
+from shoal.cli.demo.story import PeerState, PeerStory, Story
+from shoal.cli.demo.viewer import Viewer, viewer_for
+
+START_TIMEOUT = 120.0
+"""Seconds for all processes to load torch and read the text; a cold disk can be slow."""
+CONNECT_TIMEOUT = 30.0
+FINISH_TIMEOUT = 90.0
+LEAVE_TIMEOUT = 10.0
+EPOCHS_TO_THE_END = 2
+"""The end is announced this many epochs ahead, so that every peer hears of it before it comes."""
+MAX_REPEATS = 3
+PROMPT = "    def __init__(self, "
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """What to run."""
+
+    peers: int = 4
+    """How many peers start together; one of them is killed later."""
+    seconds: float = 90.0
+    """How long to train, counted from when all peers are ready."""
+    folder: Path = Path("demo-report")
+    """Where the report and the peers' logs go."""
+
+    def __post_init__(self) -> None:
+        if self.peers < 2:
+            raise ValueError(f"a swarm needs at least 2 peers, got {self.peers}")
+        if self.seconds < 10:
+            raise ValueError(f"the demo needs at least 10 seconds, got {self.seconds:g}")
+
+
+class DemoError(Exception):
+    """The run could not go on; the text says why."""
+
+
+class Demo:
+    """One run, from the first process to the last."""
+
+    def __init__(self, config: DemoConfig, viewer: Viewer) -> None:
+        self.config = config
+        self.story = Story(config.peers, config.seconds)
+        self._viewer = viewer
+        self._processes: dict[int, PeerProcess] = {}
+        self._heard: queue.Queue[Heard] = queue.Queue()
+        self._addresses: list[str] = []
+        self._zero = time.monotonic()
+
+    def run(self) -> Story:
+        """Go through the whole run.
+
+        Raises:
+            DemoError: a peer failed by itself, or something took far too long.
+        """
+        self.config.folder.mkdir(parents=True, exist_ok=True)
+        grace = 1.0
+        try:
+            self._start()
+            self._train()
+            self._stop()
+            self._write()
+            for process in self._living():
+                process.tell(Leave())
+            grace = LEAVE_TIMEOUT
+        finally:
+            end_all(self._processes.values(), grace)
+        return self.story
+
+    # The phases
+
+    def _start(self) -> None:
+        self._viewer.say(f"Starting {self.config.peers} peers, each a process of its own ...")
+        for number in range(1, self.config.peers + 1):
+            self._start_peer(number)
+        self._wait(lambda: self._all_are(PeerState.READY), START_TIMEOUT, "load torch and read the text")
+        self._viewer.say("Peer 1 starts the swarm; the others are given its address and nothing else.")
+        self._processes[1].tell(Connect([]))
+        self._wait(lambda: bool(self._addresses), CONNECT_TIMEOUT, "start the swarm")
+        for number in range(2, self.config.peers + 1):
+            self._processes[number].tell(Connect(self._addresses))
+        self._wait(lambda: self._all_are(PeerState.DOWNLOADING), CONNECT_TIMEOUT, "join the swarm")
+        shift = time.monotonic() - self._zero
+        self._zero += shift
+        for peer in self.story.peers.values():
+            peer.started -= shift
+        for process in self._processes.values():
+            process.tell(Train())
+        self._viewer.say(f"All peers are in. Training for {self.config.seconds:g} seconds.")
+
+    def _train(self) -> None:
+        self._wait_until(self.config.seconds / 3)
+        self._kill_one()
+        self._wait_until(self.config.seconds / 2)
+        self._add_one()
+        self._wait_until(self.config.seconds)
+
+    def _kill_one(self) -> None:
+        victim = self.config.peers
+        self.story.peers[victim].state = PeerState.KILLED
+        self._processes[victim].kill()
+        self.story.killed = (self._now(), victim)
+        self._viewer.say(
+            f"{self._clock()} Peer {victim} was killed with {end_at_once()}: no goodbye, its connections just end."
+        )
+
+    def _add_one(self) -> None:
+        number = self.config.peers + 1
+        self.story.joined = (self._now(), number)
+        self._start_peer(number)
+        self._processes[number].tell(Connect(self._addresses))
+        self._processes[number].tell(Train())
+        self._viewer.say(f"{self._clock()} Peer {number} starts from nothing: new process, new identity, one address.")
+
+    def _stop(self) -> None:
+        self.story.stopped = self._now()
+        last = self.story.epoch + EPOCHS_TO_THE_END
+        self._viewer.say(f"{self._clock()} Time is up: all peers stop after epoch {last} and compare parameters.")
+        while True:
+            for peer in self.story.living:
+                peer.finished = None
+                self._processes[peer.number].tell(StopAfter(last))
+            self._wait(lambda: all(peer.finished for peer in self.story.living), FINISH_TIMEOUT, "finish")
+            if self.story.identical() or self.story.repeats == MAX_REPEATS:
+                return
+            self.story.repeats += 1
+            last = max(peer.finished.epoch for peer in self.story.living if peer.finished) + 1
+            self._viewer.say("Parameters differ: the last averaging missed somebody. One more epoch.")
+
+    def _write(self) -> None:
+        self._processes[1].tell(Write(PROMPT, 300))
+        self._wait(lambda: bool(self.story.text), FINISH_TIMEOUT, "write a sample")
+
+    # Listening
+
+    def _start_peer(self, number: int) -> None:
+        log = self.config.folder / f"peer-{number}.log"
+        self.story.peers[number] = PeerStory(number, started=self._now())
+        self._processes[number] = PeerProcess(number, self.config.peers + 1, log, self._heard)
+
+    def _living(self) -> list[PeerProcess]:
+        return [self._processes[peer.number] for peer in self.story.living]
+
+    def _all_are(self, state: PeerState) -> bool:
+        return all(peer.state is state for peer in self.story.peers.values())
+
+    def _now(self) -> float:
+        return time.monotonic() - self._zero
+
+    def _clock(self) -> str:
+        return f"[{self._now():5.1f} s]"
+
+    def _wait_until(self, moment: float) -> None:
+        while (left := moment - self._now()) > 0:
+            self._listen(left)
+
+    def _wait(self, done: Callable[[], bool], timeout: float, what: str) -> None:
+        deadline = time.monotonic() + timeout
+        while not done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                states = ", ".join(f"{peer.name}: {peer.state.value}" for peer in self.story.peers.values())
+                raise DemoError(f"the peers did not {what} within {timeout:g} seconds ({states})")
+            self._listen(left)
+
+    def _listen(self, timeout: float) -> None:
+        """Take what the peers say for a moment, and refresh what is shown."""
+        try:
+            number, event = self._heard.get(timeout=min(timeout, 0.2))
+        except queue.Empty:
+            pass
+        else:
+            self._note(number, event)
+            while not self._heard.empty():
+                self._note(*self._heard.get())
+        self.story.now = self._now()
+        self._viewer.show(self.story)
+
+    def _note(self, number: int, event: AnyEvent | None) -> None:
+        peer, now = self.story.peers[number], self._now()
+        if event is None:
+            self._note_silence(peer)
+        elif isinstance(event, Ready):
+            peer.state = PeerState.READY
+            self.story.files = event.files
+            self.story.unigram_entropy, self.story.bigram_entropy = event.unigram_entropy, event.bigram_entropy
+        elif isinstance(event, Connected):
+            peer.state, peer.peer_id = PeerState.DOWNLOADING, event.peer_id
+            if number == 1:
+                self._addresses = event.addresses
+        elif isinstance(event, CaughtUp):
+            self._note_catching_up(peer, event, now)
+        elif isinstance(event, Progress):
+            peer.progress = event
+        elif isinstance(event, EpochDone):
+            peer.epochs.append((now, event))
+        elif isinstance(event, Measured):
+            peer.curve.append((now, event.epoch, event.loss))
+        elif isinstance(event, Finished):
+            peer.state, peer.finished = PeerState.FINISHED, event
+            peer.curve.append((now, event.epoch, event.loss))
+        elif isinstance(event, Wrote):
+            self.story.text = event.text
+
+    def _note_catching_up(self, peer: PeerStory, event: CaughtUp, now: float) -> None:
+        peer.state, peer.caught_up = PeerState.TRAINING, now
+        if self.story.joined is not None and peer.number == self.story.joined[1]:
+            took = now - peer.started
+            self._viewer.say(
+                f"{self._clock()} Peer {peer.number} has the swarm's state of epoch {event.epoch}, "
+                f"{took:.1f} s after its process was started."
+            )
+
+    def _note_silence(self, peer: PeerStory) -> None:
+        if peer.state is PeerState.KILLED or self.story.text:
+            return
+        peer.state = PeerState.FAILED
+        words = self._processes[peer.number].last_words()
+        raise DemoError(f"{peer.name} ended by itself; {self._processes[peer.number].log} ends with:\n{words}")
+
 
 DESCRIPTION = """\
 Trains a small language model with several peers on this machine, each a process of its own. The text is the source of

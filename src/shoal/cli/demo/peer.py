@@ -1,24 +1,37 @@
 """One peer of the demo: a process of its own that does what the runner says and tells how it goes.
 
+Its training is an ordinary PyTorch loop around :class:`shoal.Optimizer`.
+
 Run as ``python -m shoal.cli.demo.peer NUMBER SHARDS``.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import os
 import queue
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import IO
 
-from shoal.cli.demo.corpus import load_corpus
+import torch
+
+from shoal.cli.demo import model as demo_model
 from shoal.cli.demo.messages import (
     AnyCommand,
+    CaughtUp,
     Connect,
+    Connected,
+    EpochDone,
     Event,
+    Finished,
     Leave,
+    Measured,
+    Progress,
     Ready,
     StopAfter,
     Train,
@@ -27,7 +40,162 @@ from shoal.cli.demo.messages import (
     command_from,
     to_line,
 )
-from shoal.cli.demo.training import Trainer
+from shoal.cli.demo.model import Corpus, load_corpus
+from shoal.dht import DHT
+from shoal.optim import Optimizer
+
+RUN_ID = "shoal_demo"
+TARGET_BATCH_SIZE = 256
+"""Windows of text that the whole swarm gathers for one step."""
+BATCH_SIZE = 16
+"""Windows of text that one peer works on at a time."""
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+"""All peers of the demo are on this machine, and nobody else is asked in."""
+MATCHMAKING_SECONDS = 1.5
+"""How long a group waits for peers that are late; it starts at once when all are in."""
+
+REPORT_EVERY_SECONDS = 0.25
+MEASURE_EVERY_SECONDS = 4.0
+MEASURED_WINDOWS = 192
+FINAL_WINDOWS = 1500
+
+
+class Trainer:
+    """One peer's model, its share of the text, and its place in the swarm.
+
+    Args:
+        number: which peer this is, from 1; chooses the shard, and the random numbers.
+        corpus: the text.
+        tell: takes the news.
+    """
+
+    def __init__(self, number: int, corpus: Corpus, tell: Callable[[Event], None]) -> None:
+        self._tell = tell
+        self._text = corpus.shards[(number - 1) % len(corpus.shards)]
+        self._held_out = corpus.held_out
+        self._random = torch.Generator().manual_seed(number)
+        torch.manual_seed(number)  # every peer starts from other parameters; the swarm makes them one
+        self.model = demo_model.ByteTransformer(demo_model.ModelSize())
+        self._window = self.model.size.context + 1
+        self._measured = demo_model.even_windows(self._held_out, MEASURED_WINDOWS, self._window)
+        self._dht: DHT | None = None
+        self._optimizer: Optimizer | None = None
+        self._last_round: object = None
+        self._caught_up = False
+        self._contributed = self._pending = 0
+        self._losses: list[float] = []
+        self._next_report = 0.0
+        self._next_measurement = time.monotonic() + number % 5 / 5 * MEASURE_EVERY_SECONDS  # in turn, not all at once
+
+    def connect(self, initial_peers: list[str]) -> None:
+        """Join the swarm, or start one if there are no addresses; then download its state, if it has any."""
+        self._dht = DHT(initial_peers, start=True, host_maddrs=LOOPBACK)
+        optimizer = torch.optim.AdamW(demo_model.parameter_groups(self.model), betas=(0.9, 0.99), weight_decay=0.01)
+        self._optimizer = Optimizer(
+            dht=self._dht,
+            run_id=RUN_ID,
+            target_batch_size=TARGET_BATCH_SIZE,
+            batch_size_per_step=BATCH_SIZE,
+            optimizer=optimizer,
+            scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, demo_model.warm_up),
+            matchmaking_time=MATCHMAKING_SECONDS,
+            averaging_timeout=20.0,
+            delay_state_averaging=False,
+            tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.5, "max_refresh_period": 1.0},
+        )
+        self._tell(Connected(str(self._dht.peer_id), [str(address) for address in self._dht.get_visible_maddrs()]))
+        if initial_peers:
+            self._optimizer.load_state_from_peers()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        assert self._optimizer is not None, "connect() comes first"
+        return self._optimizer
+
+    @property
+    def epoch(self) -> int:
+        """How many steps of the whole swarm are in the parameters."""
+        return self.optimizer.local_epoch
+
+    def step(self) -> None:
+        """Work on one batch; from time to time this completes an epoch of the swarm."""
+        epoch = self.epoch
+        windows = demo_model.random_windows(self._text, BATCH_SIZE, self._window, self._random)
+        loss = demo_model.loss_on(self.model, windows)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        started = time.monotonic()
+        self.optimizer.step()
+        seconds = time.monotonic() - started
+        self._losses.append(float(loss.detach()))
+        self._pending += BATCH_SIZE
+        if self.epoch > epoch:
+            self._note_epoch(seconds)
+        self._report(time.monotonic())
+
+    def _note_epoch(self, seconds: float) -> None:
+        size = self._group_size()
+        self._tell(EpochDone(self.epoch, seconds, size))
+        if size > 1:  # else this peer was alone, or behind: it downloaded the state and dropped what it had
+            self._contributed += self._pending
+        self._pending = 0
+
+    def _group_size(self) -> int:
+        """How many peers the gradients of the last epoch come from; 1 when this peer went on alone."""
+        averager = self.optimizer.grad_averager
+        result = None if averager is None else averager.last_round
+        if result is None or result is self._last_round:
+            return 1
+        self._last_round = result
+        return len(result.peers)
+
+    def _report(self, now: float) -> None:
+        progress = self.optimizer.tracker.global_progress
+        if not self._caught_up and self.epoch >= progress.epoch:
+            self._caught_up = True
+            self._tell(CaughtUp(self.epoch))
+        if now >= self._next_measurement:
+            self._next_measurement = now + MEASURE_EVERY_SECONDS
+            self._tell(Measured(self.epoch, demo_model.held_out_loss(self.model, self._measured)))
+        if now >= self._next_report:
+            self._next_report = now + REPORT_EVERY_SECONDS
+            self._tell(self._progress(progress.num_peers))
+
+    def _progress(self, peers_seen: int) -> Progress:
+        assert self._dht is not None
+        network = self._dht.p2p.metrics
+        recent = self._losses[-TARGET_BATCH_SIZE // BATCH_SIZE :]
+        del self._losses[: -len(recent)]
+        return Progress(
+            epoch=self.epoch,
+            samples=self._contributed + self._pending,
+            samples_per_second=self.optimizer.tracker.performance_ema.samples_per_second,
+            loss=sum(recent) / len(recent),
+            bytes_sent=network.bytes_sent,
+            bytes_received=network.bytes_received,
+            peers_seen=peers_seen,
+        )
+
+    def finish(self) -> Finished:
+        """Measure the trained model carefully, and fingerprint it."""
+        windows = demo_model.even_windows(self._held_out, FINAL_WINDOWS, self._window)
+        loss = demo_model.held_out_loss(self.model, windows)
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        return Finished(self.epoch, self._contributed, loss, digest.hexdigest())
+
+    def write(self, prompt: str, length: int) -> str:
+        """A text by the model."""
+        return demo_model.sample(self.model, prompt, length, seed=0)
+
+    def shutdown(self) -> None:
+        """Say goodbye to the others; harmless if there is nothing to leave."""
+        if self._optimizer is not None:
+            self._optimizer.shutdown()
+        if self._dht is not None:
+            self._dht.shutdown()
+
 
 ORPHAN_GRACE_SECONDS = 2.0
 """When the runner is gone, how long this process may still take to say goodbye."""

@@ -15,6 +15,7 @@ from shoal.dht.messages import PingRequest, PingResponse
 from shoal.dht.protocol import DHTProtocol
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, P2PHandlerError, ShoalError
 from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p.addresses import what_to_do
 from shoal.p2p.checkup import (
     CALL_BACK_SECONDS,
     MAX_BULK_BYTES,
@@ -29,7 +30,6 @@ from shoal.p2p.connecting import close, connect, family_of
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
 from shoal.p2p.joining import check_identity_is_free, explain_unreachable
 from shoal.p2p.own_addresses import is_loopback
-from shoal.p2p.unreachable import what_to_do
 from shoal.tasks import run_in_worker
 
 ANSWER_SECONDS = 5.0
