@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 LIGHTNING_TESTS := tests/lightning/test_strategy.py tests/lightning/test_strategy_misuse.py tests/lightning/test_equivalence.py
-# The fake device takes all of tests/averaging and tests/optim; these are the ones where it could make a difference.
-DEVICE_TESTS := tests/devices tests/averaging tests/lightning/test_strategy_misuse.py \
-	$(addprefix tests/optim/test_,bad_gradients.py comparison.py grad_averager.py grad_scaler.py low_rank.py \
-	low_rank_averagers.py optimizer.py optimizer_state.py state_averager.py training_averager.py)
+# The fake device takes all of tests/averaging and tests/optim; these are the ones where it is most likely to matter.
+DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
+	$(addprefix tests/averaging/test_,averager.py compressed_rounds.py default_device.py rounds.py state_sharing.py) \
+	$(addprefix tests/optim/test_,comparison.py grad_averager.py grad_scaler.py low_rank.py optimizer_state.py) \
+	$(addprefix tests/optim/test_,state_averager.py training_averager.py optimizer.py::test_peers_stay_identical)
 # Tests wait more than they compute: three processes keep two cores busy.
 PYTEST_OPTIONS := --numprocesses 3 --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
