@@ -79,7 +79,7 @@ def test_more_files_up_to_what_is_allowed(soft: int, hard: int, wanted: tuple[in
     script = f"""
         import logging, resource
         logging.basicConfig(level=logging.INFO)
-        from shoal.p2p import open_files
+        from shoal.p2p import limits
 
         real = resource.setrlimit
 
@@ -90,7 +90,7 @@ def test_more_files_up_to_what_is_allowed(soft: int, hard: int, wanted: tuple[in
 
         real(resource.RLIMIT_NOFILE, ({soft}, {hard}))
         resource.setrlimit = as_an_ordinary_user
-        open_files.increase_file_limit{wanted}
+        limits.increase_file_limit{wanted}
         found = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert found == ({expected}, {hard}), found
     """

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from shoal.p2p import open_files
+from shoal.p2p import limits as p2p_limits
 from shoal.p2p.own_addresses import LOOPBACK, PLUGGED, UNCONFIGURED, OwnAddress, OwnAddresses
 from tests.p2p.peers import end_of, until
 from tests.p2p.test_tcp import pair, read
@@ -66,8 +66,8 @@ def test_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> 
                 raise ValueError("current limit exceeds maximum limit")
             limits[:] = wanted
 
-    monkeypatch.setattr(open_files.importlib, "import_module", lambda _: Resource)
-    open_files.increase_file_limit()
+    monkeypatch.setattr(p2p_limits.importlib, "import_module", lambda _: Resource)
+    p2p_limits.increase_file_limit()
     assert limits[1] == -1
     assert 0.9 * 24_576 < limits[0] <= 24_576
 

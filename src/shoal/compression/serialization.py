@@ -1,4 +1,4 @@
-"""Tensors to bytes and back, with the codec named by its code, whole or in pieces that are small enough for a message."""
+"""Tensors to bytes and back, with the codec named by its code; whole, or in pieces small enough for a message."""
 
 from __future__ import annotations
 
