@@ -40,7 +40,7 @@ PEER = str(IDENTITY.peer_id)
 BINARY_ADDRESSES = [Multiaddr(address).to_bytes() for address in [*ADDRESSES, f"/p2p/{PEER}"]]
 FULL_ADDRESSES = [f"{address}/p2p/{PEER}" for address in ADDRESSES]
 
-for room in ("dht.messages", "dht.authorization", "p2p.checkup", "p2p.presence"):
+for room in ("dht.messages", "dht.authorization", "p2p.checkup", "p2p.joining"):
     importlib.import_module(f"shoal.{room}")  # where types of headers are defined
 
 
