@@ -191,6 +191,15 @@ def test_storage_by_itself() -> None:
 # --- peers ------------------------------------------------------------------------------------------------------------
 
 
+async def test_what_belongs_to_a_daemon_is_accepted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    as_before = {"auto_nat": True, "dht_mode": "server", "quic": None}
+    p2p = await hivemind.P2P.create(no_listen=True, use_relay=False, relay_hop_limit=3, **as_before)
+    await p2p.shutdown()
+    assert caplog.messages == ["use_relay, relay_hop_limit: no effect here, there is no libp2p daemon underneath"]
+    with pytest.raises(TypeError, match="no parameter use_relays"):
+        await hivemind.P2P.create(use_relays=True)
+
+
 async def test_transport(tmp_path: Path) -> None:
     identity = tmp_path / "identity"
     first = await hivemind.P2P.create(identity_path=str(identity))
@@ -310,18 +319,6 @@ def test_limits_and_speed() -> None:
     ema = hivemind.PerformanceEMA(alpha=0.1)
     ema.update(10, interval=2.0)
     assert ema.samples_per_second == pytest.approx(5.0)
-
-
-def test_teardown_of_a_test_session() -> None:
-    """What test suites written for this interface do at their end."""
-    from shoal.utils.crypto import RSAPrivateKey
-    from shoal.utils.mpfuture import MPFuture
-
-    key = RSAPrivateKey.process_wide()
-    with RSAPrivateKey._process_wide_key_lock:
-        RSAPrivateKey._process_wide_key = None
-    MPFuture.reset_backend()
-    assert RSAPrivateKey.process_wide() is not key
 
 
 def test_each_module_path_works_without_importing_it_first() -> None:

@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from shoal.logs import HandlerMode, counted, golog_level_to_python, python_level_to_golog, use_hivemind_log_handler
+from shoal.logs import HandlerMode, counted, use_hivemind_log_handler
 
 LINE = re.compile(r"[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d\.\d{3} (.*)")
 
@@ -122,26 +122,6 @@ def test_changing_ones_mind_leaves_everything_as_it_was() -> None:
     assert state() == before
     with pytest.raises(ValueError, match="everywhere"):
         use_hivemind_log_handler("everywhere")
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [("debug", logging.DEBUG), ("info", logging.INFO), ("warn", logging.WARNING), ("error", logging.ERROR)],
-)
-def test_names_of_levels_in_go(name: str, number: int) -> None:
-    assert golog_level_to_python(name) == golog_level_to_python(name.upper()) == number
-    assert python_level_to_golog(number) == python_level_to_golog(logging.getLevelName(number)) == name
-
-
-def test_other_levels_in_go() -> None:
-    for name in ("dpanic", "panic", "fatal"):
-        assert golog_level_to_python(name) == logging.CRITICAL
-    assert python_level_to_golog(logging.CRITICAL) == "fatal"
-    assert python_level_to_golog(25) == "info"
-    assert python_level_to_golog(1) == "debug"
-    for convert in (golog_level_to_python, python_level_to_golog):
-        with pytest.raises(ValueError, match="unknown level 'loud'"):
-            convert("loud")
 
 
 def test_numbers_of_things() -> None:

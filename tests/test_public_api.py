@@ -94,7 +94,7 @@ NAMES = {
     """,
     "shoal.utils.limits": "increase_file_limit",
     "shoal.utils.logging": """
-        get_logger use_hivemind_log_handler HandlerMode TextStyle golog_level_to_python python_level_to_golog
+        get_logger use_hivemind_log_handler HandlerMode TextStyle
     """,
     "shoal.utils.math": "orthogonalize_ get_flatten_greedy_dims",
     "shoal.utils.mpfuture": "MPFuture InvalidStateError CancelledError TimeoutError",
@@ -183,17 +183,12 @@ SIGNATURES = {
     "shoal.dht.schema.conbytes": "*, regex=None, **kwargs",
     # --- peers
     "shoal.P2P.create": """
-        initial_peers=None, *, announce_maddrs=None, auto_nat=True, conn_manager=True, dht_mode="server",
-        force_reachability=None, host_maddrs=None, identity_path=None, idle_timeout=30,
-        nat_port_map=True, relay_hop_limit=0, startup_timeout=15, tls=True, use_auto_relay=False, use_ipfs=False,
-        use_relay=True, persistent_conn_max_msg_size=4 * 1024 * 1024, quic=None, use_relay_hop=None,
-        use_relay_discovery=None, check_if_identity_free=True, no_listen=False, trusted_relays=None
+        initial_peers=None, *, announce_maddrs=None, host_maddrs=None, identity_path=None, idle_timeout=30,
+        startup_timeout=15, check_if_identity_free=True, no_listen=False, **of_a_daemon
     """,
     # bindings of a daemon, so out of scope: replicate, *_protobuf_handler, *_binary_stream_handler, *_raw_data
     "shoal.P2P.generate_identity": "identity_path",
-    "shoal.P2P.is_identity_taken": """
-        identity_path, *, initial_peers, tls=ANY, use_auto_relay=ANY, use_ipfs=ANY, use_relay=ANY
-    """,
+    "shoal.P2P.is_identity_taken": "identity_path, *, initial_peers, **of_a_daemon",
     "shoal.P2P.get_visible_maddrs": "self, latest=False",
     "shoal.P2P.list_peers": "self",
     "shoal.P2P.wait_for_at_least_n_peers": "self, n_peers, attempts=3, delay=1",
@@ -410,8 +405,6 @@ SIGNATURES = {
     "shoal.utils.auth.AuthRPCWrapper": "stub, role, authorizer",
     "shoal.utils.logging.get_logger": "name=None",
     "shoal.utils.logging.use_hivemind_log_handler": "where",
-    "shoal.utils.logging.golog_level_to_python": "level",
-    "shoal.utils.logging.python_level_to_golog": "level",
     "shoal.utils.limits.increase_file_limit": "new_soft=2**15, new_hard=2**15",
     "shoal.utils.networking.choose_ip_address": """
         maddrs, prefer_global=True, protocol_priority=("ip4", "ip6")
@@ -464,7 +457,7 @@ MEMBERS = {
     "shoal.CompressionBase": "compression_type",
     "shoal.MPFuture": "result exception done cancelled cancel running set_result set_exception __await__ reset_backend",
     "shoal.TensorDescriptor": "size dtype layout device requires_grad pin_memory compression shape",
-    "shoal.utils.crypto.RSAPrivateKey": "_process_wide_key _process_wide_key_lock from_bytes",
+    "shoal.utils.crypto.RSAPrivateKey": "from_bytes",
     "shoal.utils.auth.AuthorizerBase": "sign_request validate_request sign_response validate_response",
     "shoal.utils.auth.AuthRole": "CLIENT SERVICER",
     "shoal.utils.logging.TextStyle": "RESET BOLD",

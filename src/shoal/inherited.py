@@ -44,9 +44,7 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
     },
     "shoal.utils.limits": {"shoal.p2p.limits": "increase_file_limit"},
     "shoal.utils.logging": {
-        "shoal.logs": (
-            "HandlerMode TextStyle get_logger golog_level_to_python python_level_to_golog use_hivemind_log_handler"
-        ),
+        "shoal.logs": ("HandlerMode TextStyle get_logger use_hivemind_log_handler"),
     },
     "shoal.utils.math": {"shoal.optim.low_rank": "get_flatten_greedy_dims orthogonalize_"},
     "shoal.utils.mpfuture": {

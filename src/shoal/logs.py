@@ -159,38 +159,3 @@ def get_logger(name: str | None = None) -> logging.Logger:
     if _mode is None:
         use_hivemind_log_handler(HandlerMode.IN_HIVEMIND)
     return logging.getLogger(PACKAGE if name is None else name)
-
-
-_GOLOG_LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warn": logging.WARNING,
-    "error": logging.ERROR,
-    "dpanic": logging.CRITICAL,
-    "panic": logging.CRITICAL,
-    "fatal": logging.CRITICAL,
-}
-
-
-def golog_level_to_python(level: str) -> int:
-    """The number of a level that is named as in programs written in Go.
-
-    Raises:
-        ValueError: unknown name.
-    """
-    try:
-        return _GOLOG_LEVELS[level.lower()]
-    except KeyError:
-        raise ValueError(f"unknown level {level!r}, known are {', '.join(_GOLOG_LEVELS)}") from None
-
-
-def python_level_to_golog(level: str | int) -> str:
-    """The name, as in programs written in Go, of a level or of the nearest one below it.
-
-    Raises:
-        ValueError: unknown name.
-    """
-    number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
-    if not isinstance(number, int):
-        raise ValueError(f"unknown level {level!r}")
-    return next((name for name in ("fatal", "error", "warn", "info") if _GOLOG_LEVELS[name] <= number), "debug")

@@ -55,10 +55,10 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The element types that may travel, by the name that goes over the wire."""
 
-USE_LEGACY_BFLOAT16 = (os.environ.get("USE_LEGACY_BFLOAT16") or "1").lower() not in ("0", "false")
+USE_LEGACY_BFLOAT16 = (os.environ.get("USE_LEGACY_BFLOAT16") or "0").lower() not in ("0", "false")
 """Whether :class:`NoCompression` sends bfloat16 as float32, in twice the bytes; what arrives is read either way.
 
-Set the environment variable of this name to 0 to send two bytes per value; all peers of a swarm must agree.
+Set the environment variable of this name to 1 for that; all peers of a swarm must agree.
 """
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -378,7 +378,7 @@ class NoCompression(CompressionBase):
 
     @property
     def fingerprint(self) -> str:
-        return "NONE" if USE_LEGACY_BFLOAT16 else "NONE, bfloat16 in two bytes"
+        return "NONE, bfloat16 as float32" if USE_LEGACY_BFLOAT16 else "NONE"
 
     @property
     def elementwise(self) -> bool:

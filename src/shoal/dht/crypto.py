@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import re
 import threading
-from typing import ClassVar
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
@@ -82,19 +82,14 @@ class PrivateKey:
         private_key: a new one if not given.
     """
 
-    _process_wide_key: ClassVar[PrivateKey | None] = None
-    _process_wide_key_lock: ClassVar[threading.RLock] = threading.RLock()
-
     def __init__(self, private_key: ed25519.Ed25519PrivateKey | None = None) -> None:
         self._private_key = private_key or ed25519.Ed25519PrivateKey.generate()
 
     @classmethod
     def process_wide(cls) -> PrivateKey:
         """The key that all validators of this process share unless they are given another one."""
-        with PrivateKey._process_wide_key_lock:
-            if PrivateKey._process_wide_key is None:
-                PrivateKey._process_wide_key = cls()
-            return PrivateKey._process_wide_key
+        with _MAKING_A_KEY:
+            return _key_of_this_process()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PrivateKey:
@@ -119,6 +114,14 @@ class PrivateKey:
 
     def __reduce__(self) -> tuple[object, tuple[bytes]]:
         return PrivateKey.from_bytes, (self.to_bytes(),)
+
+
+_MAKING_A_KEY = threading.Lock()
+
+
+@functools.cache
+def _key_of_this_process() -> PrivateKey:
+    return PrivateKey()
 
 
 def _owner_tags(data: bytes) -> list[bytes]:

@@ -67,6 +67,16 @@ def current_flavour() -> Flavour:
     return flavours[0]
 
 
+def flavour_of(strategy: type[object]) -> Flavour:
+    """The package that a class of strategies belongs to; the one that the program uses, if it belongs to none.
+
+    Raises:
+        ModuleNotFoundError: none is installed.
+    """
+    own = (flavour for flavour in imported_flavours() if issubclass(strategy, flavour.strategy_class))
+    return next(own, None) or current_flavour()
+
+
 @functools.cache
 def in_flavour(strategy: type[object], package: str) -> type[Any]:
     """The strategy as a class that a ``Trainer`` of this package accepts."""
@@ -84,6 +94,7 @@ def register_by_name(strategy: type[object], names: tuple[str, ...]) -> None:
     """
     installed = installed_flavours()
     for flavour in imported_flavours() or (installed if len(installed) == 1 else []):
+        flavour.find("strategies", "Strategy").register(strategy)  # LightningCLI asks before it makes one
         registry = flavour.find("strategies", "StrategyRegistry")
         for name in names:
             registry.register(

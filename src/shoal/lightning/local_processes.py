@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.lightning.flavours import Flavour
+from shoal.lightning.flavours import Flavour, flavour_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
@@ -24,7 +24,6 @@ class LocalProcesses(ParallelStrategy):
     its own logs and checkpoints.
     """
 
-    _flavour: Flavour
     num_nodes: int = 1
     """The ``Trainer`` fills it in."""
 
@@ -33,6 +32,10 @@ class LocalProcesses(ParallelStrategy):
         self._processes: Any = self._flavour.find("strategies", "SingleDeviceStrategy")("cpu")
         """Lightning's own strategy; the right one is known when the ``Trainer`` is made."""
         self._data_seed = 0
+
+    @property
+    def _flavour(self) -> Flavour:
+        return flavour_of(type(self))
 
     # --- the Trainer begins -------------------------------------------------------------------------------------------
 

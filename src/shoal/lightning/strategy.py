@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Union
 
@@ -16,7 +17,7 @@ import torch
 
 import shoal
 from shoal.lightning.distributed import current_rank
-from shoal.lightning.flavours import current_flavour, imported_flavours, in_flavour
+from shoal.lightning.flavours import flavour_of, in_flavour
 from shoal.lightning.local_processes import LocalProcesses
 from shoal.lightning.training_loop import (
     GradientClipping,
@@ -69,7 +70,23 @@ GIVEN_BY_THE_STRATEGY = frozenset({"self", "dht", "optimizer", "params", "schedu
 """Options of the swarm's optimizer that the strategy finds itself."""
 
 
-class HivemindStrategy(LocalProcesses):
+class _OfTheUsersLightning(ABCMeta):
+    """Makes strategies that the ``Trainer`` of the user's Lightning accepts.
+
+    ``__new__`` could do so, too, but then neither an editor nor ``LightningCLI`` would see the parameters.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        of_the_users_lightning: Any = in_flavour(cls, flavour_of(cls).package)
+        return type.__call__(of_the_users_lightning, *args, **kwargs)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        of_self = inspect.signature(cls.__init__)  # type: ignore[misc]  # subclasses may have others
+        return of_self.replace(parameters=list(of_self.parameters.values())[1:], return_annotation=cls)
+
+
+class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
     """Trains with all peers of a run: steps are made by all of them together.
 
     Every peer is a whole ``Trainer`` of its own, with its own data order, loggers and checkpoints. Peers may join and
@@ -110,13 +127,6 @@ class HivemindStrategy(LocalProcesses):
 
     INITIAL_PEERS_ENV = INITIAL_PEERS_ENV
     strategy_name = "hivemind"
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> HivemindStrategy:
-        """An instance that the ``Trainer`` of the user's Lightning accepts."""
-        flavour = next((f for f in imported_flavours() if issubclass(cls, f.strategy_class)), None) or current_flavour()
-        strategy: HivemindStrategy = object.__new__(in_flavour(cls, flavour.package))
-        strategy._flavour = flavour
-        return strategy
 
     def __init__(
         self,

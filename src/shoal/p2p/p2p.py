@@ -36,7 +36,7 @@ H = TypeVar("H", bound=Header)
 AGENT = "shoal"
 MAX_ROUND_TRIPS = 4096
 INSTANCE_BYTES = 16
-_WITHOUT_EFFECT = {
+_OF_A_DAEMON: dict[str, Any] = {
     "auto_nat": True,
     "conn_manager": True,
     "dht_mode": "server",
@@ -53,6 +53,7 @@ _WITHOUT_EFFECT = {
     "use_relay_discovery": None,
     "trusted_relays": None,
 }
+"""Parameters without effect here, and what everybody may ask for."""
 
 
 class P2P:
@@ -93,30 +94,16 @@ class P2P:
         initial_peers: Sequence[Multiaddr | str] | None = None,
         *,
         announce_maddrs: Sequence[Multiaddr | str] | None = None,
-        auto_nat: bool = True,
-        conn_manager: bool = True,
-        dht_mode: str = "server",
-        force_reachability: str | None = None,
         host_maddrs: Sequence[Multiaddr | str] | None = None,
         identity_path: str | os.PathLike[str] | None = None,
         idle_timeout: float = 30,
-        nat_port_map: bool = True,
-        relay_hop_limit: int = 0,
         startup_timeout: float = 15,
-        tls: bool = True,
-        use_auto_relay: bool = False,
-        use_ipfs: bool = False,
-        use_relay: bool = True,
-        persistent_conn_max_msg_size: int = 4 * 2**20,
-        quic: bool | None = None,
-        use_relay_hop: bool | None = None,
-        use_relay_discovery: bool | None = None,
         check_if_identity_free: bool = True,
         no_listen: bool = False,
-        trusted_relays: Sequence[Multiaddr | str] | None = None,
         transport: Transport | None = None,
         rng: random.Random | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        **of_a_daemon: Any,
     ) -> P2P:
         """Start a peer.
 
@@ -134,18 +121,17 @@ class P2P:
             transport: another way to reach peers than TLS over TCP; it brings the identity.
             rng: source of every random choice, for reproducible simulations.
             limits: what this peer grants to others.
-
-        The other parameters belong to transports that need a libp2p daemon: they are accepted so that existing calls
-        work, and a warning says when one of them would ask for something that does not happen.
+            of_a_daemon: parameters of transports that need a libp2p daemon, such as ``use_relay``. They are accepted so
+                that existing calls work, and a warning says when one of them asks for something that does not happen.
 
         Raises:
             BootstrapError: no initial peer could be reached; it says why for each address.
             IdentityTakenError: another process is online with the identity of the file.
             P2PDaemonError: cannot listen, or the identity file is unusable.
-            ValueError, TypeError: an address is malformed.
+            ValueError, TypeError: an address is malformed, or there is no such parameter.
         """
-        _warn_without_effect(locals())
-        assert not (initial_peers and use_ipfs), "initial_peers and use_ipfs exclude each other"
+        _warn_without_effect(of_a_daemon)
+        assert not (initial_peers and of_a_daemon.get("use_ipfs")), "initial_peers and use_ipfs exclude each other"
         targets = parse_peer_addresses(initial_peers or ())
         announced = [_checked_announcement(Multiaddr(address)) for address in announce_maddrs or ()]
         metrics = Metrics()
@@ -185,18 +171,14 @@ class P2P:
         identity_path: str | os.PathLike[str],
         *,
         initial_peers: Sequence[Multiaddr | str] | None,
-        tls: bool = True,
-        use_auto_relay: bool = False,
-        use_ipfs: bool = False,
-        use_relay: bool = True,
+        **of_a_daemon: Any,
     ) -> bool:
         """Whether another process is online with an identity, as far as some peers know.
 
         Args:
             identity_path: file that keeps the identity.
             initial_peers: whom to ask, as for :meth:`create`; without anybody to ask, the answer is no.
-
-        The other parameters have no effect, as in :meth:`create`.
+            of_a_daemon: without effect, as in :meth:`create`.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -205,15 +187,7 @@ class P2P:
         if not await asyncio.to_thread(os.path.exists, identity_path):
             raise FileNotFoundError(f"there is no identity in {identity_path}: make one with P2P.generate_identity")
         try:
-            p2p = await cls.create(
-                initial_peers,
-                identity_path=identity_path,
-                no_listen=True,
-                tls=tls,
-                use_auto_relay=use_auto_relay,
-                use_ipfs=use_ipfs,
-                use_relay=use_relay,
-            )
+            p2p = await cls.create(initial_peers, identity_path=identity_path, no_listen=True, **of_a_daemon)
         except IdentityTakenError:
             return True
         await p2p.shutdown()
@@ -496,6 +470,9 @@ def _checked_announcement(address: Multiaddr) -> Multiaddr:
 
 
 def _warn_without_effect(arguments: Mapping[str, Any]) -> None:
-    asked = [name for name, default in _WITHOUT_EFFECT.items() if arguments[name] != default]
+    unknown = arguments.keys() - _OF_A_DAEMON.keys()
+    if unknown:
+        raise TypeError(f"P2P has no parameter {', '.join(sorted(unknown))}")
+    asked = [name for name, value in arguments.items() if value != _OF_A_DAEMON[name]]
     if asked:
         logger.warning("%s: no effect here, there is no libp2p daemon underneath", ", ".join(asked))
