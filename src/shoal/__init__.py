@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# Where each name lives.
 _HOMES = {
     "shoal.averaging": ("DecentralizedAverager",),
     "shoal.clock": (
@@ -82,7 +83,6 @@ _HOMES = {
     ),
     "shoal.tasks": ("enter_asynchronously",),
 }
-"""Where each name lives."""
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _ROOMS = ("averaging", "compression", "dht", "optim", "p2p", "utils")

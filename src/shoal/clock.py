@@ -39,27 +39,28 @@ logger = logging.getLogger(__name__)
 
 DHTExpiration = float
 
+# Peers whose clocks differ by more than this many seconds cannot share expiration times safely.
 MAX_DHT_TIME_DISCREPANCY_SECONDS = 3.0
-"""Peers whose clocks differ by more than this many seconds cannot share expiration times safely."""
+# Smaller differences are not corrected.
 UNNOTICEABLE_SECONDS = 0.25
-"""Smaller differences are not corrected."""
+
 WORTH_A_WARNING_SECONDS = 1.0
+# Between two looks at the time: half a microsecond, so that what is added to both keeps them apart.
 SMALLEST_STEP = 2.0**-21
-"""Between two looks at the time: half a microsecond, so that what is added to both keeps them apart."""
+# After the first exchange: others tell their time, too, and nothing depends on it yet.
 SETTLING_SECONDS = 5.0
-"""After the first exchange: others tell their time, too, and nothing depends on it yet."""
+# Seconds per second by which the time of the swarm lags behind while it waits for what it was ahead.
 SLOW_DOWN = 0.1
-"""Seconds per second by which the time of the swarm lags behind while it waits for what it was ahead."""
+# Peers whose clocks are remembered. Who is known keeps its place: a crowd of newcomers outvotes nobody.
 MAX_SOURCES = 32
-"""Peers whose clocks are remembered. Who is known keeps its place: a crowd of newcomers outvotes nobody."""
+# What was heard longer ago is forgotten.
 MAX_AGE_SECONDS = 3600.0
-"""What was heard longer ago is forgotten."""
+# A slower exchange tells nothing of use.
 MAX_ROUND_TRIP_SECONDS = 3.0
-"""A slower exchange tells nothing of use."""
+# A clock may have drifted since: after this time, a slow exchange replaces a quick one.
 NEWER_IS_BETTER_SECONDS = 600.0
-"""A clock may have drifted since: after this time, a slow exchange replaces a quick one."""
+# Much shorter ones count little more: otherwise who claims to be near could outvote two who are not.
 _SHORT_ROUND_TRIP = 0.4
-"""Much shorter ones count little more: otherwise who claims to be near could outvote two who are not."""
 
 
 class _Sample(NamedTuple):
@@ -132,7 +133,8 @@ class SwarmClock:
         now = self._monotonic()
         moved = wall - now - course.wall_beyond_monotonic
         if abs(moved) > WORTH_A_WARNING_SECONDS and abs(moved + course.offset) < WORTH_A_WARNING_SECONDS:
-            self._course = None  # somebody has put the machine's clock right, by just as much as it was wrong
+            # Somebody has put the machine's clock right, by just as much as it was wrong.
+            self._course = None
             return 0.0
         return min(course.offset, course.begin + SLOW_DOWN * (now - course.since))
 
@@ -169,7 +171,8 @@ class SwarmClock:
         if self._first_heard_at is None:
             self._first_heard_at = now
         if abs(wall - now - self._sampled_beyond_monotonic) > WORTH_A_WARNING_SECONDS:
-            self._samples.clear()  # the machine's clock was set, so they compare others with something that is gone
+            # The machine's clock was set, so they compare others with something that is gone.
+            self._samples.clear()
             self._sampled_beyond_monotonic = wall - now
         ahead = wall - (swarm_time + round_trip / 2)
         new = _Sample(ahead - their_offset, ahead, round_trip, now)

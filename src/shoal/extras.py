@@ -136,7 +136,8 @@ async def amap_in_executor(
                     running.append(loop.run_in_executor(executor, function, *done.result()))
                 except StopAsyncIteration:
                     exhausted = True
-                except Exception as e:  # its turn comes after the results that are still to come
+                except Exception as e:
+                    # Its turn comes after the results that are still to come.
                     exhausted = True
                     running.append(loop.create_future())
                     running[-1].set_exception(e)

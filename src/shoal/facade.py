@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 Self = TypeVar("Self", bound="Facade")
+Options = TypeVar("Options")
 
+# Who uses a name, by the DHT on which it must be the only one.
 _holders: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[str, Facade]] = weakref.WeakKeyDictionary()
-"""Who uses a name, by the DHT on which it must be the only one."""
 
 
 class Facade:
@@ -35,7 +38,8 @@ class Facade:
     ) -> None:
         self.shutdown()
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:  # pickle, torch.save, copy.copy and copy.deepcopy ask this
+    # Pickle, torch.save, copy.copy and copy.deepcopy ask this.
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled, copied or saved: it has connections and threads. "
             f"Instead, {self.instead_of_a_copy}"
@@ -64,3 +68,16 @@ class Facade:
 def _is_held(holders: weakref.WeakValueDictionary[str, Facade], name: str, wanted_by: Facade) -> bool:
     holder = holders.get(name)
     return holder is not None and holder is not wanted_by and holder.is_alive()
+
+
+def options_from(kind: type[Options], arguments: Mapping[str, Any], **resolved: Any) -> Options:
+    """All options of a facade as one object, from the arguments that its constructor got.
+
+    Args:
+        kind: a dataclass; its fields are named as the arguments are.
+        arguments: the constructor's ``locals()``; what is no field is left out.
+        resolved: values that are not those of the arguments.
+    """
+    assert dataclasses.is_dataclass(kind)
+    names = {option.name for option in dataclasses.fields(kind)}
+    return kind(**{**{name: value for name, value in arguments.items() if name in names}, **resolved})

@@ -32,18 +32,18 @@ from shoal.logs import setting
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+# What ``SHOAL_LOOP`` may be.
 LOOPS = ("uvloop", "asyncio")
-"""What ``SHOAL_LOOP`` may be."""
 
+# How long interpreter exit waits for open objects to say goodbye to other peers.
 EXIT_GRACE_SECONDS = 1.0
-"""How long interpreter exit waits for open objects to say goodbye to other peers."""
 
+# How long the loop, on its way out, waits for cancelled tasks to clean up.
 TASK_GRACE_SECONDS = 0.2
-"""How long the loop, on its way out, waits for cancelled tasks to clean up."""
 
 
+# After this time a wait looks around and goes on.
 SECONDS_AT_A_TIME = 0.5
-"""After this time a wait looks around and goes on."""
 
 
 class AwaitableFuture(concurrent.futures.Future[T]):
@@ -181,7 +181,8 @@ class Reactor:
         made.set_result(loop)
         try:
             loop.run_forever()
-            loop.run_until_complete(_end_remaining_tasks())  # else each would complain when it is collected
+            # Without this each would complain when it is collected.
+            loop.run_until_complete(_end_remaining_tasks())
         finally:
             loop.close()
 
@@ -195,9 +196,11 @@ class Reactor:
             return
         deadline = time.monotonic() + grace
         portals = [portal for portal in self.portals if not portal.closed]
-        for portal in sorted(portals, key=lambda portal: portal.number, reverse=True):  # averagers before their DHT
+        # Averagers before their DHT.
+        for portal in sorted(portals, key=lambda portal: portal.number, reverse=True):
             left = deadline - time.monotonic()
-            concurrent.futures.wait([portal.begin_close()], timeout=max(0.0, left / 2))  # leave time for the others
+            # Leave time for the others.
+            concurrent.futures.wait([portal.begin_close()], timeout=max(0.0, left / 2))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(max(2 * TASK_GRACE_SECONDS, deadline - time.monotonic()))
 
@@ -228,7 +231,8 @@ def _run_in(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> Aw
     def start() -> None:
         task = loop.create_task(coro)
         task.add_done_callback(functools.partial(_resolve, future))
-        future.add_done_callback(functools.partial(_cancel, loop, task))  # no cycle: it would keep results alive
+        # No cycle: it would keep results alive.
+        future.add_done_callback(functools.partial(_cancel, loop, task))
 
     loop.call_soon_threadsafe(start)
     return future
@@ -264,7 +268,8 @@ class Portal:
         self.number = next(self.reactor.portal_numbers)
         self.reactor.portals.add(self)
         self._pending: set[concurrent.futures.Future[Any]] = set()
-        self._lock = threading.RLock()  # a finaliser may close this portal in the middle of a submit of the same thread
+        # A finaliser may close this portal in the middle of a submit of the same thread.
+        self._lock = threading.RLock()
         self._goodbye: Callable[[], Coroutine[Any, Any, None]] = _no_goodbye
         self._closing: concurrent.futures.Future[None] | None = None
 
@@ -300,7 +305,8 @@ class Portal:
             ReactorError: the owner was shut down, or belongs to the parent of this forked process.
         """
         try:
-            self.check()  # before the lock: in a forked child nobody may be left to release it
+            # Before the lock: in a forked child nobody may be left to release it.
+            self.check()
             with self._lock:
                 self.check_open()
                 future = _run_in(self.reactor.loop, coro)
@@ -337,11 +343,13 @@ class Portal:
         """Start closing: cancel what is in flight, then run the goodbye. Idempotent."""
         if self.reactor.pid != os.getpid() or not self.reactor.thread.is_alive():
             closed: concurrent.futures.Future[None] = concurrent.futures.Future()
-            closed.set_result(None)  # no lock here: after a fork it may be held by a thread that does not exist
+            # No lock here: after a fork it may be held by a thread that does not exist.
+            closed.set_result(None)
             return closed
         with self._lock:
             if self._closing is None:
-                for future in list(self._pending):  # resolved at once, even if the loop is busy
+                # Resolved at once, even if the loop is busy.
+                for future in list(self._pending):
                     future.cancel()
                 self._closing = asyncio.run_coroutine_threadsafe(self._close(), self.reactor.loop)
             return self._closing

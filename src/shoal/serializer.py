@@ -126,5 +126,6 @@ class MSGPackSerializer(SerializerBase):
                 raw=False,
                 strict_map_key=False,
             )
-        except (TypeError, ValueError, msgpack.exceptions.UnpackException) as e:  # unhashable keys, truncated, too long
+        except (TypeError, ValueError, msgpack.exceptions.UnpackException) as e:
+            # Unhashable keys, truncated, too long.
             raise ValueError(f"not a valid msgpack value: {type(e).__name__}: {e}") from e

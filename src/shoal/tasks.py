@@ -25,7 +25,8 @@ async def run_in_worker(function: Callable[..., T], *args: Any) -> T:
     """Run heavy tensor work (above about a millisecond) outside the loop; a virtual-time loop runs it inline."""
     try:
         future = asyncio.get_running_loop().run_in_executor(None, function, *args)
-    except RuntimeError:  # the interpreter is on its way out and takes no new work for threads
+    except RuntimeError:
+        # The interpreter is on its way out and takes no new work for threads.
         return function(*args)
     return await future
 
@@ -75,7 +76,8 @@ async def enter_asynchronously(context: AbstractContextManager[T, Any]) -> Async
     try:
         value = await asyncio.wrap_future(entered)
     except asyncio.CancelledError:
-        if not entered.cancel() and entered.exception() is None:  # it was entered at the same moment
+        # It was entered at the same moment.
+        if not entered.cancel() and entered.exception() is None:
             context.__exit__(None, None, None)
         raise
     with ExitStack() as stack:

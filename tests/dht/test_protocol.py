@@ -26,6 +26,7 @@ from shoal.dht.messages import (
     StoreResponse,
     pack_contact,
 )
+from shoal.dht.node import NodeConfig
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import NewRecord, split_into_requests
 from shoal.dht.routing import DHTID
@@ -51,9 +52,9 @@ def plain(value: bytes, expiration_time: float, key: DHTID = KEY, in_cache: bool
 
 async def make_protocol(swarm: Swarm, **options: Any) -> DHTProtocol:
     p2p = await swarm.p2p(no_listen=options.get("client_mode", False))
-    settings: dict[str, Any] = {"bucket_size": 20, "depth_modulo": 5, "num_replicas": 5, "wait_timeout": 3}
-    settings["node_id"] = DHTID.generate(rng=swarm.rng)
-    protocol = DHTProtocol(p2p, **{**settings, **options})
+    node_id = options.pop("node_id", None) or DHTID.generate(rng=swarm.rng)
+    others = {name: options.pop(name) for name in ("client_mode", "record_validator", "authorizer") if name in options}
+    protocol = DHTProtocol(p2p, node_id, NodeConfig(**options), **others)
     await protocol.start()
     return protocol
 

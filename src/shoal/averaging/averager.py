@@ -24,7 +24,7 @@ from shoal.compression import CompressionBase, CompressionInfo, NoCompression
 from shoal.compression.base import check_codec, copies_of
 from shoal.dht.dht import check_dht
 from shoal.errors import AllreduceException, ReactorError
-from shoal.facade import Facade
+from shoal.facade import Facade, options_from
 from shoal.p2p import PeerID
 from shoal.reactor import Portal
 from shoal.serializer import MSGPackSerializer
@@ -170,27 +170,14 @@ class DecentralizedAverager(Facade):
         if client_mode and allow_state_sharing:
             raise ValueError("allow_state_sharing: others cannot connect to a peer in client mode")
         self._state_sharing_priority = 0.0
-        self._config = AveragerConfig(
-            prefix=prefix,
-            target_group_size=target_group_size,
-            min_group_size=min_group_size,
-            initial_group_bits=initial_group_bits,
-            min_matchmaking_time=min_matchmaking_time,
-            request_timeout=request_timeout,
-            allreduce_timeout=allreduce_timeout,
+        self._config = options_from(
+            AveragerConfig,
+            locals(),
             sender_timeout=sender_limit,
             reducer_timeout=reducer_limit,
             chunk_timeout=next_chunk_timeout if next_chunk_timeout is not None else DEFAULT_STALL_TIMEOUT,
-            averaging_alpha=averaging_alpha,
-            part_size_bytes=part_size_bytes,
             compression=compression or NoCompression(),
             state_compression=state_compression or NoCompression(),
-            bandwidth=bandwidth,
-            min_vector_size=min_vector_size,
-            mode=mode,
-            declare_state_period=declare_state_period,
-            quorum=quorum,
-            quorum_grace=quorum_grace,
             phases=self.phases,
             tags=_check_tags(tags or {}, len(tensors)),
         )
@@ -404,7 +391,8 @@ class DecentralizedAverager(Facade):
         try:
             await (await self._ready_node()).run_step(control)
         finally:
-            control.cancel()  # no effect unless the step ended without a result, such as in a shutdown
+            # No effect unless the step ended without a result, such as in a shutdown.
+            control.cancel()
 
     @contextmanager
     def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:

@@ -13,20 +13,20 @@ from shoal.errors import DialError, InterruptedDialError, P2PDaemonError, P2PHan
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
 
+# How a call to another peer fails.
 CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError)
-"""How a call to another peer fails."""
+# What another member can do to this one; none of it may end the round.
 PEER_FAILURES = (*CALL_FAILURES, ValueError, RuntimeError)
-"""What another member can do to this one; none of it may end the round."""
 
 MAX_DIALS = 3
+# Seconds before a dial is repeated the first time.
 REDIAL_PAUSE = 0.1
-"""Seconds before a dial is repeated the first time."""
+# Seconds after which it is not repeated any more: who answers nothing has been waited for long enough.
 REDIAL_WITHIN = 2.0
-"""Seconds after which it is not repeated any more: who answers nothing has been waited for long enough."""
+# Both limits are so many times as large if something has answered and the connection broke, which is mostly chance.
 ANSWERED_FACTOR = 2
-"""Both limits are so many times as large if something has answered and the connection broke, which is mostly chance."""
+# How often a member shows that it lives within the time after which it would be given up.
 ALIVE_PER_TIMEOUT = 3
-"""How often a member shows that it lives within the time after which it would be given up."""
 
 PartKey = tuple[int, int]
 """A reducer and the index of one of its parts."""

@@ -9,8 +9,8 @@ import torch
 
 from shoal.compression import CompressionInfo, TensorRole
 
+# Values that are looked at together where it takes a copy of them.
 PIECE = 2**19
-"""Values that are looked at together where it takes a copy of them."""
 
 
 @torch.no_grad()
@@ -24,7 +24,8 @@ def all_finite(values: torch.Tensor) -> bool:
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point():
         return True
-    if values.dtype in (torch.float16, torch.bfloat16):  # whose own sums end at 65504, or are copied to be summed
+    # Their own sums end at 65504 (float16), or torch copies them first (bfloat16).
+    if values.dtype in (torch.float16, torch.bfloat16):
         sums = [float(piece.sum(dtype=torch.float32)) for piece in _pieces(values)]
         return math.isfinite(sum(sums)) or _look_closely(values)
     return math.isfinite(float(values.sum())) or _look_closely(values)

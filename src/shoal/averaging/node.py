@@ -42,10 +42,11 @@ from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
+# A rough number, for guessing how many connections a round is going to use.
 BYTES_PER_VALUE = 4
-"""About: for guessing how many connections a round is going to use."""
+# Seconds of silence after which a member is given up where the user has set no limit.
 DEFAULT_STALL_TIMEOUT = 30.0
-"""Seconds of silence after which a member is given up where the user has set no limit."""
+
 _RETRIABLE = (AveragingError, *CALL_FAILURES)
 _MAX_RETRY_PAUSE = 1.0
 
@@ -194,7 +195,8 @@ class AveragerNode(ServicerBase):
         )
         self._rounds = Rounds()
         self._tasks: list[asyncio.Task[Any]] = []
-        self._connecting: dict[asyncio.Task[None], None] = {}  # in order, so that simulations can be repeated
+        # A dictionary keeps the order, so that simulations can be repeated.
+        self._connecting: dict[asyncio.Task[None], None] = {}
 
     @property
     def group_bits(self) -> str:
@@ -219,7 +221,8 @@ class AveragerNode(ServicerBase):
 
     async def close(self) -> None:
         """Stop: withdraw what others know of this averager and serve nobody any more."""
-        if self.config.mode is not AveragingMode.CLIENT:  # at once: the next averager of this name may be on its way
+        # At once: the next averager of this name may be on its way.
+        if self.config.mode is not AveragingMode.CLIENT:
             await self.remove_p2p_handlers(self.p2p, namespace=self.config.prefix)
         await cancel_and_wait(*self._tasks, *self._connecting)
         await asyncio.gather(*[lane.matchmaking.close() for lane in self.lanes.values()])
@@ -254,7 +257,8 @@ class AveragerNode(ServicerBase):
                 return await self._attempt(control)
             except _RETRIABLE as e:
                 left = control.deadline - get_dht_time()
-                is_changed = isinstance(e, AllreduceException) and e.share_averaged > 0  # not the same input any more
+                # The input has changed meanwhile.
+                is_changed = isinstance(e, AllreduceException) and e.share_averaged > 0
                 if not control.allow_retries or is_changed or left <= pause:
                     raise
                 logger.info("averaging round failed and will be tried again: %s", str(e) or type(e).__name__)
@@ -304,7 +308,8 @@ class AveragerNode(ServicerBase):
 
     def _report_not_finite(self, session: GroupSession, lane: Lane) -> None:
         """Say which values were left out of averages: this peer's own, and those of others, who are refused then."""
-        level = logging.DEBUG if lane.is_spoilt else logging.WARNING  # once, until they are finite again
+        # Once, until they are finite again.
+        level = logging.DEBUG if lane.is_spoilt else logging.WARNING
         lane.is_spoilt = session.not_finite is not None
         if lane.is_spoilt:
             logger.log(
@@ -329,7 +334,8 @@ class AveragerNode(ServicerBase):
             if share and peer != self.p2p.peer_id:
                 parts = share * BYTES_PER_VALUE // self.config.part_size_bytes
                 stripes = stripes_for(self.p2p.round_trip_to(peer), parts)
-                task = asyncio.ensure_future(self._connect(peer, stripes + 1))  # one more for what is not parts
+                # One more for what is not parts.
+                task = asyncio.ensure_future(self._connect(peer, stripes + 1))
                 self._connecting[task] = None
                 task.add_done_callback(self._connecting.pop)
 

@@ -29,8 +29,8 @@ class TensorLock:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
+        # Tickets of all that hold the lock or wait for it, in the order in which they came.
         self._tickets: list[_Ticket] = []
-        """Of all that hold the lock or wait for it, in the order in which they came."""
 
     def _take_ticket(self, tensors: Iterable[int] | None) -> _Ticket:
         ticket = _Ticket(None if tensors is None else frozenset(tensors))

@@ -21,13 +21,13 @@ from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.limits import increase_file_limit
 from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
 
+# Accepted so that existing scripts work: they are about a libp2p daemon, and there is none.
 WITHOUT_EFFECT = ("use-ipfs", "no-relay", "use-auto-relay")
-"""Accepted so that existing scripts work: they are about a libp2p daemon, and there is none."""
 
 DEFAULT_NAME = "default"
 ANY_PORT = "/tcp/0"
+# Seconds for which the port of the last time is asked for again: the process that has it may be about to end.
 PORT_PATIENCE_SECONDS, PORT_PAUSE_SECONDS = 3.0, 0.2
-"""For so long the port of the last time is asked for again: who has it now may be about to end."""
 
 DESCRIPTION = """\
 Starts a peer that does no training. Others join the swarm through its address, so let it run on a machine that stays on
@@ -108,7 +108,8 @@ def _positive(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM and return the exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # both end it in the same way, also in the background of a script
+    # Both end it in the same way, also in the background of a script.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     ignored = [f"--{name}" for name in WITHOUT_EFFECT if getattr(arguments, name.replace("-", "_"))]
     if ignored:
@@ -132,7 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
             _say("Leaving.")
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)  # leaving takes a moment and is already under way
+                # Leaving takes a moment and is already under way.
+                signal.signal(number, signal.SIG_IGN)
             dht.shutdown()
     return 0
 
@@ -228,7 +230,8 @@ def _reach(address: Multiaddr) -> int:
     for protocol in ("ip4", "ip6"):
         if protocol in address:
             ip = ipaddress.ip_address(address[protocol] or "")
-            far = 3 if protocol == "ip4" else 2  # IPv6 reaches as far, but not everybody has it
+            # IPv6 reaches as far, but not everybody has it.
+            far = 3 if protocol == "ip4" else 2
             return far if ip.is_global else 0 if ip.is_loopback else 1 if ip.is_link_local else 2
     return 4  # a name
 

@@ -17,9 +17,10 @@ from typing import IO
 
 from shoal.errors import P2PDaemonError
 
+# Where the search for a port begins. Below those that systems give to outgoing connections, or after a restart
+# somebody else might have it.
 FIRST_PORT = 31337
-"""Where the search for a port begins. Below those that systems give to outgoing connections, or after a restart
-somebody else might have it."""
+
 PORTS_TRIED = 100
 
 
@@ -65,7 +66,8 @@ class Kept:
             folder = state_directory() / "dht" / name
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (folder / "lock").open("a+")
-        except (OSError, RuntimeError) as e:  # a user without a home, or one that cannot be written to
+        except (OSError, RuntimeError) as e:
+            # A user without a home, or one that cannot be written to.
             raise P2PDaemonError(f"there is no place to keep the key and the port ({e}): use --ephemeral") from e
         with lock:
             try:
@@ -122,7 +124,8 @@ if sys.platform == "win32":
     import msvcrt
 
     def _lock(file: IO[str]) -> None:
-        file.seek(2**20)  # what is locked cannot be read by others, and they want to know who it is
+        # What is locked cannot be read by others, and they want to know who it is.
+        file.seek(2**20)
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         file.seek(0)
 

@@ -29,13 +29,14 @@ from shoal.compression.descriptor import CompressionType, TensorDescriptor
 Buffer = bytes | bytearray | memoryview
 
 MAX_DIMENSIONS = 64
+# Smaller tensors do not gain from huge pages.
 HUGE_FROM_BYTES = 2**22
-"""Smaller tensors do not gain from huge pages."""
+# Copies begin at multiples of so many bytes.
 _ALIGNMENT = 64
-"""Copies begin at multiples of so many bytes."""
+# What a thread copies at a time, and how many of them copy a large state.
 _COPY_BYTES, _COPY_THREADS = 2**25, 4
-"""What a thread copies at a time, and how many of them copy a large state."""
 
+# The element types that may travel, by the name that goes over the wire.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -53,13 +54,11 @@ DTYPES: dict[str, torch.dtype] = {
         torch.complex128,
     )
 }
-"""The element types that may travel, by the name that goes over the wire."""
 
+# Whether :class:`NoCompression` sends bfloat16 as float32, in twice the bytes; what arrives is read either way.
+#
+# Set the environment variable of this name to 1 for that; all peers of a swarm must agree.
 USE_LEGACY_BFLOAT16 = (os.environ.get("USE_LEGACY_BFLOAT16") or "0").lower() not in ("0", "false")
-"""Whether :class:`NoCompression` sends bfloat16 as float32, in twice the bytes; what arrives is read either way.
-
-Set the environment variable of this name to 1 for that; all peers of a swarm must agree.
-"""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

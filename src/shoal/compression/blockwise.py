@@ -22,19 +22,18 @@ from shoal.compression.base import typed
 from shoal.compression.descriptor import CompressionType
 from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, saturate, scratch
 
+# Levels of 8 bits are the cubes of so many equal steps to either side of 0.
+#
+# They reach from 5e-7 to 1, and their relative precision falls to about half with each power of ten, like that of the
+# dynamic 8-bit type (Dettmers et al., arXiv 2110.02861), but smoothly, and they are calculated, not looked up;
+# docs/compression.md compares the two.
 STEPS_8BIT = 127
-"""Levels of 8 bits are the cubes of so many equal steps to either side of 0.
-
-They reach from 5e-7 to 1, and their relative precision falls to about half with each power of ten, like that of the
-dynamic 8-bit type (Dettmers et al., arXiv 2110.02861), but smoothly, and they are calculated, not looked up;
-docs/compression.md compares the two.
-"""
 
 POSITIVE_4BIT = [0.0610, 0.1394, 0.2310, 0.3346, 0.4531, 0.5912, 0.7644, 1.0]
+# Levels of least squared error (Lloyd's algorithm) on blocks of 64 signed-scaled values: a mixture of normal, Laplace,
+# Student-t and row-scaled values and of gradients of a small network; docs/compression.md compares other tables. The
+# first negative one is such that half of it, the border to 0, is exact in :class:`LevelTable`.
 NEGATIVE_4BIT = [-250 / 4096, -0.1391, -0.2350, -0.3467, -0.4779, -0.6374, -0.8430]
-"""Levels of least squared error (Lloyd's algorithm) on blocks of 64 signed-scaled values: a mixture of normal, Laplace,
-Student-t and row-scaled values and of gradients of a small network; docs/compression.md compares other tables. The
-first negative one is such that half of it, the border to 0, is exact in :class:`LevelTable`."""
 
 
 class LevelTable:
@@ -189,7 +188,8 @@ class BlockwiseQuantization(BlockwiseCompression):
 
     def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:
         self.table().nearest(scaled[: len(packed)], packed)
-        codes = packed.view(torch.int8)  # a sign bit and the number of steps; what is sent is the number with its sign
+        # A sign bit and the number of steps; what is sent is the number with its sign.
+        codes = packed.view(torch.int8)
         signs = torch.sign(codes, out=scratch("signs", torch.int8, len(codes)))
         codes.bitwise_and_(STEPS_8BIT).mul_(signs)
 
@@ -227,7 +227,8 @@ class Blockwise4BitQuantization(BlockwiseCompression):
 
     def _read_levels(self, packed: torch.Tensor, levels: torch.Tensor) -> None:
         index = scratch("index", torch.int32, len(packed)).copy_(packed)
-        torch.index_select(_pairs_of_levels(), 0, index, out=levels.view(torch.float64))  # in name only: 64 bits
+        # This type has 64 bits, whatever its name says.
+        torch.index_select(_pairs_of_levels(), 0, index, out=levels.view(torch.float64))
 
 
 @cache

@@ -25,9 +25,9 @@ from shoal.compression.descriptor import CompressionType
 
 FLOATING_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
+# Values that are worked on at a time: few enough for the processor's cache, many enough for Python to cost little, and
+# what makes a part of 512 KiB for an 8-bit codec.
 CHUNK = 2**19
-"""Values that are worked on at a time: few enough for the processor's cache, many enough for Python to cost little, and
-what makes a part of 512 KiB for an 8-bit codec."""
 
 _FP16_MAX = torch.finfo(torch.float16).max
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -35,7 +35,8 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 def in_chunks(values: torch.Tensor, length: int = CHUNK) -> Sequence[torch.Tensor]:
     """Views of consecutive parts of a one-dimensional tensor."""
-    return torch.split(values, length) if values.numel() > length else (values,)  # not to split is faster
+    # A single piece is faster without a split.
+    return torch.split(values, length) if values.numel() > length else (values,)
 
 
 class _Scratch(threading.local):
@@ -48,7 +49,8 @@ class _Scratch(threading.local):
         """At most :data:`CHUNK` values, valid until the same purpose is asked for again."""
         kept = self._kept.get((purpose, dtype))
         if kept is None or kept.numel() != count:
-            with torch.inference_mode(False):  # or the memory could not be used outside of that mode
+            # In inference mode the memory could not be used outside of it.
+            with torch.inference_mode(False):
                 memory = torch.empty(CHUNK, dtype=dtype, device="cpu") if kept is None else kept
                 kept = self._kept[purpose, dtype] = memory.as_strided((count,), (1,), 0)
         return kept
@@ -146,7 +148,8 @@ class Float16Compression(FloatingPointCompression):
 
     @property
     def elementwise(self) -> bool:
-        return type(self) in (Float16Compression, BFloat16Compression)  # what other subclasses do is their own
+        # What other subclasses do is their own.
+        return type(self) in (Float16Compression, BFloat16Compression)
 
     def _nbytes(self, size: Sequence[int]) -> int:
         return math.prod(size) * self._wire.itemsize
@@ -158,7 +161,8 @@ class Float16Compression(FloatingPointCompression):
 
     def _decode(self, payload: np.ndarray, size: Sequence[int], values: torch.Tensor) -> None:
         values.copy_(typed(payload, self._wire))
-        if values.dtype == torch.float16:  # what bfloat16 has rounded up may be beyond its range
+        # What bfloat16 has rounded up may be beyond its range.
+        if values.dtype == torch.float16:
             values.clamp_(-_FP16_MAX, _FP16_MAX)
 
 
@@ -197,7 +201,8 @@ class ScaledFloat16Compression(FloatingPointCompression):
     ) -> None:
         spoiled = None
         centred = _standardise(rows if rows.dtype == torch.float64 else rows.float(), means, deviations)
-        if not bool(deviations.sum() < 1e30):  # also if it is NaN; squares of float32 end at about 1e38
+        # Also if it is NaN; squares of float32 end at about 1e38.
+        if not bool(deviations.sum() < 1e30):
             spoiled = rows.isnan()
             centred = _standardise(finite(rows), means, deviations)
         short.copy_(centred)

@@ -22,8 +22,8 @@ from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, 
 LEVELS = 256
 CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
 
+# If more of the values have the same code, most are small beside the rest, or equal: then their sum must be exact.
 MOST_IN_ONE_PASS = 0.125
-"""If more of the values have the same code, most are small beside the rest, or equal: then their sum must be exact."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -129,7 +129,8 @@ def _mean_and_deviation(values: torch.Tensor) -> tuple[float, float]:
     mean, square = total / count, squares / count
     if values.dtype != torch.float64:
         mean = float(np.float32(mean))
-    if square - mean * mean < 0.01 * square:  # nearly all of it is the mean, and little of the precision is left
+    # Nearly all of it is the mean, and little of the precision is left.
+    if square - mean * mean < 0.01 * square:
         return mean, math.sqrt(sum(float(torch.dot(part, part)) for part in _centred(values, mean)) / count)
     return mean, math.sqrt(square - mean * mean)
 
@@ -180,8 +181,8 @@ class Uniform8BitQuantization(CodebookQuantization):
             yield some.copy_(bins.view(torch.int32)), distance
 
 
+# From here on float32 holds only whole numbers, so that adding it rounds and leaves the number in the last bits.
 _BIN_ZERO = 2.0**23
-"""From here on float32 holds only whole numbers, so that adding it rounds and leaves the number in the last bits."""
 
 
 class Quantile8BitQuantization(CodebookQuantization):
@@ -199,7 +200,8 @@ class Quantile8BitQuantization(CodebookQuantization):
         if not _is_safe(largest, values) or not math.isfinite(deviation):
             return None
         scale = 2.0**15 / largest if largest else 0.0
-        kept = list(_cells(values, centre, scale)) if values.numel() <= CHUNK else []  # one: it stays valid
+        # One: it stays valid.
+        kept = list(_cells(values, centre, scale)) if values.numel() <= CHUNK else []
         counts = None
         for _, cells in kept or _cells(values, centre, scale):
             found = torch.bincount(cells, minlength=CELLS)
@@ -213,8 +215,9 @@ class Quantile8BitQuantization(CodebookQuantization):
         )
 
 
+# Numbers that float16 can tell apart.
 CELLS = 2**16
-"""Numbers that float16 can tell apart."""
+
 _REFINEMENTS = 2
 
 
@@ -224,7 +227,8 @@ def _cells(values: torch.Tensor, centre: float, scale: float) -> Iterator[tuple[
         count = distance.numel()
         short, ranks = scratch("short", torch.float16, count), scratch("ranks", torch.int16, count)
         short.copy_(torch.mul(distance, scale, out=scratch("scaled", distance.dtype, count)))
-        bits = short.view(torch.int16)  # of negative numbers, all but the sign have to be turned over
+        # Of negative numbers, all but the sign have to be turned over.
+        bits = short.view(torch.int16)
         torch.bitwise_right_shift(bits, 15, out=ranks).bitwise_and_(CELLS // 2 - 1).bitwise_xor_(bits)
         yield distance, scratch("cells", torch.int32, count).copy_(ranks).add_(CELLS // 2)
 
@@ -261,7 +265,8 @@ def _refined(below: np.ndarray, sums: np.ndarray, values: np.ndarray) -> np.ndar
     edges = np.zeros(LEVELS + 1, dtype=np.int64)
     edges[-1] = CELLS
     edges[1:-1] = np.searchsorted(below[1:], below[-1] * np.arange(1, LEVELS) // LEVELS)
-    for _ in range(_REFINEMENTS):  # every value to the nearest average, as in Lloyd's algorithm
+    # Every value to the nearest average, as in Lloyd's algorithm.
+    for _ in range(_REFINEMENTS):
         inside = np.diff(below[edges])
         averages = np.where(
             inside > 0, np.diff(sums[edges]) / np.maximum(inside, 1), values[np.minimum(edges[:-1], CELLS - 1)]

@@ -99,7 +99,8 @@ def combine_all(stream: Iterable[TensorChunk]) -> Iterator[SerializedTensor]:
         if assembly is None:
             assembly = _Assembly(chunk)
         elif chunk.metadata is not None:
-            assembly.result()  # a new tensor begins although this one is not complete: tell what is missing
+            # A new tensor begins although this one is not complete: tell what is missing.
+            assembly.result()
         else:
             assembly.add(chunk)
         if assembly.is_complete:

@@ -4,9 +4,8 @@ import importlib
 from types import ModuleType
 
 from shoal.clock import DHTExpiration
-from shoal.dht.config import DEFAULT_NUM_WORKERS
 from shoal.dht.dht import DHT
-from shoal.dht.node import DHTNode
+from shoal.dht.node import DEFAULT_NUM_WORKERS, DHTNode
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, Subkey, ValueWithExpiration
 from shoal.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase

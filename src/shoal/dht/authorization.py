@@ -41,11 +41,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MessageT = TypeVar("MessageT", bound="AuthorizedRequest | AuthorizedResponse")
 
+# Seconds by which the time in a request may differ from the receiver's.
 MAX_REQUEST_AGE = 60.0
-"""Seconds by which the time in a request may differ from the receiver's."""
+
 NONCE_BYTES = 16
+# Requests of the last minutes that are remembered, so that each is answered once.
 MAX_NONCES = 2**18
-"""Requests of the last minutes that are remembered, so that each is answered once."""
+
 _REQUEST_PURPOSE, _RESPONSE_PURPOSE = "shoal authorized request 1", "shoal authorized response 1"
 
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -141,7 +143,8 @@ class TokenAuthorizerBase(AuthorizerBase):
     """
 
     def __init__(self, local_private_key: PrivateKey | None = None) -> None:
-        from shoal.dht.crypto import PrivateKey  # loading it takes time, and most tables are open to all
+        # Loading it takes time, and most tables are open to all.
+        from shoal.dht.crypto import PrivateKey
 
         self._local_private_key = PrivateKey.process_wide() if local_private_key is None else local_private_key
         self._local_public_key = self._local_private_key.get_public_key()
@@ -267,7 +270,8 @@ def _signed_bytes(purpose: str, call: str, message: MessageT) -> bytes:
         encoded = msgspec.msgpack.encode(message)
     finally:
         message.auth.signature = signature
-    as_received = decode_header(encoded, type(message))  # where a number may be a float, an int arrives as one
+    # An int arrives as a float where a float may be.
+    as_received = decode_header(encoded, type(message))
     return msgspec.msgpack.encode([purpose, call, as_received])
 
 

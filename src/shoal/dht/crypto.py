@@ -25,8 +25,8 @@ from shoal.serializer import MSGPackSerializer
 
 _OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)
 _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
+# Part of everything that is signed here, so that no signature can be used elsewhere.
 _PURPOSE = b"shoal dht record 1"
-"""Part of everything that is signed here, so that no signature can be used elsewhere."""
 
 
 class PublicKey:
@@ -44,7 +44,8 @@ class PublicKey:
         """
         try:
             public_key = serialization.load_ssh_public_key(data)
-        except Exception as e:  # hostile bytes; the parser's exceptions differ between versions
+        except Exception as e:
+            # Hostile bytes; the parser's exceptions differ between versions.
             raise ValueError(f"not a public key in OpenSSH form: {type(e).__name__}: {e}") from None
         if not isinstance(public_key, ed25519.Ed25519PublicKey):
             raise ValueError(f"only Ed25519 keys are supported, got {type(public_key).__name__}")
@@ -63,7 +64,8 @@ class PublicKey:
             self._public_key.verify(raw, data)
         except (InvalidSignature, binascii.Error, ValueError):
             return False
-        return base64.b64encode(raw) == signature  # several texts have the same meaning, and only one was made
+        # Several texts have the same meaning, and only one was made.
+        return base64.b64encode(raw) == signature
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PublicKey) and self.to_bytes() == other.to_bytes()
@@ -188,7 +190,8 @@ class SignatureValidator(RecordValidatorBase):
 
     def strip_value(self, record: DHTRecord) -> bytes:
         if not self._owners(record):
-            return record.value  # what looks like a signature there is the user's own data
+            # What looks like a signature there is the user's own data.
+            return record.value
         signatures = list(_SIGNATURE.finditer(record.value))
         if signatures and signatures[-1].end() == len(record.value):
             return record.value[: signatures[-1].start()]

@@ -11,9 +11,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 from shoal.clock import DHTExpiration
-from shoal.dht.config import DEFAULT_NUM_WORKERS
 from shoal.dht.get import GetResult
-from shoal.dht.node import DHTNode
+from shoal.dht.node import DEFAULT_NUM_WORKERS, DHTNode
 from shoal.dht.routing import DHTKey
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.validation import CompositeValidator, RecordValidatorBase

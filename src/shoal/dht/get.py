@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import DHTExpiration, get_dht_time
-from shoal.dht.config import NodeConfig
 from shoal.dht.lookup import Lookup
 from shoal.dht.messages import MAX_KEYS_PER_FIND
 from shoal.dht.records import NewRecord
@@ -27,6 +26,7 @@ from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase, ha
 from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
+    from shoal.dht.node import NodeConfig
     from shoal.dht.protocol import DHTProtocol
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,8 @@ class Search:
 
     def _unite_with(self, other: DictionaryDHTValue[bytes]) -> None:
         assert isinstance(self.found, DictionaryDHTValue)
-        if not self._owns_found:  # it may be the very object that lies in the storage of this node
+        # It may be the very object that lies in the storage of this node.
+        if not self._owns_found:
             self.found, self._owns_found = self.found.copy(), True
         for subkey, item in other.items():
             self.found.store(subkey, item.value, item.expiration_time)

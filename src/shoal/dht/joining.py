@@ -31,10 +31,10 @@ Targets = Sequence[tuple[Multiaddr, PeerID]]
 
 Outcomes = asyncio.Queue[tuple[PeerID, "Exception | None"]]
 
+# A connection may break by chance; only then is a peer asked again.
 PING_ATTEMPTS = 3
-"""A connection may break by chance; only then is a peer asked again."""
+# How long other initial peers may take to say what time it is, if the first one says that this machine is wrong.
 SECOND_OPINION_SECONDS = 1.0
-"""How long other initial peers may take to say what time it is, if the first one says that this machine is wrong."""
 
 
 async def ping_initial_peers(
@@ -112,7 +112,8 @@ async def _ping(protocol: DHTProtocol, peer: PeerID, validate: bool, outcomes: O
         else:
             error = None
             break
-    if isinstance(error, IdentityMismatchError):  # others may have let this node in, so that nobody else would say it
+    # Others may have let this node in, so that nobody else would say it.
+    if isinstance(error, IdentityMismatchError):
         logger.warning("an initial peer is another one than expected: %s", error)
     outcomes.put_nowait((peer, error))
 
@@ -139,22 +140,24 @@ def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
     }
 
 
+# How often a node looks around, give or take a quarter.
 TICK_SECONDS = 5.0
-"""How often a node looks around, give or take a quarter."""
+# Without an answer for so long, the nearest neighbor is asked for a sign of life.
 IDLE_SECONDS = 20.0
-"""Without an answer for so long, the nearest neighbor is asked for a sign of life."""
+# Until a suspect is asked again; doubled each time.
 FIRST_PAUSE_SECONDS = 5.0
-"""Until a suspect is asked again; doubled each time."""
+# Between two questions to a suspect or an initial peer, or two attempts to find the swarm again.
 LONGEST_PAUSE_SECONDS = 30.0
-"""Between two questions to a suspect or an initial peer, or two attempts to find the swarm again."""
+# Between two questions to an initial peer that has answered the last one, but has no place in the table.
 PAUSE_WHEN_WELL_SECONDS = 300.0
-"""Between two questions to an initial peer that has answered the last one, but has no place in the table."""
+# Where more nodes are known, each of them asks those that are gone less often.
 SMALL_TABLE = 20
-"""Where more nodes are known, each of them asks those that are gone less often."""
+
 PROBES_PER_TICK = 3
 SEEDS_PER_ATTEMPT = 3
+# After so many attempts, initial peers are preferred: all else that this node knows may be outdated.
 PATIENT_ATTEMPTS = 5
-"""After so many attempts, initial peers are preferred: all else that this node knows may be outdated."""
+
 SHARE_OF_INITIAL_PEERS = 0.25
 
 
@@ -183,7 +186,8 @@ class Reunion:
     ) -> None:
         self._protocol = protocol
         self._p2p, self._reception = protocol.p2p, protocol.reception
-        self._rng = random.Random(int(protocol.node_id))  # of its own: what it draws changes nothing for the others
+        # A generator of its own: what it draws changes nothing for the others.
+        self._rng = random.Random(int(protocol.node_id))
         self._addresses: dict[PeerID, list[Multiaddr]] = {}
         for address, peer in initial_peers:
             if peer != self._p2p.peer_id:
@@ -238,7 +242,8 @@ class Reunion:
     async def _ping(self, peers: Collection[PeerID]) -> None:
         """Ask peers for a sign of life; the protocol notes what comes of it."""
         for peer in peers:
-            self._p2p.add_addresses(peer, self._addresses.get(peer, ()))  # what it announced may be outdated
+            # What it announced may be outdated.
+            self._p2p.add_addresses(peer, self._addresses.get(peer, ()))
         await asyncio.gather(*map(self._ping_one, peers))
 
     async def _ping_one(self, peer: PeerID) -> None:

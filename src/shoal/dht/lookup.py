@@ -70,7 +70,8 @@ class Lookup:
         answer = await self._protocol.call_find(peer, targets, wanted, neighbors_only=neighbors_only)
         if answer is None:
             return None
-        if answer.node_id != node_id.to_bytes():  # a made-up id: one peer shall not stand for many nodes
+        # A made-up id: one peer shall not stand for many nodes.
+        if answer.node_id != node_id.to_bytes():
             return None
         hops = self.hops_to(node_id) + 1
         for told_id, contact in answer.contacts.items():
@@ -107,7 +108,8 @@ class Lookup:
             if address not in known:
                 try:
                     p2p.add_addresses(peer, [address])
-                except ValueError as e:  # perhaps one of a kind that is not known here yet; others may do
+                except ValueError as e:
+                    # Perhaps one of a kind that is not known here yet; others may do.
                     logger.debug("ignored an address that somebody told of: %s", e)
         return peer
 
@@ -123,7 +125,8 @@ class Lookup:
             beam_size: most nodes in a result.
             enough: a target is done when this many of the nearest nodes have answered.
         """
-        self._neighbors = max(self._neighbors, enough)  # the nearest of all know each other, but would tell of fewer
+        # The nearest of all know each other, but would tell of fewer.
+        self._neighbors = max(self._neighbors, enough)
         walk = Traversal(
             targets,
             self.starting_nodes,
@@ -152,8 +155,9 @@ class Lookup:
         return {target: Answer(record.neighbors) for target, record in answers.items()}
 
 
+# A peer that was not found is not looked for again for so long.
 SECONDS_BETWEEN_SEARCHES = 5.0
-"""A peer that was not found is not looked for again for so long."""
+
 MAX_NOT_FOUND = 1000
 
 

@@ -13,15 +13,17 @@ from msgspec import Meta
 
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
 
+# Largest value of one record; the table is for small facts, tensors travel elsewhere.
 MAX_VALUE_BYTES = 2**19
-"""Largest value of one record; the table is for small facts, tensors travel elsewhere."""
+
 MAX_SUBKEY_BYTES = 2**12
 MAX_RECORDS_PER_STORE = 256
 MAX_KEYS_PER_FIND = 64
+# Most neighbors in one answer about one key.
 MAX_NEIGHBORS = 128
-"""Most neighbors in one answer about one key."""
+# Most neighbors in one answer about all its keys, if the asker wants more about each than usual.
 MAX_NEIGHBORS_TOLD = MAX_KEYS_PER_FIND * 20
-"""Most neighbors in one answer about all its keys, if the asker wants more about each than usual."""
+
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 256
 
@@ -86,7 +88,8 @@ class Found(IntEnum):
     NOTHING = 0
     PLAIN = 1
     DICTIONARY = 2
-    TOO_MUCH = 3  # there is a value, but this answer is full: ask again for this key alone
+    # There is a value, but this answer is full: ask again for this key alone.
+    TOO_MUCH = 3
 
 
 class FindResult(msgspec.Struct, frozen=True, array_like=True):

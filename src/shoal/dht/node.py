@@ -6,20 +6,22 @@ import asyncio
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.authorization import AuthorizerBase
-from shoal.dht.config import DEFAULT_NUM_WORKERS, NodeConfig
 from shoal.dht.get import CacheRefreshQueue, GetResult, PendingSearches, Reader
 from shoal.dht.joining import Reunion, ping_initial_peers
 from shoal.dht.lookup import Lookup, PeerFinder
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.routing import DHTID, DHTKey
-from shoal.dht.storage import Blacklist, DHTValue, Subkey
+from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.store import Writer, make_record
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import DHTError
+from shoal.facade import options_from
+from shoal.logs import setting
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.identity import split_peer_address
 from shoal.p2p.joining import parse_peer_addresses
@@ -28,8 +30,62 @@ __all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
 
 logger = logging.getLogger(__name__)
 
+# Seconds for connecting to the first initial peer, unless ``startup_timeout`` says otherwise.
 STARTUP_TIMEOUT = 8.0
-"""Seconds for connecting to the first initial peer, unless ``startup_timeout`` says otherwise."""
+
+
+# Requests in flight of one search, unless said otherwise; the environment may set it.
+DEFAULT_NUM_WORKERS = int(setting("DHT_NUM_WORKERS", "4"))
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """How a node behaves."""
+
+    bucket_size: int = 20
+    """Most nodes in one bucket of the routing table, most neighbors in an answer, and nodes asked before giving up."""
+    num_replicas: int = 5
+    """How many nodes should hold a record."""
+    depth_modulo: int = 5
+    """Buckets far from the own id stop splitting at depths divisible by this."""
+    parallel_rpc: int | None = None
+    """Most calls in flight of the whole node; ``None`` = no limit."""
+    wait_timeout: float = 3.0
+    """Seconds after which a call counts as unanswered. After a quarter of this time a search goes on without a node
+    that has not answered, unless most of those that should hold the record are as slow."""
+    refresh_timeout: float | None = None
+    """Buckets from which nothing was heard for this many seconds are looked through again; ``None`` = never."""
+    bootstrap_timeout: float | None = None
+    """Seconds for the whole join; ``None`` = ``wait_timeout``."""
+    cache_locally: bool = True
+    """Keep a copy of what was found."""
+    cache_nearest: int = 1
+    """Give a copy of what was found to this many of the nearest nodes that did not have it."""
+    cache_size: int | None = None
+    """Most records in the cache; ``None`` = no limit."""
+    cache_refresh_before_expiry: float = 5.0
+    """Fetch cached records that are in use anew this many seconds before they expire; 0 = never."""
+    cache_on_store: bool = True
+    """Keep a copy of what was stored."""
+    reuse_get_requests: bool = True
+    """Searches for the same key at the same time share the first result."""
+    num_workers: int = DEFAULT_NUM_WORKERS
+    """Requests in flight of one search, until it has reached the nodes that are nearest."""
+    chunk_size: int = 16
+    """Most keys in one find request of a get, and in one refresh of the cache."""
+    blacklist_time: float = 5.0
+    """Seconds for which a peer that did not answer is left alone; 0 = not at all."""
+    backoff_rate: float = 2.0
+    """Each further failure in a row makes that longer by this factor."""
+    ensure_bootstrap_success: bool = True
+    """Fail if no initial peer answers, and let the one that does check that this node can be reached."""
+    strict: bool = True
+    """Fail if this node cannot be reached, or if nobody can tell the right time; otherwise only warn."""
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_size", "num_replicas", "depth_modulo", "num_workers", "chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 class DHTNode:
@@ -99,39 +155,19 @@ class DHTNode:
             authorizer: decides whom this node talks to; the same kind at every node of the swarm.
             kwargs: for :meth:`P2P.create`.
 
-        The other parameters are explained in :class:`shoal.dht.config.NodeConfig`.
+        The other parameters are explained in :class:`NodeConfig`.
 
         Raises:
             BootstrapError: no initial peer answered.
             ValidationError: this node cannot be reached, or the initial peers do not agree about the time.
             ValueError, TypeError: an argument makes no sense.
         """
+        config = options_from(NodeConfig, locals())
         if not isinstance(authorizer, AuthorizerBase | None):
             raise TypeError(f"authorizer must derive from AuthorizerBase, got {authorizer!r}")
         if p2p is not None and kwargs:
             raise ValueError(f"{', '.join(kwargs)}: settings of P2P.create have no effect together with p2p")
         targets = parse_peer_addresses(initial_peers or ())
-        config = NodeConfig(
-            bucket_size=bucket_size,
-            num_replicas=num_replicas,
-            depth_modulo=depth_modulo,
-            parallel_rpc=parallel_rpc,
-            wait_timeout=wait_timeout,
-            refresh_timeout=refresh_timeout,
-            bootstrap_timeout=bootstrap_timeout,
-            cache_locally=cache_locally,
-            cache_nearest=cache_nearest,
-            cache_size=cache_size,
-            cache_refresh_before_expiry=cache_refresh_before_expiry,
-            cache_on_store=cache_on_store,
-            reuse_get_requests=reuse_get_requests,
-            num_workers=num_workers,
-            chunk_size=chunk_size,
-            blacklist_time=blacklist_time,
-            backoff_rate=backoff_rate,
-            ensure_bootstrap_success=ensure_bootstrap_success,
-            strict=strict,
-        )
         owns_p2p = p2p is None
         if p2p is None:
             kwargs.setdefault("startup_timeout", STARTUP_TIMEOUT)
@@ -144,16 +180,10 @@ class DHTNode:
             protocol = DHTProtocol(
                 p2p,
                 DHTID.of_peer(p2p.peer_id) if node_id is None else node_id,
-                bucket_size=bucket_size,
-                depth_modulo=depth_modulo,
-                num_replicas=num_replicas,
-                wait_timeout=wait_timeout,
-                parallel_rpc=parallel_rpc,
-                cache_size=cache_size,
+                config,
                 client_mode=client_mode or p2p.client_mode,
                 record_validator=record_validator,
                 authorizer=authorizer,
-                blacklist=Blacklist(blacklist_time, backoff_rate),
             )
             node = cls(protocol=protocol, config=config, owns_p2p=owns_p2p, _from_create=True)
         except BaseException:
@@ -222,7 +252,8 @@ class DHTNode:
             return
         self.is_alive = False
         self._reader.refresh_queue.clear()
-        if self.p2p.find_addresses == self._finder.find:  # not that of another node, beside which this one cannot start
+        # Another node on this peer may have set its own meanwhile.
+        if self.p2p.find_addresses == self._finder.find:
             self.p2p.find_addresses = None
         await self.protocol.shutdown()
         if self._owns_p2p:
@@ -339,7 +370,8 @@ class DHTNode:
             search_all = self._reader.finish_searches(searches, num_workers, beam_size)
             if return_futures:
                 task = self.protocol.spawn(search_all)
-                task.add_done_callback(lambda _: self._reader.abandon(searches))  # it may end before it has begun
+                # It may end before it has begun.
+                task.add_done_callback(lambda _: self._reader.abandon(searches))
             else:
                 await search_all
         if return_futures:

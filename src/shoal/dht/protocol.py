@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -54,29 +54,33 @@ from shoal.errors import (
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
 from shoal.p2p.joining import explain_unreachable
 
+if TYPE_CHECKING:
+    from shoal.dht.node import NodeConfig
+
 __all__ = ["NO_ANSWER", "DHTProtocol", "FindAnswer", "FoundRecord", "ValidationError"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ResponseT = TypeVar("ResponseT", bound=Header)
 
+# What a call raises when the other node is gone, silent, or does not speak this protocol.
 NO_ANSWER = (ShoalError, ConnectionError, TimeoutError)
-"""What a call raises when the other node is gone, silent, or does not speak this protocol."""
 
+# What a call raises when nothing was heard of the other node: it may be gone, or this machine offline or busy.
 SILENCE = (ConnectionError, TimeoutError)
-"""What a call raises when nothing was heard of the other node: it may be gone, or this machine offline or busy."""
 
+# Values beyond this are left out of one answer.
 REPLY_BYTES = 3 * 2**18
-"""Values beyond this are left out of one answer."""
 
+# Part of the waiting time after which a walk goes on beside a node that has not answered yet.
 STALL_SHARE = 0.25
-"""Part of the waiting time after which a walk goes on beside a node that has not answered yet."""
+# A connection may break by chance; only then is a node asked again.
 CALL_ATTEMPTS = 3
-"""A connection may break by chance; only then is a node asked again."""
+
 PING_BACK_ATTEMPTS = 3
 SECONDS_BETWEEN_ATTEMPTS = 0.1
+# Part of the waiting time in which a caller that asks for it must be reachable, so that it still hears the verdict.
 PING_BACK_SHARE = 0.5
-"""Part of the waiting time in which a caller that asks for it must be reachable, so that it still hears the verdict."""
 
 
 class FoundRecord(NamedTuple):
@@ -112,52 +116,43 @@ class DHTProtocol(ServicerBase):
     Args:
         p2p: the peer that calls and is called.
         node_id: the own id.
-        bucket_size: most nodes in a bucket of the routing table, and most neighbors in an answer.
-        depth_modulo: see :class:`RoutingTable`.
-        num_replicas: how many nodes should hold a record.
-        wait_timeout: seconds that one call may take.
-        parallel_rpc: most calls at a time, ``None`` = no limit.
-        cache_size: most records in the cache, ``None`` = no limit.
+        config: the node's settings.
         client_mode: only call, never answer.
         record_validator: decides what may be stored and believed.
         authorizer: decides whom this node talks to; everybody by default.
-        blacklist: peers that walks leave alone.
     """
 
     def __init__(
         self,
         p2p: P2P,
         node_id: DHTID,
+        config: NodeConfig,
         *,
-        bucket_size: int,
-        depth_modulo: int,
-        num_replicas: int,
-        wait_timeout: float,
-        parallel_rpc: int | None = None,
-        cache_size: int | None = None,
         client_mode: bool = False,
         record_validator: RecordValidatorBase | None = None,
         authorizer: AuthorizerBase | None = None,
-        blacklist: Blacklist | None = None,
     ) -> None:
         self.p2p, self.node_id = p2p, node_id
-        self.blacklist = Blacklist() if blacklist is None else blacklist
+        self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate)
+        """Peers that walks leave alone."""
         self.reception = Reception()
         self.came_back = asyncio.Event()
         """A suspect has given a sign of life: there may be more nodes to meet behind it."""
         self._authorizer = authorizer
-        self._announced_id = None if client_mode else node_id.to_bytes()  # what others are told about this node
-        self.routing_table = RoutingTable(node_id, bucket_size, depth_modulo)
-        self.records = LocalRecords(cache_size, record_validator)
-        self.bucket_size, self.num_replicas = bucket_size, num_replicas
-        self.wait_timeout = wait_timeout
+        # What others are told about this node.
+        self._announced_id = None if client_mode else node_id.to_bytes()
+        self.routing_table = RoutingTable(node_id, config.bucket_size, config.depth_modulo)
+        self.records = LocalRecords(config.cache_size, record_validator)
+        self.bucket_size, self.num_replicas = config.bucket_size, config.num_replicas
+        self.wait_timeout = config.wait_timeout
         self.client_mode = client_mode
         self._rpc_limit: AbstractAsyncContextManager[Any] = (
-            nullcontext() if parallel_rpc is None else asyncio.Semaphore(parallel_rpc)
+            nullcontext() if config.parallel_rpc is None else asyncio.Semaphore(config.parallel_rpc)
         )
         self._packed_nodes: dict[DHTID, _PackedNode] = {}  # of the routing table
         self._addresses_packed = 0  # how many changes of addresses they contain
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that the same seed gives the same run
+        # A dictionary keeps the order, so that the same seed gives the same run.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
         self._is_shut_down = False
 
     @property
@@ -332,7 +327,8 @@ class DHTProtocol(ServicerBase):
     async def _call_once(
         self, peer: PeerID, method: str, request: Header, response_type: type[ResponseT], timeout: float
     ) -> ResponseT:
-        if not self.p2p.is_reachable(peer):  # a search in the table for the sake of the table could go on without end
+        # A search in the table for the sake of the table could go on without end.
+        if not self.p2p.is_reachable(peer):
             raise DialError(f"no address of peer {peer} is known")
         if self._authorizer is not None:
             response: ResponseT = await self._call_member(self._authorizer, peer, method, request, timeout)

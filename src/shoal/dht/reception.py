@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 from shoal.p2p.identity import PeerID
 
+# Calls of this time are compared with each other; after so long without any answer the swarm may be lost.
 WINDOW_SECONDS = 10.0
-"""Calls of this time are compared with each other; after so long without any answer the swarm may be lost."""
+# One silent peer alone is never taken for an outage.
 FEWEST_SILENT = 2
-"""One silent peer alone is never taken for an outage."""
+# A loop that is later than this may have missed answers that were there in time.
 LATE_SECONDS = 0.5
-"""A loop that is later than this may have missed answers that were there in time."""
+
 HEARTBEAT_SECONDS = 0.25
 MAX_EXCUSED = 4096
 
@@ -27,9 +28,11 @@ class Reception:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._outcomes: dict[PeerID, tuple[float, bool]] = {}  # of the last call to each peer; the oldest first
+        # The last call to each peer; the oldest first.
+        self._outcomes: dict[PeerID, tuple[float, bool]] = {}
         self._silent = 0  # how many of them had no answer
-        self._excused: dict[PeerID, float] = {}  # whose silence was not held against them, and since when
+        # Peers whose silence was not held against them, and since when.
+        self._excused: dict[PeerID, float] = {}
         self._in_flight = 0
         self._heartbeat: asyncio.TimerHandle | None = None
         self._was_late_at = float("-inf")

@@ -23,14 +23,15 @@ from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
 
+# A node refuses records when it holds this much, so that nobody can fill its memory.
 MAX_RECORD_BYTES_IN_MEMORY = 2**28
-"""A node refuses records when it holds this much, so that nobody can fill its memory."""
-_SECONDS_BETWEEN_COUNTS = 5.0
-_OVERHEAD_BYTES = 300
-"""What a record takes besides its value, roughly."""
 
+_SECONDS_BETWEEN_COUNTS = 5.0
+# What a record takes besides its value, roughly.
+_OVERHEAD_BYTES = 300
+
+# Records for one node are sent in requests of about this size at most.
 REQUEST_BYTES = 3 * 2**18
-"""Records for one node are sent in requests of about this size at most."""
 
 
 class NewRecord(NamedTuple):
@@ -142,7 +143,8 @@ class LocalRecords:
         self.storage = DHTLocalStorage()
         self.cache = DHTLocalStorage(maxsize=cache_size)
         self.record_validator = record_validator
-        self._bytes = 0  # at least as much as there is: replaced and expired records are still counted
+        # At least as much as there is: replaced and expired records are still counted.
+        self._bytes = 0
         self._next_count = -math.inf
 
     def is_valid(self, record: DHTRecord) -> bool:

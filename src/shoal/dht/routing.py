@@ -27,8 +27,8 @@ DHTKey = Any
 
 ID_BITS = 160
 
+# A full bucket asks at most one member in this time whether it is still there, however many want its place.
 SECONDS_BETWEEN_CHECKS = 5.0
-"""A full bucket asks at most one member in this time whether it is still there, however many want its place."""
 
 
 class DHTID(int):
@@ -282,7 +282,8 @@ class RoutingTable:
             return None
         bucket = self.bucket_of(node_id)
         holder = bucket.nodes_to_peer_id.get(node_id) or bucket.replacement_nodes.get(node_id)
-        if holder is not None and holder != peer_id:  # nobody takes the id of a node that may be alive
+        # Nobody takes the id of a node that may be alive.
+        if holder is not None and holder != peer_id:
             return bucket.begin_check(node_id, holder)
         if bucket.suspects.get(node_id, peer_id) != peer_id:
             del self[node_id]
@@ -354,7 +355,8 @@ class RoutingTable:
         index = self.get_bucket_index(query_id)
         bucket = self.buckets[index]
         yield [bucket]
-        first, last = index, index + 1  # what shares the first bits with the query, fewer and fewer of them
+        # What shares the first bits with the query, fewer and fewer of them.
+        first, last = index, index + 1
         for shared_bits in range(bucket.depth - 1, -1, -1):
             width = 1 << (ID_BITS - shared_bits)
             lower = query_id & -width

@@ -86,7 +86,8 @@ class TimedStorage(Generic[KeyType, ValueType]):
             raise ValueError(f"maxsize must be None or at least 0, got {maxsize}")
         self.maxsize = math.inf if maxsize is None else maxsize
         self._data: dict[KeyType, ValueWithExpiration[ValueType]] = {}
-        self._by_expiration: list[HeapEntry[KeyType]] = []  # entries that no longer match _data are skipped
+        # Entries that no longer match _data are skipped.
+        self._by_expiration: list[HeapEntry[KeyType]] = []
         self._freezes = 0
 
     @property
@@ -128,7 +129,8 @@ class TimedStorage(Generic[KeyType, ValueType]):
         return present is None or present.expiration_time < expiration_time
 
     def _put(self, key: KeyType, value: ValueType, expiration_time: DHTExpiration) -> None:
-        self._data.pop(key, None)  # 0, 0.0 and False are one key: keep the latest spelling
+        # 0, 0.0 and False are one key: keep the latest spelling.
+        self._data.pop(key, None)
         self._data[key] = ValueWithExpiration(value, expiration_time)
         heapq.heappush(self._by_expiration, HeapEntry(expiration_time, key))
         if len(self._by_expiration) > 2 * len(self._data) + 16:
@@ -145,7 +147,8 @@ class TimedStorage(Generic[KeyType, ValueType]):
             return
         now = get_dht_time()
         if self._by_expiration[0].expiration_time >= now and len(self._data) <= self.maxsize:
-            return  # whether or not that is still the expiration of its key, nothing is due before
+            # Whether or not that is still the expiration of its key, nothing is due before.
+            return
         while self._by_expiration:
             first = self._by_expiration[0]
             if not self._is_outdated(first):
@@ -206,8 +209,8 @@ class TimedStorage(Generic[KeyType, ValueType]):
         return f"{type(self).__name__}({self._data})"
 
 
+# More entries than this are not accepted from the network in one dictionary.
 MAX_DICTIONARY_ENTRIES = 2**16
-"""More entries than this are not accepted from the network in one dictionary."""
 
 
 @MSGPackSerializer.ext_serializable(0x50)

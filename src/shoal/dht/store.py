@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.clock import DHTExpiration, get_dht_time
-from shoal.dht.config import NodeConfig
 from shoal.dht.lookup import Lookup
 from shoal.dht.messages import MAX_VALUE_BYTES
 from shoal.dht.records import NewRecord, check_expiration, check_subkey
@@ -20,6 +19,7 @@ from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
     from shoal.dht.get import CacheRefreshQueue
+    from shoal.dht.node import NodeConfig
     from shoal.dht.protocol import DHTProtocol
 
 StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["list[bool] | None"]]
@@ -117,7 +117,8 @@ class Writer:
             publication = publications.setdefault(record.key_id, Publication(record.key_id, self._config.num_replicas))
             places.append((publication, publication.add(record)))
         lookup = Lookup(self._protocol)
-        without_self = exclude_self or self._protocol.client_mode  # nobody could fetch it from a client
+        # Nobody could fetch it from a client.
+        without_self = exclude_self or self._protocol.client_mode
 
         async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> list[bool] | None:
             if node_id == self._protocol.node_id:
@@ -153,7 +154,8 @@ class Writer:
             if was_accepted:
                 self._protocol.records.keep(record._replace(in_cache=True))
             elif cached is not None and record.expiration_time >= cached.expiration_time:
-                self._refresh_queue.schedule(record.key_id, get_dht_time())  # somebody has a later value
+                # Somebody has a later value.
+                self._refresh_queue.schedule(record.key_id, get_dht_time())
         elif cached is not None and isinstance(cached.value, DictionaryDHTValue):
             if was_accepted:
                 self._protocol.records.keep(record._replace(in_cache=True))

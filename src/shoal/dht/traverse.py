@@ -25,9 +25,9 @@ from shoal.clock import SwarmClock, get_clock
 from shoal.dht.routing import DHTID
 from shoal.errors import DHTError
 
+# Walks of one process at a time; the others wait in line. A walk that shares the processor with a thousand others takes
+# so long that its calls time out, and costs several times as much. No call is on its way while a walk waits.
 WALKS_IN_FLIGHT = 8
-"""Of one process at a time; the others wait in line. A walk that shares the processor with a thousand others takes so
-long that its calls time out, and costs several times as much. No call is on its way while a walk waits."""
 
 _lines: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[SwarmClock, asyncio.Semaphore]]
 _lines = WeakKeyDictionary()
@@ -44,14 +44,14 @@ def walk_line() -> asyncio.Semaphore:
     return line
 
 
+# A query gives up after this many requests for each place in its beam.
 MAX_REQUESTS_PER_BEAM = 10
-"""A query gives up after this many requests for each place in its beam."""
 
 
+# A request is suspicious only after so many times the mean time until an answer.
 STALLED_OVER_MEAN = 3.0
-"""A request is suspicious only after so many times the mean time until an answer."""
+# So many suspiciously long requests for each place in flight; any more keep their places.
 MAX_STALLED_PER_WORKER = 4
-"""So many suspiciously long requests for each place in flight; any more keep their places."""
 
 
 class Answer(NamedTuple):
@@ -94,7 +94,8 @@ class Query:
         self.beam_size = beam_size
         self.front = beam_size if front is None else front
         self.known: set[int] = set() if own_id is None else {own_id ^ target}
-        self.nearest: list[int] = []  # the nearest nodes that have not failed, sorted, some more than the beam
+        # The nearest nodes that have not failed, sorted, some more than the beam.
+        self.nearest: list[int] = []
         self.asked: set[int] = set()
         self.responded: set[int] = set()
         self.active = 0
@@ -139,7 +140,8 @@ class Query:
         self._find_next()
 
     def _find_next(self) -> None:
-        if len(self.asked) >= MAX_REQUESTS_PER_BEAM * self.beam_size:  # somebody makes up ever nearer nodes
+        # Somebody makes up ever nearer nodes.
+        if len(self.asked) >= MAX_REQUESTS_PER_BEAM * self.beam_size:
             self.next_distance = None
             return
         self.next_distance = next((d for d in self.nearest[: self.front] if d not in self.asked), None)
@@ -296,7 +298,8 @@ class Traversal:
         request = _Request(node, queries, loop.time())
         self._slots_taken += 1
         if self._stall_after is not None:
-            mean = self._seconds_until_answers / max(1, self._answers)  # where everybody is slow, nobody is suspicious
+            # If everybody is slow, nobody is suspicious.
+            mean = self._seconds_until_answers / max(1, self._answers)
             delay = max(self._stall_after, STALLED_OVER_MEAN * mean)
             request.stall_timer = loop.call_later(delay, self._on_stalled, request)
         task = self._spawn(self._carry_out(request))

@@ -15,11 +15,11 @@ from shoal.clock import DHTExpiration
 from shoal.dht.storage import StoredValue
 from shoal.serializer import MSGPackSerializer
 
+# Stands where a subkey would be in the record of a value that is not an entry of a dictionary.
 PLAIN_VALUE = MSGPackSerializer.dumps(None)
-"""Stands where a subkey would be in the record of a value that is not an entry of a dictionary."""
 
+# Stands where a subkey would be when all entries of a dictionary travel at once.
 WHOLE_DICTIONARY = b""
-"""Stands where a subkey would be when all entries of a dictionary travel at once."""
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# What launchers set, before a process group exists.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""What launchers set, before a process group exists."""
 
 
 class ClusterEnvironment(Protocol):

@@ -14,13 +14,13 @@ import sys
 import types
 from typing import Any
 
+# In order of preference, for programs that have imported both.
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-"""In order of preference, for programs that have imported both."""
 
+# Used where a strategy is given by its name alone.
 TARGET_BATCH_SIZE_ENV = "PL_TARGET_BATCH_SIZE"
-"""Used where a strategy is given by its name alone."""
+# Used where even that is not set; all peers of a run must agree.
 NAMED_TARGET_BATCH_SIZE = 8192
-"""Used where even that is not set; all peers of a run must agree."""
 
 
 class Flavour:
@@ -94,7 +94,8 @@ def register_by_name(strategy: type[object], names: tuple[str, ...]) -> None:
     """
     installed = installed_flavours()
     for flavour in imported_flavours() or (installed if len(installed) == 1 else []):
-        flavour.find("strategies", "Strategy").register(strategy)  # LightningCLI asks before it makes one
+        # LightningCLI asks before it makes one.
+        flavour.find("strategies", "Strategy").register(strategy)
         registry = flavour.find("strategies", "StrategyRegistry")
         for name in names:
             registry.register(

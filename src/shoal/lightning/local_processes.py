@@ -29,8 +29,8 @@ class LocalProcesses(ParallelStrategy):
 
     def __init__(self) -> None:
         super().__init__()
+        # Lightning's own strategy; the right one is known when the ``Trainer`` is made.
         self._processes: Any = self._flavour.find("strategies", "SingleDeviceStrategy")("cpu")
-        """Lightning's own strategy; the right one is known when the ``Trainer`` is made."""
         self._data_seed = 0
 
     @property

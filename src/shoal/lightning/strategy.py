@@ -30,8 +30,8 @@ from shoal.lightning.training_loop import (
 from shoal.optim import Optimizer
 
 INITIAL_PEERS_ENV = "PL_INITIAL_PEERS"
+# Understood, too.
 OTHER_INITIAL_PEERS_ENV = "INITIAL_PEERS"
-"""Understood, too."""
 
 
 def initial_peer_addresses(argument: str | Sequence[str] | None) -> list[str]:
@@ -66,8 +66,8 @@ SwarmOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer"]
 
 DEFAULT_AVERAGER_OPTS = {"request_timeout": 1.0}
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
+# Options of the swarm's optimizer that the strategy finds itself.
 GIVEN_BY_THE_STRATEGY = frozenset({"self", "dht", "optimizer", "params", "scheduler", "batch_size_per_step"})
-"""Options of the swarm's optimizer that the strategy finds itself."""
 
 
 class _OfTheUsersLightning(ABCMeta):
@@ -162,8 +162,8 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             raise ValueError(f"target_batch_size must be positive, got {target_batch_size}")
         if delay_grad_averaging and delay_optimizer_step is None:
             delay_optimizer_step = True
+        # The swarm's optimizer gets parameters and a function instead of an optimizer.
         self._makes_optimizer = bool(delay_optimizer_step or delay_state_averaging or offload_optimizer)
-        """The swarm's optimizer gets parameters and a function instead of an optimizer."""
         self._scheduler_fn = scheduler_fn
         self._reuse_grad_buffers = reuse_grad_buffers
         self._batch_size = batch_size
@@ -196,8 +196,8 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         self._is_training = self._zero_grad_is_off = False
         self._checkpoint: Mapping[str, Any] | None = None
         self._batch_samples = self._samples_since_step = 0
+        # There was a loss since the last step.
         self._has_gradients = False
-        """There was a loss since the last step."""
         self.dht: shoal.DHT | None = self._start_dht() if current_rank() == 0 else None
         """Of the first process of this peer."""
 
@@ -253,7 +253,8 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         self._check_precision()
         self._check_optimizers()
         self._install_scaler()
-        if self.is_global_zero and (self.dht is None or not self.dht.is_alive()):  # an earlier fit has ended it
+        # An earlier fit has ended it.
+        if self.is_global_zero and (self.dht is None or not self.dht.is_alive()):
             self.dht = self._start_dht()
         if self.world_size > 1:
             self._agree_on_order_of_data(None if self.dht is None else self.dht.peer_id.to_bytes())
@@ -261,7 +262,8 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             callback_class = type(
                 SwarmProgress.__name__, (SwarmProgress, self._flavour.find("callbacks", "Callback")), {}
             )
-            trainer.callbacks.insert(0, callback_class())  # so that other callbacks see what it logs
+            # So that other callbacks see what it logs.
+            trainer.callbacks.insert(0, callback_class())
 
     def _check_precision(self) -> None:
         precision = str(self.precision_plugin.precision)

@@ -136,10 +136,10 @@ def outermost(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     return [module for module in modules if id(module) not in inner]
 
 
+# Values that stand for a tensor: other weights differ in nearly all of theirs.
 SAMPLES_PER_TENSOR = 16
-"""Values that stand for a tensor: other weights differ in nearly all of theirs."""
+# Of two learning rates, relative: what rounding makes is less.
 LEAST_DIFFERENCE = 1e-6
-"""Of two learning rates, relative: what rounding makes is less."""
 
 _SCHEDULE_ADVICE = (
     "A scheduler made around shoal.Optimizer counts the batches of one peer: give it as scheduler=, a function such as "
@@ -166,8 +166,8 @@ class PeerComparison:
         self._state_averager, self._compares_rates = state_averager, compares_rates
         self._remainder = {name: getattr(remainder, name) for name in _NAMES}
         self._digests: dict[str, tuple[list[int], bytes]] = {}
+        # What the others have been told last.
         self._described: dict[str, Any] = {}
-        """What the others have been told last."""
         self._told: set[str] = set()
         self._rates_after_batch: tuple[int, list[float]] | None = None
 

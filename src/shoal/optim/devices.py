@@ -15,10 +15,10 @@ import torch
 
 from shoal.compression.base import copies_of, room_for
 
+# A device may still be busy with so many batches when the next one is counted, so that it never idles.
 BATCHES_AHEAD = 2
-"""A device may still be busy with so many batches when the next one is counted, so that it never idles."""
+# Pinned memory that a device writes to while the host does other things; there are two of these.
 STAGING_BYTES = 16 * 2**20
-"""Of pinned memory, twice: what a device writes to while the host does other things."""
 
 
 def accelerators_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:

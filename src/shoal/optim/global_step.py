@@ -143,7 +143,8 @@ class GlobalStep:
                     self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
                     has_gradients = has_gradients or mates is not None
                 if control is None:
-                    mates = set()  # who comes only now has to average its own gradients first: do not wait for it
+                    # A peer that comes only now has to average its own gradients first: do not wait for it.
+                    mates = set()
             mates = self._expected_members() if mates is None else mates
             self._update_state(mates, has_gradients, trigger, grad_scaler)
             if self.grad_averager is not None and trigger is None:
@@ -167,7 +168,8 @@ class GlobalStep:
         control.keep_open = False
         # Accumulators are kept until the outcome is known, unless the next batches must go into them meanwhile.
         averager.step(control=control, reset_accumulators=self.plan.delay_grad_averaging, wait=False)
-        if self.plan.delay_grad_averaging:  # everybody goes on to the next epoch meanwhile
+        # Everybody goes on to the next epoch meanwhile.
+        if self.plan.delay_grad_averaging:
             RoundWatch(control, self.tracker, expected, self._latest_epoch)
         else:
             RoundWatch(control, self.tracker)
@@ -211,7 +213,8 @@ class GlobalStep:
     def _finish_delayed_round(self, control: StepControl, own_mean: Sequence[torch.Tensor]) -> None:
         """Wait for the average in the background; the accumulators have gradients of the next epoch by then."""
         assert self.grad_averager is not None
-        if self._finish_gradient_round(control) is None:  # a round that failed late may have left its mark
+        # A round that failed late may have left its mark.
+        if self._finish_gradient_round(control) is None:
             with self.grad_averager.get_tensors() as averaged:
                 copy_all(averaged, own_mean)
 
@@ -219,7 +222,8 @@ class GlobalStep:
         """Make the average, or after a failure this peer's own mean, the optimizer's gradient."""
         averager.notify_used_averaged_gradients()
         if not averaged:
-            averager.load_accumulators_into_averager_()  # a round that failed late may have left its mark
+            # A round that failed late may have left its mark.
+            averager.load_accumulators_into_averager_()
         if self.state_averager.offload_optimizer:
             return  # there the averaged tensors are the optimizer's gradients
         with averager.get_tensors(), torch.no_grad():

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 GradientAveragerT = TypeVar("GradientAveragerT", bound="GradientAverager")
 
+# A round that runs out of time says why, a moment later.
 REPORT_SECONDS = 0.5
-"""A round that runs out of time says why, a moment later."""
 
 GradientAveragerFactory = Callable[..., "GradientAverager"]
 """Makes a gradient averager; called with keywords."""

@@ -53,15 +53,15 @@ class GradScaler(TorchGradScaler):
     ) -> None:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        # Optimizers may step in the background.
         self._lock = threading.RLock()
-        """Optimizers may step in the background."""
         self._in_global_step = False
+        # There was a global step since the last update.
         self._has_stepped = False
-        """There was a global step since the last update."""
+        # By id of an optimizer: whether its gradients were finite, at the last look since the last update.
         self._finite: dict[int, bool] = {}
-        """By id of an optimizer: whether its gradients were finite, at the last look since the last update."""
+        # By id of an inner optimizer that has not stepped since: its gradients have been unscaled, and are finite.
         self._unscaled: dict[int, bool] = {}
-        """By id of an inner optimizer that has not stepped since: its gradients have been unscaled, and are finite."""
 
     @contextlib.contextmanager
     def running_global_step(self) -> Iterator[None]:
@@ -122,7 +122,8 @@ class GradScaler(TorchGradScaler):
         if not self.is_enabled():
             optimizer.step(*args, **kwargs)
             return False
-        if not self._steps_inner():  # not under the lock: it may wait for a step in the background
+        # Not under the lock: it may wait for a step in the background.
+        if not self._steps_inner():
             training: Any = optimizer
             training.step(*args, grad_scaler=self, **kwargs)
             return False
@@ -202,8 +203,8 @@ class LossScaling:
 
     def __init__(self, in_place: bool) -> None:
         self._in_place = in_place
+        # The scaler of the gradients that were accumulated last.
         self._accumulated: GradScaler | None = None
-        """Of the gradients that were accumulated last."""
 
     def accumulate(
         self, averager: GradientAverager, optimizer: Optimizer, batch_size: int, scaler: GradScaler | None

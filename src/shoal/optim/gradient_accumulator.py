@@ -96,7 +96,8 @@ class GradientAccumulator:
         present = [(s, p.grad) for s, p in zip(self._sums, self.parameters, strict=True) if p.grad is not None]
         if present:
             sums = [s for s, _ in present]
-            grads = [grad.to(s.device) for s, grad in present]  # all of it is there when this returns
+            # All of it is there when this returns.
+            grads = [grad.to(s.device) for s, grad in present]
             torch._foreach_add_(sums, grads, alpha=weight / loss_scale)
 
     def _take_for_expected(self, batch_size: int) -> int:
@@ -189,8 +190,8 @@ class LatestGradients:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        # On their way to ``.grad``, or to whoever has called ``torch.autograd.grad``.
         self._arriving: list[torch.Tensor | None] = [None] * len(parameters)
-        """On their way to ``.grad``, or to whoever has called ``torch.autograd.grad``."""
         self._added: list[torch.Tensor | None] = [None] * len(parameters)
         self._handles: list[RemovableHandle] = []
         own = weakref.ref(self)  # parameters outlive whoever trains them
@@ -241,7 +242,8 @@ def _hooks(
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    are_dense = one.layout is other.layout is torch.strided  # those that are not are refused later
+    # Those that are not are refused later.
+    are_dense = one.layout is other.layout is torch.strided
     return are_dense and one.data_ptr() == other.data_ptr()
 
 

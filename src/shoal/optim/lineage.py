@@ -13,15 +13,16 @@ import struct
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+# A name that two rounds share by chance makes two sides of a run look like one, until the next round.
 ROUND_ID_BYTES = 4
-"""A name that two rounds share by chance makes two sides of a run look like one, until the next round."""
+# How many rounds a peer tells. Who shares none of them trains another model.
 LAST_ROUNDS = 8
-"""How many rounds a peer tells. Who shares none of them trains another model."""
+
 MAX_PARTINGS = 4
+# Stands for the time before the first round. Runs that were never one have nothing else in common.
 BEGINNING = bytes(ROUND_ID_BYTES)
-"""In place of a round: before the first one. What was never one run has nothing else in common."""
 
 _PARTING = struct.Struct(f">{ROUND_ID_BYTES}sH{ROUND_ID_BYTES}s")
 _WHOLE = 2**16 - 1
@@ -74,14 +75,14 @@ class Lineage:
         return cls(rounds, tuple(Parting(*fields) for fields in _PARTING.iter_unpack(packed[end:])))
 
 
+# Seconds for which a round is kept of which some members stay away.
 PARTING_LIFETIME = 24 * 3600.0
-"""Seconds for which a round is kept of which some members stay away."""
+# How many such rounds are kept at most: those of which the most is missing.
 MAX_KEPT = 16
-"""How many such rounds are kept at most: those of which the most is missing."""
+# A peer that misses a single round is not away.
 ROUNDS_TO_BE_AWAY = 2
-"""Who misses a single round is not away."""
+# A peer may not have got the result of the last round that others believe it was in; then the one before counts.
 ROUNDS_PER_ABSENT_PEER = 2
-"""A peer may not have got the result of the last round that others believe it was in; then the one before counts."""
 
 
 @dataclass
@@ -124,12 +125,12 @@ class RoundHistory:
         self._last: deque[bytes] = deque(lineage.rounds, maxlen=LAST_ROUNDS)
         self._past: list[_Past] = []
         self._rounds_noted = 0
+        # Partings of the donor, of which this peer knows nothing more.
         self._inherited = lineage.partings
-        """Partings of the donor, of which this peer knows nothing more."""
         self._taken_over_at, self._epoch_taken_over = now, epoch
         self._lone_steps = 0
+        # Other members of the latest rounds.
         self._recent: deque[frozenset[bytes]] = deque(maxlen=ROUNDS_TO_BE_AWAY)
-        """Other members of the latest rounds."""
 
     @property
     def mates(self) -> frozenset[bytes]:
@@ -231,3 +232,12 @@ class RoundHistory:
     def _prune(self, now: float) -> None:
         wanted = {id(past) for past in self._parted(self._absent(), now)[-MAX_KEPT:]}
         self._past = [past for past in self._past if past.round_id in self._last or id(past) in wanted]
+
+
+class LineageKeeper(Protocol):
+    """Knows the rounds behind the parameters, which newcomers take over with them."""
+
+    @property
+    def lineage(self) -> Lineage: ...
+
+    def adopt_lineage(self, lineage: Lineage, epoch: int) -> None: ...

@@ -18,8 +18,8 @@ from shoal.averaging.control import GROUP_ID_BYTES
 from shoal.averaging.state.snapshot import hash_of
 from shoal.serializer import MSGPackSerializer
 
+# The unit is the rounding error: a column that sticks out less from the ones before it is nothing but noise.
 MIN_RELATIVE_RESIDUAL = 32.0
-"""In units of the rounding error: a column that sticks out less from the ones before it is nothing but noise."""
 
 
 @torch.no_grad()
@@ -46,13 +46,15 @@ def orthogonalize_(matrix: torch.Tensor, eps: float = 1e-8) -> None:
         return
     wide = matrix.dtype if matrix.dtype in (torch.float32, torch.float64) else torch.float32
     scale = torch.linalg.vector_norm(matrix, ord=torch.inf, dim=0).to(wide)
-    scaled = matrix.to(wide) / torch.where(scale > 0, scale, 1)  # the squares of tiny values would be zero
+    # The squares of tiny values would be zero.
+    scaled = matrix.to(wide) / torch.where(scale > 0, scale, 1)
     shortest = torch.linalg.vector_norm(scaled, dim=0) * max(eps, MIN_RELATIVE_RESIDUAL * torch.finfo(wide).eps)
     directions, products = torch.linalg.qr(scaled)
     residuals = products.diagonal()
     if len(residuals) == len(scale) and bool((residuals.abs() > shortest).all()):
         matrix.copy_(directions * residuals.sign())
-    else:  # where a column adds nothing, the factorization makes up a direction, which changes the ones after it
+    else:
+        # Where a column adds nothing, the factorization makes up a direction, which changes the ones after it.
         matrix.copy_(_orthogonal_columns(scaled, shortest))
 
 
@@ -61,7 +63,8 @@ def _orthogonal_columns(matrix: torch.Tensor, shortest: torch.Tensor) -> torch.T
     columns = matrix.t().contiguous()  # each column in one piece of memory
     for index in range(len(columns)):
         column, before = columns[index], columns[:index]
-        for _ in range(2):  # the second time removes what rounding has left of the first
+        # The second time removes what rounding has left of the first.
+        for _ in range(2):
             column -= before.t() @ (before @ column)
         length = torch.linalg.vector_norm(column)
         column *= torch.where(length > shortest[index], 1 / length, 0)
@@ -87,8 +90,9 @@ def get_flatten_greedy_dims(tensor: torch.Tensor, max_ndim: int = 2) -> Sequence
     return sizes
 
 
+# Stands for no rounds at all.
 NEVER = bytes(GROUP_ID_BYTES)
-"""Stands for no rounds at all."""
+
 MAX_ROUNDS = 2**53
 _COUNT_BYTES = 8
 _DIGEST_BYTES = 8

@@ -234,7 +234,8 @@ class LowRankAverager(GradientAverager):
         """Average all of it or fail: values of different peers must not be mixed."""
         infos = [CompressionInfo.from_tensor(t, key=i, role=TensorRole.GRADIENT) for i, t in enumerate(tensors)]
         result = await session.all_reduce(tensors, infos, weight=weight)
-        if weight is None and not any(result.weights):  # no further attempt: it would have the same gradients
+        # No further attempt: it would have the same gradients.
+        if weight is None and not any(result.weights):
             raise ShoalError("no member of the group has gradients that count: they are not finite, or have weight 0")
         if result.share_averaged < 1:
             share = 100 * result.share_averaged
@@ -266,7 +267,8 @@ class LowRankAverager(GradientAverager):
     ) -> None:
         results, estimates = self._results(work)
         bases = tuple(
-            torch.where((right == 0).all(0), first, right)  # a direction that was lost would never come back
+            # A direction that was lost would never come back.
+            torch.where((right == 0).all(0), first, right)
             for right, first in zip(work.right, self._first_bases, strict=True)
         )
         for matrix, result in zip(self._matrices, results, strict=True):

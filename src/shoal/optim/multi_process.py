@@ -90,12 +90,12 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         if not self._processes.agree_on([len(main), sum(p.numel() for p in main)]):
             raise ValueError("the processes of this peer train models of different sizes")
         self.batch_size_per_step, self.reuse_grad_buffers = batch_size_per_step, reuse_grad_buffers
+        # Tensors that are the same in all processes.
         self._followed = [*main, *extra_tensors]
-        """Tensors that are the same in all processes."""
         if (model := options.get("model")) is not None:
             self._followed += [tensor for _, tensor in Remainder.find(model, main, extra_tensors).trained]
+        # Marks the state of these tensors that the others have.
         self._known: object = None
-        """Marks the state of these tensors that the others have."""
         self.news = Word(Command.CARRY_ON)
         """What the first process has told last; the same in all processes."""
         self._is_shut_down = False
@@ -158,7 +158,8 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             samples = self._accumulate(batch_size, scaler)
-        except Exception as e:  # the others wait for this process: they learn of it, then it is raised here
+        except Exception as e:
+            # The others wait for this process: they learn of it, then it is raised here.
             error = e
         total = self._processes.add_up(samples, error)
         if self.swarm is None:
@@ -167,7 +168,8 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         with self._deciding():
             self._accumulator.samples += total - samples
             if self.swarm.grad_averager is not None:
-                self.swarm.step(batch_size=0, grad_scaler=scaler)  # they have been counted already
+                # They have been counted already.
+                self.swarm.step(batch_size=0, grad_scaler=scaler)
             elif total > 0:
                 self._fetch_gradients()
                 self._use_mean_gradients()

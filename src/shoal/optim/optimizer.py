@@ -21,6 +21,7 @@ from shoal.optim.global_step import Auxiliary, GlobalStep, StepPlan
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, check_run_id
+from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, TrainingStateAverager
@@ -216,7 +217,8 @@ class Optimizer(Facade, torch.optim.Optimizer):
             performance_ema_alpha=performance_ema_alpha,
             average_opt_statistics=average_opt_statistics,
             extra_tensors=extra_tensors,
-            sync_epoch_when_averaging=settings.overlaps,  # else a peer that is an epoch behind would stay there
+            # Without this a peer that is an epoch behind would stay there.
+            sync_epoch_when_averaging=settings.overlaps,
             status_loglevel=self.status_loglevel,
             **state_options,
         )
@@ -229,7 +231,8 @@ class Optimizer(Facade, torch.optim.Optimizer):
         )
         if self.grad_averager is not None:
             self._connect_gradients(self.grad_averager)
-        self._compares_rounds = not (averager_opts or {}).get("target_group_size")  # else parameters mix
+        # Groups of limited size mix parameters, so their rounds say nothing about kinship.
+        self._compares_rounds = not (averager_opts or {}).get("target_group_size")
         if self._compares_rounds:
             self.tracker.compare_rounds()
             self.state_averager.lineage_keeper = self.tracker
@@ -275,7 +278,8 @@ class Optimizer(Facade, torch.optim.Optimizer):
                 if averager is None:
                     continue
                 averager.run_in_background()
-                if self._compares_rounds:  # who has trained another model for a while is no company, and no donor
+                # A peer that has trained another model for a while is no company, and no donor.
+                if self._compares_rounds:
                     averager.node.admits = self.tracker.trains_the_same_model
                     averager.node.state_sharing.is_donor = self.tracker.is_donor
             self.tracker.run_in_background()
@@ -321,7 +325,8 @@ class Optimizer(Facade, torch.optim.Optimizer):
         self.global_step.schedule_rounds()
         if self.settings.use_local_updates and batch_size > 0:
             self._make_local_step(scaler)
-        if self.tracker.should_stop(self.matchmaking_time) and not self._catch_up():  # the swarm has just been heard of
+        # The swarm has just been heard of.
+        if self.tracker.should_stop(self.matchmaking_time) and not self._catch_up():
             self._make_global_step(scaler)
         self._comparison.after_batch(epoch_began=self.local_epoch != epoch)
         return loss
@@ -387,7 +392,8 @@ class Optimizer(Facade, torch.optim.Optimizer):
         )
 
     def _make_global_step(self, scaler: GradScaler | None) -> None:
-        self._batches.finish()  # others are told that this peer is there, and it should be
+        # Others are told that this peer is there, and it should be.
+        self._batches.finish()
         groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, scaler)
         self.global_step.run(scaler)
@@ -499,12 +505,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
         """
         if self.settings.reuse_grad_buffers:
             raise ValueError("with reuse_grad_buffers=True gradients accumulate in place: never zero them yourself")
-        for parameter in self.state_averager.main_parameters:
-            if parameter.grad is not None:
-                if set_to_none:
-                    parameter.grad = None
-                else:
-                    parameter.grad.detach_().zero_()
+        zero_gradients(self.state_averager.main_parameters, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """A checkpoint from which this peer can resume the run; the model must be saved beside it.
@@ -558,7 +559,8 @@ class Optimizer(Facade, torch.optim.Optimizer):
             self._synchronization.end_other_work()
         finally:
             if self.grad_averager is not None:
-                self.grad_averager.begin_shutdown()  # both at once: either may have to wait for frozen peers
+                # Both at once: either may have to wait for frozen peers.
+                self.grad_averager.begin_shutdown()
             self.state_averager.shutdown()
             if self.grad_averager is not None:
                 self.grad_averager.shutdown()

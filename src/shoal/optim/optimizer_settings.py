@@ -14,11 +14,11 @@ from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.progress import count_of_samples
 from shoal.optim.training_setup import TorchOptimizer
 
+# What averages gradients unless the user says otherwise.
 DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = PowerEFGradientAverager.get_factory(averager_rank=32)
-"""What averages gradients unless the user says otherwise."""
 
+# Default of parameters where ``None`` means something of its own.
 UNSPECIFIED: Any = object()
-"""Default of parameters where ``None`` means something of its own."""
 
 
 def check_run_id(run_id: object) -> None:
@@ -131,7 +131,8 @@ class OptimizerSettings:
         if self.grad_averager_factory is None:
             return None
         trained = [parameter for parameter in main if parameter.requires_grad]
-        if self.offload_optimizer:  # as wide as the optimizer's copies of the parameters
+        # As wide as the optimizer's copies of the parameters.
+        if self.offload_optimizer:
             options["averaged_grads"] = make_averaged_grads(trained)
         return self.grad_averager_factory(parameters=trained, reuse_grad_buffers=self.reuse_grad_buffers, **options)
 

@@ -6,10 +6,12 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from shoal.averaging.finite import first_not_finite
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +110,11 @@ def _merge(own: Any, given: Any) -> Any:
 
 TorchOptimizer = torch.optim.Optimizer
 
+# Parameters whose statistics are made together.
 PART_BYTES = 2**26
-"""Parameters whose statistics are made together."""
+# Statistics of torch's optimizers that a step with zero gradients changes, and their values before the first step.
 _FRESH_VALUES = {"step": 0.0, "mu_product": 1.0, "exp_inf": 0.0}
-"""Statistics of torch's optimizers that a step with zero gradients changes, and their values before the first step."""
+
 _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
 _SCHEDULED_WITH_MOMENTUM = ("momentum", "betas", "base_momentum", "max_momentum")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -365,3 +368,40 @@ def _like(own: Any, value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def zero_gradients(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
+    """Forget gradients as ``torch.optim.Optimizer.zero_grad`` does."""
+    for parameter in parameters:
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.detach_().zero_()
+
+
+class GradientCheck:
+    """Whether an optimizer may step. If not, it skips the step, as with a gradient scaler.
+
+    Args:
+        names: of the parameters.
+        parameters: what the optimizer steps.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+        self._named = list(zip(names, parameters, strict=True))
+        self._has_told = False
+
+    def are_sound(self, epoch: int) -> bool:
+        """Whether all gradients are finite; the first of several steps that are skipped is told."""
+        named = [(name, parameter.grad) for name, parameter in self._named if parameter.grad is not None]
+        bad = first_not_finite([grad for _, grad in named])
+        if bad is not None:
+            logger.log(
+                logging.DEBUG if self._has_told else logging.WARNING,
+                "the optimizer skips the step to epoch %d and stays as it is: the gradient of parameter %r has values "
+                "that are NaN or infinite. Look at the data, the loss and the learning rate",
+                epoch,
+                named[bad][0],
+            )
+        self._has_told = bad is not None
+        return bad is None

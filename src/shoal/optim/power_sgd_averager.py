@@ -37,8 +37,8 @@ class PowerSGDGradientAverager(LowRankAverager):
 
     method = "PowerSGD"
 
+    # For each compressed tensor: what was left out so far, summed over samples; ``None`` = nothing.
     _errors: list[torch.Tensor] | None = None
-    """For each compressed tensor: what was left out so far, summed over samples; ``None`` = nothing."""
 
     def _difference(self, position: int, gradient: torch.Tensor, state: LowRankState, weight: float) -> torch.Tensor:
         if self._errors is None or weight == 0:

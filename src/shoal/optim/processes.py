@@ -16,10 +16,10 @@ from shoal.errors import ProcessGroupError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# What a process that has failed says about it, at most.
 REASON_BYTES = 1000
-"""What a process that has failed says about it, at most."""
+# Tensors travel in batches of about this size: one by one, small ones would be slow.
 BUCKET_BYTES = 64 * 2**20
-"""Tensors travel in batches of about this size: one by one, small ones would be slow."""
 
 
 class Command(enum.IntEnum):

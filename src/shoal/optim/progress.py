@@ -101,19 +101,19 @@ Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e21)]
 Moment = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 MAX_ADDRESSES = 8
+# How many peers are called directly; in larger swarms the others learn from the DHT.
 MAX_CALLED = 64
-"""How many peers are called directly; in larger swarms the others learn from the DHT."""
+# How many of the nodes that hold the records are asked for them in passing.
 HOLDERS_READ = 2
-"""How many of the nodes that hold the records are asked for them in passing."""
 
+# As it stands in the DHT: owner tag, numbers, addresses and two signatures.
 _BYTES_OF_RECORD = 450
-"""As it stands in the DHT: owner tag, numbers, addresses and two signatures."""
+# What either side sends on average when one tells the other its progress and hears the other's.
 _BYTES_OF_CALL = 64
-"""What either side sends on average when one tells the other its progress and hears the other's."""
+# For each doubling of the number of peers: what readings of the records, and calls, may cost in the long run.
 _BYTES_PER_SECOND = 100.0
-"""For each doubling of the number of peers: what readings of the records, and calls, may cost in the long run."""
+# Others are told anew when what they believe of a peer is off by this share of what it contributes to an epoch.
 _TOLERANCE = 0.05
-"""Others are told anew when what they believe of a peer is off by this share of what it contributes to an epoch."""
 
 _NO_SPEED = 1e-20
 

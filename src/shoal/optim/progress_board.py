@@ -27,10 +27,10 @@ from shoal.optim.progress import (
 )
 from shoal.optim.sides import Kinship, Verdict
 
+# After so long a connection is used at the next occasion, which comes in ten seconds; it is closed after thirty.
 SECONDS_BETWEEN_USES = 15.0
-"""After so long a connection is used at the next occasion, which comes in ten seconds; it is closed after thirty."""
+# Peers whose goodbye is remembered: until they come back, or so many others have left.
 MAX_DEPARTED = 1024
-"""Peers whose goodbye is remembered: until they come back, or so many others have left."""
 
 
 class ProgressBoard:
@@ -72,14 +72,14 @@ class ProgressBoard:
         """Knows who trains another model than this peer: such peers are not counted."""
         self._strangers: frozenset[bytes] = frozenset()
         self._companions: dict[bytes, Companion] = {}
+        # Peers that have said goodbye, with the DHT times of the last records that count no more.
         self._departed: dict[bytes, float] = {}
-        """Peers that have said goodbye, with the DHT times of the last records that count no more."""
         self._last_members: frozenset[bytes] = frozenset()
         self._contributed = False
         self._batch_size = 0
         self._declared_end: float | None = None
+        # Epoch whose end another peer has called, and the DHT time of that end.
         self._called_end = (-1, math.inf)
-        """Epoch whose end another peer has called, and the DHT time of that end."""
         self._next_reading = self._planned_at = now
         self._global = GlobalTrainingProgress(0, 0, target_batch_size, 0, 0, math.inf, now)
 
@@ -173,7 +173,8 @@ class ProgressBoard:
         if self.epoch_is_over(now):
             return True
         if not self.introduced or not self.expected_members(now):
-            return False  # alone there is nobody to wait for: not a sample need be missing
+            # Alone there is nobody to wait for: not a sample need be missing.
+            return False
         return self.end_of_epoch(now) - now < self._longest_wait(patience)
 
     def _longest_wait(self, patience: float) -> float:
@@ -209,7 +210,8 @@ class ProgressBoard:
             last = self.own.epoch if until_epoch is None else until_epoch
             strangers = self._settled(now).losers
             if self.own.peer_id in strangers:
-                return set()  # it is about to take over another state, and nobody waits for it meanwhile
+                # It is about to take over another state, and nobody waits for it meanwhile.
+                return set()
             if among is None:
                 return expected_members(self.own.epoch, last, self._kin(now), self._last_members, now)
             return {peer for peer in among if not self._has_left(peer, last) and peer not in strangers}
@@ -392,7 +394,8 @@ class ProgressBoard:
                 companion.lineage, companion.lineage_time = lineage, record.time
             companion.record, companion.expiration = record, max(expiration, companion.expiration)
             if companion.unreachable_since is not None and record.time > companion.unreachable_since:
-                companion.unreachable_since = None  # alive after all, though it could not be called
+                # Alive after all, though it could not be called.
+                companion.unreachable_since = None
                 self.kinship.changed = True
         return companion
 
@@ -439,7 +442,8 @@ class ProgressBoard:
     def _settled(self, now: float) -> Verdict:
         verdict = self.kinship.verdict(self.own, self._companions, now)
         if not verdict.losers <= self._strangers:
-            self._called_end = (-1, math.inf)  # it may have been one of them who called it
+            # It may have been one of them who called it.
+            self._called_end = (-1, math.inf)
         self._strangers = verdict.losers
         return verdict
 
@@ -451,7 +455,8 @@ class ProgressBoard:
     def _summarize(self, now: float) -> GlobalTrainingProgress:
         valid = [c for c in self._kin(now).values() if c.is_valid(now)]
         own = self.own
-        if own.peer_id in self._settled(now).losers:  # it is about to take over the others' state
+        # It is about to take over the others' state.
+        if own.peer_id in self._settled(now).losers:
             own = msgspec.structs.replace(own, epoch=0, samples_accumulated=0, samples_per_second=0.0)
         self._global = summarize(
             own,

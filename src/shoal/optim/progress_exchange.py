@@ -41,20 +41,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
-"""Seconds within which another peer must answer a direct call, else it does not count as present."""
+# Seconds for which a newcomer waits until everybody has heard of it.
 INTRODUCTION_TIMEOUT = 3.0
-"""Seconds for which a newcomer waits until everybody has heard of it."""
+
 DIAL_ATTEMPTS = 2
+# Seconds between two attempts: one refusal may be chance, a process that was killed refuses every time.
 DIAL_PAUSE = 0.2
-"""Seconds between two attempts: one refusal may be chance, a process that was killed refuses every time."""
+# How many of the peers in larger swarms are called in passing.
 MAX_ASKED = 16
-"""How many of the peers in larger swarms are called in passing."""
+# How many of the nodes that hold the records a newcomer asks for them: it must not miss anybody.
 HOLDERS_READ_AT_START = 5
-"""How many of the nodes that hold the records a newcomer asks for them: it must not miss anybody."""
+
 GOODBYE_TIMEOUT = 1.0
+# Least seconds between two records of this peer in the DHT.
 NEWS_PERIOD = 10.0
-"""Least seconds between two records of this peer in the DHT."""
 
 
 class ProgressMessage(Header, array_like=True):
@@ -144,8 +146,8 @@ class ProgressExchange(ServicerBase):
         self.on_fetch: Callable[[], object] | None = None
         """Called after the others' progress has been found out while this peer stayed at one epoch."""
         self._written: LocalTrainingProgress | None = None
+        # What stands in the DHT about this peer, and what those that can be called have been told.
         self._told = board.own
-        """What stands in the DHT about this peer, and what those that can be called have been told."""
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: dict[PeerID, asyncio.Task[None]] = {}
         self._call_again: set[PeerID] = set()
@@ -171,7 +173,8 @@ class ProgressExchange(ServicerBase):
         if not self._tasks:
             return
         tasks, self._tasks = [*self._tasks, *self._calls.values()], []
-        await self.remove_p2p_handlers(self._p2p, namespace=self.key)  # the next tracker may be on its way
+        # The next tracker may be on its way.
+        await self.remove_p2p_handlers(self._p2p, namespace=self.key)
         await cancel_and_wait(*tasks)
         if self._board.published:
             calls = [self._call(peer, leaving=True) for peer in self._peers_to_call()]
@@ -240,7 +243,8 @@ class ProgressExchange(ServicerBase):
             epoch = self._board.own.epoch
             if self._board.wants_reading(get_dht_time()):
                 calls = await self._fetch(HOLDERS_READ)
-                if calls:  # records may be half a minute old: a newcomer must know the epoch before it begins
+                # Records may be half a minute old: a newcomer must know the epoch before it begins.
+                if calls:
                     await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
             else:
                 await self._ask_others()
@@ -387,7 +391,8 @@ class ProgressExchange(ServicerBase):
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one, which is asked if what is known of it may be old."""
         kinship, tag = self._board.kinship, peer.to_bytes()
-        is_known = tag in kinship.mates  # if it has gone over to another side since, it has told that at once
+        # If it has gone over to another side since, it has told that at once.
+        is_known = tag in kinship.mates
         if not is_known and kinship.lineage(get_dht_time()).rounds and not self._board.is_client(tag):
             await asyncio.shield(self._call_soon(peer))
         verdict = self._board.verdict(get_dht_time())

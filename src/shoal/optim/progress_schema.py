@@ -19,8 +19,8 @@ from shoal.p2p.identity import Identity, verify_signature
 
 __all__ = ["LocalTrainingProgress", "TrainingProgressSchema", "endorse", "progress_validators"]
 
+# Part of what is signed, so that no signature can be used elsewhere.
 _PURPOSE = b"shoal progress owner 1"
-"""Part of what is signed, so that no signature can be used elsewhere."""
 
 
 def endorse(identity: Identity, owner_tag: bytes) -> bytes:

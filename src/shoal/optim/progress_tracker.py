@@ -125,7 +125,8 @@ class ProgressTracker(Facade):
         Raises:
             ValueError: another tracker with this prefix is at work on this DHT.
         """
-        from shoal.dht.crypto import PrivateKey  # not in the event loop: these load pydantic and more
+        # Not in the event loop: these load pydantic and more.
+        from shoal.dht.crypto import PrivateKey
         from shoal.optim.progress_schema import progress_validators
 
         self.be_the_only(f"a progress tracker with prefix {self.prefix!r}", self.dht)
@@ -175,7 +176,8 @@ class ProgressTracker(Facade):
         exchange = self._exchange
         if exchange is None or self._portal.closed:
             return
-        with contextlib.suppress(RuntimeError):  # the loop has just ended: nobody is left to be told
+        # The loop has just ended: nobody is left to be told.
+        with contextlib.suppress(RuntimeError):
             self._portal.reactor.loop.call_soon_threadsafe(exchange.report_due.set)
             if calls:
                 self._portal.reactor.loop.call_soon_threadsafe(exchange.call_due.set)

@@ -25,12 +25,12 @@ from shoal.averaging import RoundResult
 from shoal.optim.lineage import BEGINNING, LAST_ROUNDS, Lineage, Parting, RoundHistory
 from shoal.optim.progress import Companion, LocalTrainingProgress
 
+# A single step alone is a round that failed.
 MIN_STEPS_APART = 2
-"""A single step alone is a round that failed."""
+# Peers of one side differ by an epoch every now and then, and so do two sides that advance at the same pace.
 EPOCH_TOLERANCE = 1
-"""Peers of one side differ by an epoch every now and then, and so do two sides that advance at the same pace."""
+# If a run is in more pieces than this, the most frequent ones are settled first.
 MAX_VARIANTS = 64
-"""If a run is in more pieces than this, the most frequent ones are settled first."""
 
 
 class Standing(NamedTuple):
@@ -166,7 +166,8 @@ def _sides(variants: Sequence[_Variant]) -> list[_Side]:
         if i in group and j in group and relation in (_Relation.BEHIND, _Relation.AHEAD):
             behind, before = (i, j) if relation is _Relation.BEHIND else (j, i)
             ahead[behind].add(before)
-    for _ in concerned:  # who is behind one side belongs to it; who is behind several of them belongs to none
+    # A peer behind one side belongs to it; a peer behind several of them belongs to none.
+    for _ in concerned:
         for index in concerned:
             others = {group[other] for other in ahead[index]} - {group[index]}
             if len(others) == 1:
@@ -216,8 +217,8 @@ class Kinship:
     def __init__(self, own: bytes) -> None:
         self._own = own
         self._lock = threading.Lock()
+        # ``None``: it does not matter what peers have in common.
         self._history: RoundHistory | None = None
-        """``None``: it does not matter what peers have in common."""
         self._verdict = Verdict()
         self.changed = False
         """Something has been told since the last verdict that may lead to another one."""
@@ -299,7 +300,8 @@ class Kinship:
         for peer, companion in companions.items():
             if companion.is_valid(now) and companion.unreachable_since is None:
                 record, told = companion.record, companion.lineage
-                if peer in mates and companion.lineage_time < met_at:  # that was before the common round
+                # That was before the common round.
+                if peer in mates and companion.lineage_time < met_at:
                     told = Lineage(lineage.rounds, told.partings)
                 standings.append(Standing(peer, record.epoch, told, not record.client_mode))
         return settle(standings)

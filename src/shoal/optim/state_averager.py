@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging import AveragingStage, DecentralizedAverager, RoundResult, StepControl
-from shoal.averaging.finite import first_not_finite
+from shoal.averaging import DecentralizedAverager, RoundResult, StepControl
 from shoal.averaging.state.snapshot import OwnedState
+from shoal.facade import options_from
 from shoal.logs import counted
 from shoal.optim.devices import LaunchedWork
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.lineage import Lineage
+from shoal.optim.lineage import LineageKeeper
 from shoal.optim.optimizer_state import (
+    GradientCheck,
     LRSchedulerBase,
     catch_up,
     dump_optimizer_state,
     has_statistics,
     initialize_optimizer_state_,
     load_optimizer_state,
+    zero_gradients,
 )
 from shoal.optim.progress import PerformanceEMA
-from shoal.optim.state_jobs import StateJob, StepRequest, log_failure
+from shoal.optim.state_jobs import StateJob, StateJobs, StepRequest, log_failure
 from shoal.optim.training_setup import (
     OptimizerFactory,
     Parameters,
@@ -67,17 +68,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# As in torch 2.
 ZERO_GRAD_SET_TO_NONE_DEFAULT = True
-"""As in torch 2."""
-
-
-class LineageKeeper(Protocol):
-    """Knows the rounds behind the parameters, which newcomers take over with them."""
-
-    @property
-    def lineage(self) -> Lineage: ...
-
-    def adopt_lineage(self, lineage: Lineage, epoch: int) -> None: ...
 
 
 class TrainingStateAverager(DecentralizedAverager):
@@ -146,14 +138,13 @@ class TrainingStateAverager(DecentralizedAverager):
         self._contents = StateTensors(self._setup, average_opt_statistics, extra_tensors, reuse_tensors)
         self.shared_buffers = shared_buffers
         """Has tensors that are only given to newcomers."""
+        # Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock.
         self._state_lock = threading.RLock()
-        """Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock."""
         self._launched = LaunchedWork([*self._setup.main_parameters, *self._setup.optimizer_parameters])
         self._local_epoch = 0
         self._stepped_epoch = 0
-        self._skips_steps = False
-        """The gradients of the last step were not finite."""
-        self._jobs: list[StateJob] = []
+        self._gradients = GradientCheck(self.parameter_names, self.optimizer_parameters)
+        self._jobs = StateJobs()
         self.on_averaged: Callable[[RoundResult | None], object] | None = None
         """Called at the end of each round, in whatever thread, with what came of it; ``None``: it has failed."""
         self.lineage_keeper: LineageKeeper | None = None
@@ -219,7 +210,7 @@ class TrainingStateAverager(DecentralizedAverager):
     @property
     def averaging_in_progress(self) -> bool:
         """Whether a job in the background is averaging right now."""
-        return any(job.averaging_started and not job.finished.done() for job in self._jobs)
+        return self._jobs.averaging
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs: Any) -> StepControl:
         """Begin to look for a group, in advance; give the control to :meth:`step` or cancel it."""
@@ -266,17 +257,11 @@ class TrainingStateAverager(DecentralizedAverager):
         Raises:
             ValueError: arguments that contradict each other.
         """
-        request = StepRequest(
-            optimizer_step,
-            zero_grad,
-            averaging_round,
-            delay_optimizer_step,
-            delay_optimizer_step if delay_averaging is None else delay_averaging,
-            wait_for_trigger,
-            averaging_control,
-            dict(averaging_opts or {}),
-            set_to_none,
-            grad_scaler,
+        request = options_from(
+            StepRequest,
+            locals(),
+            delay_averaging=delay_optimizer_step if delay_averaging is None else delay_averaging,
+            averaging_opts=dict(averaging_opts or {}),
         )
         request.check(
             is_offloaded=self.offload_optimizer,
@@ -288,9 +273,9 @@ class TrainingStateAverager(DecentralizedAverager):
         if collides and not (wait and apply_delayed_updates):
             raise ValueError("this step would collide with work in the background: wait for it and apply its results")
         if wait:
-            self._wait_for_jobs(self._config.allreduce_timeout)
+            self._jobs.wait(self._config.allreduce_timeout)
         elif request.has_actions:
-            self._wait_for_optimizer()
+            self._jobs.wait_for_optimizer()
         if apply_delayed_updates:
             self._apply_finished_jobs()
         if increment_epoch:
@@ -305,7 +290,7 @@ class TrainingStateAverager(DecentralizedAverager):
         request = job.request
         if not self.custom_gradients and (request.optimizer_step or request.zero_grad):
             self._contents.take_main_gradients()
-        self._jobs.append(job)
+        self._jobs.add(job)
         self._launched.mark()
         if request.delay_optimizer_step:
             job.run_in_background(self._step_and_average)
@@ -344,12 +329,12 @@ class TrainingStateAverager(DecentralizedAverager):
             if request.optimizer_step and request.grad_scaler is not None:
                 with request.grad_scaler.running_global_step():
                     request.grad_scaler.step(self.optimizer)
-            elif request.optimizer_step and self._has_sound_gradients(job.epoch):
+            elif request.optimizer_step and self._gradients.are_sound(job.epoch):
                 self.optimizer.step()
             if request.zero_grad:
                 self.optimizer.zero_grad(set_to_none=request.set_to_none)
                 if self.offload_optimizer:
-                    _zero_grads(self.main_parameters, request.set_to_none)
+                    zero_gradients(self.main_parameters, request.set_to_none)
             if self.scheduler is not None:
                 catch_up(self.scheduler, job.epoch)
             self._stepped_epoch = max(self._stepped_epoch, job.epoch)
@@ -357,26 +342,6 @@ class TrainingStateAverager(DecentralizedAverager):
         job.stepped.set()
         if request.averaging_round:
             self.delay_before_averaging.update(1, interval=max(1e-9, time.perf_counter() - job_started))
-
-    def _has_sound_gradients(self, epoch: int) -> bool:
-        """Whether all gradients are finite. If not, the optimizer skips this step, as with a gradient scaler."""
-        named = [
-            (name, parameter.grad)
-            for name, parameter in zip(self.parameter_names, self.optimizer_parameters, strict=True)
-            if parameter.grad is not None
-        ]
-        bad = first_not_finite([grad for _, grad in named])
-        level = logging.DEBUG if self._skips_steps else logging.WARNING  # once, until gradients are finite again
-        self._skips_steps = bad is not None
-        if bad is not None:
-            logger.log(
-                level,
-                "the optimizer skips the step to epoch %d and stays as it is: the gradient of parameter %r has values "
-                "that are NaN or infinite. Look at the data, the loss and the learning rate",
-                epoch,
-                named[bad][0],
-            )
-        return bad is None
 
     @contextlib.contextmanager
     def _state_access(self) -> Iterator[None]:
@@ -407,7 +372,8 @@ class TrainingStateAverager(DecentralizedAverager):
         patience = options.get("timeout")
         control = job.control
         is_used_up = control is not None and (control.triggered or (control.done() and not control.cancelled()))
-        if control is None or is_used_up:  # but one that was called off is not begun anew: nobody would come
+        # A round that was called off is not begun anew: nobody would come.
+        if control is None or is_used_up:
             control = job.control = self.schedule_step(**options)
         try:
             with self.get_tensors(), self._state_access():
@@ -438,28 +404,12 @@ class TrainingStateAverager(DecentralizedAverager):
 
     # --- work in the background ---------------------------------------------------------------------------------------
 
-    def _wait_for_jobs(self, timeout: float | None) -> None:
-        """Wait for earlier work; what takes too long to average is given up."""
-        running = [job for job in self._jobs if not job.finished.done()]
-        _, late = concurrent.futures.wait([job.finished for job in running], timeout)
-        if late:
-            logger.warning("averaging in the background took longer than %s s and was cancelled", timeout)
-            for job in running:
-                job.cancel()
-            concurrent.futures.wait(late)
-
-    def _wait_for_optimizer(self) -> None:
-        """Wait until no earlier work needs the optimizer and its gradients; averaging may go on."""
-        for job in self._jobs:
-            job.stepped.wait()
-        concurrent.futures.wait([job.finished for job in self._jobs if not job.request.averaging_round])
-
     def _apply_finished_jobs(self, unfinished: StateJob | None = None) -> None:
         """Put results into the model: averages of finished jobs, and optimizer steps also of ``unfinished``.
 
         What went wrong in the background is raised here.
         """
-        finished = [job for job in self._jobs if job.finished.done()]
+        finished = self._jobs.finished()
         averaged = [job for job in finished if job.averaging_done]
         if averaged or any(job.optimizer_done for job in [*finished, unfinished] if job is not None):
             # a round in progress holds the tensors: local steps must not wait for it
@@ -472,7 +422,7 @@ class TrainingStateAverager(DecentralizedAverager):
         for job in [*finished, unfinished]:
             if job is not None:
                 job.optimizer_done = job.averaging_done = False
-        self._jobs = [job for job in self._jobs if job not in finished]
+        self._jobs.forget(finished)
         for job in finished:
             job.finished.result()
 
@@ -481,24 +431,18 @@ class TrainingStateAverager(DecentralizedAverager):
 
         Before this peer leaves, or takes over a state: the others may have left, or gone on.
         """
-        self._wait_for_optimizer()
-        patience = self._config.min_matchmaking_time + self._config.request_timeout
-        concurrent.futures.wait([job.finished for job in self._jobs], patience)
-        for job in self._jobs:
-            if job.control is not None and job.control.stage <= AveragingStage.LOOKING_FOR_GROUP:
-                job.control.cancel()
+        self._jobs.let_go_of_searches(self._config.min_matchmaking_time + self._config.request_timeout)
 
     def finish_jobs(self, timeout: float | None = None) -> None:
         """Wait for everything in the background and put its results into the model."""
-        self._wait_for_jobs(timeout)
+        self._jobs.wait(timeout)
         self._apply_finished_jobs()
 
     def shutdown(self) -> None:
         """Give up work in the background and leave. Idempotent."""
-        for job in self._jobs:
-            job.cancel()
+        self._jobs.cancel()
         super().shutdown()
-        concurrent.futures.wait([job.finished for job in self._jobs], self.shutdown_timeout)
+        self._jobs.cancel(self.shutdown_timeout)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -600,11 +544,3 @@ class TrainingStateAverager(DecentralizedAverager):
             if self.lineage_keeper is not None:
                 self.lineage_keeper.adopt_lineage(state.lineage, state.epoch)
         return True
-
-
-def _zero_grads(parameters: Sequence[torch.Tensor], set_to_none: bool) -> None:
-    for parameter in parameters:
-        if set_to_none:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            parameter.grad.detach_().zero_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,3 +140,65 @@ class StateJob:
         """Give up averaging; a step of the optimizer that is at work comes to its end."""
         if self.control is not None:
             self.control.cancel()
+
+
+class StateJobs:
+    """Work that is not done, or whose results have not been put to use."""
+
+    def __init__(self) -> None:
+        self._jobs: list[StateJob] = []
+
+    def __iter__(self) -> Iterator[StateJob]:
+        return iter(self._jobs)
+
+    def add(self, job: StateJob) -> None:
+        """From now on others wait for it."""
+        self._jobs.append(job)
+
+    @property
+    def averaging(self) -> bool:
+        """Whether a job is averaging right now."""
+        return any(job.averaging_started and not job.finished.done() for job in self._jobs)
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait for all of it; what takes too long to average is given up."""
+        running = [job for job in self._jobs if not job.finished.done()]
+        _, late = concurrent.futures.wait([job.finished for job in running], timeout)
+        if late:
+            logger.warning("averaging in the background took longer than %s s and was cancelled", timeout)
+            for job in running:
+                job.cancel()
+            concurrent.futures.wait(late)
+
+    def wait_for_optimizer(self) -> None:
+        """Wait until none of it needs the optimizer and its gradients; averaging may go on."""
+        for job in self._jobs:
+            job.stepped.wait()
+        concurrent.futures.wait([job.finished for job in self._jobs if not job.request.averaging_round])
+
+    def let_go_of_searches(self, patience: float) -> None:
+        """Give up rounds that nobody has joined after so many seconds."""
+        self.wait_for_optimizer()
+        concurrent.futures.wait([job.finished for job in self._jobs], patience)
+        for job in self._jobs:
+            if job.control is not None and job.control.stage <= AveragingStage.LOOKING_FOR_GROUP:
+                job.control.cancel()
+
+    def finished(self) -> list[StateJob]:
+        """What is done, and has not been forgotten."""
+        return [job for job in self._jobs if job.finished.done()]
+
+    def forget(self, jobs: Collection[StateJob]) -> None:
+        """Their results have been put to use."""
+        self._jobs = [job for job in self._jobs if job not in jobs]
+
+    def cancel(self, patience: float | None = None) -> None:
+        """Give up all averaging.
+
+        Args:
+            patience: seconds to wait for the end of it; ``None``: do not.
+        """
+        for job in self._jobs:
+            job.cancel()
+        if patience is not None:
+            concurrent.futures.wait([job.finished for job in self._jobs], patience)

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Seconds for which the first step waits to learn how far the swarm is.
 FIRST_FETCH_TIMEOUT = 5.0
-"""Seconds for which the first step waits to learn how far the swarm is."""
+
 LOAD_ATTEMPTS = 3
+# Seconds before the second attempt to download a state; doubles with every further one.
 FIRST_LOAD_PAUSE = 0.5
-"""Seconds before the second attempt to download a state; doubles with every further one."""
 
 
 class Synchronization:
@@ -65,7 +66,8 @@ class Synchronization:
             fetched.wait(FIRST_FETCH_TIMEOUT)
         if tracker.gives_way_to is not None:
             return True
-        self._has_told_what_is_lost = False  # should the run come apart again, that is told again
+        # Should the run come apart again, that is told again.
+        self._has_told_what_is_lost = False
         if self._strict_check_due and fetched.is_set():
             if self._state_averager.local_epoch < self._epoch_to_begin_with():
                 return True
@@ -153,7 +155,8 @@ class Synchronization:
         averager, pause = self._state_averager, FIRST_LOAD_PAUSE
         shares_state = averager.allow_state_sharing
         if shares_state:
-            averager.allow_state_sharing = False  # if they think that it is they who give way, both must look again
+            # If they think that it is they who give way, both must look again.
+            averager.allow_state_sharing = False
         try:
             for _ in range(LOAD_ATTEMPTS):
                 if self._load(accept_older=True, **options):

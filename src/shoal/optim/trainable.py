@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+# Classes of parameters that are spread over processes. Whose module is not loaded, of that there is none.
 _SHARDED = {
     "torch.distributed.tensor": "DTensor",
     "torch.distributed._tensor": "DTensor",
     "torch.distributed.fsdp._flat_param": "FlatParameter",
 }
-"""Classes of parameters that are spread over processes. Whose module is not loaded, of that there is none."""
+
 _SPARSE_MODULES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 

@@ -132,7 +132,8 @@ class TrainingAverager(DecentralizedAverager):
         with self._step_lock:
             with access, self.get_tensors() as averaged:
                 local = list(self.local_tensors())
-                wait_for_devices(local)  # training may use other streams than this thread
+                # Training may use other streams than this thread.
+                wait_for_devices(local)
                 copy_all(averaged, local)
                 before = None if data_lock is None else [tensor.clone() for tensor in averaged]
             gathered = self._run_round(options)
@@ -144,7 +145,8 @@ class TrainingAverager(DecentralizedAverager):
                     else:
                         for tensor, new, old in zip(local, averaged, before, strict=True):
                             add_change(tensor, new, old)
-                    wait_for_devices(local)  # before training goes on with what was written
+                    # Before training goes on with what was written.
+                    wait_for_devices(local)
             self.local_step += 1
             return gathered
 

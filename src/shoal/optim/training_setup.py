@@ -173,7 +173,8 @@ class MainGroup(MutableMapping[str, Any]):
 
     @property
     def _group(self) -> dict[str, Any]:
-        return self._optimizer.param_groups[self._index]  # loading a checkpoint replaces it
+        # Loading a checkpoint replaces it.
+        return self._optimizer.param_groups[self._index]
 
     def __getitem__(self, name: str) -> Any:
         return self._parameters if name == "params" else self._group[name]

@@ -58,8 +58,8 @@ class StateTensors:
         not_here = [index for index, tensor in enumerate(local) if tensor.device.type != "cpu"]
         if reuse_tensors and any(index < len(local) - len(self.extra_tensors) for index in not_here):
             raise ValueError("reuse_tensors=True averages tensors in place: they must be on the CPU")
+        # Which of the averaged tensors are copies.
         self._copied = not_here if reuse_tensors else list(range(len(local)))
-        """Which of the averaged tensors are copies."""
         self.averaged = [tensor.detach() for tensor in local]
         for index in self._copied:
             self.averaged[index] = copy_for_averaging(local[index])
@@ -344,7 +344,8 @@ def load_checkpoint(setup: TrainingSetup, state_dict: Mapping[str, Any]) -> int 
     optimizer.load_state_dict({**{key: state_dict[key] for key in state_dict if key != OWN}, "state": statistics})
     if needs_statistics and not has_statistics(optimizer):
         initialize_optimizer_state_(optimizer)
-    if own.get("scheduler") is None:  # it will catch up with the epoch; what it has done already must not be done twice
+    # It will catch up with the epoch; what it has done already must not be done twice.
+    if own.get("scheduler") is None:
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)
     load_scheduler_state(setup.scheduler, own.get("scheduler"))

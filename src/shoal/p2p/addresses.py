@@ -31,7 +31,8 @@ class AddressBook:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[PeerID, dict[Multiaddr, bool]] = OrderedDict()  # and whether it is more than hearsay
+        # For each address: whether it is more than hearsay.
+        self._known: OrderedDict[PeerID, dict[Multiaddr, bool]] = OrderedDict()
         self.changes = 0
         """How often something has changed: who keeps what follows from it looks here."""
 
@@ -132,8 +133,8 @@ class UnreachablePeers:
     """What this peer has experienced with peers that it wanted to call."""
 
     def __init__(self) -> None:
+        # For each peer and kind of sign: how many signs of life went before a failure, and the last one.
         self._failures: OrderedDict[PeerID, dict[str, tuple[int, float]]] = OrderedDict()
-        """By peer, and by what the signs of life are: how many of them went before a failure, and the last one."""
         self._told: OrderedDict[PeerID, None] = OrderedDict()
 
     def note_failure(

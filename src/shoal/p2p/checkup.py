@@ -27,21 +27,25 @@ from shoal.tasks import run_in_worker
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P
 
+# In one direction of one exchange, at most.
 MAX_BULK_BYTES = 2 * 2**20
-"""In one direction of one exchange."""
+# What one host may cause on average.
 BULK_BYTES_PER_SECOND = 2**20
-"""What one host may cause on average."""
+
 BULK_BURST_BYTES = 32 * 2**20
+# What all hosts together may cause on average.
 BULK_TOTAL_BYTES_PER_SECOND = 8 * 2**20
-"""What all hosts together may cause on average."""
+
 BULK_TOTAL_BURST_BYTES = 128 * 2**20
+# For one host on average; each dials the few addresses that the caller claims to be its own.
 CALLS_BACK_PER_SECOND = 0.2
-"""For one host on average; each dials the few addresses that the caller claims to be its own."""
+
 CALLS_BACK_BURST = 5
 CALLS_BACK_TOTAL_PER_SECOND = 2.0
 CALLS_BACK_TOTAL_BURST = 20
+# Exchanges and calls back in progress; who comes then is told to try again.
 MAX_AT_ONCE = 8
-"""Exchanges and calls back in progress; who comes then is told to try again."""
+
 CALL_BACK_SECONDS = 4.0
 _EVERYBODY = ""
 
@@ -160,7 +164,8 @@ def describe_software() -> Description:
 
 @functools.cache
 def _version_of(package: str) -> str:
-    from importlib import metadata  # on demand: it takes longer to load than the rest of this package
+    # On demand: it takes longer to load than the rest of this package.
+    from importlib import metadata
 
     try:
         return metadata.version(package)

@@ -16,10 +16,10 @@ from typing import cast
 
 from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, disown_socket, own_socket
 
+# Seconds after which the next address of a host is tried beside those that have not answered yet.
 CONNECT_STAGGER = 0.25
-"""Seconds after which the next address of a host is tried beside those that have not answered yet."""
+# A host that vanishes without a word is noticed within about a minute, also while nobody writes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPALIVE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""A host that vanishes without a word is noticed within about a minute, also while nobody writes."""
 
 _FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
 

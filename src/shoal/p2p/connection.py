@@ -27,8 +27,9 @@ from shoal.p2p.wire import (
 
 H = TypeVar("H", bound=Header)
 
+# Seconds that the side which is done waits for the other one to say its last word.
 DRAIN_TIMEOUT = 10.0
-"""Seconds that the side which is done waits for the other one to say its last word."""
+
 _DISCARD_BYTES = 2**16
 
 
@@ -160,7 +161,8 @@ class Connection:
                 self.writing_since = self._now()
                 await self.stream.write(*piece)
         except BaseException:
-            self.stream.abort()  # half a message may have left: nobody can make sense of what would follow
+            # Half a message may have left: nobody can make sense of what would follow.
+            self.stream.abort()
             raise
         finally:
             self.writing_since = 0.0

@@ -19,8 +19,8 @@ from shoal.p2p.limits import MAX_DIALLED_PER_PEER
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Stream, Transport
 
+# Seconds after which the next address of a peer is tried beside the one that has not answered yet.
 DIAL_STAGGER = 0.25
-"""Seconds after which the next address of a peer is tried beside the one that has not answered yet."""
 
 
 class Dialler:
@@ -102,15 +102,16 @@ def _abort_late(task: asyncio.Task[Stream]) -> None:
         task.result().abort()
 
 
+# Dials to one peer at a time.
 MAX_PARALLEL_DIALS = 2
-"""Dials to one peer at a time."""
+
 MAX_IDLE_PER_PEER = 12
 MAX_IDLE = 256
+# Older connections are replaced by new ones: each begins with an exchange of addresses and of the time.
 MAX_AGE_SECONDS = 900.0
-"""Older connections are replaced by new ones: each begins with an exchange of addresses and of the time."""
 
+# What a waiting call gets: a connection, or the right to dial one.
 _Turn = Connection | None
-"""What a waiting call gets: a connection, or the right to dial one."""
 
 
 @dataclass(eq=False)
@@ -192,7 +193,8 @@ class ConnectionPool:
                 connection = await self._wait_for_turn(peer)
             if not connection.closed:
                 return connection
-            self.release(connection, reusable=False)  # it ended on its way from one call to the next
+            # It ended on its way from one call to the next.
+            self.release(connection, reusable=False)
 
     def release(self, connection: Connection, *, reusable: bool) -> None:
         """Give a connection back; one that is not reusable is cut, which cancels the handler on the other side."""
@@ -344,7 +346,8 @@ class ConnectionPool:
         """What made one dial fail would make the next one fail as late: do not queue up time-outs."""
         turn = peer.next_in_line()
         while turn is not None:
-            turn.set_exception(type(error)(*error.args))  # each caller gets a traceback of its own
+            # Each caller gets a traceback of its own.
+            turn.set_exception(type(error)(*error.args))
             turn = peer.next_in_line()
 
     def close(self) -> None:

@@ -36,10 +36,10 @@ ALPN = "shoal/1"
 PROOF_LABEL = b"shoal/1 dialler proof:"
 NONCE_BYTES = 32
 PROOF_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
+# Seconds for connecting, TLS and the proof together; also how long a listener waits for an unproven dialler.
 HANDSHAKE_TIMEOUT = 5.0
-"""Seconds for connecting, TLS and the proof together; also how long a listener waits for an unproven dialler."""
+# A TLS record: alert, fatal, access denied. For a host that causes more handshakes than its share.
 BUSY_ALERT = bytes([21, 3, 3, 0, 2, 2, 49])
-"""A TLS record: alert, fatal, access denied. For a host that causes more handshakes than its share."""
 
 
 def proof_message(listener: PeerID, certificate_der: bytes, nonce: bytes) -> bytes:
@@ -59,7 +59,8 @@ def dialler_context() -> ssl.SSLContext:
     """TLS settings for dialling anybody."""
     context = _base_context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the key is compared with the expected peer id, which is stronger
+    # The key is compared with the expected peer id, which is stronger.
+    context.verify_mode = ssl.CERT_NONE
     return context
 
 
@@ -68,7 +69,8 @@ def listener_context(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
     context = _base_context(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0
     certificate, key = identity.certificate_pem()
-    with tempfile.TemporaryDirectory(prefix="shoal-") as directory:  # the ssl module loads keys from files only
+    # The ssl module loads keys from files only.
+    with tempfile.TemporaryDirectory(prefix="shoal-") as directory:
         path = Path(directory, "identity.pem")
         with os.fdopen(os.open(path, NEW_BINARY_FILE, 0o600), "wb") as file:
             file.write(key + certificate)
@@ -120,8 +122,8 @@ _BROKEN = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, Stream
 
 
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+# Network unreachable, host unreachable: as they come from completion ports, without an ``errno`` of their own.
 _NO_ROUTE_ON_WINDOWS = (1231, 1232)
-"""Network unreachable, host unreachable: as they come from completion ports, without an ``errno`` of their own."""
 
 
 def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:

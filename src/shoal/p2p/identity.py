@@ -53,7 +53,8 @@ class PeerID:
             ValueError: the text is not base58.
         """
         try:
-            if len(text) > _MAX_TEXT_LENGTH:  # decoding takes time in the square of the length
+            # Decoding takes time in the square of the length.
+            if len(text) > _MAX_TEXT_LENGTH:
                 raise ValueError("it is too long")
             return cls(base58.b58decode(text))
         except ValueError as e:
@@ -152,10 +153,12 @@ def split_peer_address(address: Multiaddr) -> tuple[Multiaddr, PeerID]:
     return address.decapsulate(f"/p2p/{items[-1][1]}"), peer_id
 
 
-_FILE_HEADER = b"\x08\x01\x12\x40"  # protobuf of libp2p's PrivateKey: type Ed25519, 64 bytes of data follow
+# Protobuf of libp2p's PrivateKey: type Ed25519, 64 bytes of data follow.
+_FILE_HEADER = b"\x08\x01\x12\x40"
 SIGNATURE_BYTES = 64
+# How to open a file that must be new. Without ``O_BINARY``, Windows writes two bytes for each 0x0A of a key.
 NEW_BINARY_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-"""How to open a file that must be new. Without ``O_BINARY``, Windows writes two bytes for each 0x0A of a key."""
+# Points of small order, sign bit off: "signatures" that fit such a key can be made by anybody, without any secret.
 _WEAK_KEYS = frozenset(
     bytes.fromhex(key)
     for key in (
@@ -168,7 +171,6 @@ _WEAK_KEYS = frozenset(
         "ee" + "ff" * 30 + "7f",
     )
 )
-"""Points of small order, sign bit off: "signatures" that fit such a key can be made by anybody, without any secret."""
 
 
 class Identity:

@@ -50,8 +50,9 @@ def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[Targe
     return [split_peer_address(Multiaddr(address)) for address in initial_peers]
 
 
+# A connection may break by chance; only then is an address dialled again, after a pause that grows.
 DIAL_ATTEMPTS = 4
-"""A connection may break by chance; only then is an address dialled again, after a pause that grows."""
+
 FIRST_PAUSE_SECONDS = 0.1
 
 
@@ -150,8 +151,9 @@ def _ip_seen(text: str) -> _IP | None:
 
 logger = logging.getLogger(__name__)
 
+# How long a start may wait for addresses where nobody answers any more.
 CHECK_SECONDS = 2.0
-"""How long a start may wait for addresses where nobody answers any more."""
+
 GREETING_SECONDS = 10.0
 GREETINGS_AT_ONCE = 8
 

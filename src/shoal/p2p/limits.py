@@ -19,8 +19,8 @@ from typing import Any
 
 from shoal.p2p.identity import PeerID
 
+# Connections that this peer opens to another one at a time; further calls wait for their turn.
 MAX_DIALLED_PER_PEER = 24
-"""Connections that this peer opens to another one at a time; further calls wait for their turn."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class HeaderMemory:
 
 logger = logging.getLogger(__name__)
 
+# What is tried next after a limit that is too high, as a share of it.
 _LESS = 0.9
-"""What is tried next after a limit that is too high, as a share of it."""
 
 
 def increase_file_limit(new_soft: int = 2**15, new_hard: int = 2**15) -> None:
@@ -97,7 +97,8 @@ def increase_file_limit(new_soft: int = 2**15, new_hard: int = 2**15) -> None:
     except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for allowed in (_higher(hard, new_hard), hard):  # only the superuser may raise the hard limit
+    # Only the superuser may raise the hard limit.
+    for allowed in (_higher(hard, new_hard), hard):
         wanted = _higher(soft, new_soft)
         if allowed != resource.RLIM_INFINITY:
             wanted = allowed if wanted == resource.RLIM_INFINITY else min(wanted, allowed)
@@ -105,7 +106,8 @@ def increase_file_limit(new_soft: int = 2**15, new_hard: int = 2**15) -> None:
             break
     else:
         while (wanted := int(wanted * _LESS)) > soft > 0 and not _set_limits(wanted, hard):
-            pass  # macOS has one more limit, kern.maxfilesperproc, which these do not tell
+            # MacOS has one more limit, kern.maxfilesperproc, which these do not tell.
+            pass
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _higher(soft, new_soft) != soft:
         logger.info("at most %d files and sockets can be open in this process, not the wanted %d", soft, new_soft)

@@ -17,8 +17,8 @@ from shoal.p2p.transport import Buffer, OnStream, Stream, Transport
 
 Delay = Callable[[PeerID, PeerID, int], float]
 """Seconds that a number of bytes needs from one peer to another."""
+# How much a reader may be behind before the writer has to wait.
 WINDOW_BYTES = 4 * 2**20
-"""How much a reader may be behind before the writer has to wait."""
 
 Piece = bytes | memoryview | None
 """What travels on a stream: some bytes, or ``None`` for its end."""
@@ -33,8 +33,10 @@ class PipeEnd(Stream):
         self.remote = remote
         self.remote_address = address
         self._loop = asyncio.get_running_loop()
-        self._inbox: list[memoryview] = []  # never long; an empty deque takes ten times the memory
-        self._unread = 0  # sent by the other side and not read here yet, on the way included
+        # Never long; an empty deque takes ten times the memory.
+        self._inbox: list[memoryview] = []
+        # Sent by the other side and not read here yet, on the way included.
+        self._unread = 0
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._closed = False
@@ -51,7 +53,8 @@ class PipeEnd(Stream):
     async def write(self, *buffers: Buffer) -> None:
         if self._closed:
             raise StreamClosedError("the connection is closed")
-        piece = b"".join(buffers)  # a copy: the caller may change the buffers afterwards
+        # A copy: the caller may change the buffers afterwards.
+        piece = b"".join(buffers)
         other = self.other
         other._unread += len(piece)
         self.send(piece)

@@ -57,8 +57,9 @@ _NAMES_WITHOUT_VALUE = frozenset(
         "http",
     }
 )
+# Bytes of the value in binary form; the other values bring their length along.
 _FIXED_SIZES = {"ip4": 4, "ip6": 16, "tcp": 2, "udp": 2, "memory": 8}
-"""Bytes of the value in binary form; the other values bring their length along."""
+
 _MAX_LENGTH = 1024
 _MAX_PEER_BYTES = 128
 _UNKNOWN_NAME, _UNKNOWN_VALUE = re.compile(r"[a-z][a-z0-9-]{0,49}"), re.compile(r"[!-.0-~]+")
@@ -149,7 +150,8 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
 _Items = tuple[tuple[Protocol, "str | None"], ...]
 
 
-@functools.lru_cache(maxsize=4096)  # the same addresses are told by many peers, again and again
+# The same addresses are told by many peers, again and again.
+@functools.lru_cache(maxsize=4096)
 def _parse_text(text: str) -> _Items:
     if len(text) > _MAX_LENGTH or not text.startswith("/"):
         raise ValueError("it must start with / and be no longer than 1024 characters")

@@ -21,8 +21,9 @@ from shoal.logs import get_logger, setting
 from shoal.p2p.multiaddr import Multiaddr
 
 LOOK_AGAIN_SECONDS = 30.0
+# Others remember no more of one peer.
 MAX_ANNOUNCED = 8
-"""Others remember no more of one peer."""
+
 _FAR_AWAY = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}
 _VIRTUAL_NAME = re.compile(
     r"(docker|br-|veth|virbr|lxc|lxd|cni|cali|flannel|podman|vmnet|vboxnet|bridge\d{2,}|vnic"
@@ -30,10 +31,10 @@ _VIRTUAL_NAME = re.compile(
 )
 _VIRTUAL_WORDS = re.compile(r"virtual|hyper-v|vmware|tap-|tunnel|wireguard|tailscale|zerotier|vpn", re.IGNORECASE)
 
+# What an address is good for, the best first: it is the one of the default route; of another network; of a bridge for
+# containers, a virtual machine or a VPN; one that a machine gives itself where nobody else does; of this machine alone;
+# it leads to where another one leads, and is not told to others.
 ROUTED, PLUGGED, VIRTUAL, UNCONFIGURED, LOOPBACK, SPARE = range(6)
-"""What an address is good for, the best first: it is the one of the default route; of another network; of a bridge for
-containers, a virtual machine or a VPN; one that a machine gives itself where nobody else does; of this machine alone;
-it leads to where another one leads, and is not told to others."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def _rank(ip: str, is_routed: bool, is_virtual: bool) -> int:
     parsed = ipaddress.ip_address(ip)
     if parsed.is_loopback:
         return LOOPBACK
-    if parsed.is_link_local:  # with IPv6 everybody has one, and it is not enough: it takes the name of an interface
+    # With IPv6 everybody has one, and it is not enough: it takes the name of an interface.
+    if parsed.is_link_local:
         return SPARE if parsed.version == 6 else UNCONFIGURED
     return ROUTED if is_routed else VIRTUAL if is_virtual else PLUGGED
 

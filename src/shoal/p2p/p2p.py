@@ -36,6 +36,7 @@ H = TypeVar("H", bound=Header)
 AGENT = "shoal"
 MAX_ROUND_TRIPS = 4096
 INSTANCE_BYTES = 16
+# Parameters without effect here, and what everybody may ask for.
 _OF_A_DAEMON: dict[str, Any] = {
     "auto_nat": True,
     "conn_manager": True,
@@ -53,7 +54,6 @@ _OF_A_DAEMON: dict[str, Any] = {
     "use_relay_discovery": None,
     "trusted_relays": None,
 }
-"""Parameters without effect here, and what everybody may ask for."""
 
 
 class P2P:

@@ -18,10 +18,10 @@ from shoal.p2p.transport import Stream
 logger = logging.getLogger(__name__)
 
 MAX_NAME_CHARACTERS = 200
+# Connections at a time that are still being told that they are refused.
 MAX_REFUSALS = 64
-"""Connections at a time that are still being told that they are refused."""
+# How often the shortest time limit is looked at before it can be over.
 SWEEPS = 4
-"""How often the shortest time limit is looked at before it can be over."""
 
 
 class Server:

@@ -251,7 +251,8 @@ async def serve_streams(handler: Handler, call: Call, context: P2PContext) -> No
         return
     async with AsyncExitStack() as stack:
         if hasattr(result, "aclose"):
-            await stack.enter_async_context(aclosing(result))  # also if the caller leaves while an item is being sent
+            # Also if the caller leaves while an item is being sent.
+            await stack.enter_async_context(aclosing(result))
         async for response in result:
             await call.send(response)
     await call.send_end()
@@ -303,7 +304,8 @@ async def _exchange(
             async for response in Messages(call, method.response_type):
                 yield response
             return
-        await call.connection.flush()  # the opening of the call: what follows is sent and received by two tasks
+        # The opening of the call: what follows is sent and received by two tasks.
+        await call.connection.flush()
         sending = asyncio.ensure_future(_send_all(call, requests))
         try:
             async for response in Messages(call, method.response_type):

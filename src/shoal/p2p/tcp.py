@@ -41,8 +41,8 @@ from shoal.p2p.transport import OnStream, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
+# The TLS layer's own time limit comes after the one here, which knows what to say.
 _BACKSTOP_SECONDS = 1.0
-"""The TLS layer's own time limit comes after the one here, which knows what to say."""
 
 
 class Arrival:
@@ -60,7 +60,8 @@ class Arrival:
         """The handshake, which begins with the first byte."""
         self.in_hands_of_loop = False
         self.drop_reason = ""
-        self._descriptor = accepted.fileno()  # when the loop has closed the socket, that cannot tell it any more
+        # When the loop has closed the socket, that cannot tell it any more.
+        self._descriptor = accepted.fileno()
         own_socket(self._descriptor, self)
 
     def give_up(self) -> None:
@@ -118,7 +119,8 @@ class TcpTransport(Transport):
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
         host, port, family = self._host_and_port(address)
         if self._tls is None:
-            self._tls = await asyncio.to_thread(listener_context, self.identity)  # it writes and reads a file
+            # It writes and reads a file.
+            self._tls = await asyncio.to_thread(listener_context, self.identity)
 
         def arrive(accepted: socket.socket, remote_host: str) -> None:
             self._arrive(accepted, host_of(remote_host), on_stream)
@@ -166,7 +168,8 @@ class TcpTransport(Transport):
         if self.on_addresses_changed is not None:
             loop.call_soon(self.on_addresses_changed)
         for stream in self._streams:
-            if stream.local_host in self._machine.lost:  # nothing will ever arrive there
+            # Nothing will ever arrive there.
+            if stream.local_host in self._machine.lost:
                 loop.call_soon(stream.abort)
 
     def _reachable_at(self, listeners: Sequence[Listener]) -> list[Multiaddr]:
@@ -208,7 +211,8 @@ class TcpTransport(Transport):
         with accepted, contextlib.suppress(OSError):
             accepted.send(BUSY_ALERT)
             accepted.shutdown(socket.SHUT_WR)
-            accepted.recv(4096)  # closing with something unread would destroy the alert on its way
+            # Closing with something unread would destroy the alert on its way.
+            accepted.recv(4096)
 
     def _note_first_byte(self, arrival: Arrival, on_stream: OnStream) -> None:
         if arrival in self._silent:  # else it had to go
@@ -332,7 +336,8 @@ class TcpTransport(Transport):
                 await prove_to_listener(stream, self.identity, address, expected_peer)
         except BaseException as e:
             stream.abort()
-            if connected is not None:  # the handshake may have failed before it was the stream's
+            # The handshake may have failed before it was the stream's.
+            if connected is not None:
                 disown_socket(descriptor, connected)
             if not isinstance(e, (OSError, StreamClosedError)):
                 raise

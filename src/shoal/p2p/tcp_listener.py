@@ -83,7 +83,8 @@ class HostRates:
 
     def __init__(self, per_second: float, burst: float) -> None:
         self._per_second, self._burst = per_second, burst
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # how many were left, and when
+        # How many were left, and when.
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def is_exhausted(self, host: str, now: float) -> bool:
         """Whether this host has to wait before the next one."""
@@ -112,14 +113,15 @@ def host_of(address: str) -> str:
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
+# Connections taken from the queue before other work of the loop has its turn.
 ACCEPTED_AT_ONCE = 32
-"""Connections taken from the queue before other work of the loop has its turn."""
+# How long nothing is accepted after the system has refused to give another socket.
 PAUSE_SECONDS = 0.2
-"""How long nothing is accepted after the system has refused to give another socket."""
+
 REFUSED_BY_SYSTEM = "cannot accept a connection: %s; trying again in %g s"
 LOCAL_CALL_SECONDS = 1.0
+# Troubles of the connection that was to be accepted, not of the listener; beside every ConnectionError.
 _ABORTED = {errno.EPROTO, errno.EINTR, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
-"""Troubles of the connection that was to be accepted, not of the listener; beside every ConnectionError."""
 
 OnAccept = Callable[[socket.socket, str], None]
 
@@ -237,7 +239,8 @@ async def bind(host: str, port: int, family: socket.AddressFamily) -> list[socke
 async def _bind(unbound: socket.socket, address: tuple[Any, ...]) -> None:
     """Bind a socket to a port that nobody else has, also if connections of the last start are not quite over."""
     ports_may_overlap: bool = sys.platform == "darwin"
-    if sys.platform == "win32":  # SO_REUSEADDR would let two listeners share a port, and so does neither of them
+    # SO_REUSEADDR would let two listeners share a port, and so does neither of them.
+    if sys.platform == "win32":
         unbound.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
     elif not ports_may_overlap:
         unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

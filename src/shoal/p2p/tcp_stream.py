@@ -25,9 +25,9 @@ from shoal.errors import StreamClosedError
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Buffer, Stream
 
+# Open sockets by file descriptor. The system gives a descriptor to the next socket before the loop has told the owner
+# of the last one that it is closed.
 _owners: dict[int, object] = {}
-"""Open sockets by file descriptor. The system gives a descriptor to the next socket before the loop has told the owner
-of the last one that it is closed."""
 
 
 def own_socket(descriptor: int, owner: object) -> None:
@@ -44,7 +44,8 @@ def disown_socket(descriptor: int, owner: object) -> None:
 def _give_up_sockets_of_parent() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in _owners:
-        os.dup2(nowhere, descriptor)  # not os.close: a leftover of its former owner may close it again
+        # os.close would not do: a leftover of its former owner may close it again.
+        os.dup2(nowhere, descriptor)
     os.close(nowhere)
     _owners.clear()
 
@@ -53,17 +54,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_give_up_sockets_of_parent)
 
 
+# Encrypted bytes that may wait here before a writer has to; as many may wait in the kernel. Few, so that work which is
+# shared among several connections goes to those that have sent what they got.
 WRITE_HIGH_WATER = 2**17
-"""Encrypted bytes that may wait here before a writer has to; as many may wait in the kernel. Few, so that work which is
-shared among several connections goes to those that have sent what they got."""
+# For what arrives while nobody reads: enough for most messages, and little to copy in front of a large payload.
 RECEIVE_BUFFER_BYTES = 4 * 2**10
-"""For what arrives while nobody reads: enough for most messages, and little to copy in front of a large payload."""
+
 JOIN_BYTES = 2**16
 CLOSE_TIMEOUT = 2.0
+# While nobody reads, the loop does not watch the socket: it is looked at this often whether it is still connected.
 PAUSED_CHECK_SECONDS = 0.5
-"""While nobody reads, the loop does not watch the socket: it is looked at this often whether it is still connected."""
+# A ``struct linger``. That of Windows has shorter numbers, and these begin in the same way.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-"""A ``struct linger``. That of Windows has shorter numbers, and these begin in the same way."""
 
 
 class TcpStream(Stream, asyncio.BufferedProtocol):
@@ -120,7 +122,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
 
     def _make_room(self) -> None:
         rest = self._own[self._start : self._end]
-        if len(rest) == len(self._own):  # the loop had more at hand when it was asked to pause
+        # The loop had more at hand when it was asked to pause.
+        if len(rest) == len(self._own):
             self._own = rest + bytes(len(rest))
             self._own_view = memoryview(self._own)
         self._own_view[: len(rest)] = rest
@@ -157,7 +160,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         disown_socket(self._descriptor, self)
         if self._transport is not None:
             self._transport.close()  # else it is taken for forgotten
-            self._transport = None  # no cycle: what TLS has for buffers must not wait for the garbage collector
+            # No cycle: what TLS has for buffers must not wait for the garbage collector.
+            self._transport = None
         if self._closing is not None:
             self._closing.cancel()
         if exc is not None and not self._closed and not isinstance(exc, ConnectionError):
@@ -215,7 +219,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
             self._read_paused = False
             if self._paused_check is not None:
                 self._paused_check.cancel()
-            if self._transport.get_extra_info("socket") is not None:  # None: it is over, connection_lost is on its way
+            # None: it is over, connection_lost is on its way.
+            if self._transport.get_extra_info("socket") is not None:
                 self._transport.resume_reading()
 
     async def write(self, *buffers: Buffer) -> None:
@@ -255,7 +260,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
             await asyncio.sleep(0)  # uvloop writes at the end of its turn
             if self._transport is None or self._transport.is_closing() or poller.poll(0):
                 return
-            descriptor = os.dup(self._descriptor)  # the loop lets nobody else watch the transport's own
+            # The loop lets nobody else watch the transport's own.
+            descriptor = os.dup(self._descriptor)
             own_socket(descriptor, self)
             self._writer = self._loop.create_future()
             try:
@@ -275,7 +281,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=limit)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             self._is_backlog_limited = nbytes is not None
-            with contextlib.suppress(OSError):  # on macOS, if the other side has broken it off
+            # On macOS, if the other side has broken it off.
+            with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, limit)
 
     def on_closed(self, callback: Callable[[], object] | None) -> None:

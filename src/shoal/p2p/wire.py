@@ -26,10 +26,11 @@ from shoal.p2p.transport import Buffer, Stream
 VERSION = 1
 MAX_HEADER_BYTES = 2**20
 MAX_PAYLOAD_BYTES = 2**31
+# Payloads go to the stream in pieces of this size: a slow reader holds up the writer early, and caches stay warm.
 WRITE_PIECE_BYTES = 2**18
-"""Payloads go to the stream in pieces of this size: a slow reader holds up the writer early, and caches stay warm."""
+# Memory for something larger grows with what has arrived, not with what the other side claims to send.
 READ_STEP_BYTES = 2**16
-"""Memory for something larger grows with what has arrived, not with what the other side claims to send."""
+
 _PREFIX = struct.Struct(">BBHII")
 PREFIX_BYTES = _PREFIX.size
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shoal.testing.averagers import SharedTable, make_averager_config, start_averager, start_averagers, start_step
     from shoal.testing.nodes import start_dht_nodes, start_peers
 
+# What is loaded only when it is used, because it needs more than the network: the table, or torch.
 _HOME_OF = {
     **dict.fromkeys(("start_dht_nodes", "start_peers"), "shoal.testing.nodes"),
     **dict.fromkeys(
@@ -45,7 +46,6 @@ _HOME_OF = {
         "shoal.testing.averagers",
     ),
 }
-"""What is loaded only when it is used, because it needs more than the network: the table, or torch."""
 
 __all__ = [
     "START_OF_TIME",

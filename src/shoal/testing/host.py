@@ -177,8 +177,8 @@ class HostTransport(MemoryTransport):
         self.stop_listening()
 
 
+# Seconds for which a host repeats what nobody acknowledges before it takes the connection for broken, as Linux does.
 RETRANSMISSION_SECONDS = 900.0
-"""For so long a host repeats what nobody acknowledges before it takes the connection for broken, as Linux does."""
 
 
 class SimulatedStream(PipeEnd):
@@ -199,8 +199,10 @@ class SimulatedStream(PipeEnd):
         self._trace, self._rng = host.network.trace, host.network.rng
         self._outgoing = host.outgoing.flow(self._travel)
         self._incoming = host.incoming.flow(self.arrive)
-        self._arrival = 0.0  # when the last piece that was sent from here reaches the other host
-        self._held: list[Piece] = []  # what reached a cut in the network on the way here
+        # When the last piece that was sent from here reaches the other host.
+        self._arrival = 0.0
+        # What reached a cut in the network on the way here.
+        self._held: list[Piece] = []
         self._has_doubts = False
         self.break_timer: asyncio.TimerHandle | None = None
         """Breaks the connection, unless this end is closed before."""
@@ -223,7 +225,8 @@ class SimulatedStream(PipeEnd):
     def abort(self) -> None:
         if not self._closed:
             self._outgoing.drop()
-            self._travel(None)  # the operating system says so even if the program is gone
+            # The operating system says so even if the program is gone.
+            self._travel(None)
             self.end()
 
     def vanish(self) -> None:

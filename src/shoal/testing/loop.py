@@ -25,22 +25,25 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from shoal.clock import SwarmClock
 from shoal.errors import SimulationError
 
-if TYPE_CHECKING:  # for signatures like those of the base class, which nothing needs at run time
+# For signatures like those of the base class, which nothing needs at run time.
+if TYPE_CHECKING:
     from typing import TypeVarTuple, Unpack
 
     Ts = TypeVarTuple("Ts")
 
 T = TypeVar("T")
 
+# DHT time at which simulations begin unless they say otherwise.
 START_OF_TIME = 1_700_000_000.0
-"""DHT time at which simulations begin unless they say otherwise."""
+
 DEFAULT_TIME_LIMIT = 7 * 86400.0
+# Virtual time that tasks have after they were cancelled at the end.
 CLEANING_UP_SECONDS = 60.0
-"""Virtual time that tasks have after they were cancelled at the end."""
+# Thresholds of the garbage collector: with the usual ones it takes up to a third of a large simulation's time.
 RARE_COLLECTIONS = (2_000_000, 50, 100)
-"""Thresholds of the garbage collector: with the usual ones it takes up to a third of a large simulation's time."""
+# So many times in a row new callbacks may become ready without any time passing.
 MAX_ROUNDS_AT_ONE_MOMENT = 1_000_000
-"""So many times in a row new callbacks may become ready without any time passing."""
+
 _MAX_CANCELLED_TIMERS = 1000
 _MAX_LINES = 20
 

@@ -69,10 +69,10 @@ class Trace:
         return self._hash.hexdigest()
 
 
+# TCP, TLS, and the proof of identity, before the dialler may send.
 HANDSHAKE_ROUND_TRIPS = 3
-"""TCP, TLS, and the proof of identity, before the dialler may send."""
+# Seconds after which an attempt to connect to a silent address fails, as over TCP.
 DIAL_TIMEOUT = 5.0
-"""Seconds after which an attempt to connect to a silent address fails, as over TCP."""
 
 
 class Network(MemoryNetwork):

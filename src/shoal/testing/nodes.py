@@ -10,10 +10,10 @@ from shoal.errors import BootstrapError, ValidationError
 from shoal.p2p import P2P, Multiaddr
 from shoal.testing.network import Network
 
+# How many nodes of the swarm a newcomer is told.
 INITIAL_PEERS = 3
-"""How many nodes of the swarm a newcomer is told."""
+# How often it tries, on links that fail now and then.
 JOIN_ATTEMPTS = 5
-"""How often it tries, on links that fail now and then."""
 
 
 async def start_peers(network: Network, count: int, **options: Any) -> list[P2P]:

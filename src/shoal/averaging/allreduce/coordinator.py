@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Seconds for which a member whose connection broke may come back before it counts as dead.
 RECONNECT_GRACE = 0.3
-"""Seconds for which a member whose connection broke may come back before it counts as dead."""
+# Seconds between questions to members that have not come.
 STATUS_PERIOD = 0.5
-"""Seconds between questions to members that have not come."""
 
 
 class Resigned(ProtocolError):
@@ -63,8 +63,8 @@ class Coordination:
         self.vector, self.group, self.own = allreduce.vector, allreduce.group, allreduce.own_index
         self._silence, self._quorum = allreduce.settings.sender_timeout, allreduce.settings.quorum
         self._links: dict[int, _Link] = {}
+        # Members that have left the round after it was committed.
         self._gone: set[int] = set()
-        """Members that have left the round after it was committed."""
         self._changed = asyncio.Event()
         self._deaths = asyncio.Event()
         self._quorum_changed = asyncio.Event()
@@ -72,10 +72,10 @@ class Coordination:
         self._execution: Recovery | None = None
         allreduce.on_failure = self._note_failure
         self._committed = False
+        # All values, for members that were late.
         self._result: asyncio.Future[list[torch.Tensor]] = asyncio.get_running_loop().create_future()
-        """All values, for members that were late."""
+        # What was averaged again, without those that had failed, may differ from what one that comes back holds.
         self._has_filled_gaps = False
-        """What was averaged again, without those that had failed, may differ from what one that comes back holds."""
         self.closed_early = False
         """The round goes on without members that may come later, for the result."""
 
@@ -83,7 +83,8 @@ class Coordination:
         """The round has ended here, with or without a result."""
         if not self._result.done():
             self._result.cancel()
-        if not self._committed:  # those that follow this member are not to take the round for alive
+        # The members that follow this one must not believe that the round goes on.
+        if not self._committed:
             for link in self._links.values():
                 link.handler.cancel()
 
@@ -267,7 +268,8 @@ class Coordination:
             try:
                 reply = await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=self._silence)
                 status = RoundStatus(reply.status)
-            except InterruptedDialError as e:  # by chance, it may be: the next question will tell
+            except InterruptedDialError as e:
+                # This may be chance: the next question will tell.
                 logger.debug("could not ask %s about the round: %r", self.group.peer_ids[member], e)
                 return
             except P2PDaemonError as e:
@@ -282,7 +284,8 @@ class Coordination:
         elif status is RoundStatus.FINISHED:
             self._gone.add(member)
             self._changed.set()
-        elif status in late:  # it runs the round, perhaps, but it has not found its way to this coordinator
+        elif status in late:
+            # It runs the round, perhaps, but it has not found its way to this coordinator.
             self.allreduce.member_failed(member, "did not come to the coordinator in time")
 
     async def _broadcast(self, message: RoundMessage, *, end: bool = False) -> None:
@@ -293,7 +296,8 @@ class Coordination:
             async with asyncio.timeout(self._silence):
                 await link.line.send(message, end=end)
         except PEER_FAILURES as e:
-            logger.debug("could not tell %s: %r", link.line.call.remote, e)  # its handler notices, too
+            # Its handler notices, too.
+            logger.debug("could not tell %s: %r", link.line.call.remote, e)
 
     async def _commit(self) -> None:
         self._committed = True

@@ -40,8 +40,8 @@ from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
+# A member may take at least so many seconds to answer whether it lives: it may have to be dialled.
 MIN_QUESTION_SECONDS = 1.5
-"""For so long, at least, a member may take to answer whether it lives: it may have to be dialled."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class AllReduce:
         """This member has sent its parts to all members, or with a quorum, to all but as many as may be late."""
         self.exchanged = asyncio.Event()
         """This member has delivered and received all that it will."""
+        # The calls to reducers may end: this member holds all averages, without any help, or the round is over.
         self._may_end = asyncio.Event()
-        """The calls to reducers may end: this member holds all averages, without any help, or the round is over."""
         self.all_complete = asyncio.Event()
         """All members do; known to those that reduce."""
         self.ended = asyncio.Event()
@@ -118,20 +118,21 @@ class AllReduce:
         """The others have gone on without this member."""
         self._reducer = self._make_reducer()
         self._pace = Pace() if settings.quorum is None else None
+        # What is exchanged with each of the others.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
-        """What is exchanged with each of the others."""
+        # Reducers to which something is still to be sent.
         self._undelivered = {i for i in self._traffic if self.is_sender and self.vector.parts[i]}
-        """Reducers to which something is still to be sent."""
+        # Reducers from which averages are still to come.
         self._unreceived = set(self._undelivered)
-        """Reducers from which averages are still to come."""
         self._exchanges: dict[int, asyncio.Task[None]] = {}
-        self._handlers: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
+        # A dictionary keeps the order, so that simulations can be repeated.
+        self._handlers: dict[asyncio.Task[Any], None] = {}
         self._intakes: dict[int, Intake] = {}
         self._timers: list[asyncio.TimerHandle] = []
+        # Senders that are not known to hold all averages.
         self._incomplete = set(self.senders)
-        """Senders that are not known to hold all averages."""
+        # No further averages will come from others.
         self._received = asyncio.Event()
-        """No further averages will come from others."""
 
     def _make_reducer(self) -> PartReducer:
         parts = self.vector.parts[self.own_index]
@@ -234,7 +235,8 @@ class AllReduce:
     async def abandon(self) -> None:
         """The others have gone on without this member: stop exchanging, and forget what came of it."""
         self.late = True
-        await cancel_and_wait(*self._handlers)  # first: nobody may get an average that only this member believes in
+        # The handlers end first: nobody may get an average that only this member believes in.
+        await cancel_and_wait(*self._handlers)
         for member in range(self.group.group_size):
             self._reducer.ban(member, "this member is late")
         await cancel_and_wait(*self._exchanges.values())
@@ -260,7 +262,8 @@ class AllReduce:
             AllreduceException: nothing; the tensors are as they were.
         """
         share = self.vector.share_averaged if self.is_sender else 1.0
-        has_nothing = share == 0 and not any(self.vector.held)  # not even the word that there is no average
+        # Nobody has even said that there is no average.
+        has_nothing = share == 0 and not any(self.vector.held)
         if has_nothing and self.failed:
             reasons = "; ".join(f"{self.group.peer_ids[i]}: {reason}" for i, reason in self.failed.items())
             raise AllreduceException(f"nothing was averaged, every other member failed: {reasons}")
@@ -346,7 +349,8 @@ class AllReduce:
     async def _apply_own_parts(self) -> None:
         for index in range(len(self._reducer)):
             average = await self._reducer.average(index)
-            if not average.is_shared:  # all others have failed: if some live, it is theirs to average the rest
+            # All others have failed: if some live, it is theirs to average the rest.
+            if not average.is_shared:
                 return
             self.vector.take(self.own_index, index, average.values, is_delta=average.is_delta)
 

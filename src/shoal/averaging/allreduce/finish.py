@@ -34,8 +34,8 @@ from shoal.tasks import cancel_and_wait, first_completed
 if TYPE_CHECKING:
     from shoal.averaging.allreduce.exchange import AllReduce
 
+# For the way to the coordinator and back: one whose answer is under way has begun.
 MIN_ANSWER_SECONDS = 1.0
-"""For the way to the coordinator and back: one whose answer is under way has begun."""
 
 
 class Following:
@@ -52,8 +52,8 @@ class Following:
         self.vector, self.group, self.own = allreduce.vector, allreduce.group, allreduce.own_index
         self._silence, self._quorum = allreduce.settings.sender_timeout, allreduce.settings.quorum
         self._changed = asyncio.Event()
+        # What the coordinator wants of this member now.
         self._assignment: RoundMessage | None = None
-        """What the coordinator wants of this member now."""
 
     async def run(self, call: Call) -> None:
         """Take part under the coordinator at the other end of a call until the round is committed.
@@ -95,7 +95,8 @@ class Following:
                 elif message.kind == RoundKind.FAILED:
                     self._drop(message.members)
                 elif message.kind in (RoundKind.ASSIGNMENT, RoundKind.RESTART):
-                    self._assignment = message  # one that is being fulfilled ends between two parts
+                    # One that is being fulfilled ends between two parts.
+                    self._assignment = message
                     self._changed.set()
                     helpers.append(asyncio.ensure_future(self._fulfil(line, message)))
         finally:
@@ -224,7 +225,8 @@ class Completion:
                 if await self._coordinate_unless_late():
                     return
             elif self._is_worth_following(candidate) and await self._follow_unless_silent(candidate):
-                if not self.allreduce.late:  # members that could not reach the coordinator
+                # Members that could not reach the coordinator.
+                if not self.allreduce.late:
                     await self._coordination.run(wait_for_absent=False)
                 return
         await self.allreduce.exchanged.wait()
@@ -235,7 +237,8 @@ class Completion:
             await self._coordination.run(wait_for_absent=True)
         except Resigned:
             is_late = True
-        else:  # it comes alone: perhaps the others have finished, and have the result for it
+        else:
+            # It comes alone: perhaps the others have finished, and have the result for it.
             has_results = any(self.allreduce.vector.held)
             is_late = self._quorum is not None and bool(self.allreduce.failed) and not has_results
         if is_late:
@@ -267,9 +270,11 @@ class Completion:
                     await call.send_end()
                 return True
             except Resigned as e:
-                self._coordination.closed_early, reason = True, str(e)  # it is going to ask for the result
+                # It is going to ask for the result.
+                self._coordination.closed_early, reason = True, str(e)
                 break
-            except (StreamClosedError, DialError) as e:  # a connection may break without a death: try once more
+            except (StreamClosedError, DialError) as e:
+                # A connection may break without a death: try once more.
                 reason = reason_of(e)
             except PEER_FAILURES as e:
                 reason = reason_of(e)

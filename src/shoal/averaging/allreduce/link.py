@@ -22,10 +22,10 @@ from shoal.tasks import all_of, cancel_and_wait, first_completed
 logger = logging.getLogger(__name__)
 
 MAX_STRIPES = 8
+# A stripe for so much of the time to the reducer and back; the reducer makes as many, if it sends, too.
 SECONDS_PER_STRIPE = 0.025
-"""A stripe for so much of the time to the reducer and back; the reducer makes as many, if it sends, too."""
+# A connection needs at least so many parts to pay.
 PARTS_PER_STRIPE = 4
-"""At least: with fewer parts a further connection does not pay."""
 
 
 def stripes_for(round_trip: float, parts: int) -> int:
@@ -78,7 +78,8 @@ class Exchange:
             except PEER_FAILURES as e:
                 if not self._may_end.is_set():
                     raise
-                logger.debug("a call to %s ended badly: %r", call.remote, e)  # everything is here: it does not matter
+                # Everything is here: it does not matter.
+                logger.debug("a call to %s ended badly: %r", call.remote, e)
 
     async def _send_until_end(self, call: Call) -> None:
         """The end says that everything is here: over a long link it is not to wait for the reducer's own end."""

@@ -13,13 +13,13 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+# A member is ahead if it has this much less left to receive than the one that has most left (0.08: eight percent less).
+# A smaller lead would hold back all members but one, and the connections to that one alone cannot fill the link.
 MAX_LEAD = 0.08
-"""Who has so much less left than the one who has most left, as a share of that, is ahead. Not less: when all but one
-are held back, the connections to that one cannot fill the link."""
+# Nobody waits for a member that has not taken the next piece for so many seconds.
 STALLED_SECONDS = 0.5
-"""Who has not got the next piece for so long is not waited for."""
+# For how long a connection is held back before it may send another piece.
 MAX_WAIT_SECONDS = 1.0
-"""For how long a connection is held back before it may send another piece."""
 
 
 class Pace:
@@ -46,7 +46,8 @@ class Pace:
     def wake(self) -> None:
         """Let the connections to those go on that are not ahead any more."""
         waiting = [runner for runner in self._runners if runner.waiting]
-        least_left = self.least_left() if waiting else 0.0  # this is called for each piece
+        # This is called for each piece.
+        least_left = self.least_left() if waiting else 0.0
         for runner in waiting:
             if runner.share_left() >= least_left:
                 runner.go_on()

@@ -24,10 +24,10 @@ from shoal.errors import ProtocolError
 from shoal.p2p import Call
 
 DEFAULT_PART_SIZE_BYTES = 2**19
+# Tensors that are cut as one give at least so many parts to each member that reduces, so that shares come out even.
 PARTS_PER_MEMBER = 4
-"""At least, for each member that reduces, of tensors that are cut as one: so that shares come out even."""
+# Parts are not smaller than this: fewer members reduce a small vector.
 MIN_EVEN_BYTES = 2**14
-"""But no smaller parts than this: fewer members reduce a small vector."""
 
 
 class Segment(NamedTuple):
@@ -208,10 +208,10 @@ class RoundVector:
             self.parts[part.reducer].append(part)
         self.held = [0] * len(shares)
         """How many parts of each reducer, from the first one on, hold the average here."""
+        # Parts that are held, but to which nobody has contributed, by reducer and index.
         self._without_average: set[tuple[int, int]] = set()
-        """Parts that are held, but to which nobody has contributed, by reducer and index."""
+        # Averages that came before those of earlier parts, by reducer and index.
         self._early: list[dict[int, _Average]] = [{} for _ in shares]
-        """Averages that came before those of earlier parts, by reducer and index."""
 
     @property
     def share_averaged(self) -> float:
@@ -281,13 +281,15 @@ class RoundVector:
 
     def _apply(self, target: torch.Tensor, values: torch.Tensor, *, is_delta: bool) -> None:
         if is_delta:
-            largest = torch.finfo(target.dtype).max  # which a sum may exceed by what a codec has lost
+            # What a codec has lost may carry the sum beyond the largest number.
+            largest = torch.finfo(target.dtype).max
             target.add_(values.to(target.dtype), alpha=self.alpha).clamp_(-largest, largest)
         elif self.alpha == 1 or (self.is_spoilt and not all_finite(target)):
             target.copy_(values)
         elif target.is_floating_point() or target.is_complex():
             mixed = torch.lerp(target, values, self.alpha)
-            if not all_finite(mixed):  # the difference of huge numbers may be too large, but not what is between them
+            # The difference of huge numbers may be too large, but not what is between them.
+            if not all_finite(mixed):
                 mixed = (target * (1 - self.alpha)).add_(values, alpha=self.alpha)
             target.copy_(mixed)
         else:

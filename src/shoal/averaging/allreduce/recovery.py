@@ -147,7 +147,8 @@ class Recovery:
     async def _obtain(self, key: PartKey) -> torch.Tensor | None:
         if key in self._position:
             return await self._reducer.peek(self._position[key])
-        if self._vector.alpha != 1:  # whoever holds the average has already mixed it with its own values
+        # Whoever holds the average has already mixed it with its own values.
+        if self._vector.alpha != 1:
             return None
         if self._plan.sources[key] == self._own:
             return self._vector.values(self._vector.parts[key[0]][key[1]]) if self._vector.has_average(*key) else None

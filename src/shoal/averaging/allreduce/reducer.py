@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Memory for parts that have arrived and wait for the same part of other senders; and as much again, with what they are
+# made of, for averages that wait to be sent while something else is sent first.
 WINDOW_BYTES = 32 * 2**20
-"""Memory for parts that have arrived and wait for the same part of other senders; and as much again, with what they are
-made of, for averages that wait to be sent while something else is sent first."""
 
 
 def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor | None:
@@ -42,7 +42,8 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> t
     if largest == 0:
         return None
     values = [value for value, weight in zip(values, weights, strict=True) if weight > 0]
-    exponent = math.frexp(largest)[1]  # a power of two changes no bit, and the sum of such weights is of normal size
+    # A power of two changes no bit, and the sum of such weights is of normal size.
+    exponent = math.frexp(largest)[1]
     weights = [math.ldexp(weight, -exponent) for weight in weights if weight > 0]
     total, dtype = sum(weights), values[0].dtype
     wide = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
@@ -64,7 +65,8 @@ def _are_similar(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     A codec may spoil values far out, which make up the norms of such tensors, but not most of them.
     """
-    step = one.numel() // _SAMPLE | 1  # odd: not the same column of a matrix all the time
+    # Odd: not the same column of a matrix all the time.
+    step = one.numel() // _SAMPLE | 1
     one, other = one.flatten()[::step], other.flatten()[::step]
     limit = 0.5 * float(torch.linalg.vector_norm(one)) / max(1, one.numel()) ** 0.5
     far = torch.count_nonzero((one - other).abs_() > limit)
@@ -199,7 +201,8 @@ class PartReducer:
         try:
             if average is None:
                 return None, False
-            if part.codec.lossy and sent is not None and sent.is_floating_point():  # of others there are no lossy ones
+            # Lossy codecs are only for floating point numbers.
+            if part.codec.lossy and sent is not None and sent.is_floating_point():
                 difference = average - sent
                 if all_finite(difference) or all_finite(sent):
                     difference = without_overflow(difference)
@@ -275,7 +278,8 @@ class PartReducer:
         if state.average is not None and not all_finite(state.average):
             self._leave_out_not_finite(state)
             mean = self._mean(state, part, trust_own=False)
-            state.average = None if mean is None else without_overflow(mean)  # shares may add up to more than 1
+            # Shares may add up to more than 1.
+            state.average = None if mean is None else without_overflow(mean)
         state.takers = {*senders, self._local_index} if self._own_values is not None else set(senders)
         state.is_shared = bool(senders) or not self._expects_others
         if not part.codec.lossy:  # only differences need what was sent

@@ -31,10 +31,10 @@ from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
 
 SLICE_BYTES = 2**14
+# Parts that take no more than this together travel in one message.
 BUNDLE_BYTES = 2**19
-"""Parts that take no more than this together travel in one message."""
+# A message has no more parts than this: their descriptions have to fit into its header.
 BUNDLE_PARTS = 256
-"""But not more parts than this: their descriptions have to fit into its header."""
 
 
 Piece = tuple[PartMessage, "tuple[Buffer, ...]"]
@@ -70,8 +70,8 @@ class Outgoing:
         self.in_slices = False
         """Parts are cut: they travel over several connections."""
         self._next = 0
+        # The pieces of what was made ready last.
         self._pieces: deque[Piece] = deque()
-        """Of what was made ready last."""
         self._pieces_per_part = 1
         self._under_way = 0
 
@@ -222,8 +222,8 @@ class Incoming:
         return [self._vector.decode(header, part, slices.buffer)]
 
 
+# What may wait unsent on a call that shares its work with others: little, so that all of them end together.
 BACKLOG_BYTES = 2**15
-"""What may wait unsent on a call that shares its work with others: little, so that all of them end together."""
 
 
 class Traffic:
@@ -282,10 +282,10 @@ class Traffic:
         )
         self._count = max(1, len(theirs) + len(ours))
         self.parts_in, self.averages_in = Incoming(vector, ours), Incoming(vector, theirs)
+        # On how many calls something may still come: those that this member makes, and those of the other one.
         self._calls = {True: math.inf if theirs else 0, False: math.inf if ours else 0}
-        """On how many calls something may still come: those that this member makes, and those of the other one."""
+        # The other one has told its weight; parts may overtake that.
         self._begun = asyncio.Event()
-        """The other one has told its weight; parts may overtake that."""
         self._is_over = False
         self.heard_at = -math.inf
         """Loop time of the last message of the other one."""

@@ -101,12 +101,12 @@ class Rounds:
 
     def __init__(self) -> None:
         self._running: dict[bytes, Round] = {}
+        # Calls that are earlier than the round, by its id.
         self._waiting: dict[bytes, set[asyncio.Future[Round]]] = {}
-        """Calls that are earlier than the round, by its id."""
+        # Rounds whose result is there, until they have ended politely.
         self._lingering: dict[bytes, tuple[Round, asyncio.Task[None]]] = {}
-        """Rounds whose result is there, until they have ended politely."""
+        # Ids of rounds, and of groups that this averager has left.
         self._finished: OrderedDict[bytes, None] = OrderedDict()
-        """Ids of rounds, and of groups that this averager has left."""
 
     def __len__(self) -> int:
         return len(self._running) + len(self._waiting) + len(self._lingering)
@@ -199,8 +199,8 @@ class Rounds:
 
 
 MAX_PHASES = 256
+# Looking at so many values takes long enough to be done in a worker.
 LARGE_VECTOR = 2**20
-"""To look at so many values takes long enough to do it in a worker."""
 
 
 class GroupSession:
@@ -236,10 +236,10 @@ class GroupSession:
         self.told_not_finite: set[PeerID] = set()
         """Members of which others say so."""
         self._phases: list[RoundResult] = []
+        # What each phase works on, and how far it is.
         self._vectors: list[tuple[Sequence[torch.Tensor], RoundVector]] = []
-        """What each phase works on, and how far it is."""
+        # The weights of all members, in the phases that have those of the step.
         self._main_weights: list[tuple[float, ...]] = []
-        """Of all members, in the phases that have the weights of the step."""
 
     @property
     def mode(self) -> AveragingMode:
@@ -313,7 +313,8 @@ class GroupSession:
         group = dataclasses.replace(self.group, group_id=round_id, shares=shares)
         direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
-        is_spoilt = not await self.check_values(working, infos)  # all of it, before the first byte is sent
+        # All of it, before the first byte is sent.
+        is_spoilt = not await self.check_values(working, infos)
         own_weight = 0.0 if is_spoilt else self.weight if weight is None else weight
         allreduce = AllReduce(group, self.own_index, working, infos, settings, own_weight, self._get_stub, is_spoilt)
         self._vectors.append((working, allreduce.vector))

@@ -14,12 +14,13 @@ from shoal.clock import get_dht_time
 from shoal.errors import InterruptedDialError, StreamClosedError
 from shoal.p2p import Call, PeerID
 
+# How long a leader waits for a follower whose connection broke: time to notice, connect and ask again.
 MAX_RETURN_SECONDS = 2.0
-"""How long a leader waits for a follower whose connection broke: time to notice, connect and ask again."""
+# Nor longer than this part of ``request_timeout``, for which followers wait after the promised time.
 RETURN_SHARE = 2 / 3
-"""Nor longer than this part of ``request_timeout``, for which followers wait after the promised time."""
+# Seconds for which a candidate that could not be reached is left alone; twice as long after each further failure.
 RETRY_PAUSE = 0.5
-"""Seconds for which a candidate that could not be reached is left alone; twice as long after each further failure."""
+
 MAX_RETRY_PAUSE = 2.0
 MAX_GROUP_SIZE = 4096
 

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 GroupKey = str
 GROUP_PATTERN = re.compile(r"^(([^.])+)[.]0b[01]*$")
+# One more than hold a record by default.
 _FEW_NODES = 6
-"""Those that hold a record by default, and one more."""
 
 
 def is_valid_group(key: str) -> bool:

@@ -24,8 +24,8 @@ from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 
 logger = logging.getLogger(__name__)
 
+# Seconds in which a member of the group that has been found ends a call that is not needed any more.
 MEMBER_PATIENCE = 1.0
-"""Seconds in which a member of the group that has been found ends a call that is not needed any more."""
 
 AnswerJoin = Callable[[Call, JoinRequest, PeerID], Awaitable[None]]
 
@@ -57,7 +57,8 @@ class Invitations:
 
     def __init__(self, p2p: P2P, get_stub: Callable[[PeerID], StubBase], answer_join: AnswerJoin) -> None:
         self._p2p, self._get_stub, self._answer_join = p2p, get_stub, answer_join
-        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that simulations can be repeated
+        # A dictionary keeps the order, so that simulations can be repeated.
+        self._tasks: dict[asyncio.Task[None], None] = {}
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -144,16 +145,16 @@ class Invitations:
 
 SEEN_SEARCHES = 10
 TOLD_SEARCHES = 1
+# More are not remembered: those that have been refused for longest are forgotten.
 MAX_REFUSED_PEERS = 256
-"""More are not remembered: those that have been refused for longest are forgotten."""
 
 
 class Refusals:
     """The memory of one averager, or of one of its tags."""
 
     def __init__(self) -> None:
+        # For how many searches.
         self._left: dict[PeerID, int] = {}
-        """For how many searches."""
         self._auxiliaries: set[PeerID] = set()
 
     def __len__(self) -> int:

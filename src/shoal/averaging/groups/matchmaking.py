@@ -64,8 +64,8 @@ REFUSAL = (
     "it has sent values that are NaN or infinite in a round, although peers check theirs before. Is it of an older "
     "version, or its machine broken? It is taken again after some rounds"
 )
+# Lookups at the same time: one that waits for slow nodes does not keep the next one from being made.
 MAX_LOOKUPS = 3
-"""Lookups at the same time: one that waits for slow nodes does not keep the next one from being made."""
 
 
 class Matchmaking:
@@ -87,9 +87,10 @@ class Matchmaking:
         self._one_at_a_time = asyncio.Lock()
         self._search: Search | None = None
         self._started: StartedGroup | None = None
+        # Expiration of the latest record which says that this peer does not look for a group.
         self._withdrawn_until = -math.inf
-        """Expiration of the latest record which says that this peer does not look for a group."""
-        self._background: dict[asyncio.Task[Any], None] = {}  # in order, so that simulations can be repeated
+        # A dictionary keeps the order, so that simulations can be repeated.
+        self._background: dict[asyncio.Task[Any], None] = {}
         self._warned: set[str] = set()
         self._last_refusals: dict[str, str] = {}
 
@@ -148,7 +149,8 @@ class Matchmaking:
     def _promised_time(self, control: StepControl) -> float:
         earliest = get_dht_time() + self.settings.min_matchmaking_time
         promised = min(max(control.scheduled_time, earliest), control.deadline)
-        return max(promised, math.nextafter(self._withdrawn_until, math.inf))  # else the table keeps the withdrawal
+        # Without this the table keeps the withdrawal.
+        return max(promised, math.nextafter(self._withdrawn_until, math.inf))
 
     async def _declare(self, search: Search) -> None:
         while True:
@@ -160,7 +162,8 @@ class Matchmaking:
     async def _withdraw(self, search: Search) -> None:
         try:
             await self.keys.declare_averager(search.key, self.p2p.peer_id, search.expiration, looking_for_group=False)
-        except (DHTError, ReactorError) as e:  # the table may be closed already; what it was told expires soon
+        except (DHTError, ReactorError) as e:
+            # The table may be closed already; what it was told expires soon.
             logger.debug("could not tell the table that this peer does not look for a group any more: %s", e)
 
     async def _discover(self, search: Search) -> None:
@@ -171,7 +174,8 @@ class Matchmaking:
             while True:
                 if has_declared:
                     await asyncio.sleep(pause * (0.75 + 0.5 * self.p2p.rng.random()))
-                else:  # who looks after declaring is seen, or sees: two peers cannot miss each other
+                else:
+                    # A peer declares itself first and looks afterwards: of two, one sees the other.
                     await first_completed(search.declared.wait(), timeout=max(pause, FIRST_LOOKUP_PAUSE))
                     has_declared = search.declared.is_set()
                 if search.leader is None and len(lookups) < MAX_LOOKUPS:
@@ -195,7 +199,8 @@ class Matchmaking:
         while not search.group.done():
             search.control.changed.clear()
             candidate = search.best_candidate()
-            now = get_dht_time()  # one look: if the time came between two, followers would be taken for nobody
+            # One look: if the time came between two, followers would be taken for nobody.
+            now = get_dht_time()
             if self._may_start(search, now):
                 self._start_group(search)
             elif candidate is not None:
@@ -212,7 +217,8 @@ class Matchmaking:
         return full or search.is_complete() or is_time
 
     async def _wait_for_news(self, search: Search, now: float) -> None:
-        if self.settings.leads and now >= search.start_time():  # nobody came: make a new promise
+        # Nobody came: make a new promise.
+        if self.settings.leads and now >= search.start_time():
             self._send_followers_away(search, None)
             search.lost.clear()
             search.expiration = self._promised_time(search.control)
@@ -265,7 +271,8 @@ class Matchmaking:
                     async with asyncio.timeout(patience):
                         reply = await _receive(call)
                 search.asked = None
-                with suppress(StreamClosedError):  # the leader has left, but what it said holds
+                # The leader has left, but what it said holds.
+                with suppress(StreamClosedError):
                     await call.send_end()
         except (P2PHandlerError, ProtocolError) as e:
             logger.debug("asked %s to lead: %r", leader, e)
@@ -284,7 +291,8 @@ class Matchmaking:
         expected = search.control.expected_group_size
         if search.leader is not None and search.asked is not None and expected != search.told_expectation:
             search.told_expectation = expected
-            with suppress(StreamClosedError):  # who waits for the leader's answer notices
+            # The task that waits for the leader's answer notices this.
+            with suppress(StreamClosedError):
                 await search.asked.send(Expectation(expected_group_size=expected))
 
     def _request(self, search: Search) -> JoinRequest:
@@ -325,7 +333,8 @@ class Matchmaking:
     async def answer_join(self, call: Call, request: JoinRequest, remote: PeerID) -> None:
         """Answer a peer that asks to be led, and tell it the outcome later."""
         search, started = self._search, self._started
-        if started is not None and started.followers.get(remote) == request.expiration:  # the news did not reach it
+        # The news did not reach it.
+        if started is not None and started.followers.get(remote) == request.expiration:
             await call.send(JoinReply(code=Code.GROUP_STARTS, group=started.start), end=True)
             return
         refusal = self._reason_to_refuse(search, request, remote)
@@ -467,7 +476,8 @@ class Matchmaking:
     async def close(self) -> None:
         """Finish what runs in the background, such as withdrawing from the DHT."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(1.0), self._one_at_a_time:  # a search that was cancelled withdraws when it ends
+            # A search that was cancelled withdraws when it ends.
+            async with asyncio.timeout(1.0), self._one_at_a_time:
                 running = [*self._background, *self._invitations.tasks]
                 if running:
                     await asyncio.wait(running)
@@ -490,6 +500,7 @@ def _difference(own: dict[str, str], other: dict[str, str]) -> str:
 
 def _split(total_size: int, members: list[tuple[int, float | None]], min_size: int) -> tuple[int, ...]:
     able = [0.0 if mode == AveragingMode.CLIENT else bandwidth for mode, bandwidth in members]
-    if not any(bandwidth is None or bandwidth > 0 for bandwidth in able):  # all want to be spared: share it evenly
+    # All want to be spared: share it evenly.
+    if not any(bandwidth is None or bandwidth > 0 for bandwidth in able):
         able = [0.0 if mode == AveragingMode.CLIENT else None for mode, _ in members]
     return load_balance_peers(total_size, able, min_size)

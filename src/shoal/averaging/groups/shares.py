@@ -63,7 +63,8 @@ def _fill(speeds: Sequence[float]) -> list[float]:
         time = (count - 2 + len(active)) / sum(active)
         if time * active[-1] >= 1 or len(active) == 1:
             break
-        active.pop()  # this peer would need longer for its own vector alone: the others reduce for it
+        # This peer would need longer for its own vector alone: the others reduce for it.
+        active.pop()
     slowest = active[-1]
     return [max(0.0, (time * speed - 1) / (count - 2)) if speed >= slowest else 0.0 for speed in speeds]
 

@@ -22,22 +22,22 @@ from shoal.tasks import cancel_and_wait, first_completed, run_in_worker
 
 logger = logging.getLogger(__name__)
 
+# Declarations live for this many periods, so that a slow renewal leaves no gap.
 DECLARATION_LIFETIME = 1.5
-"""Declarations live for this many periods, so that a slow renewal leaves no gap."""
+# Seconds for which a donor that leaves waits for those that keep its declaration; they may be frozen.
 WITHDRAWAL_SECONDS = 0.5
-"""For so long a donor that leaves waits for those that keep its declaration; they may be frozen."""
+# How many newcomers a donor serves at a time.
 MAX_DOWNLOADS = 8
-"""How many newcomers a donor serves at a time."""
+# How many copies of its state a donor keeps for them.
 MAX_SNAPSHOTS = 2
-"""How many copies of its state a donor keeps for them."""
+# Seconds for which newcomers that come one after another are given the same copy.
 SNAPSHOT_AGE = 0.5
-"""Seconds for which newcomers that come one after another are given the same copy."""
+# From how many donors a newcomer takes a state.
 MAX_DONORS = 4
-"""From how many donors a newcomer takes a state."""
+# Smaller states are taken from one donor, unless it fails.
 WORTH_SHARING_BYTES = 8 * 2**20
-"""Smaller states are taken from one donor, unless it fails."""
+# Seconds after which donors that are busy are asked again, and for how long.
 BUSY_PAUSE, BUSY_PATIENCE = 1.0, 60.0
-"""Seconds after which donors that are busy are asked again, and for how long."""
 
 
 class _Sharing:
@@ -174,7 +174,8 @@ class StateSharing:
             try:
                 state = await gathering.run(donors)
             finally:
-                await cancel_and_wait(*dialling)  # who cannot be reached is told when it is asked
+                # A failure to reach one of them is told when it is asked.
+                await cancel_and_wait(*dialling)
             if state is not None or not gathering.busy or asyncio.get_running_loop().time() >= patience_ends:
                 return state
             logger.info("the donors of the state are busy with others: asking again")
@@ -213,10 +214,10 @@ class _Gathering:
         self.busy = False
         """A donor had too many others to serve."""
         self._download: Download | None = None
+        # Donors that have not been asked yet.
         self._waiting: deque[tuple[float, PeerID]] = deque()
-        """Donors that have not been asked yet."""
+        # Donors with another version than the one that is being downloaded.
         self._different: list[tuple[float, PeerID]] = []
-        """Donors with another version than the one that is being downloaded."""
 
     async def run(self, donors: Iterable[tuple[float, PeerID]]) -> State | None:
         """The state of the best donor that answers, taken from all that have the same one."""

@@ -27,8 +27,9 @@ from shoal.tasks import run_in_worker
 MAX_TENSORS = 2**20
 MIN_WINDOW = 2
 MAX_WINDOW_BYTES = 2**26
+# A donor is asked for what it delivers in this time; for less in the end, so that all donors are done together.
 WINDOW_SECONDS, LAST_WINDOW_SECONDS = 0.5, 0.125
-"""A donor is asked for what it delivers in this time; for less in the end, so that all donors are done together."""
+
 _RATE_MEMORY = 0.8
 _PAGE_BYTES = 4096
 
@@ -79,19 +80,19 @@ class Download:
         self.version = version_of(header.tensors, header.tensor_bytes, hashes)
         self._buffers = [bytes_of(mapped((size,), torch.uint8)) for size in header.tensor_bytes]
         self._chunks = Chunks(self._buffers)
+        # Chunks that nobody is asked for, as a heap.
         self._todo = list(range(self._chunks.count))
-        """Chunks that nobody is asked for, as a heap."""
+        # Chunks that have not come yet, and how many donors are asked for them; the earliest request first.
         self._asked: dict[int, int] = {}
-        """Chunks that have not come yet, and how many donors are asked for them; the earliest request first."""
+        # The chunks of all donors.
         self._queues: list[_Queue] = []
-        """Of all donors."""
+        # Chunks of which bytes, or unverified ones, are in the state's own memory.
         self._writing: set[int] = set()
-        """Chunks of which bytes, or unverified ones, are in the state's own memory."""
+        # When the memory of a chunk has been provided.
         self._ready: dict[int, asyncio.Future[None]] = {}
-        """When the memory of a chunk has been provided."""
         self._missing = self._chunks.count
+        # Chunks that came while another donor, which is slower or stuck, was writing them to the state's memory.
         self._copies: dict[int, memoryview] = {}
-        """Chunks that came while another donor, which is slower or stuck, was writing them to the state's memory."""
         self.finished = asyncio.Event()
         self._check_finished()
 
@@ -176,7 +177,8 @@ class Download:
         """Let the system provide the memory of chunks that will be written: it takes as long as the writing itself."""
         for index in chunks:
             for piece in self._chunks.pieces(index):
-                torch.frombuffer(piece, dtype=torch.uint8)[::_PAGE_BYTES].zero_()  # numpy would hold up other threads
+                # Numpy would hold up other threads.
+                torch.frombuffer(piece, dtype=torch.uint8)[::_PAGE_BYTES].zero_()
 
     def _answered(self, index: int) -> None:
         """A donor has delivered a chunk, or never will."""

@@ -24,12 +24,13 @@ from shoal.serializer import MSGPackSerializer
 from shoal.tasks import run_in_worker
 
 MOST_CHUNKS = 128
+# A state is cut into about a hundred chunks: enough to share them among donors, few enough to cost little each.
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**18, 2**22
-"""A state is cut into about a hundred chunks: enough to share them among donors, few enough to cost little each."""
+
 HASH_BYTES = 32
 HASHING_THREADS = 4
+# A chunk of more pieces than this is copied together before it is sent.
 _MAX_PIECES = 64
-"""A chunk of more pieces than this is copied together before it is sent."""
 
 
 class State(NamedTuple):

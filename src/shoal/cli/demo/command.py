@@ -38,13 +38,15 @@ from shoal.cli.demo.report import succeeded, ten_lines, write_report
 from shoal.cli.demo.story import PeerState, PeerStory, Story
 from shoal.cli.demo.viewer import Viewer, viewer_for
 
+# Seconds for all processes to load torch and read the text; a cold disk can be slow.
 START_TIMEOUT = 120.0
-"""Seconds for all processes to load torch and read the text; a cold disk can be slow."""
+
 CONNECT_TIMEOUT = 30.0
 FINISH_TIMEOUT = 90.0
 LEAVE_TIMEOUT = 10.0
+# The end is announced this many epochs ahead, so that every peer hears of it before it comes.
 EPOCHS_TO_THE_END = 2
-"""The end is announced this many epochs ahead, so that every peer hears of it before it comes."""
+
 MAX_REPEATS = 3
 PROMPT = "    def __init__(self, "
 
@@ -284,7 +286,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"shoal demo: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background of a script
+    # Also in the background of a script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _leave)
     try:
         with contextlib.closing(viewer_for(sys.stdout)) as viewer:

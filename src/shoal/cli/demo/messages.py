@@ -147,8 +147,8 @@ def event_from(line: bytes) -> AnyEvent:
     return event
 
 
+# Windows has groups of processes in place of sessions.
 _NEW_GROUP: int = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
-"""Windows has groups of processes in place of sessions."""
 
 Heard = tuple[int, "AnyEvent | None"]
 """A peer's number and its event; None once it will never say anything again."""
@@ -174,7 +174,8 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log_file,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                creationflags=_NEW_GROUP,  # Ctrl-C is for the runner, which ends its peers in order
+                # Ctrl-C is for the runner, which ends its peers in order.
+                creationflags=_NEW_GROUP,
                 start_new_session=not _NEW_GROUP,
             )
         self._reader = threading.Thread(target=self._listen, args=(heard,), name=f"hear peer {number}", daemon=True)

@@ -25,12 +25,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+# Bytes.
 VOCABULARY = 256
-"""Bytes."""
 
 LEARNING_RATE = 3e-3
+# Rows of a table are seen rarely, so they take larger steps: it halves the time to fall below the bigram entropy.
 TABLE_LEARNING_RATE = 3e-2
-"""Rows of a table are seen rarely, so they take larger steps: it halves the time to fall below the bigram entropy."""
 
 WARM_UP_EPOCHS = 5
 
@@ -86,7 +86,8 @@ class ByteTransformer(nn.Module):
         self.out = nn.Linear(size.width, VOCABULARY)
         self.apply(_initialize)
         for name, weight in self.named_parameters():
-            if name.endswith(("attention_out.weight", "network_out.weight")):  # many are added up: start small
+            # Many are added up: start small.
+            if name.endswith(("attention_out.weight", "network_out.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * size.layers))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -179,11 +180,11 @@ def sample(model: ByteTransformer, prompt: str, length: int, seed: int, temperat
 
 
 HELD_OUT_ONE_IN = 20
+# Enough for the demo many times over; more would only make starting slower.
 MAX_BYTES = 8_000_000
-"""Enough for the demo many times over; more would only make starting slower."""
 
+# These are not text that people wrote to be read: test data, installed packages, tables of code pages.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
-"""Not text that people wrote to be read: test data, installed packages, tables of code pages."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,8 @@ def source_files(root: Path) -> Iterator[Path]:
     """Python files below a folder, ordered by the hash of their path, so that the first few come from all over."""
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]  # not even entered
+        # It has not even been entered.
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     yield from sorted(found, key=lambda path: _hash(path.relative_to(root).as_posix()))
 

@@ -45,14 +45,14 @@ from shoal.dht import DHT
 from shoal.optim import Optimizer
 
 RUN_ID = "shoal_demo"
+# Windows of text that the whole swarm gathers for one step.
 TARGET_BATCH_SIZE = 256
-"""Windows of text that the whole swarm gathers for one step."""
+# Windows of text that one peer works on at a time.
 BATCH_SIZE = 16
-"""Windows of text that one peer works on at a time."""
+# All peers of the demo are on this machine, and nobody else is asked in.
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
-"""All peers of the demo are on this machine, and nobody else is asked in."""
+# How long a group waits for peers that are late; it starts at once when all are in.
 MATCHMAKING_SECONDS = 1.5
-"""How long a group waits for peers that are late; it starts at once when all are in."""
 
 REPORT_EVERY_SECONDS = 0.25
 MEASURE_EVERY_SECONDS = 4.0
@@ -74,7 +74,8 @@ class Trainer:
         self._text = corpus.shards[(number - 1) % len(corpus.shards)]
         self._held_out = corpus.held_out
         self._random = torch.Generator().manual_seed(number)
-        torch.manual_seed(number)  # every peer starts from other parameters; the swarm makes them one
+        # Every peer starts from other parameters; the swarm makes them one.
+        torch.manual_seed(number)
         self.model = demo_model.ByteTransformer(demo_model.ModelSize())
         self._window = self.model.size.context + 1
         self._measured = demo_model.even_windows(self._held_out, MEASURED_WINDOWS, self._window)
@@ -85,7 +86,8 @@ class Trainer:
         self._contributed = self._pending = 0
         self._losses: list[float] = []
         self._next_report = 0.0
-        self._next_measurement = time.monotonic() + number % 5 / 5 * MEASURE_EVERY_SECONDS  # in turn, not all at once
+        # They are asked in turn, not all at once.
+        self._next_measurement = time.monotonic() + number % 5 / 5 * MEASURE_EVERY_SECONDS
 
     def connect(self, initial_peers: list[str]) -> None:
         """Join the swarm, or start one if there are no addresses; then download its state, if it has any."""
@@ -136,7 +138,8 @@ class Trainer:
     def _note_epoch(self, seconds: float) -> None:
         size = self._group_size()
         self._tell(EpochDone(self.epoch, seconds, size))
-        if size > 1:  # else this peer was alone, or behind: it downloaded the state and dropped what it had
+        # Otherwise this peer was alone, or behind: it downloaded the state and dropped what it had.
+        if size > 1:
             self._contributed += self._pending
         self._pending = 0
 
@@ -197,8 +200,8 @@ class Trainer:
             self._dht.shutdown()
 
 
+# When the runner is gone, how long this process may still take to say goodbye.
 ORPHAN_GRACE_SECONDS = 2.0
-"""When the runner is gone, how long this process may still take to say goodbye."""
 
 
 class Pipes:
@@ -271,7 +274,8 @@ def _take_standard_input() -> IO[bytes]:
     On Windows, libraries that are loaded later look at the standard input, and would wait for whoever reads from it.
     """
     descriptor = sys.stdin.fileno()
-    commands = io.FileIO(os.dup(descriptor))  # unbuffered: nothing to lock when the process ends
+    # Unbuffered: nothing to lock when the process ends.
+    commands = io.FileIO(os.dup(descriptor))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), descriptor)
     return commands
@@ -284,7 +288,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints must not mix with the events
+    # Whatever a library prints must not mix with the events.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     pipes = Pipes(_take_standard_input(), events)
     corpus = load_corpus(arguments.shards)
     trainer = Trainer(arguments.number, corpus, pipes.send)

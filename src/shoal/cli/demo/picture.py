@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 from shoal.cli.demo.story import Story
 
+# Told apart by colour-blind readers too.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
-"""Told apart by colour-blind readers too."""
+
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#555555"
 

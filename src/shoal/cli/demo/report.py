@@ -11,8 +11,8 @@ from typing import Any
 
 from shoal.cli.demo.story import PeerState, PeerStory, Story
 
+# A round is called slow when it took this many times the median.
 SLOW_ROUND_FACTOR = 3.0
-"""A round is called slow when it took this many times the median."""
 
 
 @dataclass(frozen=True)

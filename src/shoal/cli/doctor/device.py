@@ -22,15 +22,17 @@ from shoal.dht import DHT
 from shoal.optim import Optimizer
 from shoal.optim.grad_averager import GradientAverager
 
+# Peers, epochs, batches of each peer in an epoch, and samples of a batch.
 PEERS, EPOCHS, BATCHES, SAMPLES = 2, 4, 3, 16
-"""Peers, epochs, batches of each peer in an epoch, and samples of a batch."""
+# The middle layer has four megabytes: a copy of it takes longer than it takes to look at it too early.
 INPUTS, WIDTH, OUTPUTS = 32, 1024, 8
-"""The middle layer has four megabytes: a copy of it takes longer than it takes to look at it too early."""
+
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
+# How far weights may be apart. What is read too early, or added twice, is much further away.
 RELATIVE, ABSOLUTE = 1e-2, 1e-3
-"""How far weights may be apart. What is read too early, or added twice, is much further away."""
+# For each training; it takes a few seconds.
 PATIENCE_SECONDS = 60.0
-"""For each training; it takes a few seconds."""
+
 NAMES = ("cuda", "xpu", "mtia", "hpu", "npu")
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 
@@ -62,7 +64,8 @@ WAYS = (
         "side stream",
         "on a stream of its own",
         "train on the default stream",
-        options={"delay_state_averaging": True},  # other threads, which have streams of their own, read what is trained
+        # Other threads, which have streams of their own, read what is trained.
+        options={"delay_state_averaging": True},
         in_side_stream=True,
     ),
 )
@@ -260,7 +263,8 @@ class _Crew:
                     loss.backward()  # type: ignore[no-untyped-call]
                     if batch < BATCHES - 1:
                         optimizer.grad_averager.accumulate_grads_(SAMPLES)  # type: ignore[union-attr]
-                    else:  # not before: it might go on to the next epoch without the rest
+                    else:
+                        # If it began earlier, it might go on to the next epoch without the rest.
                         optimizer.step(batch_size=SAMPLES)
                 if epoch == 0:
                     self._wait_until(lambda: optimizer.tracker.expected_group_size == PEERS, "find each other")

@@ -9,8 +9,8 @@ from typing import Any
 
 WIDTH = 80
 MAX_CHARACTERS = 1000
+# Where texts begin, after the verdict and the name of the check.
 INDENT = 23
-"""Where texts begin, after the verdict and the name of the check."""
 
 
 class Verdict(str, Enum):

@@ -22,8 +22,8 @@ from shoal.p2p.checkup import describe_software
 from shoal.p2p.identity import split_peer_address
 
 IDENTITY_FILE = "identity file"
+# Connections and files that a peer of a large swarm may have open.
 ENOUGH_OPEN_FILES = 1024
-"""Connections and files that a peer of a large swarm may have open."""
 
 
 def look_at_machine(identity_path: Path | None) -> Iterator[Finding]:

@@ -35,8 +35,9 @@ from shoal.tasks import run_in_worker
 ANSWER_SECONDS = 5.0
 ROUND_TRIPS = 5
 FIRST_BULK_BYTES = 2**16
+# An exchange that takes this long says enough about the bandwidth.
 ENOUGH_BULK_SECONDS = 0.2
-"""An exchange that takes this long says enough about the bandwidth."""
+
 SLOW_MEGABITS = 10.0
 NO_ANSWER = (ShoalError, OSError)
 
