@@ -58,3 +58,52 @@ async def test_a_table_that_is_closed_before_is_no_failure_that_nobody_has_seen(
     assert unseen == []
     del swarm.table.store
     await swarm.close()
+
+
+async def make_leader_and_follower(swarm, **options):
+    """The leader has promised to start first; the follower waits for that."""
+    leader = await swarm.add([torch.zeros(4)], min_matchmaking_time=5.0, **options)
+    follower = await swarm.add([torch.ones(4)], min_matchmaking_time=8.0, **options)
+    control = make_control(leader, expected_group_size=3, allow_retries=False)
+    follower_control = make_control(follower, expected_group_size=3)
+    leading = asyncio.ensure_future(leader.run_step(control))
+    following = asyncio.ensure_future(follower.run_step(follower_control))
+    matchmaking = leader.lanes[""].matchmaking
+    await until(lambda: matchmaking._search is not None and matchmaking._search.followers)
+    await until(lambda: follower.lanes[""].matchmaking._search.leader is not None)
+    return leader, leading, control, following, follower_control
+
+
+async def test_a_follower_that_gives_up_is_in_no_group():
+    """If its connection had broken, it would be expected to come back."""
+    swarm = Swarm()
+    leader, leading, control, following, _ = await make_leader_and_follower(swarm)
+    third = await swarm.add([torch.full((4,), 2.0)], min_matchmaking_time=9.0)
+    matchmaking = leader.lanes[""].matchmaking
+    following.cancel()
+    await until(lambda: not matchmaking._search.followers)
+    assert not matchmaking._search.lost
+    control.expected_group_size = 2
+    await third.run_step(make_control(third, expected_group_size=2))
+    await leading
+    assert set(control.round.peers) == {leader.p2p.peer_id, third.p2p.peer_id}
+    assert torch.equal(leader.tensors[0], torch.ones(4))
+    await swarm.close()
+
+
+async def test_a_follower_that_gives_up_while_the_group_starts_is_not_waited_for():
+    swarm = Swarm()
+    patience = {"sender_timeout": 300.0, "reducer_timeout": 600.0}  # longer than a test may take
+    leader, leading, control, following, follower_control = await make_leader_and_follower(swarm, **patience)
+    matchmaking = leader.lanes[""].matchmaking
+    start = matchmaking._start_group
+
+    def start_and_lose_the_follower(search):
+        start(search)
+        following.cancel()
+
+    matchmaking._start_group = start_and_lose_the_follower
+    control.expected_group_size = follower_control.expected_group_size = 2
+    await asyncio.wait([leading])
+    assert control.round is None or control.round.failed_peers
+    await swarm.close()

@@ -49,9 +49,11 @@ class JoinRequest(Header):
 
 
 class Expectation(Header):
-    """A follower has changed its mind about the size of the group."""
+    """A follower has changed its mind about the group."""
 
-    expected_group_size: int | None
+    expected_group_size: int | None = None
+    leaves: bool = False
+    """It does not want to be in it any more."""
 
 
 class Member(Header):

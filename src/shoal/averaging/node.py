@@ -112,6 +112,7 @@ class Lane:
         dht_node: Any,
         get_stub: Callable[[PeerID], StubBase],
         admits: Callable[[PeerID], Awaitable[bool]],
+        leave_group: Callable[[bytes], None],
     ) -> None:
         self.indices = indices
         self.tensors, self.infos = [tensors[i] for i in indices], [infos[i] for i in indices]
@@ -134,7 +135,7 @@ class Lane:
                 "quorum": "none" if config.quorum is None else f"{config.quorum}, {config.quorum_grace:g} s of grace",
             },
         )
-        self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub, admits)
+        self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub, admits, leave_group)
         self.is_spoilt = False
         """Values of this peer were not finite when it averaged last."""
 
@@ -176,8 +177,11 @@ class AveragerNode(ServicerBase):
         """DHT time of the last round that changed the tensors."""
         self.admits: Callable[[PeerID], Awaitable[bool]] | None = None
         """Who may join a group that this averager leads; ``None``: everybody."""
+        self._rounds = Rounds()
         self.lanes = {
-            tag: Lane(tag, indices, tensors, infos, config, p2p, dht_node, self._stub, self._admits)
+            tag: Lane(
+                tag, indices, tensors, infos, config, p2p, dht_node, self._stub, self._admits, self._rounds.leave_group
+            )
             for tag, indices in (config.tags or {"": range(len(infos))}).items()
         }
         self._lane_of_prefix = {config.lane_prefix(tag): lane for tag, lane in self.lanes.items()}
@@ -193,7 +197,6 @@ class AveragerNode(ServicerBase):
             max_bytes=16 * vector_bytes + 2**30,
             get_stub=self._stub,
         )
-        self._rounds = Rounds()
         self._tasks: list[asyncio.Task[Any]] = []
         # A dictionary keeps the order, so that simulations can be repeated.
         self._connecting: dict[asyncio.Task[None], None] = {}

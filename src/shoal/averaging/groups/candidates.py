@@ -57,6 +57,8 @@ class Follower:
     outcome: asyncio.Future[JoinReply]
     expected_group_size: int | None
     """How large a group it expects by now."""
+    has_left: bool = False
+    """It has said goodbye: it does not come back, as one may whose connection broke."""
 
 
 @dataclass

@@ -60,6 +60,8 @@ __all__ = ["Matchmaking", "MatchmakingException", "MatchmakingSettings"]
 
 FIRST_LOOKUP_PAUSE = 0.1
 MAX_LOOKUP_PAUSE = 1.0
+# Seconds for the way to the leader and back, when this peer gives up.
+GOODBYE_SECONDS = 1.0
 REFUSAL = (
     "it has sent values that are NaN or infinite in a round, although peers check theirs before. Is it of an older "
     "version, or its machine broken? It is taken again after some rounds"
@@ -78,9 +80,10 @@ class Matchmaking:
         settings: MatchmakingSettings,
         get_stub: Callable[[PeerID], StubBase],
         admits: Callable[[PeerID], Awaitable[bool]] | None = None,
+        leave_group: Callable[[bytes], None] = lambda group_id: None,
     ) -> None:
         self.p2p, self.keys, self.settings = p2p, keys, settings
-        self._admits = admits
+        self._admits, self._leave_group = admits, leave_group
         self._get_stub = get_stub
         self.refusals = Refusals()
         self._invitations = Invitations(p2p, get_stub, self.answer_join)
@@ -121,6 +124,21 @@ class Matchmaking:
             refused=self.refusals.next_search(),
         )
         self._search, self._last_refusals = search, search.refusals
+        try:
+            return await self._work_on(search)
+        except asyncio.CancelledError:
+            # This peer gives up in the moment in which its group starts.
+            if search.group.done():
+                self._leave_group(search.group.result().group_id)
+            raise
+        finally:
+            self._invitations.end(search)
+            self._send_followers_away(search, None)
+            if self.settings.leads and search.declared.is_set():
+                self._withdrawn_until = math.nextafter(search.expiration, math.inf)
+                self._in_background(self._withdraw(search))
+
+    async def _work_on(self, search: Search) -> GroupInfo:
         tasks = [asyncio.ensure_future(work) for work in (self._discover(search), self._lead_or_follow(search))]
         if self.settings.leads:
             tasks.append(asyncio.ensure_future(self._declare(search)))
@@ -132,13 +150,9 @@ class Matchmaking:
                     task.result()  # raises what broke the search
             return await search.group
         finally:
+            # Nobody may join any more.
             self._search = None
             await cancel_and_wait(*tasks)
-            self._invitations.end(search)
-            self._send_followers_away(search, None)
-            if self.settings.leads and search.declared.is_set():
-                self._withdrawn_until = math.nextafter(search.expiration, math.inf)
-                self._in_background(self._withdraw(search))
 
     def _explain_failure(self) -> str:
         refusals = "".join(f"\n  {peer}: {reason}" for peer, reason in self._last_refusals.items())
@@ -255,6 +269,7 @@ class Matchmaking:
         promised = search.candidates[leader]
         search.asked = None
         line = search.lines.get(leader)
+        reply = None
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(self.settings.request_timeout):
@@ -267,13 +282,16 @@ class Matchmaking:
                 if reply.code == Code.ACCEPTED:
                     search.note_acceptance(leader, reply.expiration)
                     self._send_followers_away(search, leader)
-                    patience = max(0.0, reply.expiration - get_dht_time()) + self.settings.request_timeout
-                    async with asyncio.timeout(patience):
-                        reply = await _receive(call)
+                    await self._tell_expectation(search)
+                    reply = await self._wait_for_start(call, reply.expiration)
                 search.asked = None
                 # The leader has left, but what it said holds.
                 with suppress(StreamClosedError):
                     await call.send_end()
+        except asyncio.CancelledError:
+            if reply is not None and reply.group is not None:
+                self._leave_group(reply.group.group_id)
+            raise
         except (P2PHandlerError, ProtocolError) as e:
             logger.debug("asked %s to lead: %r", leader, e)
             search.spent[leader] = promised
@@ -285,6 +303,27 @@ class Matchmaking:
             self._take_answer(search, leader, promised, reply)
         finally:
             search.leader = None
+
+    async def _wait_for_start(self, call: Call, expiration: float) -> JoinReply:
+        """The leader's last word. If this peer gives up meanwhile, it says so."""
+        # A connection whose reader is cancelled is closed, and nothing more could be said on it.
+        last_word = asyncio.ensure_future(_receive(call))
+        try:
+            async with asyncio.timeout(max(0.0, expiration - get_dht_time()) + self.settings.request_timeout):
+                return await asyncio.shield(last_word)
+        except asyncio.CancelledError:
+            with suppress(*CALL_FAILURES):
+                async with asyncio.timeout(GOODBYE_SECONDS):
+                    await call.send(Expectation(leaves=True), end=True)
+                    await asyncio.wait([last_word])
+                    # Has the group started in this very moment? Then its other members need not wait for this peer.
+                    if (group := last_word.result().group) is not None:
+                        self._leave_group(group.group_id)
+            raise
+        finally:
+            # Not if it is here: whoever is cancelled in that moment still has to see it.
+            if not last_word.done():
+                await cancel_and_wait(last_word)
 
     async def _tell_expectation(self, search: Search) -> None:
         """Keep the leader informed of how many this peer expects."""
@@ -359,14 +398,17 @@ class Matchmaking:
             await cancel_and_wait(news)
             if search.followers.get(remote) is follower:
                 del search.followers[remote]
-                search.lost[remote] = (get_dht_time(), follower)
+                if not follower.has_left:
+                    search.lost[remote] = (get_dht_time(), follower)
                 search.control.changed.set()
 
     async def _hear(self, search: Search, call: Call, follower: Follower) -> None:
         """Take note of what a follower expects by now, until it has ended its side of the call."""
         try:
             while (news := await call.receive(Expectation)) is not None:
-                follower.expected_group_size = news.expected_group_size
+                follower.expected_group_size, follower.has_left = news.expected_group_size, news.leaves
+                if news.leaves and not follower.outcome.done():
+                    follower.outcome.set_result(JoinReply(code=Code.GROUP_DISBANDED))
                 search.control.changed.set()
         except CALL_FAILURES as e:
             if not follower.outcome.done():
