@@ -448,6 +448,23 @@ def test_members_that_leave_politely_do_not_stop_the_others(make_trainers):
     check_identical(trainers[:2])
 
 
+def test_who_leaves_after_its_last_epoch_still_averages_its_parameters(make_trainers, monkeypatch):
+    """The other one is a moment later at that round."""
+    leaves, late = make_trainers(2, seeds=[0, 1], averaging_timeout=60.0, delay_state_averaging=True)
+    meet(leaves, late)
+    is_leaving = threading.Event()
+    let_go, update = leaves.opt.state_averager.let_go_of_searches, late.opt.global_step._update_state
+    monkeypatch.setattr(leaves.opt.state_averager, "let_go_of_searches", lambda: (is_leaving.set(), let_go()))
+    monkeypatch.setattr(late.opt.global_step, "_update_state", lambda *args: (is_leaving.wait(60), update(*args)))
+
+    def train_and_leave() -> None:
+        leaves.train_until(1)
+        leaves.opt.shutdown()
+
+    in_parallel(train_and_leave, lambda: late.train_until(1))
+    check_identical([leaves, late])
+
+
 def test_a_member_that_leaves_between_the_two_rounds_of_a_step_is_not_waited_for(make_trainers, monkeypatch):
     """It has averaged gradients with the others, and says goodbye instead of averaging parameters."""
     stays, leaves = make_trainers(2, averaging_timeout=60.0, delay_state_averaging=False)

@@ -548,16 +548,17 @@ class Optimizer(Facade, torch.optim.Optimizer):
         return getattr(self, "_groups_under_construction", 0) is None and self.state_averager.is_alive()
 
     def shutdown(self) -> None:
-        """Leave the run: tell others, finish what they wait for. Idempotent."""
+        """Leave the run: finish what others wait for, and tell them. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self.tracker.shutdown(self.state_averager.shutdown_timeout)
         try:
             if self._auxiliary is not None:
                 self._auxiliary.let_go_of_rounds()
+            # Before the goodbye: a round that is under way in the background needs those who still expect this peer.
             self._synchronization.end_other_work()
         finally:
+            self.tracker.shutdown(self.state_averager.shutdown_timeout)
             if self.grad_averager is not None:
                 # Both at once: either may have to wait for frozen peers.
                 self.grad_averager.begin_shutdown()
