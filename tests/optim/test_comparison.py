@@ -223,10 +223,13 @@ class Rates:
 def test_what_others_say_is_not_trusted(caplog):
     comparison = PeerComparison(Rates(), Remainder(frozen=[("base", torch.ones(3))]), compares_rates=True)
     own = comparison.describe()
-    for nonsense in (None, 7, [], {}, {"rates": "x", "epoch": [0, 0]}, {"rates": [None], "epoch": [0, 0]},
-                     {"rates": [0.1, 0.2], "epoch": [0, 0]}, {"rates": [9.0], "epoch": 0}, {"frozen": 3}):  # fmt: skip
+    epochs = {"epoch": 0, "stepped_epoch": 0}
+    wrong = [{"rates": rates, **epochs} for rates in ("x", [None], [0.1, 0.2])]
+    wrong += [{"rates": [9.0], "epoch": 0}, {"frozen": 3}, {"epoch": "1"}, {"epoch": 10**6}, {}]
+    for nonsense in (None, 7, [], *wrong):
         comparison.compare({ME: own, OTHER: nonsense}, ME)
         comparison.compare({ME: nonsense, OTHER: own}, ME)  # a leader may say anything
+        assert comparison.epoch_of(nonsense) == 0
     comparison.compare({ME: own, OTHER: dict(own)}, ME)
     assert caplog.messages == []
     comparison.compare({ME: own, OTHER: {**own, "rates": [0.2]}, THIRD: {**own, "rates": [0.3]}}, ME)
@@ -239,7 +242,7 @@ def test_digests_follow_the_values():
     comparison = PeerComparison(Rates(), Remainder(buffers=[("weights", weights)]), compares_rates=False)
     before = comparison.describe()
     assert comparison.describe() == before
-    assert set(before) == {"trained", "frozen", "buffers"}
+    assert set(before) == {"trained", "frozen", "buffers", "epoch"}
     weights += 1
     assert comparison.describe() != before
     for kind in (torch.bfloat16, torch.complex64, torch.uint8):

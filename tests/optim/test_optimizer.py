@@ -499,6 +499,29 @@ def test_who_turns_up_in_the_middle_of_a_step_is_not_waited_for(make_trainers, m
     assert trainer.opt.local_epoch == 1
 
 
+@pytest.mark.parametrize("delay_state_averaging", [False, True])
+def test_two_that_have_averaged_gradients_average_parameters_although_one_is_an_epoch_ahead(
+    make_trainers, monkeypatch, delay_state_averaging
+):
+    """One of them was about to miss a round, and came to the next one of the other."""
+    trainers = make_trainers(2, target=10**6, delay_state_averaging=delay_state_averaging)
+    meet(*trainers)
+    ahead, behind = trainers
+    ahead.opt.state_averager.local_epoch = 1
+    with ahead.opt.tracker.pause_updates():
+        ahead.opt.tracker.update_epoch(1)
+    wait_until(lambda: behind.opt.tracker.global_epoch == 1, "it is known who is ahead")
+    for trainer, other in ((ahead, behind), (behind, ahead)):
+        monkeypatch.setattr(
+            trainer.opt.tracker, "expected_members", lambda *_, other=other, **__: {other.opt.dht.peer_id}
+        )
+    in_parallel(*(trainer.opt.global_step.run for trainer in trainers))
+    assert (ahead.opt.local_epoch, behind.opt.local_epoch) == (2, 1)
+    for trainer in trainers:
+        trainer.opt.state_averager.finish_jobs(10)
+        assert trainer.opt.state_averager.last_round is not None
+
+
 def test_a_step_returns_the_loss_of_its_closure(make_trainers):
     (trainer,) = make_trainers(1)
     batch = torch.ones(4, 6, device=chosen_device())
@@ -534,7 +557,8 @@ def test_shutdown_does_not_wait_for_who_never_comes_to_a_round(make_trainers, mo
         1, use_local_updates=True, delay_state_averaging=True, averaging_timeout=600.0, matchmaking_time=0.5
     )
     has_left = PeerID(b"a peer that has left without a word")
-    monkeypatch.setattr(trainer.opt.tracker, "expected_members", lambda *_, **__: {has_left})
+    for method in ("expected_members", "still_expected"):
+        monkeypatch.setattr(trainer.opt.tracker, method, lambda *_, **__: {has_left})
     trainer.opt.global_step.run()
     assert [job for job in trainer.opt.state_averager._jobs if not job.finished.done()]
     trainer.opt.shutdown()

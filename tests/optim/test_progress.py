@@ -364,9 +364,9 @@ def test_who_has_said_goodbye_is_not_expected_in_a_round_that_it_was_to_join():
     board.hear(record("left"), NOW + 60, NOW)
     board.forget(b"left", math.inf)
     board.forget(b"stranger", math.inf)
-    assert board.expected_members(NOW, [b"left", b"stranger"]) == set()
+    assert board.still_expected(NOW, {b"left": 0, b"stranger": 0}) == set()
     board.hear(record("left", time=NOW + 1), NOW + 61, NOW + 1)
-    assert board.expected_members(NOW + 1, [b"left"]) == {b"left"}, "it has come back"
+    assert board.still_expected(NOW + 1, {b"left": 0}) == {b"left"}, "it has come back"
 
 
 def test_an_old_record_does_not_bring_back_who_has_said_goodbye():
@@ -415,11 +415,11 @@ def test_members_of_a_group_count_until_they_move_on():
     board = make_board()
     board.hear(record("a"), NOW + 60, NOW)
     board.hear(record("b"), NOW + 60, NOW)
-    among = [b"a", b"b", b"stranger"]
-    assert board.expected_members(NOW, among) == {b"a", b"b", b"stranger"}
+    last_epochs = {b"a": 0, b"b": 0, b"stranger": 0}
+    assert board.still_expected(NOW, last_epochs) == {b"a", b"b", b"stranger"}
     board.hear(record("a", epoch=1, time=NOW + 1), NOW + 60, NOW)
-    assert board.expected_members(NOW, among) == {b"b", b"stranger"}
-    assert board.expected_members(NOW, among, until_epoch=1) == {b"a", b"b", b"stranger"}
+    assert board.still_expected(NOW, last_epochs) == {b"b", b"stranger"}
+    assert board.still_expected(NOW, {**last_epochs, b"a": 1}) == {b"a", b"b", b"stranger"}
 
 
 def test_news_wake_those_who_watch():

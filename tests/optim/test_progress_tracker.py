@@ -238,7 +238,7 @@ def test_who_was_in_the_last_round_and_then_went_over_to_another_side_is_not_ave
     wait_until(lambda: b.gives_way_to is not None, "the other one knows that its mate is gone")
     assert not b.dht.run_coroutine(lambda *_: b.trains_the_same_model(a.dht.peer_id))
     assert not b.expected_members(), "a step that it looks for ends at once"
-    assert not b.expected_members(among=peers)
+    assert not b.still_expected(dict.fromkeys(peers, 100))
 
 
 def test_a_pause_waits_for_no_network(trackers, monkeypatch):

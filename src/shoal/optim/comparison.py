@@ -140,6 +140,8 @@ def outermost(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 SAMPLES_PER_TENSOR = 16
 # Of two learning rates, relative: what rounding makes is less.
 LEAST_DIFFERENCE = 1e-6
+# Of the members of a round; whoever is further behind downloads a state.
+MOST_EPOCHS_APART = 1
 
 _SCHEDULE_ADVICE = (
     "A scheduler made around shoal.Optimizer counts the batches of one peer: give it as scheduler=, a function such as "
@@ -177,10 +179,19 @@ class PeerComparison:
         """What is to be the same, as plain values for the other members of a group."""
         rates = self._state_averager.learning_rates() if self._compares_rates else None
         description: dict[str, Any] = {name: self._digest(name, named) for name, named in self._remainder.items()}
+        description["epoch"] = self._state_averager.local_epoch
         if rates is not None:
-            description |= {"epoch": [self._state_averager.local_epoch, rates[0]], "rates": rates[1]}
+            description |= {"stepped_epoch": rates[0], "rates": rates[1]}
         self._described = description
         return description
+
+    def epoch_of(self, description: object) -> int:
+        """At which epoch a member was in a round, by its description; this peer's own if it talks nonsense."""
+        own, given = (
+            self._state_averager.local_epoch,
+            description.get("epoch") if isinstance(description, dict) else None,
+        )
+        return given if isinstance(given, int) and abs(given - own) <= MOST_EPOCHS_APART else own
 
     def _digest(self, name: str, named: Named) -> bytes:
         tensors = [tensor for _, tensor in named]
@@ -203,7 +214,9 @@ class PeerComparison:
                         self._tell_difference(name, peer, named)
 
     def _compare_rates(self, peer: PeerID, own: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-        if "rates" not in own or "rates" in self._told or own["epoch"] != theirs.get("epoch"):
+        if "rates" not in own or "rates" in self._told:
+            return
+        if any(own[name] != theirs.get(name) for name in ("epoch", "stepped_epoch")):
             return
         mine, other = own["rates"], theirs.get("rates")
         if not isinstance(other, list) or not all(isinstance(rate, float) for rate in other):
@@ -212,7 +225,7 @@ class PeerComparison:
             self._told.add("rates")
             logger.warning(
                 "in epoch %d the learning rate is %s here and %s at peer %s: models will go apart. %s",
-                own["epoch"][0],
+                own["epoch"],
                 _written(mine),
                 _written(other),
                 peer,

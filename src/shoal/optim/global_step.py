@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,7 +128,7 @@ class GlobalStep:
             self.tracker.declare_epoch_over(self.plan.matchmaking_time)
             if self.plan.delay_optimizer_step:
                 self.state_averager.finish_jobs(self.plan.averaging_timeout)
-            mates: set[PeerID] | None = None
+            mates: dict[PeerID, int] | None = None
             trigger: Callable[[], object] | None = None
             has_gradients = self.grad_averager is not None
             if self.grad_averager is not None:
@@ -144,8 +144,9 @@ class GlobalStep:
                     has_gradients = has_gradients or mates is not None
                 if control is None:
                     # A peer that comes only now has to average its own gradients first: do not wait for it.
-                    mates = set()
-            mates = self._expected_members() if mates is None else mates
+                    mates = {}
+            if mates is None:
+                mates = dict.fromkeys(self._expected_members(), self.state_averager.local_epoch)
             self._update_state(mates, has_gradients, trigger, grad_scaler)
             if self.grad_averager is not None and trigger is None:
                 self.grad_averager.reset_accumulated_grads_()
@@ -170,7 +171,7 @@ class GlobalStep:
         averager.step(control=control, reset_accumulators=self.plan.delay_grad_averaging, wait=False)
         # Everybody goes on to the next epoch meanwhile.
         if self.plan.delay_grad_averaging:
-            RoundWatch(control, self.tracker, expected, self._latest_epoch)
+            RoundWatch(control, self.tracker, dict.fromkeys(expected, self._latest_epoch))
         else:
             RoundWatch(control, self.tracker)
         return control
@@ -180,12 +181,12 @@ class GlobalStep:
         has_group = control.stage > AveragingStage.LOOKING_FOR_GROUP
         return usable(control) and (has_group or control.deadline - get_dht_time() > self.plan.matchmaking_time)
 
-    def _finish_gradient_round(self, control: StepControl | None) -> set[PeerID] | None:
+    def _finish_gradient_round(self, control: StepControl | None) -> dict[PeerID, int] | None:
         """Wait for the average.
 
         Returns:
-            The other members with parameters of their own, or ``None`` if the round failed: then the local mean
-            gradient is used.
+            The other members with parameters of their own, and at which epoch they were; ``None`` if the round failed:
+            then the local mean gradient is used.
         """
         if control is None:
             self.tracker.note_round(None)
@@ -208,7 +209,8 @@ class GlobalStep:
         if not any(result.weights):
             logger.debug("no member had gradients that count in epoch %d", self.state_averager.local_epoch)
             return None
-        return set(result.peers) - {*result.failed_peers, *result.auxiliaries, self.tracker.dht.peer_id}
+        mates = set(result.peers) - {*result.failed_peers, *result.auxiliaries, self.tracker.dht.peer_id}
+        return {peer: self.comparison.epoch_of(gathered.get(peer)) for peer in mates}
 
     def _finish_delayed_round(self, control: StepControl, own_mean: Sequence[torch.Tensor]) -> None:
         """Wait for the average in the background; the accumulators have gradients of the next epoch by then."""
@@ -244,12 +246,16 @@ class GlobalStep:
 
     def _update_state(
         self,
-        mates: set[PeerID],
+        mates: Mapping[PeerID, int],
         has_gradients: bool,
         trigger: Callable[[], object] | None,
         grad_scaler: GradScaler | None,
     ) -> None:
-        """Step the optimizer and average parameters, as far as it is time for either."""
+        """Step the optimizer and average parameters, as far as it is time for either.
+
+        Args:
+            mates: who else averages parameters now, and at which epoch they were before this step.
+        """
         plan = self.plan
         control, self.scheduled_state = self.scheduled_state, None
         averages = bool(mates) and self._will_average_state()
@@ -263,9 +269,9 @@ class GlobalStep:
                 options = {"gather": self._next_epoch, "timeout": plan.averaging_timeout}
                 control = self.state_averager.schedule_step(**options)
             control.keep_open = False
-            until = self._next_epoch if plan.delay_state_averaging else self._next_epoch - 1
-            until = self._latest_epoch if plan.overlaps else until
-            RoundWatch(control, self.tracker, mates, until)
+            # One of them may be an epoch ahead of this peer: who has averaged gradients goes on to its own next epoch.
+            ahead = 2 if plan.overlaps else 1 if plan.delay_state_averaging else 0
+            RoundWatch(control, self.tracker, {peer: epoch + ahead for peer, epoch in mates.items()})
         self.state_averager.step(
             increment_epoch=True,
             optimizer_step=self.grad_averager is not None and has_gradients,

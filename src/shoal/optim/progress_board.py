@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -197,24 +197,27 @@ class ProgressBoard:
 
     # --- who takes part -----------------------------------------------------------------------------------------------
 
-    def expected_members(
-        self, now: float, among: Collection[bytes] | None = None, until_epoch: int | None = None
-    ) -> set[bytes]:
+    def expected_members(self, now: float, until_epoch: int | None = None) -> set[bytes]:
         """Other peers that will take part in the round at the end of this peer's epoch.
 
         Args:
-            among: only these can: those of them are left out that are gone or have moved on.
             until_epoch: whoever is beyond this epoch has moved on; default: this peer's epoch.
         """
         with self._lock:
-            last = self.own.epoch if until_epoch is None else until_epoch
-            strangers = self._settled(now).losers
-            if self.own.peer_id in strangers:
+            if self.own.peer_id in self._settled(now).losers:
                 # It is about to take over another state, and nobody waits for it meanwhile.
                 return set()
-            if among is None:
-                return expected_members(self.own.epoch, last, self._kin(now), self._last_members, now)
-            return {peer for peer in among if not self._has_left(peer, last) and peer not in strangers}
+            last = self.own.epoch if until_epoch is None else until_epoch
+            return expected_members(self.own.epoch, last, self._kin(now), self._last_members, now)
+
+    def still_expected(self, now: float, last_epochs: Mapping[bytes, int]) -> set[bytes]:
+        """Those of several peers that have not left, and are not beyond the epoch given for each."""
+        with self._lock:
+            strangers = self._settled(now).losers
+            if self.own.peer_id in strangers:
+                return set()
+            peers = last_epochs.keys() - strangers
+            return {peer for peer in peers if not self._has_left(peer, last_epochs[peer])}
 
     def _has_left(self, peer: bytes, until_epoch: int) -> bool:
         companion = self._companions.get(peer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -240,15 +240,18 @@ class ProgressTracker(Facade):
         """How many peers, with this one, are believed to take part in the next round."""
         return 1 + len(self.board.expected_members(get_dht_time()))
 
-    def expected_members(self, among: Collection[PeerID] | None = None, until_epoch: int | None = None) -> set[PeerID]:
+    def expected_members(self, until_epoch: int | None = None) -> set[PeerID]:
         """Other peers that are believed to take part in the next round.
 
         Args:
-            among: only these can: those of them are left out that are gone or have moved on.
             until_epoch: whoever is beyond this epoch has moved on; default: this peer's epoch.
         """
-        only = None if among is None else {peer.to_bytes() for peer in among}
-        return {PeerID(peer) for peer in self.board.expected_members(get_dht_time(), only, until_epoch)}
+        return {PeerID(peer) for peer in self.board.expected_members(get_dht_time(), until_epoch)}
+
+    def still_expected(self, last_epochs: Mapping[PeerID, int]) -> set[PeerID]:
+        """Those of several peers that have not left, and are not beyond the epoch given for each."""
+        by_id = {peer.to_bytes(): epoch for peer, epoch in last_epochs.items()}
+        return {PeerID(peer) for peer in self.board.still_expected(get_dht_time(), by_id)}
 
     def watch(self, callback: Callable[[], object]) -> None:
         """Call this, from any thread, whenever something about other peers changes."""
@@ -377,18 +380,14 @@ class RoundWatch:
     Args:
         control: the step; watched until it is done.
         tracker: knows who is alive and at which epoch.
-        among: the only peers that will come; default: whoever the tracker expects at this epoch.
-        until_epoch: peers beyond this epoch have finished the round without this peer.
+        last_epochs: the only peers that will come. Whoever is beyond the epoch that is given for it has finished the
+            round without this peer. Default: whoever the tracker expects at this epoch.
     """
 
     def __init__(
-        self,
-        control: StepControl,
-        tracker: ProgressTracker,
-        among: Collection[PeerID] | None = None,
-        until_epoch: int | None = None,
+        self, control: StepControl, tracker: ProgressTracker, last_epochs: Mapping[PeerID, int] | None = None
     ) -> None:
-        self._control, self._tracker, self._among, self._until_epoch = control, tracker, among, until_epoch
+        self._control, self._tracker, self._last_epochs = control, tracker, last_epochs
         tracker.watch(self._update)
         control.add_done_callback(lambda _: tracker.unwatch(self._update))
         self._update()
@@ -397,7 +396,8 @@ class RoundWatch:
         control = self._control
         if control.done() or control.began_allreduce:
             return
-        expected = self._tracker.expected_members(self._among, self._until_epoch)
+        last_epochs, tracker = self._last_epochs, self._tracker
+        expected = tracker.expected_members() if last_epochs is None else tracker.still_expected(last_epochs)
         if expected:
             control.expected_group_size = 1 + len(expected)
         elif control.stage <= AveragingStage.LOOKING_FOR_GROUP:
