@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -68,7 +69,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that tests start have the same loop."""
+    """Processes that tests start have the same loop, and hear of Ctrl-C although a shell has tests in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--loop"):
         os.environ["SHOAL_LOOP"] = config.getoption("--loop")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +42,17 @@ def test_lightning_cli_makes_the_strategy_of_a_file(pl: ModuleType, tmp_path: Pa
         assert isinstance(strategy, pl.strategies.ParallelStrategy)
     finally:
         strategy.dht.shutdown()
+
+
+def test_a_lightning_that_is_imported_later_knows_the_strategy() -> None:
+    """``LightningCLI`` asks before it makes one."""
+    program = f"""
+import shoal.lightning
+from {PACKAGE}.strategies import Strategy
+from shoal.lightning import HivemindStrategy
+assert issubclass(HivemindStrategy, Strategy)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_signature_is_that_of_the_constructor(pl: ModuleType) -> None:

@@ -22,6 +22,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shoal.lightning' has no attribute {name!r}")
     from shoal.lightning import strategy
 
+    _register()  # with what has been imported meanwhile
     return getattr(strategy, "HivemindStrategy" if name == "ShoalStrategy" else name)
 
 
