@@ -69,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that tests start have the same loop, and hear of Ctrl-C although a shell has tests in the background."""
+    """Processes that tests start have the same loop, and hear of Ctrl-C even if a shell runs this in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--loop"):

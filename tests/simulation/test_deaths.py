@@ -50,7 +50,7 @@ def test_silent_coordinators_are_paid_for_only_once(count, after):
 
         def silence(allreduce):
             died.append(loop.time())
-            for index in allreduce.coordinators[:count]:
+            for index in allreduce.roster.coordinators[:count]:
                 network.host_of(allreduce.group.peer_ids[index]).power_off()
 
         when_all_average(members, lambda rounds: loop.call_later(after, silence, rounds[0]))
@@ -71,7 +71,7 @@ def test_who_freezes_after_sending_everything_costs_no_more_either(sender_timeou
         loop = asyncio.get_running_loop()
 
         def look(rounds):
-            victims = rounds[0].coordinators[::7]  # the one who would notice, and another one
+            victims = rounds[0].roster.coordinators[::7]  # the one who would notice, and another one
             waiting = set().union(*(each._reducer.waiting_for for each in rounds if each.own_index not in victims))
             if waiting.intersection(victims):
                 loop.call_later(0.001, look, rounds)
@@ -101,7 +101,7 @@ def test_who_is_cut_off_for_less_than_the_limit_loses_nothing(which, after):
             loop.call_later(3.0, network.heal)
 
         def then(rounds):
-            victim = rounds[0].group.peer_ids[rounds[0].coordinators[which]]
+            victim = rounds[0].group.peer_ids[rounds[0].roster.coordinators[which]]
             loop.call_later(after, cut, network.host_of(victim))
 
         when_all_average(members, then)

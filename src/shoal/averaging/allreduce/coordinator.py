@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from shoal.averaging.allreduce.members import Link, Member, Standing
 from shoal.averaging.allreduce.recovery import Plan, Recovery, make_plan
 from shoal.averaging.calls import PEER_FAILURES, Line, reason_of, show_life
 from shoal.averaging.control import AveragingMode
@@ -34,23 +34,6 @@ class Resigned(ProtocolError):
     """The coordinator is late itself."""
 
 
-@dataclass
-class _Link:
-    """A member that is connected to this one."""
-
-    line: Line
-    handler: asyncio.Task[Any]
-    weight: float
-    held: list[int] | None = None
-    """What it has reported; ``None`` while it is still busy."""
-    obsolete: bool = False
-    """Parts that it sends belong to an assignment that was called off."""
-    delivered: bool = False
-    """It has sent all its parts."""
-    late: bool = False
-    """The round does not wait for it."""
-
-
 class Coordination:
     """Serves the members that take this one for the coordinator.
 
@@ -61,23 +44,19 @@ class Coordination:
     def __init__(self, allreduce: AllReduce) -> None:
         self.allreduce = allreduce
         self.vector, self.group, self.own = allreduce.vector, allreduce.group, allreduce.own_index
-        self._silence, self._quorum = allreduce.settings.sender_timeout, allreduce.settings.quorum
-        self._links: dict[int, _Link] = {}
-        # Members that have left the round after it was committed.
-        self._gone: set[int] = set()
+        self.roster = allreduce.roster
+        self._silence = allreduce.settings.sender_timeout
         self._changed = asyncio.Event()
         self._deaths = asyncio.Event()
         self._quorum_changed = asyncio.Event()
         self._resigned = asyncio.Event()
         self._execution: Recovery | None = None
-        allreduce.on_failure = self._note_failure
+        self.roster.on_failure.append(self._note_failure)
         self._committed = False
         # All values, for members that were late.
         self._result: asyncio.Future[list[torch.Tensor]] = asyncio.get_running_loop().create_future()
         # What was averaged again, without those that had failed, may differ from what one that comes back holds.
         self._has_filled_gaps = False
-        self.closed_early = False
-        """The round goes on without members that may come later, for the result."""
 
     def close(self) -> None:
         """The round has ended here, with or without a result."""
@@ -85,50 +64,51 @@ class Coordination:
             self._result.cancel()
         # The members that follow this one must not believe that the round goes on.
         if not self._committed:
-            for link in self._links.values():
+            for link in self.roster.links.values():
                 link.handler.cancel()
 
-    async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
+    async def serve(self, call: Call, hello: RoundMessage, member: Member) -> None:
         """Hold a member's call until the round is over; runs in the handler of its call."""
         handler = asyncio.current_task()
         assert handler is not None
-        if self._committed and not self.closed_early:
+        if self._committed and not self.roster.closed_early:
             raise ProtocolError("the round is over, without this member")
-        is_late = hello.late or ((self.closed_early or self._has_filled_gaps) and member in self.allreduce.failed)
-        link = _Link(Line(call), handler, hello.weight, late=is_late)
+        too_late = (self.roster.closed_early or self._has_filled_gaps) and member.failed
+        link = Link(Line(call), handler, hello.weight)
         await link.line.send(RoundMessage(kind=RoundKind.ALIVE))
-        self._links[member] = link
+        member.link = link
         self._changed.set()
-        if link.late:
-            self.closed_early = True
+        if too_late or hello.late:
+            self.roster.closed_early = True
+            self.roster.fail(member.index, "late", Standing.LATE)
             await link.line.send(RoundMessage(kind=RoundKind.LATE))
         alive = asyncio.ensure_future(show_life(link.line, self._silence))
         try:
             while await self._serve_message(link, member):
                 pass
         except BaseException as e:
-            if self._links.get(member) is link and not self._committed:
+            if member.link is link and not self._committed:
                 asyncio.get_running_loop().call_later(RECONNECT_GRACE, self._lost, member, link, reason_of(e))
             raise
         finally:
             await cancel_and_wait(alive)
 
-    async def _serve_message(self, link: _Link, member: int) -> bool:
+    async def _serve_message(self, link: Link, member: Member) -> bool:
         async with asyncio.timeout(self._silence):
             message = await link.line.call.receive(RoundMessage)
-            self.allreduce.heard_of(member)
+            self.allreduce.heard_of(member.index)
             if message is None:
                 if not self._committed:
                     raise ProtocolError("left the round early")
                 return False
-            if message.kind == RoundKind.LATE and link.late:
+            if message.kind == RoundKind.LATE and member.late:
                 await self._send_result(link)
             if message.kind == RoundKind.PART:
                 await self._receive_for_plan(link, member, message)
-        if message.kind == RoundKind.REPORT and not link.late:
+        if message.kind == RoundKind.REPORT and not member.late:
             if len(message.held) != self.group.group_size:
                 raise ProtocolError("malformed report")
-            self._note_not_finite(member, message.not_finite)
+            self.roster.note_told_not_finite(message.not_finite, member.index)
             link.held, link.obsolete = message.held, False
             self._changed.set()
         if message.kind == RoundKind.DELIVERED:
@@ -136,42 +116,26 @@ class Coordination:
             self._quorum_changed.set()
         return True
 
-    def _note_not_finite(self, reporter: int, members: list[int]) -> None:
-        others = {member for member in members if 0 <= member < self.group.group_size} - {self.own, reporter}
-        self.allreduce.told_not_finite |= others
-
-    def _lost(self, member: int, link: _Link, reason: str) -> None:
+    def _lost(self, member: Member, link: Link, reason: str) -> None:
         """The member has not come back."""
-        if self._links.get(member) is link and not self._committed:
-            del self._links[member]
-            self.allreduce.member_failed(member, reason)
+        if member.link is link and not self._committed:
+            member.link = None
+            self.roster.fail(member.index, reason)
 
-    def _note_failure(self, member: int) -> None:
-        if self._execution is not None and member in self._dead:
-            self._execution.member_failed(member)
+    def _note_failure(self, member: Member) -> None:
+        if self._execution is not None and member.index in self.roster.dead:
+            self._execution.member_failed(member.index)
         self._changed.set()
         self._deaths.set()
-
-    def _expected(self) -> set[int]:
-        return set(range(self.group.group_size)) - {self.own} - self._gone - self._dead
-
-    @property
-    def _punctual(self) -> dict[int, _Link]:
-        """Connected members that the round waits for."""
-        return {member: link for member, link in self._links.items() if not link.late}
-
-    @property
-    def _dead(self) -> set[int]:
-        return {member for member in self.allreduce.failed if member not in self._punctual}
 
     async def run(self, *, wait_for_absent: bool) -> None:
         """Collect reports, fill gaps, until there are none; then commit."""
         background = [asyncio.ensure_future(self._spread_failures())]
         if wait_for_absent:
             background.append(asyncio.ensure_future(self._ask_absent()))
-            if self._quorum is not None:
+            if self.roster.quorum is not None:
                 background.append(asyncio.ensure_future(self._count_own_delivery()))
-                background.append(asyncio.ensure_future(self._close_at_quorum(self._quorum)))
+                background.append(asyncio.ensure_future(self._close_at_quorum()))
         try:
             await first_completed(self.allreduce.exchanged.wait(), self._resigned.wait())
             if self._resigned.is_set():
@@ -186,61 +150,54 @@ class Coordination:
         finally:
             await cancel_and_wait(*background)
 
-    async def _close_at_quorum(self, quorum: int) -> None:
+    async def _close_at_quorum(self) -> None:
         """When enough members have delivered, and a while has passed, do not wait for the others."""
-        while self._count_delivered() < min(quorum, self.group.group_size):
+        while not self.roster.has_quorum:
             self._quorum_changed.clear()
             await self._quorum_changed.wait()
         await asyncio.sleep(self.allreduce.settings.quorum_grace)
-        if not self.allreduce.delivered.is_set() and self._has_successor():
+        if not self.roster.delivered.is_set() and self.roster.has_successor:
             await self._broadcast(RoundMessage(kind=RoundKind.RESIGNED))
             self._resigned.set()
             return
-        late = {member for member, link in self._links.items() if not link.delivered}
-        absent = self._expected() - self._links.keys()
-        if late or absent:
-            self.closed_early = True
-            logger.info("the round goes on without %s that came too late", counted(len(late | absent), "member"))
-        for member in sorted(late):
-            self._links[member].late = self._links[member].obsolete = True
-            await self._tell(self._links[member], RoundMessage(kind=RoundKind.LATE))
-        for member in sorted(late | absent):
-            self.allreduce.member_failed(member, "late")
+        late = self.roster.close_early()
+        if late:
+            logger.info("the round goes on without %s that came too late", counted(len(late), "member"))
+        for index in sorted(late):
+            self.roster.fail(index, "late", Standing.LATE)
+            if (link := self.roster.members[index].link) is not None:
+                link.obsolete = True
+                await self._tell(link, RoundMessage(kind=RoundKind.LATE))
 
     async def _count_own_delivery(self) -> None:
-        await self.allreduce.delivered.wait()
+        await self.roster.delivered.wait()
         self._quorum_changed.set()
-
-    def _count_delivered(self) -> int:
-        return self.allreduce.delivered.is_set() + sum(link.delivered for link in self._links.values())
-
-    def _has_successor(self) -> bool:
-        order = self.allreduce.coordinators
-        return any(member not in self.allreduce.failed for member in order[order.index(self.own) + 1 :])
 
     async def _all_reported(self, wait_for_absent: bool) -> None:
         while True:
             self._changed.clear()
-            busy = [member for member, link in self._punctual.items() if link.held is None]
-            complete = not wait_for_absent or self._expected() <= self._links.keys()
+            busy = [member for member, link in self.roster.punctual.items() if link.held is None]
+            complete = not wait_for_absent or not self.roster.absent
             if complete and not busy:
                 return
             # the last one has nothing to wait for any more: all others are done, also with what it needs from them
             patience = self._silence if complete and len(busy) == 1 else None
             await first_completed(self._changed.wait(), timeout=patience)
             if patience is not None and not self._changed.is_set():
-                self._drop(busy[0], "did not report in time")
+                self._drop(self.roster.members[busy[0]], "did not report in time")
 
-    def _drop(self, member: int, reason: str) -> None:
-        self._links.pop(member).handler.cancel()
-        self.allreduce.member_failed(member, reason)
+    def _drop(self, member: Member, reason: str) -> None:
+        if member.link is not None:
+            member.link.handler.cancel()
+        member.link = None
+        self.roster.fail(member.index, reason)
 
     async def _spread_failures(self) -> None:
         """Tell everybody of deaths, so that nobody has to find out by waiting."""
         told: set[int] = set()
         while True:
             self._deaths.clear()
-            news = self._dead - told
+            news = self.roster.dead - told
             if news:
                 told |= news
                 await self._broadcast(RoundMessage(kind=RoundKind.FAILED, members=sorted(news)))
@@ -251,47 +208,48 @@ class Coordination:
 
         One that works on the round may still be waiting for others that would coordinate before this one, and are dead.
         """
-        begun, others_before = asyncio.get_running_loop().time(), self.allreduce.coordinators.index(self.own)
+        begun, others_before = asyncio.get_running_loop().time(), self.roster.coordinators.index(self.own)
         while True:
             await asyncio.sleep(STATUS_PERIOD)
-            absent = sorted(self._expected() - self._links.keys())
+            absent = sorted(self.roster.absent)
             waited = (asyncio.get_running_loop().time() - begun) / self._silence
             late = {RoundStatus.UNKNOWN} if waited > 1 else set()
             if waited > 1 + 2 * others_before:
                 late.add(RoundStatus.RUNNING)
-            await asyncio.gather(*[self._ask_status(member, late) for member in absent])
+            await asyncio.gather(*[self._ask_status(self.roster.members[index], late) for index in absent])
 
-    async def _ask_status(self, member: int, late: set[RoundStatus]) -> None:
+    async def _ask_status(self, member: Member, late: set[RoundStatus]) -> None:
         status = RoundStatus.UNKNOWN
-        if self.allreduce.modes[member] is not AveragingMode.CLIENT:
-            stub = self.allreduce.get_stub(self.group.peer_ids[member])
+        if member.mode is not AveragingMode.CLIENT:
+            stub = self.allreduce.get_stub(member.peer_id)
             try:
                 reply = await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=self._silence)
                 status = RoundStatus(reply.status)
             except InterruptedDialError as e:
                 # This may be chance: the next question will tell.
-                logger.debug("could not ask %s about the round: %r", self.group.peer_ids[member], e)
+                logger.debug("could not ask %s about the round: %r", member.peer_id, e)
                 return
             except P2PDaemonError as e:
-                self.allreduce.member_failed(member, reason_of(e))
+                self.roster.fail(member.index, reason_of(e))
                 return
             except PEER_FAILURES as e:
-                logger.debug("asked %s about the round: %r", self.group.peer_ids[member], e)
-        if member in self._links:
+                logger.debug("asked %s about the round: %r", member.peer_id, e)
+        if member.link is not None:
             return
-        if status is RoundStatus.FINISHED and self.allreduce.waits_for_beginning_of(member):
-            self.allreduce.member_failed(member, "has left without taking part")
+        if status is RoundStatus.FINISHED and self.allreduce.waits_for_beginning_of(member.index):
+            self.roster.fail(member.index, "has left without taking part")
         elif status is RoundStatus.FINISHED:
-            self._gone.add(member)
+            if member.standing is Standing.ACTIVE:
+                member.standing = Standing.GONE
             self._changed.set()
         elif status in late:
             # It runs the round, perhaps, but it has not found its way to this coordinator.
-            self.allreduce.member_failed(member, "did not come to the coordinator in time")
+            self.roster.fail(member.index, "did not come to the coordinator in time")
 
     async def _broadcast(self, message: RoundMessage, *, end: bool = False) -> None:
-        await asyncio.gather(*[self._tell(link, message, end) for link in self._punctual.values()])
+        await asyncio.gather(*[self._tell(link, message, end) for link in self.roster.punctual.values()])
 
-    async def _tell(self, link: _Link, message: RoundMessage, end: bool = False) -> None:
+    async def _tell(self, link: Link, message: RoundMessage, end: bool = False) -> None:
         try:
             async with asyncio.timeout(self._silence):
                 await link.line.send(message, end=end)
@@ -301,27 +259,28 @@ class Coordination:
 
     async def _commit(self) -> None:
         self._committed = True
-        if self.closed_early:
+        if self.roster.closed_early:
             self._result.set_result(self.vector.copy_values())
         self.allreduce.weights = self.allreduce.weights or self._final_weights()
-        not_finite = sorted(self.allreduce.seen_not_finite | self.allreduce.told_not_finite)
         commit = RoundMessage(
-            kind=RoundKind.COMMIT, weights=self.allreduce.weights, members=sorted(self._dead), not_finite=not_finite
+            kind=RoundKind.COMMIT,
+            weights=self.allreduce.weights,
+            members=sorted(self.roster.dead),
+            not_finite=sorted(self.roster.seen_not_finite | self.roster.told_not_finite),
         )
         await self._broadcast(commit, end=True)
 
     def _final_weights(self) -> list[float]:
-        weights = [0.0] * self.group.group_size
-        for member in self.allreduce.senders:
-            if member == self.own:
-                weights[member] = self.allreduce.weight
-            elif member in self._punctual:
-                weights[member] = self._links[member].weight
-            elif member in self._gone:
-                weights[member] = self.allreduce.weight_of(member)
+        weights, punctual = [0.0] * self.group.group_size, self.roster.punctual
+        for index in self.roster.senders:
+            member = self.roster.members[index]
+            if index in punctual:
+                weights[index] = punctual[index].weight
+            elif member is self.roster.own or member.standing is Standing.GONE:
+                weights[index] = self.allreduce.weight_of(member)
         return weights
 
-    async def _send_result(self, link: _Link) -> None:
+    async def _send_result(self, link: Link) -> None:
         """Give a late member everything, as soon as the round is over."""
         values = await asyncio.shield(self._result)
         for reducer, parts in enumerate(self.vector.parts):
@@ -333,14 +292,14 @@ class Coordination:
     # --- filling gaps -------------------------------------------------------------------------------------------------
 
     def _make_plan(self) -> Plan:
-        held = {member: link.held or [] for member, link in self._punctual.items()}
+        held = {member: link.held or [] for member, link in self.roster.punctual.items()}
         held[self.own] = self.vector.held
-        living = {member: counts for member, counts in held.items() if member in self.allreduce.senders}
+        living = {member: counts for member, counts in held.items() if member in self.roster.senders}
         return make_plan(self.vector.parts, living, self.own)
 
     async def _execute(self, plan: Plan) -> None:
         """Carry out a plan; a death on the way calls it off, and everybody reports again."""
-        links = self._punctual
+        links = self.roster.punctual
         weights = {self.own: self.allreduce.weight, **{member: link.weight for member, link in links.items()}}
         execution = Recovery(self.allreduce, plan, {member: link.line for member, link in links.items()}, weights)
         self._execution, self._has_filled_gaps = execution, True
@@ -356,7 +315,7 @@ class Coordination:
                 link.held, link.obsolete = None, True
             await self._broadcast(RoundMessage(kind=RoundKind.RESTART))
 
-    async def _receive_for_plan(self, link: _Link, member: int, message: RoundMessage) -> None:
+    async def _receive_for_plan(self, link: Link, member: Member, message: RoundMessage) -> None:
         reducer, index, header = message.reducer, message.index, message.part
         exists = 0 <= reducer < self.group.group_size and 0 <= index < len(self.vector.parts[reducer])
         if header is None or not exists:
@@ -364,7 +323,7 @@ class Coordination:
         [values] = await self.vector.receive(link.line.call, [header], [self.vector.parts[reducer][index]])
         is_average = self._execution is not None and self._execution.is_average((reducer, index))
         if is_average and values is not None and not all_finite(values):
-            self.allreduce.seen_not_finite.add(member)
+            self.roster.seen_not_finite.add(member.index)
             raise ProtocolError("sent an average that is not finite")
         if self._execution is not None and not link.obsolete:
-            self._execution.deliver(member, (reducer, index), values)
+            self._execution.deliver(member.index, (reducer, index), values)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from shoal.averaging.allreduce.link import MAX_STRIPES, Exchange, Intake, stripes_for
+from shoal.averaging.allreduce.members import Member, Roster, Standing
 from shoal.averaging.allreduce.pace import Pace
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.allreduce.reducer import PartReducer
@@ -87,113 +88,80 @@ class AllReduce:
     ) -> None:
         self.group, self.own_index, self.settings, self.weight = group, own_index, settings, weight
         self.get_stub = get_stub
-        self.modes = [AveragingMode(mode) for mode in group.modes]
-        self.is_sender = self.modes[own_index] is not AveragingMode.AUX
         self.vector = RoundVector(
             tensors, infos, settings.codec, settings.part_size_bytes, group.shares, settings.alpha, is_spoilt
         )
-        self.failed: dict[int, str] = {}
-        """Members that did not do their part, with the reason."""
-        self.seen_not_finite: set[int] = set()
-        """Members that have sent this one values that are not finite."""
-        self.told_not_finite: set[int] = set()
-        """Members of which others say so."""
-        self.on_failure: Callable[[int], None] = lambda member: None
-        """Called with each one that is added, or confirmed."""
-        self.silent = [asyncio.Event() for _ in self.modes]
-        """Members that were asked whether they live, and did not answer."""
-        self.delivered = asyncio.Event()
-        """This member has sent its parts to all members, or with a quorum, to all but as many as may be late."""
+        reducers = [index for index, parts in enumerate(self.vector.parts) if parts]
+        self.roster = Roster(group, own_index, reducers, settings.quorum)
+        self.roster.on_failure.append(self._drop)
         self.exchanged = asyncio.Event()
         """This member has delivered and received all that it will."""
         # The calls to reducers may end: this member holds all averages, without any help, or the round is over.
         self._may_end = asyncio.Event()
-        self.all_complete = asyncio.Event()
-        """All members do; known to those that reduce."""
         self.ended = asyncio.Event()
         """The round is over."""
         self.weights: list[float] = []
         """Of all members' values in the average, as the coordinator says."""
-        self.late = False
-        """The others have gone on without this member."""
         self._reducer = self._make_reducer()
         self._pace = Pace() if settings.quorum is None else None
         # What is exchanged with each of the others.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
-        # Reducers to which something is still to be sent.
-        self._undelivered = {i for i in self._traffic if self.is_sender and self.vector.parts[i]}
-        # Reducers from which averages are still to come.
-        self._unreceived = set(self._undelivered)
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         # A dictionary keeps the order, so that simulations can be repeated.
         self._handlers: dict[asyncio.Task[Any], None] = {}
         self._intakes: dict[int, Intake] = {}
         self._timers: list[asyncio.TimerHandle] = []
-        # Senders that are not known to hold all averages.
-        self._incomplete = set(self.senders)
-        # No further averages will come from others.
-        self._received = asyncio.Event()
 
     def _make_reducer(self) -> PartReducer:
-        parts = self.vector.parts[self.own_index]
-        senders = [index for index in self.senders if index != self.own_index and parts]
-        local = self.vector.sound_values if self.is_sender else None
+        parts, roster = self.vector.parts[self.own_index], self.roster
+        senders = [index for index in roster.senders if index != self.own_index and parts]
+        local = self.vector.sound_values if roster.is_sender else None
         weights = {self.own_index: self.weight}
-        return PartReducer(parts, senders, local, self.own_index, weights, self.seen_not_finite.add)
+        return PartReducer(parts, senders, local, self.own_index, weights, roster.seen_not_finite.add)
 
     def _make_traffic(self, member: int) -> Traffic:
+        roster = self.roster
         return Traffic(
             self.vector,
             self._reducer,
             self.own_index,
             member,
-            gives=self.is_sender,
-            takes=member in self.senders,
+            gives=roster.is_sender,
+            takes=member in roster.senders,
             pace=self._pace,
-            on_not_finite=lambda: self.seen_not_finite.add(member),
-            on_delivered=lambda: self._note_delivery(member),
-            on_received=lambda: self._note_received(member),
+            on_not_finite=lambda: roster.seen_not_finite.add(member),
+            on_delivered=lambda: roster.note_delivery(member),
+            on_received=lambda: roster.note_received(member),
         )
 
-    @property
-    def senders(self) -> list[int]:
-        """Positions of the members that have tensors."""
-        return [index for index, mode in enumerate(self.modes) if mode is not AveragingMode.AUX]
-
-    @property
-    def coordinators(self) -> list[int]:
-        """Positions of the members that can coordinate the end of the round, in the order in which they would."""
-        return [index for index, mode in enumerate(self.modes) if mode is not AveragingMode.CLIENT]
-
     async def run(self) -> None:
-        """Exchange parts with all members; their failures end up in ``failed``, never here.
+        """Exchange parts with all members; their failures end up in the roster, never here.
 
         Raises:
             AllreduceException: this member could not average a part.
         """
         work: list[Coroutine[Any, Any, object]] = [self._reducer.finish()]
-        if self.is_sender:
+        roster = self.roster
+        living = [member for member in roster.members if not member.failed and member is not roster.own]
+        if roster.is_sender:
             work.append(self._apply_own_parts())
-            for member, parts in enumerate(self.vector.parts):
-                if member in self.failed:  # in an earlier phase
-                    self._stop_exchange(member)
-                elif parts and member != self.own_index:
-                    self._exchanges[member] = asyncio.ensure_future(self._exchange_with(member))
-        self._check_delivered()
-        self._check_received()
-        watched = [member for member in self.coordinators if member not in (self.own_index, *self.failed)]
-        watches = [self._watch(member) for member in watched]
+            for failed in roster.failed:  # in an earlier phase
+                self._stop_exchange(failed.index)
+            for member in living:
+                if self.vector.parts[member.index]:
+                    self._exchanges[member.index] = asyncio.ensure_future(self._exchange_with(member))
+        watches = [self._watch(member) for member in living if member.index in roster.coordinators]
         background = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *watches)]
         exchange = [asyncio.ensure_future(each) for each in work]
         try:
             await asyncio.gather(*exchange)
-            await self._received.wait()
+            await roster.received.wait()
             self.vector.drop_early()
             self.exchanged.set()
             # who has left out values does not end early, so that the others wait for the coordinator to name the sender
-            if self.is_sender and self.vector.is_complete and not self.seen_not_finite:
+            if roster.is_sender and self.vector.is_complete and not roster.seen_not_finite:
                 self._may_end.set()
-                self._note_complete(self.own_index)
+                roster.note_complete(self.own_index)
             await self.ended.wait()
             if self._exchanges:
                 await asyncio.wait(self._exchanges.values(), timeout=self.settings.sender_timeout)
@@ -207,53 +175,24 @@ class AllReduce:
         self.ended.set()
         self._may_end.set()
 
-    def _note_delivery(self, member: int) -> None:
-        """Nothing more is to be sent to a member."""
-        self._undelivered.discard(member)
-        self._check_delivered()
-
-    def _check_delivered(self) -> None:
-        quorum = self.settings.quorum
-        if len(self._undelivered) <= (0 if quorum is None else max(0, self.group.group_size - quorum)):
-            self.delivered.set()
-
-    def _note_received(self, member: int) -> None:
-        """Nothing more will come from a reducer."""
-        self._unreceived.discard(member)
-        self._check_received()
-
-    def _check_received(self) -> None:
-        if not self._unreceived:
-            self._received.set()
-
-    def _note_complete(self, member: int) -> None:
-        """A sender holds all averages."""
-        self._incomplete.discard(member)
-        if not self._incomplete and self.vector.parts[self.own_index]:
-            self.all_complete.set()
-
     async def abandon(self) -> None:
         """The others have gone on without this member: stop exchanging, and forget what came of it."""
-        self.late = True
+        self.roster.own.standing = Standing.LATE
         # The handlers end first: nobody may get an average that only this member believes in.
         await cancel_and_wait(*self._handlers)
         for member in range(self.group.group_size):
             self._reducer.ban(member, "this member is late")
         await cancel_and_wait(*self._exchanges.values())
         await self.exchanged.wait()
-        self.failed.clear()
+        self.roster.forgive()
         self.vector.restart()
 
-    def member_failed(self, member: int, reason: str) -> None:
-        """A member is not to be waited for any more."""
-        if member not in self.failed:
-            self.failed[member] = reason
-            logger.info("group member %s failed: %s", self.group.peer_ids[member], reason)
-        self._reducer.ban(member, reason)
-        exchange = self._exchanges.get(member)
+    def _drop(self, member: Member) -> None:
+        """It has failed."""
+        self._reducer.ban(member.index, member.reason)
+        exchange = self._exchanges.get(member.index)
         if exchange is not None and exchange is not asyncio.current_task():
             exchange.cancel()
-        self.on_failure(member)
 
     def result(self, duration: float) -> RoundResult:
         """What came of the round.
@@ -261,68 +200,66 @@ class AllReduce:
         Raises:
             AllreduceException: nothing; the tensors are as they were.
         """
-        share = self.vector.share_averaged if self.is_sender else 1.0
+        roster = self.roster
+        share = self.vector.share_averaged if roster.is_sender else 1.0
         # Nobody has even said that there is no average.
         has_nothing = share == 0 and not any(self.vector.held)
-        if has_nothing and self.failed:
-            reasons = "; ".join(f"{self.group.peer_ids[i]}: {reason}" for i, reason in self.failed.items())
+        if has_nothing and roster.failed:
+            reasons = "; ".join(f"{member.peer_id}: {member.reason}" for member in roster.failed)
             raise AllreduceException(f"nothing was averaged, every other member failed: {reasons}")
-        if has_nothing and self.late:
+        if has_nothing and roster.own.late:
             raise AllreduceException("this member was late, and the result did not arrive")
-        not_finite = self.seen_not_finite | self.told_not_finite
+        not_finite = roster.seen_not_finite | roster.told_not_finite
         return RoundResult(
             group_id=self.group.group_id,
             peers=self.group.peer_ids,
-            failed_peers=tuple(self.group.peer_ids[i] for i in sorted(self.failed)),
-            weights=tuple(self.weights or [self.weight_of(i) for i in range(self.group.group_size)]),
+            failed_peers=tuple(member.peer_id for member in roster.failed),
+            weights=tuple(self.weights or map(self.weight_of, roster.members)),
             share_averaged=share,
-            auxiliaries=tuple(
-                peer for peer, mode in zip(self.group.peer_ids, self.modes, strict=True) if mode is AveragingMode.AUX
-            ),
-            late=self.late,
+            auxiliaries=tuple(member.peer_id for member in roster.members if member.mode is AveragingMode.AUX),
+            late=roster.own.late,
             duration=duration,
             not_finite_peers=tuple(self.group.peer_ids[i] for i in sorted(not_finite)),
         )
 
-    def weight_of(self, member: int) -> float:
+    def weight_of(self, member: Member) -> float:
         """As far as this member knows: each one tells it to those that reduce for it."""
-        if member in self.failed or self.modes[member] is AveragingMode.AUX:
-            return 0.0
-        return self.weight if member == self.own_index else self._reducer.weights.get(member, 0.0)
+        if member is self.roster.own:
+            return self.weight if self.roster.is_sender else 0.0
+        is_counted = not member.failed and member.mode is not AveragingMode.AUX
+        return self._reducer.weights.get(member.index, 0.0) if is_counted else 0.0
 
     # --- sending own parts, receiving averages ------------------------------------------------------------------------
 
-    async def _exchange_with(self, member: int) -> None:
+    async def _exchange_with(self, member: Member) -> None:
         """Let another member reduce its parts; whatever it does wrong costs these parts and no more."""
-        stub = self.get_stub(self.group.peer_ids[member])
-        exchange = Exchange(
-            self._traffic[member], stub.rpc_reduce, may_end=self._may_end, timeout=self.settings.reducer_timeout
-        )
+        stub, traffic = self.get_stub(member.peer_id), self._traffic[member.index]
+        exchange = Exchange(traffic, stub.rpc_reduce, may_end=self._may_end, timeout=self.settings.reducer_timeout)
         try:
-            stripes = stripes_for(stub.round_trip, len(self.vector.parts[member]))
+            stripes = stripes_for(stub.round_trip, len(self.vector.parts[member.index]))
             await exchange.run(self.group.group_id, self.weight, stripes)
         except PEER_FAILURES as e:
-            self.member_failed(member, reason_of(e))
+            self.roster.fail(member.index, reason_of(e))
         finally:
-            self._stop_exchange(member)
+            self._stop_exchange(member.index)
 
     def _stop_exchange(self, member: int) -> None:
         """Nothing is to be sent to a member, or expected of it, any more."""
         self._traffic[member].stop()
-        self._note_delivery(member)
-        self._note_received(member)
+        self.roster.note_delivery(member)
+        self.roster.note_received(member)
 
     def heard_of(self, member: int) -> None:
         """A member has shown that it lives."""
         self._traffic[member].heard_at = asyncio.get_running_loop().time()
 
-    async def _watch(self, member: int) -> None:
+    async def _watch(self, member: Member) -> None:
         """Ask a member whether it lives when it has sent nothing for a while, and give it up if it does not answer.
 
         A reducer or coordinator that waits for others may be silent for longer than a sender; this tells it from one
         that is frozen. It is asked more than once, and may have to be dialled for that.
         """
-        stub, traffic = self.get_stub(self.group.peer_ids[member]), self._traffic[member]
+        stub, traffic = self.get_stub(member.peer_id), self._traffic[member.index]
         now = asyncio.get_running_loop().time
         begun, unanswered = now(), 0
         pause = self.settings.sender_timeout / ALIVE_PER_TIMEOUT
@@ -336,13 +273,13 @@ class AllReduce:
             try:
                 with suppress(P2PHandlerError):  # an answer, too
                     await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=patience)
-                self.heard_of(member)
+                self.heard_of(member.index)
             except PEER_FAILURES as e:
-                logger.debug("asked %s whether it lives: %r", self.group.peer_ids[member], e)
+                logger.debug("asked %s whether it lives: %r", member.peer_id, e)
                 await asyncio.sleep(asked + patience - now())
                 unanswered = unanswered + 1 if traffic.heard_at < asked else 0
-        self.silent[member].set()
-        self.member_failed(member, reason_of(TimeoutError()))
+        member.silent.set()
+        self.roster.fail(member.index, reason_of(TimeoutError()))
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
@@ -363,7 +300,7 @@ class AllReduce:
         await asyncio.sleep(self.settings.sender_timeout)
         for sender in sorted(self._reducer.waiting_for):
             if self.waits_for_beginning_of(sender):
-                self.member_failed(sender, "did not begin to send in time")
+                self.roster.fail(sender, "did not begin to send in time")
 
     async def serve(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
         """Reduce for another member; runs in the handler of its call.
@@ -380,13 +317,13 @@ class AllReduce:
             await intake.exchange(call)
         except BaseException as e:
             self._handlers.pop(task, None)
-            self.member_failed(index, reason_of(e))
+            self.roster.fail(index, reason_of(e))
             raise
         self._handlers.pop(task, None)
         if not intake.unfinished:
             self._reducer.delivered_everything(index)
         if await intake.wait_for_end(call, self.ended):
-            self._note_complete(index)
+            self.roster.note_complete(index)
 
     def _check_sender(self, begin: BeginReduce, sender: PeerID) -> int:
         if sender not in self.group.peer_ids:
@@ -417,4 +354,4 @@ class AllReduce:
     def _give_up_if_partial(self, sender: int) -> None:
         intake = self._intakes[sender]
         if len(intake.begun) < intake.stripes:
-            self.member_failed(sender, "did not begin to send on all its connections in time")
+            self.roster.fail(sender, "did not begin to send on all its connections in time")

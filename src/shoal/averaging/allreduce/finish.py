@@ -24,6 +24,7 @@ import math
 from typing import TYPE_CHECKING
 
 from shoal.averaging.allreduce.coordinator import Coordination, Resigned
+from shoal.averaging.allreduce.members import Member
 from shoal.averaging.calls import PEER_FAILURES, REDIAL_PAUSE, Line, reason_of, show_life
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import RoundKind, RoundMessage
@@ -49,7 +50,7 @@ class Following:
 
     def __init__(self, allreduce: AllReduce) -> None:
         self.allreduce = allreduce
-        self.vector, self.group, self.own = allreduce.vector, allreduce.group, allreduce.own_index
+        self.vector, self.group, self.roster = allreduce.vector, allreduce.group, allreduce.roster
         self._silence, self._quorum = allreduce.settings.sender_timeout, allreduce.settings.quorum
         self._changed = asyncio.Event()
         # What the coordinator wants of this member now.
@@ -66,7 +67,7 @@ class Following:
             kind=RoundKind.HELLO,
             group_id=self.group.group_id,
             weight=self.allreduce.weight,
-            late=self.allreduce.late,
+            late=self.roster.own.late,
         )
         line, coordinator = Line(call), self.group.peer_ids.index(call.remote)
         await line.send(hello)
@@ -85,7 +86,7 @@ class Following:
                 if message.kind == RoundKind.COMMIT:
                     self._drop(message.members)
                     self.allreduce.weights = self._check_weights(message.weights)
-                    self._note_not_finite(message.not_finite)
+                    self.roster.note_told_not_finite(message.not_finite, coordinator)
                     return
                 if message.kind == RoundKind.RESIGNED:
                     raise Resigned("is late itself")
@@ -113,7 +114,7 @@ class Following:
         try:
             async with asyncio.timeout(self._silence):
                 if self._quorum is not None:
-                    await first_completed(asyncio.shield(answer), self.allreduce.delivered.wait())
+                    await first_completed(asyncio.shield(answer), self.roster.delivered.wait())
                     grace = max(self.allreduce.settings.quorum_grace, MIN_ANSWER_SECONDS)
                     await first_completed(asyncio.shield(answer), timeout=grace)
                     if not answer.done():
@@ -128,18 +129,14 @@ class Following:
             raise ProtocolError("the coordinator's list of weights is malformed")
         return weights
 
-    def _note_not_finite(self, members: list[int]) -> None:
-        others = {member for member in members if 0 <= member < self.group.group_size} - {self.own}
-        self.allreduce.told_not_finite |= others
-
     def _drop(self, members: list[int]) -> None:
-        for member in members if not self.allreduce.late else ():
-            if 0 <= member < self.group.group_size and member != self.own:
-                self.allreduce.member_failed(member, "the coordinator has lost it")
+        for member in members if not self.roster.own.late else ():
+            if 0 <= member < self.group.group_size and member != self.roster.own.index:
+                self.roster.fail(member, "the coordinator has lost it")
 
     async def _say_when_delivered(self, line: Line) -> None:
         if self._quorum is not None:
-            await self.allreduce.delivered.wait()
+            await self.roster.delivered.wait()
             await line.send(RoundMessage(kind=RoundKind.DELIVERED))
 
     async def _report_when_ready(self, line: Line) -> None:
@@ -147,7 +144,7 @@ class Following:
         await self._report(line)
 
     async def _report(self, line: Line) -> None:
-        left_out = sorted(self.allreduce.seen_not_finite)
+        left_out = sorted(self.roster.seen_not_finite)
         await line.send(RoundMessage(kind=RoundKind.REPORT, held=self.vector.held, not_finite=left_out))
 
     async def _fulfil(self, line: Line, assignment: RoundMessage) -> None:
@@ -173,7 +170,7 @@ class Following:
             raise ProtocolError("the coordinator sent a part that does not exist")
         [values] = await self.vector.receive(call, [header], [self.vector.parts[reducer][index]])
         if values is not None and not all_finite(values):
-            self.allreduce.seen_not_finite.add(self.group.peer_ids.index(call.remote))
+            self.roster.seen_not_finite.add(self.group.peer_ids.index(call.remote))
             raise ProtocolError("the coordinator sent an average that is not finite")
         self.vector.take(reducer, index, values)
         self._changed.set()
@@ -199,18 +196,13 @@ class Completion:
     """
 
     def __init__(self, allreduce: AllReduce) -> None:
-        self.allreduce = allreduce
+        self.allreduce, self.roster = allreduce, allreduce.roster
         self._following, self._coordination = Following(allreduce), Coordination(allreduce)
         self._quorum = allreduce.settings.quorum
 
-    @property
-    def closed_early(self) -> bool:
-        """The round was over before all members had delivered."""
-        return self._coordination.closed_early
-
     async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
         """Hold the call of a member that takes this one for the coordinator."""
-        await self._coordination.serve(call, hello, member)
+        await self._coordination.serve(call, hello, self.roster.members[member])
 
     async def run(self) -> None:
         """Return when every living member that is not late has every average that could be saved."""
@@ -220,13 +212,14 @@ class Completion:
             self._coordination.close()
 
     async def _run(self) -> None:
-        for candidate in self.allreduce.coordinators:
-            if candidate == self.allreduce.own_index:
+        for index in self.roster.coordinators:
+            candidate = self.roster.members[index]
+            if candidate is self.roster.own:
                 if await self._coordinate_unless_late():
                     return
             elif self._is_worth_following(candidate) and await self._follow_unless_silent(candidate):
                 # Members that could not reach the coordinator.
-                if not self.allreduce.late:
+                if not self.roster.own.late:
                     await self._coordination.run(wait_for_absent=False)
                 return
         await self.allreduce.exchanged.wait()
@@ -240,23 +233,22 @@ class Completion:
         else:
             # It comes alone: perhaps the others have finished, and have the result for it.
             has_results = any(self.allreduce.vector.held)
-            is_late = self._quorum is not None and bool(self.allreduce.failed) and not has_results
+            is_late = self._quorum is not None and bool(self.roster.failed) and not has_results
         if is_late:
             await self.allreduce.abandon()
         return not is_late
 
-    def _is_worth_following(self, candidate: int) -> bool:
+    def _is_worth_following(self, candidate: Member) -> bool:
         """One that has failed may still have the result of a round that did not wait for this member."""
-        is_late = candidate in self.allreduce.failed
-        return not self.allreduce.silent[candidate].is_set() and (not is_late or self._quorum is not None)
+        return not candidate.silent.is_set() and (not candidate.failed or self._quorum is not None)
 
-    async def _follow_unless_silent(self, coordinator: int) -> bool:
+    async def _follow_unless_silent(self, coordinator: Member) -> bool:
         """If several fall silent, nobody waits for one after the other."""
         following = asyncio.ensure_future(self._follow(coordinator))
-        await first_completed(following, self.allreduce.silent[coordinator].wait())
+        await first_completed(following, coordinator.silent.wait())
         return not following.cancelled() and following.result()
 
-    async def _follow(self, coordinator: int) -> bool:
+    async def _follow(self, coordinator: Member) -> bool:
         """Take part under a coordinator; returns whether the round was committed."""
         reason, loop = "", asyncio.get_running_loop()
         deadline = loop.time() + self.allreduce.settings.sender_timeout
@@ -265,13 +257,13 @@ class Completion:
             if loop.time() >= deadline:
                 break
             try:
-                async with self.allreduce.get_stub(self.allreduce.group.peer_ids[coordinator]).rpc_complete() as call:
+                async with self.allreduce.get_stub(coordinator.peer_id).rpc_complete() as call:
                     await self._following.run(call)
                     await call.send_end()
                 return True
             except Resigned as e:
                 # It is going to ask for the result.
-                self._coordination.closed_early, reason = True, str(e)
+                self.roster.closed_early, reason = True, str(e)
                 break
             except (StreamClosedError, DialError) as e:
                 # A connection may break without a death: try once more.
@@ -279,5 +271,5 @@ class Completion:
             except PEER_FAILURES as e:
                 reason = reason_of(e)
                 break
-        self.allreduce.member_failed(coordinator, reason)
+        self.roster.fail(coordinator.index, reason)
         return False

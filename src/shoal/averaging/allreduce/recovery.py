@@ -73,10 +73,11 @@ class Recovery:
 
     def __init__(self, allreduce: AllReduce, plan: Plan, lines: dict[int, Line], weights: dict[int, float]) -> None:
         self._vector, self._own, self._plan, self._lines = allreduce.vector, allreduce.own_index, plan, lines
-        senders = [member for member in lines if member in allreduce.senders]
+        roster = allreduce.roster
+        senders = [member for member in lines if member in roster.senders]
         parts = [self._vector.parts[reducer][index] for reducer, index in plan.again]
-        local = self._vector.sound_values if allreduce.is_sender else None
-        self._reducer = PartReducer(parts, senders, local, self._own, weights, allreduce.seen_not_finite.add)
+        local = self._vector.sound_values if roster.is_sender else None
+        self._reducer = PartReducer(parts, senders, local, self._own, weights, roster.seen_not_finite.add)
         self._position = {key: position for position, key in enumerate(plan.again)}
         self._senders = senders
         loop = asyncio.get_running_loop()

@@ -44,11 +44,11 @@ class Round:
         """
         started = asyncio.get_running_loop().time()
         for member in failed_before:
-            self._allreduce.member_failed(member, "failed in an earlier phase")
+            self._allreduce.roster.fail(member, "failed in an earlier phase")
         # the call to the coordinator first: it takes the connection that is there, so that all hear of the end together
         self._work = work = asyncio.ensure_future(all_of(self._complete(), self._allreduce.run()))
         try:
-            await first_completed(asyncio.shield(work), self._allreduce.all_complete.wait())
+            await first_completed(asyncio.shield(work), self._allreduce.roster.all_complete.wait())
             if work.done():
                 work.result()
         except BaseException:
@@ -72,7 +72,7 @@ class Round:
             return
         try:
             await asyncio.wait([self._work])
-            if self._completion.closed_early:
+            if self._allreduce.roster.closed_early:
                 await asyncio.sleep(linger)
         finally:
             await cancel_and_wait(self._work)
@@ -323,8 +323,9 @@ class GroupSession:
                 round_id, Round(allreduce), self._failed_members(), linger=settings.sender_timeout
             )
         finally:
-            self.seen_not_finite.update(group.peer_ids[member] for member in allreduce.seen_not_finite)
-            self.told_not_finite.update(group.peer_ids[member] for member in allreduce.told_not_finite)
+            roster = allreduce.roster
+            self.seen_not_finite.update(group.peer_ids[member] for member in roster.seen_not_finite)
+            self.told_not_finite.update(group.peer_ids[member] for member in roster.told_not_finite)
         self._phases.append(result)
         if weight is None:
             self._main_weights.append(result.weights)
