@@ -139,7 +139,18 @@ def make_trainers(make_dhts, closing) -> Callable[..., list[Trainer]]:
 
 def meet(*trainers: Trainer) -> None:
     """Contribute a first batch each, and wait until all know all others, even those at the next epoch."""
-    in_parallel(*(trainer.step for trainer in trainers))
+    begun, pause = [], threading.Event()
+
+    def begin(trainer: Trainer) -> None:
+        trainer.step()
+        begun.append(trainer)
+        # Who is done with its batch is believed to make more. Another one that is slow to begin may then think that the
+        # epoch is over, and wait for this one.
+        while len(begun) < len(trainers):
+            trainer.opt.step(batch_size=0)
+            pause.wait(0.01)
+
+    in_parallel(*(lambda t=t: begin(t) for t in trainers))
     for trainer in trainers:
         others = trainer.opt.tracker.expected_members
         wait_until(lambda f=others: len(f(until_epoch=10)) == len(trainers) - 1, "all peers know each other")

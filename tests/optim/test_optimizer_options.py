@@ -38,8 +38,11 @@ def resolve(**options) -> OptimizerSettings:
         "use_ext_grad_buffer": None,
         "auxiliary": False,
         "client_mode": False,
+        "matchmaking_time": 15.0,
+        "averaging_timeout": 60.0,
+        "average_state_every": 1,
     }
-    return OptimizerSettings.resolve(**{**defaults, **options})
+    return OptimizerSettings.resolve({**defaults, **options})
 
 
 INSTANCE = {"optimizer": sgd([torch.nn.Parameter(torch.zeros(1))]), "params": None}

@@ -64,8 +64,9 @@ def contradicts_itself(row: Row) -> bool:
 
 def resolve(row: Row) -> OptimizerSettings:
     parameters = [torch.nn.Parameter(torch.zeros(1))]
-    options = {"scheduler": None, "auxiliary": False, "grad_averager_factory": None, **row}
-    return OptimizerSettings.resolve(optimizer=sgd, params=parameters, **options)
+    options = {"scheduler": None, "auxiliary": False, "client_mode": False, "grad_averager_factory": None}
+    times = {"matchmaking_time": 15.0, "averaging_timeout": 60.0}
+    return OptimizerSettings.resolve({"optimizer": sgd, "params": parameters, **options, **times, **row})
 
 
 def test_whatever_contradicts_itself_is_refused_and_nothing_else() -> None:

@@ -13,6 +13,7 @@ import torch
 from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.clock import get_dht_time
 from shoal.optim.devices import copy_all
+from shoal.optim.epochs import last_epoch_in_first_round, last_epoch_in_second_round
 from shoal.optim.progress_tracker import ProgressTracker, RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure, usable
 from shoal.p2p import PeerID
@@ -21,32 +22,17 @@ if TYPE_CHECKING:
     from shoal.optim.comparison import PeerComparison
     from shoal.optim.grad_averager import GradientAverager
     from shoal.optim.grad_scaler import GradScaler
+    from shoal.optim.optimizer_settings import OptimizerSettings
     from shoal.optim.state_averager import TrainingStateAverager
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """How the parts of a global step overlap with training."""
-
-    matchmaking_time: float
-    """Rounds are scheduled so many seconds in advance."""
-    averaging_timeout: float
-    """A round that takes longer is given up."""
-    average_state_every: int
-    delay_optimizer_step: bool
-    delay_grad_averaging: bool
-    delay_state_averaging: bool
-    overlaps: bool
-    """Peers go on to the next epoch while the first round of the global step is still under way."""
 
 
 @dataclass
 class GlobalStep:
     """Makes global steps, and schedules their rounds in advance. Used by the training thread alone."""
 
-    plan: StepPlan
+    settings: OptimizerSettings
     state_averager: TrainingStateAverager
     grad_averager: GradientAverager | None
     """``None``: the optimizer steps with local gradients, only parameters are averaged."""
@@ -66,7 +52,7 @@ class GlobalStep:
         Not for the second round: a peer that misses the first one would keep those waiting who have made it.
         """
         now, due = get_dht_time(), self.tracker.estimated_next_update_time
-        if due - now > self.plan.matchmaking_time or not self._expected_members() or not self.tracker.is_introduced:
+        if due - now > self.settings.matchmaking_time or not self._expected_members() or not self.tracker.is_introduced:
             return
         if self.grad_averager is not None:
             if not usable(self.scheduled_grads) and self.grad_averager.is_ready_to_schedule:
@@ -84,30 +70,26 @@ class GlobalStep:
 
     def _when(self, due: float, now: float) -> dict[str, float]:
         """A group starts when everybody is there; the scheduled time limits the wait for those who do not come."""
-        patience = self.plan.averaging_timeout
-        latest = max(due, now) + self.plan.matchmaking_time
+        patience = self.settings.averaging_timeout
+        latest = max(due, now) + self.settings.matchmaking_time
         return {"scheduled_time": min(latest, now + 0.9 * patience), "timeout": patience}
 
     def _expected_members(self) -> set[PeerID]:
         """Other peers that will come to the first round of the next global step."""
-        return self.tracker.expected_members(until_epoch=self._latest_epoch if self.plan.overlaps else None)
+        return self.tracker.expected_members(until_epoch=self._last_epoch)
 
     @property
     def _next_epoch(self) -> int:
         return self.state_averager.local_epoch + 1
 
     @property
-    def _latest_epoch(self) -> int:
-        """Where rounds overlap with training, whoever is beyond this epoch does not come to this peer's round.
-
-        The others are at the next epoch when they look for a group, and if they are one epoch ahead of this peer, at
-        the one after that. If it gave up then, they would wait for it in vain, and it would stay one epoch behind.
-        """
-        return self._next_epoch + 1
+    def _last_epoch(self) -> int:
+        """Whoever is beyond this epoch does not come to this peer's first round."""
+        return last_epoch_in_first_round(self.state_averager.local_epoch, overlaps=self.settings.overlaps)
 
     def _will_average_state(self) -> bool:
         """Must be the same in all peers: they wait for each other."""
-        return self._next_epoch % self.plan.average_state_every == 0
+        return self._next_epoch % self.settings.average_state_every == 0
 
     def let_go_of_rounds(self, timeout: float) -> None:
         """End scheduled rounds without making others wait."""
@@ -125,15 +107,15 @@ class GlobalStep:
             grad_scaler: knows whether gradients are finite; they have been unscaled.
         """
         with self.tracker.pause_updates():
-            self.tracker.declare_epoch_over(self.plan.matchmaking_time)
-            if self.plan.delay_optimizer_step:
-                self.state_averager.finish_jobs(self.plan.averaging_timeout)
+            self.tracker.declare_epoch_over(self.settings.matchmaking_time)
+            if self.settings.delay_optimizer_step:
+                self.state_averager.finish_jobs(self.settings.averaging_timeout)
             mates: dict[PeerID, int] | None = None
             trigger: Callable[[], object] | None = None
             has_gradients = self.grad_averager is not None
             if self.grad_averager is not None:
                 has_gradients = self.grad_averager.local_samples_accumulated > 0
-                own_mean = self.grad_averager.own_mean() if self.plan.delay_grad_averaging else None
+                own_mean = self.grad_averager.own_mean() if self.settings.delay_grad_averaging else None
                 control = self._begin_gradient_round(self.grad_averager)
                 if own_mean is not None and control is not None:
                     self.grad_averager.notify_used_averaged_gradients()
@@ -159,19 +141,19 @@ class GlobalStep:
         control, self.scheduled_grads = self.scheduled_grads, None
         expected = self._expected_members()
         if not expected:
-            let_go(control, self.plan.averaging_timeout)
+            let_go(control, self.settings.averaging_timeout)
             averager.load_accumulators_into_averager_()
             return None
         if control is None or not self._in_time(control):
-            let_go(control, self.plan.averaging_timeout)
-            timeout = self.plan.averaging_timeout
+            let_go(control, self.settings.averaging_timeout)
+            timeout = self.settings.averaging_timeout
             control = averager.schedule_step(gather=self.comparison.describe(), timeout=timeout)
         control.keep_open = False
         # Accumulators are kept until the outcome is known, unless the next batches must go into them meanwhile.
-        averager.step(control=control, reset_accumulators=self.plan.delay_grad_averaging, wait=False)
+        averager.step(control=control, reset_accumulators=self.settings.delay_grad_averaging, wait=False)
         # Everybody goes on to the next epoch meanwhile.
-        if self.plan.delay_grad_averaging:
-            RoundWatch(control, self.tracker, dict.fromkeys(expected, self._latest_epoch))
+        if self.settings.delay_grad_averaging:
+            RoundWatch(control, self.tracker, dict.fromkeys(expected, self._last_epoch))
         else:
             RoundWatch(control, self.tracker)
         return control
@@ -179,7 +161,7 @@ class GlobalStep:
     def _in_time(self, control: StepControl) -> bool:
         """A step that was scheduled long ago has too little time left to find a group."""
         has_group = control.stage > AveragingStage.LOOKING_FOR_GROUP
-        return usable(control) and (has_group or control.deadline - get_dht_time() > self.plan.matchmaking_time)
+        return usable(control) and (has_group or control.deadline - get_dht_time() > self.settings.matchmaking_time)
 
     def _finish_gradient_round(self, control: StepControl | None) -> dict[PeerID, int] | None:
         """Wait for the average.
@@ -192,7 +174,7 @@ class GlobalStep:
             self.tracker.note_round(None)
             return None
         try:
-            gathered = control.result(self.plan.averaging_timeout)
+            gathered = control.result(self.settings.averaging_timeout)
         except Exception as e:  # whatever it is, training goes on
             control.cancel()
             self.tracker.note_round(None)
@@ -256,32 +238,32 @@ class GlobalStep:
         Args:
             mates: who else averages parameters now, and at which epoch they were before this step.
         """
-        plan = self.plan
+        settings = self.settings
         control, self.scheduled_state = self.scheduled_state, None
         averages = bool(mates) and self._will_average_state()
         if self.grad_averager is None and self._will_average_state() and not averages:
             self.tracker.note_round(None)  # nobody else is there
         if control is not None and not (averages and self._in_time(control)):
-            let_go(control, plan.averaging_timeout)
+            let_go(control, settings.averaging_timeout)
             control = None
         if averages:
             if control is None:
-                options = {"gather": self._next_epoch, "timeout": plan.averaging_timeout}
+                options = {"gather": self._next_epoch, "timeout": settings.averaging_timeout}
                 control = self.state_averager.schedule_step(**options)
             control.keep_open = False
-            # One of them may be an epoch ahead of this peer: who has averaged gradients goes on to its own next epoch.
-            ahead = 2 if plan.overlaps else 1 if plan.delay_state_averaging else 0
-            RoundWatch(control, self.tracker, {peer: epoch + ahead for peer, epoch in mates.items()})
+            how = {"overlaps": settings.overlaps, "delay_state_averaging": settings.delay_state_averaging}
+            last_epochs = {peer: last_epoch_in_second_round(epoch, **how) for peer, epoch in mates.items()}
+            RoundWatch(control, self.tracker, last_epochs)
         self.state_averager.step(
             increment_epoch=True,
             optimizer_step=self.grad_averager is not None and has_gradients,
-            delay_optimizer_step=plan.delay_optimizer_step and self.grad_averager is not None,
+            delay_optimizer_step=settings.delay_optimizer_step and self.grad_averager is not None,
             averaging_round=averages,
-            delay_averaging=plan.delay_state_averaging,
+            delay_averaging=settings.delay_state_averaging,
             averaging_control=control,
             wait_for_trigger=trigger,
             grad_scaler=grad_scaler,
-            averaging_opts={"timeout": plan.averaging_timeout},
+            averaging_opts={"timeout": settings.averaging_timeout},
         )
 
 

@@ -17,7 +17,7 @@ from shoal.errors import ReactorError
 from shoal.facade import Facade
 from shoal.optim.comparison import PeerComparison, Remainder
 from shoal.optim.devices import BatchesAhead
-from shoal.optim.global_step import Auxiliary, GlobalStep, StepPlan
+from shoal.optim.global_step import Auxiliary, GlobalStep
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, check_run_id
@@ -152,26 +152,10 @@ class Optimizer(Facade, torch.optim.Optimizer):
             ("load_state_compression", load_state_compression),
         ):
             check_codec(name, codec)
-        self.settings = OptimizerSettings.resolve(
-            optimizer=optimizer,
-            params=params,
-            scheduler=scheduler,
-            batch_size_per_step=batch_size_per_step,
-            grad_averager=grad_averager,
-            grad_averager_factory=grad_averager_factory,
-            use_local_updates=use_local_updates,
-            offload_optimizer=offload_optimizer,
-            reuse_grad_buffers=reuse_grad_buffers,
-            delay_optimizer_step=delay_optimizer_step,
-            delay_grad_averaging=delay_grad_averaging,
-            delay_state_averaging=delay_state_averaging,
-            use_ext_grad_buffer=use_ext_grad_buffer,
-            auxiliary=auxiliary,
-            client_mode=dht.client_mode if client_mode is None else client_mode,
-        )
-        if average_state_every < 1:
-            raise ValueError(f"average_state_every must be at least 1, got {average_state_every}")
-        settings = self.settings
+        client_mode = dht.client_mode if client_mode is None else client_mode
+        matchmaking_time = 15.0 if matchmaking_time is None else matchmaking_time
+        averaging_timeout = 60.0 if averaging_timeout is None else averaging_timeout
+        self.settings = settings = OptimizerSettings.resolve(locals())
         params = listed(params)
         main = main_parameters(optimizer, params)
         remainder = Remainder.find(model, main, extra_tensors)
@@ -179,11 +163,10 @@ class Optimizer(Facade, torch.optim.Optimizer):
             extra_tensors = [*extra_tensors, *remainder.take_what_changes()]
         self.be_the_only(f"an Optimizer with run_id {run_id!r}", dht)
         self.dht, self.run_id, self.target_batch_size = dht, run_id, target_batch_size
-        self.client_mode, self.auxiliary = settings.client_mode, auxiliary
+        self.client_mode, self.auxiliary = client_mode, auxiliary
         self.batch_size_per_step = settings.batch_size_per_step
         self.status_loglevel = logging.INFO if verbose else logging.DEBUG
-        self.matchmaking_time = 15.0 if matchmaking_time is None else matchmaking_time
-        self.averaging_timeout = 60.0 if averaging_timeout is None else averaging_timeout
+        self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
         self._closing = threading.Event()
         self._scaling = LossScaling(in_place=settings.reuse_grad_buffers)
         self._batches = BatchesAhead(main)
@@ -236,17 +219,8 @@ class Optimizer(Facade, torch.optim.Optimizer):
         if self._compares_rounds:
             self.tracker.compare_rounds()
             self.state_averager.lineage_keeper = self.tracker
-        plan = StepPlan(
-            matchmaking_time=self.matchmaking_time,
-            averaging_timeout=self.averaging_timeout,
-            average_state_every=average_state_every,
-            delay_optimizer_step=settings.delay_optimizer_step,
-            delay_grad_averaging=settings.delay_grad_averaging,
-            delay_state_averaging=settings.delay_state_averaging,
-            overlaps=settings.overlaps,
-        )
         self._comparison = PeerComparison(self.state_averager, remainder, not settings.use_local_updates)
-        self.global_step = GlobalStep(plan, self.state_averager, self.grad_averager, self.tracker, self._comparison)
+        self.global_step = GlobalStep(settings, self.state_averager, self.grad_averager, self.tracker, self._comparison)
         self._auxiliary: Auxiliary | None = None
         if auxiliary:
             self._auxiliary = Auxiliary(self.state_averager, self.grad_averager, self.tracker, self.averaging_timeout)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shoal.facade import options_from
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
 from shoal.optim.optimizer_state import LRSchedulerBase
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
@@ -38,6 +39,12 @@ def check_run_id(run_id: object) -> None:
 class OptimizerSettings:
     """How training, averaging and stepping overlap."""
 
+    matchmaking_time: float
+    """Rounds are scheduled so many seconds in advance."""
+    averaging_timeout: float
+    """A round that takes longer is given up."""
+    average_state_every: int
+    """Parameters are averaged only every so many epochs."""
     batch_size_per_step: int | None
     grad_averager_factory: GradientAveragerFactory | None
     """``None`` with local updates."""
@@ -50,71 +57,59 @@ class OptimizerSettings:
     delay_state_averaging: bool
     """Also where the step before it is made in the background."""
     use_ext_grad_buffer: bool
-    auxiliary: bool
-    client_mode: bool
 
     @classmethod
-    def resolve(
-        cls,
-        *,
-        optimizer: Any,
-        params: Any,
-        scheduler: Any,
-        batch_size_per_step: int | None,
-        grad_averager: Any,
-        grad_averager_factory: Any,
-        use_local_updates: bool,
-        offload_optimizer: bool | None,
-        reuse_grad_buffers: bool,
-        delay_optimizer_step: bool | None,
-        delay_grad_averaging: bool,
-        delay_state_averaging: bool,
-        use_ext_grad_buffer: bool | None,
-        auxiliary: bool,
-        client_mode: bool,
-    ) -> OptimizerSettings:
+    def resolve(cls, given: Mapping[str, Any]) -> OptimizerSettings:
         """Work out what the user means.
+
+        Args:
+            given: the arguments of the :class:`~shoal.optim.Optimizer`.
 
         Raises:
             ValueError, AssertionError: options that contradict each other.
         """
-        use_local_updates, factory = _resolve_grad_averager(grad_averager, grad_averager_factory, use_local_updates)
+        use_local_updates, factory = _resolve_grad_averager(
+            given["grad_averager"], given["grad_averager_factory"], given["use_local_updates"]
+        )
         if use_local_updates:
-            assert not reuse_grad_buffers, "local updates zero the gradients: they exclude reuse_grad_buffers=True"
-            assert not delay_grad_averaging, (
+            assert not given["reuse_grad_buffers"], (
+                "local updates zero the gradients: they exclude reuse_grad_buffers=True"
+            )
+            assert not given["delay_grad_averaging"], (
                 "with local updates no gradients are averaged: delay_grad_averaging is void"
             )
-            assert not use_ext_grad_buffer, (
+            assert not given["use_ext_grad_buffer"], (
                 "with local updates there is no gradient averager: use_ext_grad_buffer is void"
             )
-        if offload_optimizer is None:
-            has_factory = params is not None and not isinstance(optimizer, TorchOptimizer)
-            offload_optimizer = has_factory and not use_local_updates
-        delay_optimizer_step = delay_grad_averaging if delay_optimizer_step is None else delay_optimizer_step
-        assert not delay_grad_averaging or delay_optimizer_step, (
+        offload, delays_step = given["offload_optimizer"], given["delay_optimizer_step"]
+        if offload is None:
+            has_factory = given["params"] is not None and not isinstance(given["optimizer"], TorchOptimizer)
+            offload = has_factory and not use_local_updates
+        delays_step = given["delay_grad_averaging"] if delays_step is None else delays_step
+        assert not given["delay_grad_averaging"] or delays_step, (
             "delay_grad_averaging=True requires delay_optimizer_step=True: the step needs the averaged gradients"
         )
-        assert not (client_mode and auxiliary), "an auxiliary peer must accept connections: client_mode excludes it"
-        assert not (auxiliary and batch_size_per_step), (
-            "an auxiliary peer has no batches: leave batch_size_per_step out"
+        auxiliary, batch_size = given["auxiliary"], given["batch_size_per_step"]
+        assert not (given["client_mode"] and auxiliary), (
+            "an auxiliary peer must accept connections: client_mode excludes it"
         )
-        if batch_size_per_step is not None:
-            batch_size_per_step = count_of_samples("batch_size_per_step", batch_size_per_step)
-        delayed = delay_optimizer_step or delay_grad_averaging
-        _check_optimizer(optimizer, params, scheduler, offload_optimizer, delayed)
-        return cls(
-            batch_size_per_step=batch_size_per_step,
+        assert not (auxiliary and batch_size), "an auxiliary peer has no batches: leave batch_size_per_step out"
+        if given["average_state_every"] < 1:
+            raise ValueError(f"average_state_every must be at least 1, got {given['average_state_every']}")
+        _check_optimizer(given["optimizer"], given["params"], given["scheduler"], offload, delays_step)
+        return options_from(
+            cls,
+            given,
+            batch_size_per_step=None if batch_size is None else count_of_samples("batch_size_per_step", batch_size),
             grad_averager_factory=factory,
             use_local_updates=use_local_updates,
-            offload_optimizer=offload_optimizer,
-            reuse_grad_buffers=reuse_grad_buffers,
-            delay_optimizer_step=delay_optimizer_step,
-            delay_grad_averaging=delay_grad_averaging,
+            offload_optimizer=offload,
+            delay_optimizer_step=delays_step,
             # parameters are averaged after the step; with local updates the step has been waited for by then
-            delay_state_averaging=delay_state_averaging or (delay_optimizer_step and not use_local_updates),
-            use_ext_grad_buffer=not use_local_updates if use_ext_grad_buffer is None else use_ext_grad_buffer,
-            auxiliary=auxiliary,
-            client_mode=client_mode,
+            delay_state_averaging=given["delay_state_averaging"] or (delays_step and not use_local_updates),
+            use_ext_grad_buffer=not use_local_updates
+            if given["use_ext_grad_buffer"] is None
+            else given["use_ext_grad_buffer"],
         )
 
     @property

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shoal.optim.epochs import takes_part
 from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
 
 
@@ -341,7 +342,7 @@ def expected_members(
     for peer, companion in companions.items():
         if not companion.is_valid(now) or companion.unreachable_since is not None:
             continue
-        on_its_way = companion.record.epoch == epoch - 1 and (companion.updating or peer in last_members)
-        if epoch <= companion.record.epoch <= until_epoch or on_its_way:
+        is_finishing = companion.updating or peer in last_members
+        if takes_part(companion.record.epoch, epoch, until_epoch, is_finishing=is_finishing):
             expected.add(peer)
     return expected

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError
+from shoal.optim.epochs import usual_lag
 from shoal.optim.lineage import Lineage
 from shoal.optim.sides import Verdict
 
@@ -53,7 +54,8 @@ class Synchronization:
         self._state_averager, self._grad_averager = state_averager, grad_averager
         self._tracker, self._global_step = tracker, global_step
         self._averaging_timeout, self._load_state_timeout = averaging_timeout, load_state_timeout
-        self._closing = closing
+        self._closing, self._overlaps = closing, global_step.settings.overlaps
+        self._usual_lag = usual_lag(overlaps=self._overlaps)
         self._strict_check_due = True
         self._has_looked = False
         self._has_told_what_is_lost = False
@@ -81,13 +83,13 @@ class Synchronization:
 
         Where rounds overlap with training, the others may wait for this peer in the round under way.
         """
-        if self._global_step.plan.overlaps or not self._tracker.is_introduced:
+        if self._overlaps or not self._tracker.is_introduced:
             return False
         return self._tracker.expected_group_size == 1
 
     def _epoch_to_begin_with(self) -> int:
         """The swarm's epoch, as far as others have not begun it while they wait for this peer in an earlier round."""
-        if self._global_step.plan.overlaps and self._tracker.is_introduced:
+        if self._overlaps and self._tracker.is_introduced:
             return self._tracker.epoch_when_introduced
         return self._tracker.global_epoch
 
@@ -116,7 +118,7 @@ class Synchronization:
                 self._begin_anew()
                 return True
             epoch = self._tracker.global_epoch
-            if not self._global_step.plan.overlaps and epoch - 1 <= self._state_averager.local_epoch < epoch:
+            if self._usual_lag == 0 and self._state_averager.local_epoch == epoch - 1:
                 # the swarm is faster than the download; averaging repairs the difference
                 self._state_averager.local_epoch = epoch
             self._begin_anew()
@@ -143,9 +145,7 @@ class Synchronization:
 
     def begin_epoch(self) -> None:
         """This peer is at a new epoch: newcomers prefer it to those that are behind."""
-        # where rounds overlap with training, others are an epoch ahead of this peer every now and then; so they are
-        # when it has downloaded a state: donors give what they had before the round under way, which it then joins
-        self._strict_check_due = not self._global_step.plan.overlaps
+        self._strict_check_due = self._usual_lag == 0
         if not self._state_averager.client_mode:
             self._state_averager.state_sharing_priority = self._state_averager.local_epoch
 
@@ -203,7 +203,6 @@ class Synchronization:
                     break
                 pause *= 2
             loaded = self._load(**options) or loaded
-            lag = 1 if self._global_step.plan.overlaps else 0
-            if loaded and self._state_averager.local_epoch >= self._tracker.global_epoch - lag:
+            if loaded and self._state_averager.local_epoch >= self._tracker.global_epoch - self._usual_lag:
                 break
         return loaded
