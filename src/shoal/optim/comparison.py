@@ -187,10 +187,8 @@ class PeerComparison:
 
     def epoch_of(self, description: object) -> int:
         """At which epoch a member was in a round, by its description; this peer's own if it talks nonsense."""
-        own, given = (
-            self._state_averager.local_epoch,
-            description.get("epoch") if isinstance(description, dict) else None,
-        )
+        own = self._state_averager.local_epoch
+        given = description.get("epoch") if isinstance(description, dict) else None
         return given if isinstance(given, int) and abs(given - own) <= MOST_EPOCHS_APART else own
 
     def _digest(self, name: str, named: Named) -> bytes:

@@ -82,6 +82,7 @@ class OptimizerSettings:
                 "with local updates there is no gradient averager: use_ext_grad_buffer is void"
             )
         offload, delays_step = given["offload_optimizer"], given["delay_optimizer_step"]
+        has_buffer = given["use_ext_grad_buffer"]
         if offload is None:
             has_factory = given["params"] is not None and not isinstance(given["optimizer"], TorchOptimizer)
             offload = has_factory and not use_local_updates
@@ -107,9 +108,7 @@ class OptimizerSettings:
             delay_optimizer_step=delays_step,
             # parameters are averaged after the step; with local updates the step has been waited for by then
             delay_state_averaging=given["delay_state_averaging"] or (delays_step and not use_local_updates),
-            use_ext_grad_buffer=not use_local_updates
-            if given["use_ext_grad_buffer"] is None
-            else given["use_ext_grad_buffer"],
+            use_ext_grad_buffer=not use_local_updates if has_buffer is None else has_buffer,
         )
 
     @property

@@ -335,8 +335,8 @@ def expected_members(
     expect too few would leave peers behind, so in doubt a peer is expected.
 
     Args:
-        until_epoch: whoever is beyond this epoch has finished the round. Where rounds run in the background, that is
-            the next epoch.
+        until_epoch: whoever is beyond this epoch has finished the round, see
+            :func:`~shoal.optim.epochs.last_epoch_in_first_round`.
     """
     expected = set()
     for peer, companion in companions.items():

@@ -71,7 +71,7 @@ class Member:
 
     @property
     def failed(self) -> bool:
-        """It has not done its part in time."""
+        """Nobody waits for its parts."""
         return self.standing in (Standing.FAILED, Standing.LATE)
 
     @property
@@ -190,7 +190,7 @@ class Roster:
             logger.info("group member %s failed: %s", member.peer_id, reason)
         if not member.late:
             member.standing = standing
-        for notify in list(self.on_failure):
+        for notify in self.on_failure:
             notify(member)
 
     def forgive(self) -> None:

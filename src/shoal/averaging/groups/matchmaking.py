@@ -321,7 +321,7 @@ class Matchmaking:
                         self._leave_group(group.group_id)
             raise
         finally:
-            # Not if it is here: whoever is cancelled in that moment still has to see it.
+            # To wait is to be cancelled, if that was asked for in this moment. A word that is here would be lost.
             if not last_word.done():
                 await cancel_and_wait(last_word)
 
