@@ -41,7 +41,6 @@ _HOMES = {
         "deserialize_torch_tensor",
         "serialize_torch_tensor",
     ),
-    "shoal.compression.batch_descriptor": ("BatchTensorDescriptor",),
     "shoal.dht": ("DHT",),
     "shoal.dht.storage": (
         "TimedStorage",
@@ -52,6 +51,7 @@ _HOMES = {
         "use_hivemind_log_handler",
     ),
     "shoal.extras": (
+        "BatchTensorDescriptor",
         "amap_in_executor",
         "as_aiter",
         "nested_compare",
@@ -113,10 +113,17 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
         deserialize_torch_tensor,
         serialize_torch_tensor,
     )
-    from shoal.compression.batch_descriptor import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
-    from shoal.extras import amap_in_executor, as_aiter, nested_compare, nested_flatten, nested_map, nested_pack
+    from shoal.extras import (
+        BatchTensorDescriptor,
+        amap_in_executor,
+        as_aiter,
+        nested_compare,
+        nested_flatten,
+        nested_map,
+        nested_pack,
+    )
     from shoal.logs import get_logger, use_hivemind_log_handler
     from shoal.optim import GradScaler, MultiProcessOptimizer, Optimizer, TrainingAverager
     from shoal.optim.progress import PerformanceEMA

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from shoal.advice import set_the_clock
+from shoal.errors import set_the_clock
 
 logger = logging.getLogger(__name__)
 

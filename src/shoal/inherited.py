@@ -15,7 +15,7 @@ from typing import Any
 _NAMES_BY_HOME: dict[str, dict[str, str]] = {
     "shoal.averaging.group_info": {"shoal.averaging.control": "GroupInfo"},
     "shoal.averaging.key_manager": {"shoal.averaging.groups.keys": "GroupKeyManager"},
-    "shoal.averaging.load_balancing": {"shoal.averaging.groups.shares": "load_balance_peers"},
+    "shoal.averaging.load_balancing": {"shoal.averaging.allreduce.parts": "load_balance_peers"},
     "shoal.averaging.matchmaking": {"shoal.errors": "MatchmakingException"},
     "shoal.averaging.partition": {
         "shoal.averaging.allreduce.parts": "DEFAULT_PART_SIZE_BYTES",
@@ -53,13 +53,13 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
     },
     "shoal.utils.multiaddr": {"shoal.p2p.multiaddr": "Multiaddr ProtocolLookupError"},
     "shoal.utils.nested": {"shoal.extras": "nested_compare nested_flatten nested_map nested_pack"},
-    "shoal.utils.networking": {"shoal.p2p.own_addresses": "LOCALHOST choose_ip_address log_visible_maddrs"},
+    "shoal.utils.networking": {"shoal.p2p.addresses": "LOCALHOST choose_ip_address log_visible_maddrs"},
     "shoal.utils.performance_ema": {"shoal.optim.progress": "PerformanceEMA"},
     "shoal.utils.serializer": {"shoal.serializer": "MSGPackSerializer SerializerBase"},
     "shoal.utils.streaming": {"shoal.compression.serialization": "combine_from_streaming split_for_streaming"},
     "shoal.utils.tensor_descr": {
-        "shoal.compression.batch_descriptor": "BatchTensorDescriptor",
-        "shoal.compression.descriptor": "TensorDescriptor",
+        "shoal.extras": "BatchTensorDescriptor",
+        "shoal.compression.base": "TensorDescriptor",
     },
     "shoal.utils.timed_storage": {
         "shoal.clock": "DHTExpiration MAX_DHT_TIME_DISCREPANCY_SECONDS get_dht_time",

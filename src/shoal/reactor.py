@@ -75,6 +75,22 @@ class AwaitableFuture(concurrent.futures.Future[T]):
         """Nothing to reset: these futures live in one process, and need no thread or pipe of their own."""
 
 
+def in_thread(work: Callable[[], T]) -> AwaitableFuture[T]:
+    """Do something in a thread of its own that does not keep the interpreter from leaving."""
+    outcome: AwaitableFuture[T] = AwaitableFuture()
+
+    def run() -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return
+        try:
+            outcome.set_result(work())
+        except BaseException as e:
+            outcome.set_exception(e)
+
+    threading.Thread(target=run, name="shoal-work", daemon=True).start()
+    return outcome
+
+
 MPFuture = AwaitableFuture
 """The name under which users of this field know it."""
 

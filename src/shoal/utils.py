@@ -9,9 +9,16 @@ from shoal.inherited import offer_modules
 if TYPE_CHECKING:
     from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
     from shoal.compression import TensorDescriptor
-    from shoal.compression.batch_descriptor import BatchTensorDescriptor
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
-    from shoal.extras import amap_in_executor, as_aiter, nested_compare, nested_flatten, nested_map, nested_pack
+    from shoal.extras import (
+        BatchTensorDescriptor,
+        amap_in_executor,
+        as_aiter,
+        nested_compare,
+        nested_flatten,
+        nested_map,
+        nested_pack,
+    )
     from shoal.logs import get_logger, use_hivemind_log_handler
     from shoal.optim.progress import PerformanceEMA
     from shoal.reactor import MPFuture, switch_to_uvloop

@@ -12,7 +12,7 @@ import torch
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.control import AveragingMode, StepControl
 from shoal.averaging.node import Average, AveragerConfig, AveragerNode, average_once
-from shoal.averaging.state.snapshot import GetState
+from shoal.averaging.state.download import GetState
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionInfo

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.averaging.calls import ANSWERED_FACTOR, MAX_DIALS, REDIAL_WITHIN, open_patiently
+from shoal.averaging.messages import ANSWERED_FACTOR, MAX_DIALS, REDIAL_WITHIN, open_patiently
 from shoal.errors import DialError, InterruptedDialError, StreamClosedError
 from shoal.testing import run
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.averaging.groups.shares import load_balance_peers
+from shoal.averaging.allreduce.parts import load_balance_peers
 
 
 @pytest.mark.parametrize(

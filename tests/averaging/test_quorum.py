@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.allreduce.link import Exchange
+from shoal.averaging.allreduce.exchange import Exchange
 from shoal.averaging.control import AveragingMode
 from shoal.compression import Float16Compression
 from shoal.dht import DHT

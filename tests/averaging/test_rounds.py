@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from shoal.averaging.allreduce.link import Exchange, Intake
+from shoal.averaging.allreduce.exchange import Exchange, Intake
 from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException

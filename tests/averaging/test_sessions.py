@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
+from shoal.averaging.allreduce.parts import rescale_shares
 from shoal.averaging.allreduce.session import MAX_REMEMBERED_ROUNDS, MAX_WAITING_CALLS, Rounds
-from shoal.averaging.groups.shares import rescale_shares
 from shoal.averaging.messages import RoundStatus
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.errors import AllreduceException

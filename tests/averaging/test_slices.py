@@ -11,8 +11,7 @@ import torch
 
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.allreduce.sending import BUNDLE_BYTES, SLICE_BYTES, Incoming, Outgoing, send_all
-from shoal.averaging.calls import describe_part
-from shoal.averaging.messages import PartHeader, PartMessage, PartStatus
+from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, describe_part
 from shoal.compression import CompressionInfo, CompressionType, NoCompression, Uniform8BitQuantization
 from shoal.compression.base import TensorMetadata
 from shoal.errors import ProtocolError

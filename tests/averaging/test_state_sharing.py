@@ -13,11 +13,16 @@ import torch
 
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.state import donor as state_sharing
-from shoal.averaging.state.donor import MAX_DOWNLOADS, WITHDRAWAL_SECONDS, WORTH_SHARING_BYTES, StateSharing
-from shoal.averaging.state.download import Download
-from shoal.averaging.state.snapshot import (
+from shoal.averaging.state.donor import (
+    MAX_DOWNLOADS,
+    WITHDRAWAL_SECONDS,
+    WORTH_SHARING_BYTES,
+    StateSharing,
+)
+from shoal.averaging.state.download import (
     MIN_CHUNK_BYTES,
     Chunks,
+    Download,
     OwnedState,
     Snapshot,
     chunk_bytes_of,

@@ -8,10 +8,9 @@ import itertools
 import pytest
 import torch
 
-from shoal.averaging.allreduce.link import MAX_STRIPES, SECONDS_PER_STRIPE, Exchange, Intake
+from shoal.averaging.allreduce.exchange import MAX_STRIPES, SECONDS_PER_STRIPE, Exchange, Intake
 from shoal.averaging.allreduce.parts import RoundVector
-from shoal.averaging.calls import describe_part
-from shoal.averaging.messages import BeginReduce, PartMessage, PartStatus
+from shoal.averaging.messages import BeginReduce, PartMessage, PartStatus, describe_part
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import P2PHandlerError
 from shoal.p2p import P2P, Call

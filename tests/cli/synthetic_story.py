@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from shoal.cli.demo.messages import EpochDone, Finished, Progress
-from shoal.cli.demo.story import PeerState, PeerStory, Story
+from shoal.cli.demo.messages import EpochDone, Finished, PeerState, PeerStory, Progress, Story
 
 
 def made_up_story() -> Story:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.cli.main import main
+from shoal.cli.__main__ import main
 
 pytestmark = pytest.mark.timeout(180)
 

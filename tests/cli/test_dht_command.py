@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 import shoal
+from shoal.cli.__main__ import build_parser, hivemind_dht, main
 from shoal.cli.dht import how_to_join
-from shoal.cli.main import build_parser, hivemind_dht, main
 from shoal.p2p import Multiaddr
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"

@@ -17,16 +17,26 @@ from typing import Any
 
 import pytest
 
+from shoal.cli.__main__ import main
 from shoal.cli.doctor import peer as peer_module
 from shoal.cli.doctor.command import THIS_MACHINE
-from shoal.cli.doctor.findings import WIDTH, Finding, Verdict, fail, ok, summary, warn
-from shoal.cli.doctor.machine import ENOUGH_OPEN_FILES, describe_listening, look_at_machine
+from shoal.cli.doctor.findings import (
+    ENOUGH_OPEN_FILES,
+    WIDTH,
+    Finding,
+    Verdict,
+    describe_listening,
+    fail,
+    look_at_machine,
+    ok,
+    summary,
+    warn,
+)
 from shoal.cli.doctor.peer import look_at_peer
-from shoal.cli.main import main
 from shoal.clock import SwarmClock
 from shoal.dht import DHTNode
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
-from shoal.p2p.checkup import Checkup
+from shoal.p2p.joining import Checkup
 from tests.dht.members import Authority, Member
 from tests.p2p.peers import Peers
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.demo.messages import EpochDone, Finished
+from shoal.cli.demo.messages import EpochDone, Finished, PeerState, Story
 from shoal.cli.demo.report import findings, succeeded, ten_lines, write_report
-from shoal.cli.demo.story import PeerState, Story
 from tests.cli.synthetic_story import made_up_story
 
 

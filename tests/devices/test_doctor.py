@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
+from shoal.cli.__main__ import main
 from shoal.cli.doctor.device import WAYS, available_devices, find_device, look_at_device
 from shoal.cli.doctor.findings import Finding, Verdict
-from shoal.cli.main import main
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from tests.fake_device import FakeDevice
 

@@ -25,8 +25,8 @@ from shoal.dht.authorization import (
     TokenAuthorizerBase,
 )
 from shoal.dht.crypto import PrivateKey
-from shoal.dht.messages import FindRequest, StoreRequest, StoreResponse
 from shoal.dht.protocol import DHTProtocol
+from shoal.dht.records import FindRequest, StoreRequest, StoreResponse
 from shoal.errors import BootstrapError, P2PHandlerError, ProtocolError
 from shoal.p2p import Header, P2PContext, ServicerBase
 from shoal.p2p.wire import decode_header

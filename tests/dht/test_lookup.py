@@ -7,7 +7,7 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import DHTID, DHTNode
-from shoal.dht.messages import FindRequest, FindResponse, FindResult, Found, NodeContact, pack_contact
+from shoal.dht.records import FindRequest, FindResponse, FindResult, Found, NodeContact, pack_contact
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time

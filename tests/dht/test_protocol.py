@@ -13,22 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.clock import get_dht_time
-from shoal.dht import messages
-from shoal.dht.messages import (
+from shoal.dht import records
+from shoal.dht.node import NodeConfig
+from shoal.dht.protocol import DHTProtocol
+from shoal.dht.records import (
     FindRequest,
     FindResponse,
     FindResult,
     Found,
+    NewRecord,
     NodeContact,
     PingRequest,
     PingResponse,
     StoreRequest,
     StoreResponse,
     pack_contact,
+    split_into_requests,
 )
-from shoal.dht.node import NodeConfig
-from shoal.dht.protocol import DHTProtocol
-from shoal.dht.records import NewRecord, split_into_requests
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, RecordValidatorBase
@@ -173,7 +174,7 @@ async def test_find_tells_of_the_nearest_nodes_but_not_of_the_asker():
         assert answer.records[key].neighbors == expected
     assert set(answer.contacts) == {n for r in answer.records.values() for n in r.neighbors}
     assert len(answer.contacts) < 10, "each node is described once"
-    contact = messages.unpack_contact(next(iter(answer.contacts.values())))
+    contact = records.unpack_contact(next(iter(answer.contacts.values())))
     assert contact.addresses[0].startswith("/memory/")
 
 
@@ -344,16 +345,16 @@ async def test_who_wants_more_neighbors_is_told_more_within_limits():
         server.routing_table.add_or_update_node(DHTID.generate(rng=swarm.rng), peer)
     known = [node_id for node_id in server.routing_table.peer_id_to_node.values()]
     assert len(known) > 70
-    for wanted, told in [(0, 20), (5, 20), (70, 70), (10_000, min(len(known), messages.MAX_NEIGHBORS))]:
+    for wanted, told in [(0, 20), (5, 20), (70, 70), (10_000, min(len(known), records.MAX_NEIGHBORS))]:
         answer = await caller.call_find(server.p2p.peer_id, [KEY], wanted)
         others = sorted((node_id for node_id in known if node_id != caller.node_id), key=KEY.xor_distance)
         assert answer.records[KEY].neighbors == others[:told]
-    keys = [DHTID(number) for number in range(messages.MAX_KEYS_PER_FIND)]
+    keys = [DHTID(number) for number in range(records.MAX_KEYS_PER_FIND)]
     answer = await caller.call_find(server.p2p.peer_id, keys, 128)
     assert {len(record.neighbors) for record in answer.records.values()} == {20}
     stub = DHTProtocol.get_stub(caller.p2p, server.p2p.peer_id)
     with pytest.raises(P2PHandlerError, match="ProtocolError"):
-        await stub.rpc_find(FindRequest(keys=[], neighbors=messages.MAX_NEIGHBORS + 1))
+        await stub.rpc_find(FindRequest(keys=[], neighbors=records.MAX_NEIGHBORS + 1))
 
 
 @in_virtual_time
@@ -367,7 +368,7 @@ async def test_a_node_with_another_address_is_told_of_with_that_one():
         server.routing_table.add_or_update_node(node_id, moved)
         for _ in range(2):
             answer = await caller.call_find(server.p2p.peer_id, [KEY])
-            assert messages.unpack_contact(answer.contacts[node_id]).addresses == [f"/memory/{number}"]
+            assert records.unpack_contact(answer.contacts[node_id]).addresses == [f"/memory/{number}"]
 
 
 @in_virtual_time
@@ -380,7 +381,7 @@ async def test_an_id_that_another_peer_has_now_is_told_of_with_that_peer():
     for peer in (former, present):
         server.note_alive(DHTID(7).to_bytes(), peer)
         answer = await caller.call_find(server.p2p.peer_id, [KEY])
-        assert messages.unpack_contact(answer.contacts[DHTID(7)]).peer_id == peer.to_bytes()
+        assert records.unpack_contact(answer.contacts[DHTID(7)]).peer_id == peer.to_bytes()
         server.routing_table.suspect(DHTID(7))
 
 
@@ -466,7 +467,7 @@ HOSTILE_REQUESTS = [
         {"subkeys": [b"x" * 5000]},
         {"subkeys": []},
         {"values": ["text"]},
-        {"values": [b"x" * (messages.MAX_VALUE_BYTES + 1)]},
+        {"values": [b"x" * (records.MAX_VALUE_BYTES + 1)]},
         {"values": [b"v", b"w"]},
         {"expirations": [math.nan]},
         {"expirations": [math.inf]},
@@ -563,7 +564,7 @@ def test_any_bytes_are_a_message_or_a_protocol_error(data):
         with contextlib.suppress(ProtocolError):
             decode_header(data, message_type)
     with contextlib.suppress(ValueError):
-        messages.unpack_contact(msgspec.Raw(data))
+        records.unpack_contact(msgspec.Raw(data))
 
 
 # --- hostile answers --------------------------------------------------------------------------------------------------

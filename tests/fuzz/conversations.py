@@ -11,9 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from shoal.dht import DHTNode
-from shoal.dht.messages import FindResponse, PingResponse, StoreResponse
 from shoal.dht.protocol import DHTProtocol
-from shoal.dht.records import NewRecord
+from shoal.dht.records import FindResponse, NewRecord, PingResponse, StoreResponse
 from shoal.dht.routing import DHTID
 from shoal.dht.validation import PLAIN_VALUE
 from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError, ValidationError

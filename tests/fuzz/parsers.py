@@ -10,7 +10,7 @@ import msgspec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from shoal.dht.crypto import PublicKey
-from shoal.dht.messages import FindRequest, unpack_contact
+from shoal.dht.records import FindRequest, unpack_contact
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import DHTRecord
 from shoal.errors import ProtocolError
@@ -40,7 +40,7 @@ PEER = str(IDENTITY.peer_id)
 BINARY_ADDRESSES = [Multiaddr(address).to_bytes() for address in [*ADDRESSES, f"/p2p/{PEER}"]]
 FULL_ADDRESSES = [f"{address}/p2p/{PEER}" for address in ADDRESSES]
 
-for room in ("dht.messages", "dht.authorization", "p2p.checkup", "p2p.joining"):
+for room in ("dht.records", "dht.authorization", "p2p.joining"):
     importlib.import_module(f"shoal.{room}")  # where types of headers are defined
 
 

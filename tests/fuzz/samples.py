@@ -9,7 +9,7 @@ import pydantic
 from pydantic import StrictFloat, StrictInt
 
 from shoal.dht.crypto import PrivateKey, SignatureValidator
-from shoal.dht.messages import (
+from shoal.dht.records import (
     FindRequest,
     FindResponse,
     FindResult,

@@ -14,9 +14,8 @@ from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import AllreduceException, AveragingError, ShoalError
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.low_rank import NEVER, Statement, agree
-from shoal.optim.low_rank_averager import LowRankAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
-from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
+from shoal.optim.power_sgd_averager import LowRankAverager, PowerSGDGradientAverager
 from shoal.serializer import MSGPackSerializer
 from tests.optim.conftest import in_parallel
 

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.errors import P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.p2p import P2P
-from shoal.p2p.checkup import (
+from shoal.p2p.joining import (
     BULK_BURST_BYTES,
     BULK_TOTAL_BURST_BYTES,
     CALLS_BACK_BURST,

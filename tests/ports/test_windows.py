@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from shoal import advice
+from shoal import errors
 from shoal.clock import ProcessClock
 from shoal.errors import StreamClosedError
 from shoal.p2p import Identity, Multiaddr
@@ -251,8 +251,8 @@ async def test_a_host_of_which_one_address_is_dead(monkeypatch: pytest.MonkeyPat
             def __getattr__(self, name: str) -> Any:
                 return getattr(loop, name)
 
-        monkeypatch.setattr("shoal.p2p.connecting.asyncio.get_running_loop", Loop)
-        monkeypatch.setattr("shoal.p2p.connecting.CONNECT_STAGGER", 0.01)
+        monkeypatch.setattr("shoal.p2p.tcp.asyncio.get_running_loop", Loop)
+        monkeypatch.setattr("shoal.p2p.tcp.CONNECT_STAGGER", 0.01)
         address = Multiaddr(f"/dns4/two.example/tcp/{listening.port}")
         stream = await TcpTransport(Identity.generate()).dial(address, listening.peer_id)
         assert dead.is_set()
@@ -279,14 +279,14 @@ def test_no_two_looks_at_the_time_are_the_same() -> None:
 
 @pytest.mark.parametrize("system", ["win32", "darwin", "linux"])
 def test_advice_is_for_this_system(monkeypatch: pytest.MonkeyPatch, system: str) -> None:
-    monkeypatch.setattr("shoal.advice.sys.platform", system)
+    monkeypatch.setattr("shoal.errors.sys.platform", system)
     said = " ".join(
-        [advice.set_the_clock(), advice.make_private("key"), advice.allow_open_files(1024), advice.end_at_once()]
+        [errors.set_the_clock(), errors.make_private("key"), errors.allow_open_files(1024), errors.end_at_once()]
     )
     assert ("timedatectl" in said) == (system == "linux")
     assert ("chmod" in said) == (system != "win32")
     assert ("w32tm" in said) == ("TerminateProcess" in said) == (system == "win32")
-    assert ("Local Network" in advice.no_route_to_neighbours()) == (system == "darwin")
+    assert ("Local Network" in errors.no_route_to_neighbours()) == (system == "darwin")
 
 
 def test_commands_for_a_dead_process_are_not_heard(tmp_path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.averaging.allreduce.coordinator import Recovery
 from shoal.averaging.allreduce.exchange import AllReduce
-from shoal.averaging.allreduce.recovery import Recovery
 from shoal.averaging.allreduce.session import GroupSession
 from shoal.compression import Float16Compression, NoCompression
 from shoal.testing import Link

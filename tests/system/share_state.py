@@ -10,7 +10,7 @@ import threading
 import torch
 
 from shoal import DHT, DecentralizedAverager
-from shoal.averaging.state.snapshot import Snapshot
+from shoal.averaging.state.download import Snapshot
 
 PATIENCE_SECONDS = 60.0
 

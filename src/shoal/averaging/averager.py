@@ -17,7 +17,7 @@ from shoal.averaging.allreduce.parts import DEFAULT_PART_SIZE_BYTES
 from shoal.averaging.allreduce.session import GroupSession
 from shoal.averaging.control import AveragingMode, Gathered, RoundResult, StepControl
 from shoal.averaging.node import DEFAULT_STALL_TIMEOUT, AveragerConfig, AveragerNode, average_once, schema_of
-from shoal.averaging.state.snapshot import OwnedState, State
+from shoal.averaging.state.download import OwnedState, State
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression
@@ -457,7 +457,7 @@ class DecentralizedAverager(Facade):
         Returns:
             A tuple of metadata, which are plain values, and a list of tensors; optionally also a list of their
             ``CompressionInfo``. The tensors are copied, unless it is an
-            :class:`~shoal.averaging.state.snapshot.OwnedState`.
+            :class:`~shoal.averaging.state.donor.OwnedState`.
         """
         with self.get_tensors() as tensors:
             copies = copies_of(tensors)

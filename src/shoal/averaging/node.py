@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce.exchange import AllReduceSettings
-from shoal.averaging.allreduce.link import stripes_for
+from shoal.averaging.allreduce.exchange import AllReduceSettings, stripes_for
 from shoal.averaging.allreduce.session import GroupSession, Round, Rounds
-from shoal.averaging.calls import CALL_FAILURES, PEER_FAILURES
 from shoal.averaging.control import AveragingMode, AveragingStage, Gathered, GroupInfo, RoundResult, StepControl
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.matchmaking import Matchmaking, MatchmakingSettings
 from shoal.averaging.messages import (
+    CALL_FAILURES,
+    PEER_FAILURES,
     BeginReduce,
     Code,
     DownloadRequest,
@@ -30,7 +30,7 @@ from shoal.averaging.messages import (
     StatusRequest,
 )
 from shoal.averaging.state.donor import StateSharing
-from shoal.averaging.state.snapshot import GetState
+from shoal.averaging.state.download import GetState
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, CompressionInfo

@@ -1,10 +1,55 @@
-"""``python -m shoal.cli``: the ``shoal`` command where it is not on the path."""
+"""The ``shoal`` command, one subcommand per thing to do; ``python -m shoal.cli`` where it is not on the path."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 
-from shoal.cli.main import main
+import shoal
+from shoal.cli import dht
+from shoal.cli.demo import command as demo
+from shoal.cli.doctor import command as doctor
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="shoal",
+        description="Train PyTorch models together, without a server that everybody depends on.",
+        epilog="More about each command: shoal COMMAND --help",
+    )
+    parser.add_argument("--version", action="version", version=f"shoal {shoal.__version__}", help="show the version")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    demo.add_parser(subparsers)
+    dht.add_parser(subparsers)
+    doctor.add_parser(subparsers)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit status.
+    """
+    parser = build_parser()
+    parsed = parser.parse_args(arguments)
+    if not hasattr(parsed, "run"):
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        status: int = parsed.run(parsed)
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130
+    return status
+
+
+def hivemind_dht() -> int:
+    """The command ``hivemind-dht``: another name of ``shoal dht``, for scripts that know it."""
+    return main(["dht", *sys.argv[1:]])
+
 
 if __name__ == "__main__":
     sys.exit(main())

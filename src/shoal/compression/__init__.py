@@ -4,13 +4,14 @@ from shoal.compression.adaptive import PerTensorCompression, RoleAdaptiveCompres
 from shoal.compression.base import (
     CompressionBase,
     CompressionInfo,
+    CompressionType,
     NoCompression,
     SerializedTensor,
+    TensorDescriptor,
     TensorMetadata,
     TensorRole,
 )
 from shoal.compression.blockwise import Blockwise4BitQuantization, BlockwiseQuantization
-from shoal.compression.descriptor import CompressionType, TensorDescriptor
 from shoal.compression.floating import BFloat16Compression, Float16Compression, ScaledFloat16Compression
 from shoal.compression.quantization import Quantile8BitQuantization, Uniform8BitQuantization
 from shoal.compression.serialization import (

@@ -17,14 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-
-from shoal.compression.descriptor import CompressionType, TensorDescriptor
 
 Buffer = bytes | bytearray | memoryview
 
@@ -61,6 +59,69 @@ DTYPES: dict[str, torch.dtype] = {
 USE_LEGACY_BFLOAT16 = (os.environ.get("USE_LEGACY_BFLOAT16") or "0").lower() not in ("0", "false")
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class CompressionType(IntEnum):
+    """Which codec made some bytes. The numbers go over the wire: they never change."""
+
+    NONE = 0
+    MEANSTD_16BIT = 1
+    FLOAT16 = 2
+    QUANTILE_8BIT = 3
+    UNIFORM_8BIT = 4
+    BLOCKWISE_8BIT = 5
+    BFLOAT16 = 6
+    BLOCKWISE_4BIT = 7
+
+    @classmethod
+    def values(cls) -> list[int]:
+        """All codes."""
+        return [int(code) for code in cls]
+
+    @classmethod
+    def Name(cls, code: int) -> str:
+        """Name of a code."""
+        return cls(code).name
+
+
+@dataclass(frozen=True)
+class TensorDescriptor:
+    """Shape, type and whereabouts of a tensor."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    layout: torch.layout = torch.strided
+    device: torch.device | None = None
+    requires_grad: bool = False
+    pin_memory: bool = False
+    compression: CompressionType = CompressionType.NONE
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor, compression: CompressionType = CompressionType.NONE) -> TensorDescriptor:
+        """Describe an existing tensor."""
+        pinned = tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned()
+        return cls(
+            tuple(tensor.shape), tensor.dtype, tensor.layout, tensor.device, tensor.requires_grad, pinned, compression
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.size)
+
+    def numel(self) -> int:
+        """Number of values."""
+        return self.shape.numel()
+
+    def make_zeros(self, *, device: torch.device | str | None = None) -> torch.Tensor:
+        """A tensor of zeros that fits this description, on the described device unless told otherwise."""
+        return torch.zeros(
+            self.size,
+            dtype=self.dtype,
+            layout=self.layout,
+            device=self.device if device is None else device,
+            requires_grad=self.requires_grad,
+            pin_memory=self.pin_memory,
+        )
 
 
 class TensorRole(Enum):

@@ -18,8 +18,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from shoal.compression.base import typed
-from shoal.compression.descriptor import CompressionType
+from shoal.compression.base import CompressionType, typed
 from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, saturate, scratch
 
 # Levels of 8 bits are the cubes of so many equal steps to either side of 0.

@@ -13,6 +13,7 @@ import torch
 from shoal.compression.base import (
     CompressionBase,
     CompressionInfo,
+    CompressionType,
     SerializedTensor,
     TensorMetadata,
     array_over,
@@ -21,7 +22,6 @@ from shoal.compression.base import (
     ratio_of,
     typed,
 )
-from shoal.compression.descriptor import CompressionType
 
 FLOATING_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

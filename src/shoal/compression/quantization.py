@@ -14,9 +14,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from shoal.compression.base import typed
+from shoal.compression.base import CompressionType, typed
 from shoal.compression.blockwise import BlockwiseQuantization as BlockwiseQuantization
-from shoal.compression.descriptor import CompressionType
 from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, in_chunks, scratch
 
 LEVELS = 256

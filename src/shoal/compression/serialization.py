@@ -13,12 +13,12 @@ from shoal.compression.base import (
     Buffer,
     CompressionBase,
     CompressionInfo,
+    CompressionType,
     NoCompression,
     SerializedTensor,
     TensorMetadata,
 )
 from shoal.compression.blockwise import Blockwise4BitQuantization, BlockwiseQuantization
-from shoal.compression.descriptor import CompressionType
 from shoal.compression.floating import BFloat16Compression, Float16Compression, ScaledFloat16Compression
 from shoal.compression.quantization import Quantile8BitQuantization, Uniform8BitQuantization
 

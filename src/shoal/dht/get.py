@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.lookup import Lookup
-from shoal.dht.messages import MAX_KEYS_PER_FIND
-from shoal.dht.records import NewRecord
+from shoal.dht.records import MAX_KEYS_PER_FIND, NewRecord
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue, StoredValue, ValueWithExpiration
 from shoal.dht.traverse import Answer, Traversal

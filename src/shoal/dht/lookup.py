@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.clock import get_dht_time
-from shoal.dht.messages import MAX_KEYS_PER_FIND, MAX_NEIGHBORS_TOLD, unpack_contact
+from shoal.dht.records import MAX_KEYS_PER_FIND, MAX_NEIGHBORS_TOLD, unpack_contact
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import TimedStorage
 from shoal.dht.traverse import Answer, OnFinished, Traversal, walk_line
@@ -23,7 +23,8 @@ from shoal.errors import DHTError
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
-    from shoal.dht.protocol import DHTProtocol, FoundRecord
+    from shoal.dht.protocol import DHTProtocol
+    from shoal.dht.records import FoundRecord
 
 logger = logging.getLogger(__name__)
 

@@ -4,49 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
+from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper
-from shoal.dht.messages import (
-    MAX_ADDRESSES,
+from shoal.dht.reception import Reception
+from shoal.dht.records import (
     MAX_KEYS_PER_FIND,
     MAX_NEIGHBORS,
     MAX_NEIGHBORS_TOLD,
-    MAX_VALUE_BYTES,
+    FindAnswer,
     FindRequest,
     FindResponse,
     FindResult,
     Found,
-    NodeContact,
+    LocalRecords,
+    NewRecord,
+    PackedContacts,
     PingRequest,
     PingResponse,
     StoreRequest,
     StoreResponse,
-    pack_contact,
-)
-from shoal.dht.reception import Reception
-from shoal.dht.records import (
-    LocalRecords,
-    NewRecord,
-    check_expiration,
-    pack_value,
     records_for_newcomer,
     split_into_requests,
 )
 from shoal.dht.routing import DHTID, RoutingTable
-from shoal.dht.storage import Blacklist, DHTLocalStorage, StoredValue
-from shoal.dht.validation import WHOLE_DICTIONARY, RecordValidatorBase
+from shoal.dht.storage import Blacklist, DHTLocalStorage
+from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import (
     DHTError,
     DialError,
     InterruptedDialError,
-    ProtocolError,
     ShoalError,
     StreamClosedError,
     ValidationError,
@@ -57,7 +49,7 @@ from shoal.p2p.joining import explain_unreachable
 if TYPE_CHECKING:
     from shoal.dht.node import NodeConfig
 
-__all__ = ["NO_ANSWER", "DHTProtocol", "FindAnswer", "FoundRecord", "ValidationError"]
+__all__ = ["NO_ANSWER", "DHTProtocol", "ValidationError"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -81,33 +73,6 @@ PING_BACK_ATTEMPTS = 3
 SECONDS_BETWEEN_ATTEMPTS = 0.1
 # Part of the waiting time in which a caller that asks for it must be reachable, so that it still hears the verdict.
 PING_BACK_SHARE = 0.5
-
-
-class FoundRecord(NamedTuple):
-    """What a node answered about one key."""
-
-    value: StoredValue | None
-    expiration_time: DHTExpiration
-    """Minus infinity if there is no value."""
-    neighbors: list[int]
-    """Ids of nodes near the key."""
-
-
-class FindAnswer(NamedTuple):
-    """What a node answered to a find request."""
-
-    records: dict[DHTID, FoundRecord]
-    contacts: dict[int, msgspec.Raw]
-    """How to reach the nodes that it told of; see :func:`shoal.dht.messages.unpack_contact`."""
-    node_id: bytes | None
-    """Who it says it is."""
-
-
-class _PackedNode(NamedTuple):
-    """What others are told about a node."""
-
-    node_id: bytes
-    contact: msgspec.Raw
 
 
 class DHTProtocol(ServicerBase):
@@ -149,8 +114,7 @@ class DHTProtocol(ServicerBase):
         self._rpc_limit: AbstractAsyncContextManager[Any] = (
             nullcontext() if config.parallel_rpc is None else asyncio.Semaphore(config.parallel_rpc)
         )
-        self._packed_nodes: dict[DHTID, _PackedNode] = {}  # of the routing table
-        self._addresses_packed = 0  # how many changes of addresses they contain
+        self._contacts = PackedContacts(p2p)
         # A dictionary keeps the order, so that the same seed gives the same run.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._is_shut_down = False
@@ -219,7 +183,6 @@ class DHTProtocol(ServicerBase):
         newcomer = DHTID.from_bytes(node_id)
         if self.routing_table.refresh(newcomer, peer, is_news=is_news):
             return
-        self._packed_nodes.pop(newcomer, None)  # another peer may have had this id
         is_new = peer not in self.routing_table
         if is_new and peer in self.routing_table.peer_id_to_node:  # a suspect
             self.came_back.set()
@@ -393,14 +356,7 @@ class DHTProtocol(ServicerBase):
         """Ask a node to keep records; for each whether it did, or ``None`` if it did not answer."""
         accepted: list[bool] = []
         for batch in split_into_requests(records):
-            request = StoreRequest(
-                keys=[record.key_id.to_bytes() for record in batch],
-                subkeys=[record.subkey for record in batch],
-                values=[record.value for record in batch],
-                expirations=[record.expiration_time for record in batch],
-                in_cache=[record.in_cache for record in batch],
-                node_id=self._announced_id,
-            )
+            request = StoreRequest.of_records(batch, self._announced_id)
             try:
                 response = await self._call(peer, "rpc_store", request, StoreResponse, self.wait_timeout)
             except NO_ANSWER:
@@ -445,16 +401,8 @@ class DHTProtocol(ServicerBase):
                     answer.records.update(alone.records)
                     answer.contacts.update(alone.contacts)
             else:
-                answer.records[key] = self._read_result(key, result, node_ids)
+                answer.records[key] = self.records.read_result(key, result, node_ids)
         return answer
-
-    def _read_result(self, key: DHTID, result: FindResult, node_ids: Sequence[int]) -> FoundRecord:
-        neighbors = [node_ids[position] for position in result.nearest if position < len(node_ids)]
-        value = self.records.read(key, result.found, result.value, result.expiration)
-        if value is None:
-            return FoundRecord(None, -math.inf, neighbors)
-        expiration_time = result.expiration if isinstance(value, bytes) else value.latest_expiration_time
-        return FoundRecord(value, expiration_time, neighbors)
 
     # --- answering ----------------------------------------------------------------------------------------------------
 
@@ -488,76 +436,36 @@ class DHTProtocol(ServicerBase):
 
     async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
         """Keep records that another node thinks should be here."""
-        columns: list[list[Any]] = [
-            request.keys,
-            request.subkeys,
-            request.values,
-            request.expirations,
-            request.in_cache,
-        ]
-        lengths = [len(column) for column in columns]
-        if len(set(lengths)) != 1:
-            raise ProtocolError(f"a store request with lists of different lengths: {lengths}")
-        try:
-            for expiration_time in request.expirations:
-                check_expiration(expiration_time)
-        except ValueError as e:
-            raise ProtocolError(f"a store request with an impossible expiration: {e}") from None
-        largest = max(map(len, request.values), default=0)
-        if largest > MAX_VALUE_BYTES:
-            raise ProtocolError(f"a store request with a value of {largest} bytes, over the limit of {MAX_VALUE_BYTES}")
+        records = request.unpack()
         self.note_alive(request.node_id, context.remote_id)
-        rows = zip(map(DHTID.from_bytes, request.keys), *columns[1:], strict=True)
-        accepted = [self.records.keep(NewRecord(*row)) for row in rows]
+        accepted = [self.records.keep(record) for record in records]
         return StoreResponse(accepted=accepted, node_id=self._announced_id)
 
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
         """Tell what is here about some keys, and which nodes are nearest to them."""
         self.note_alive(request.node_id, context.remote_id)
         asker = None if request.node_id is None else DHTID.from_bytes(request.node_id)
-        positions: dict[DHTID, int] = {}
-        members: list[_PackedNode] = []
+        told: dict[DHTID, int] = {}
+        contacts: list[msgspec.Raw] = []
         results: list[FindResult] = []
         wanted = min(request.neighbors, MAX_NEIGHBORS_TOLD // max(1, len(request.keys)))
         count = min(max(self.bucket_size, wanted), MAX_NEIGHBORS)
         room = REPLY_BYTES
-        if self._addresses_packed != self.p2p.address_changes:
-            self._packed_nodes.clear()
-            self._addresses_packed = self.p2p.address_changes
         for key in map(DHTID.from_bytes, request.keys):
             neighbors = self.routing_table.get_nearest_neighbors(key, count, exclude=asker)
-            nearest = []
             for node_id, peer in neighbors:
-                position = positions.setdefault(node_id, len(members))
-                nearest.append(position)
-                if position == len(members):
-                    members.append(self._packed_nodes.get(node_id) or self._pack_node(node_id, peer))
+                if node_id not in told:
+                    told[node_id] = len(told)
+                    contacts.append(self._contacts.pack(peer))
+            nearest = [told[node_id] for node_id, _ in neighbors]
             if request.neighbors_only:
                 results.append(FindResult(Found.NOTHING, b"", 0.0, nearest))
                 continue
-            results.append(self._find_here(key, nearest, room))
+            results.append(self.records.answer(key, nearest, room))
             room -= len(results[-1].value)
         return FindResponse(
             results=results,
-            node_ids=b"".join([member.node_id for member in members]),
-            contacts=[member.contact for member in members],
+            node_ids=b"".join([node_id.to_bytes() for node_id in told]),
+            contacts=contacts,
             node_id=self._announced_id,
         )
-
-    def _pack_node(self, node_id: DHTID, peer: PeerID) -> _PackedNode:
-        if len(self._packed_nodes) > 2 * len(self.routing_table.peer_id_to_node) + 64:
-            self._packed_nodes.clear()  # most of these nodes have left the table
-        addresses = [str(address) for address in self.p2p.get_addresses(peer)[:MAX_ADDRESSES]]
-        packed = _PackedNode(node_id.to_bytes(), pack_contact(NodeContact(peer.to_bytes(), addresses)))
-        self._packed_nodes[node_id] = packed
-        return packed
-
-    def _find_here(self, key: DHTID, nearest: list[int], room: int) -> FindResult:
-        item = self.records.find(key)
-        if item is None:
-            return FindResult(Found.NOTHING, b"", 0.0, nearest)
-        marker, packed = pack_value(item[0])
-        if len(packed) > room:
-            return FindResult(Found.TOO_MUCH, b"", 0.0, nearest)
-        found = Found.DICTIONARY if marker == WHOLE_DICTIONARY else Found.PLAIN
-        return FindResult(found, packed, float(item[1]), nearest)

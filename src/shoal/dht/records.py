@@ -1,4 +1,8 @@
-"""The records of one node: what it agrees to keep, what it finds, and how records look on the way."""
+"""Records of the table: what nodes send each other about them, and what one node agrees to keep.
+
+Lengths are limited by the types of the messages themselves: a message that breaks a limit is refused while it is being
+decoded.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,14 @@ import logging
 import math
 import numbers
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from enum import IntEnum
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from shoal.clock import DHTExpiration, get_dht_time
-from shoal.dht.messages import MAX_RECORDS_PER_STORE, MAX_SUBKEY_BYTES, MAX_VALUE_BYTES, Found
+from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
 from shoal.dht.routing import DHTID, ID_BITS, RoutingTable
 from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue, Subkey
 from shoal.dht.validation import (
@@ -19,6 +27,8 @@ from shoal.dht.validation import (
     RecordValidatorBase,
     has_owned_entries,
 )
+from shoal.errors import ProtocolError
+from shoal.p2p import P2P, PeerID
 from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
@@ -32,6 +42,197 @@ _OVERHEAD_BYTES = 300
 
 # Records for one node are sent in requests of about this size at most.
 REQUEST_BYTES = 3 * 2**18
+
+# Largest value of one record; the table is for small facts, tensors travel elsewhere.
+MAX_VALUE_BYTES = 2**19
+
+MAX_SUBKEY_BYTES = 2**12
+MAX_RECORDS_PER_STORE = 256
+MAX_KEYS_PER_FIND = 64
+# Most neighbors in one answer about one key.
+MAX_NEIGHBORS = 128
+# Most neighbors in one answer about all its keys, if the asker wants more about each than usual.
+MAX_NEIGHBORS_TOLD = MAX_KEYS_PER_FIND * 20
+
+MAX_ADDRESSES = 8
+# More are not kept packed; a routing table has a few hundred nodes.
+MAX_PACKED_CONTACTS = 4096
+MAX_ADDRESS_LENGTH = 256
+
+IDBytes = Annotated[bytes, Meta(min_length=20, max_length=20)]
+NodeIDBytes = IDBytes | None
+"""``None`` stands for a node in client mode, which must not enter anybody's routing table."""
+
+
+class PingRequest(AuthorizedRequest):
+    node_id: NodeIDBytes = None
+    validate: bool = False
+    """Please call me back and tell whether that worked."""
+
+
+class PingResponse(AuthorizedResponse):
+    node_id: NodeIDBytes = None
+    dht_time: float = 0.0
+    available: bool = False
+    """The sender of the request can be called and has the id that it claims."""
+    seen_at: Annotated[str, Meta(max_length=MAX_ADDRESS_LENGTH)] = ""
+    """Where the sender of the request is seen from here, if that is known."""
+
+
+class StoreRequest(AuthorizedRequest):
+    """Parallel lists, one item for each record."""
+
+    keys: Annotated[list[IDBytes], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    subkeys: Annotated[
+        list[Annotated[bytes, Meta(max_length=MAX_SUBKEY_BYTES)]], Meta(max_length=MAX_RECORDS_PER_STORE)
+    ]
+    """In msgpack form, or one of the two markers of ``shoal.dht.validation``."""
+    values: Annotated[list[bytes], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    expirations: Annotated[list[float], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    in_cache: Annotated[list[bool], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    node_id: NodeIDBytes = None
+
+    @classmethod
+    def of_records(cls, records: Sequence[NewRecord], node_id: NodeIDBytes) -> StoreRequest:
+        """What asks another node to keep records; :func:`split_into_requests` sees to it that they fit."""
+        return cls(
+            keys=[record.key_id.to_bytes() for record in records],
+            subkeys=[record.subkey for record in records],
+            values=[record.value for record in records],
+            expirations=[record.expiration_time for record in records],
+            in_cache=[record.in_cache for record in records],
+            node_id=node_id,
+        )
+
+    def unpack(self) -> list[NewRecord]:
+        """The records.
+
+        Raises:
+            ProtocolError: the lists do not fit together, or a record is impossible.
+        """
+        columns: list[list[Any]] = [self.keys, self.subkeys, self.values, self.expirations, self.in_cache]
+        lengths = [len(column) for column in columns]
+        if len(set(lengths)) != 1:
+            raise ProtocolError(f"a store request with lists of different lengths: {lengths}")
+        try:
+            for expiration_time in self.expirations:
+                check_expiration(expiration_time)
+        except ValueError as e:
+            raise ProtocolError(f"a store request with an impossible expiration: {e}") from None
+        largest = max(map(len, self.values), default=0)
+        if largest > MAX_VALUE_BYTES:
+            raise ProtocolError(f"a store request with a value of {largest} bytes, over the limit of {MAX_VALUE_BYTES}")
+        return [NewRecord(*row) for row in zip(map(DHTID.from_bytes, self.keys), *columns[1:], strict=True)]
+
+
+class StoreResponse(AuthorizedResponse):
+    accepted: Annotated[list[bool], Meta(max_length=MAX_RECORDS_PER_STORE)]
+    node_id: NodeIDBytes = None
+
+
+class FindRequest(AuthorizedRequest):
+    keys: Annotated[list[IDBytes], Meta(max_length=MAX_KEYS_PER_FIND)]
+    node_id: NodeIDBytes = None
+    neighbors: Annotated[int, Meta(ge=0, le=MAX_NEIGHBORS)] = 0
+    """How many about each key the sender wants to hear of, if more than a node usually tells."""
+    neighbors_only: bool = False
+    """The values do not matter, as on the way to a store: leave them out."""
+
+
+class NodeContact(msgspec.Struct, frozen=True, array_like=True):
+    """How to reach a node."""
+
+    peer_id: Annotated[bytes, Meta(min_length=1, max_length=64)]
+    addresses: Annotated[list[Annotated[str, Meta(max_length=MAX_ADDRESS_LENGTH)]], Meta(max_length=MAX_ADDRESSES)]
+
+
+class Found(IntEnum):
+    """What an answer holds about one key."""
+
+    NOTHING = 0
+    PLAIN = 1
+    DICTIONARY = 2
+    # There is a value, but this answer is full: ask again for this key alone.
+    TOO_MUCH = 3
+
+
+class FindResult(msgspec.Struct, frozen=True, array_like=True):
+    found: Found
+    value: bytes
+    expiration: float
+    nearest: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_NEIGHBORS)]
+    """Positions in the answer's list of nodes, nearest to the key first."""
+
+
+class FindResponse(AuthorizedResponse):
+    results: Annotated[list[FindResult], Meta(max_length=MAX_KEYS_PER_FIND)]
+    """One for each key of the request."""
+    node_ids: Annotated[bytes, Meta(max_length=20 * MAX_KEYS_PER_FIND * MAX_NEIGHBORS)]
+    """The ids of all nodes that occur in the results, 20 bytes each."""
+    contacts: list[msgspec.Raw]
+    """A packed :class:`NodeContact` for each of these nodes. Most are never read: the asker knows the node already."""
+    node_id: NodeIDBytes = None
+
+
+_contact_encoder = msgspec.msgpack.Encoder()
+_contact_decoder = msgspec.msgpack.Decoder(NodeContact)
+
+
+def pack_contact(contact: NodeContact) -> msgspec.Raw:
+    """The form in which a contact travels."""
+    return msgspec.Raw(_contact_encoder.encode(contact))
+
+
+class PackedContacts:
+    """Contacts of many nodes in the form in which they travel, each packed once until addresses change."""
+
+    def __init__(self, p2p: P2P) -> None:
+        self._p2p = p2p
+        self._packed: dict[PeerID, msgspec.Raw] = {}
+        self._address_changes = 0  # that it contains
+
+    def pack(self, peer: PeerID) -> msgspec.Raw:
+        """How to reach a peer."""
+        if self._address_changes != self._p2p.address_changes or len(self._packed) > MAX_PACKED_CONTACTS:
+            self._packed.clear()
+            self._address_changes = self._p2p.address_changes
+        packed = self._packed.get(peer)
+        if packed is None:
+            addresses = [str(address) for address in self._p2p.get_addresses(peer)[:MAX_ADDRESSES]]
+            packed = self._packed[peer] = pack_contact(NodeContact(peer.to_bytes(), addresses))
+        return packed
+
+
+def unpack_contact(packed: msgspec.Raw) -> NodeContact:
+    """Read what :func:`pack_contact` made.
+
+    Raises:
+        ValueError: not a contact.
+    """
+    try:
+        return _contact_decoder.decode(packed)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise ValueError(f"not a contact: {e}") from None
+
+
+class FoundRecord(NamedTuple):
+    """What a node answered about one key."""
+
+    value: StoredValue | None
+    expiration_time: DHTExpiration
+    """Minus infinity if there is no value."""
+    neighbors: list[int]
+    """Ids of nodes near the key."""
+
+
+class FindAnswer(NamedTuple):
+    """What a node answered to a find request."""
+
+    records: dict[DHTID, FoundRecord]
+    contacts: dict[int, msgspec.Raw]
+    """How to reach the nodes that it told of; see :func:`unpack_contact`."""
+    node_id: bytes | None
+    """Who it says it is."""
 
 
 class NewRecord(NamedTuple):
@@ -215,6 +416,35 @@ class LocalRecords:
         except (ValueError, TypeError) as e:
             logger.debug("ignored what another node found for key %s: %s", key_id, e)
         return None
+
+    def read_result(self, key_id: DHTID, result: FindResult, node_ids: Sequence[int]) -> FoundRecord:
+        """What another node answered about a key, checked.
+
+        Args:
+            node_ids: all nodes of its answer.
+        """
+        neighbors = [node_ids[position] for position in result.nearest if position < len(node_ids)]
+        value = self.read(key_id, result.found, result.value, result.expiration)
+        if value is None:
+            return FoundRecord(None, -math.inf, neighbors)
+        expiration_time = result.expiration if isinstance(value, bytes) else value.latest_expiration_time
+        return FoundRecord(value, expiration_time, neighbors)
+
+    def answer(self, key_id: DHTID, nearest: list[int], room: int) -> FindResult:
+        """What to tell another node about a key.
+
+        Args:
+            nearest: positions of the nearest nodes in the answer.
+            room: bytes that are left in it.
+        """
+        item = self.find(key_id)
+        if item is None:
+            return FindResult(Found.NOTHING, b"", 0.0, nearest)
+        marker, packed = pack_value(item[0])
+        if len(packed) > room:
+            return FindResult(Found.TOO_MUCH, b"", 0.0, nearest)
+        found = Found.DICTIONARY if marker == WHOLE_DICTIONARY else Found.PLAIN
+        return FindResult(found, packed, float(item[1]), nearest)
 
     def unpack_dictionary(self, key_id: DHTID, packed: bytes) -> DictionaryDHTValue[bytes]:
         """Read a dictionary that came from elsewhere.

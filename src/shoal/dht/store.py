@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.lookup import Lookup
-from shoal.dht.messages import MAX_VALUE_BYTES
-from shoal.dht.records import NewRecord, check_expiration, check_subkey
+from shoal.dht.records import MAX_VALUE_BYTES, NewRecord, check_expiration, check_subkey
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, DictionaryDHTValue, Subkey
 from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase

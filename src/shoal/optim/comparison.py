@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.optim.trainable import check_modules
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Named = list[tuple[str, torch.Tensor]]
+
+_SPARSE_MODULES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Remainder:
         if not isinstance(model, torch.nn.Module | None):
             raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
         owners, modules = owners_of(parameters, None if model is None else list(model.modules()))
-        check_modules(owners)
+        _check_modules(owners)
         if model is None and not owners and gc.get_freeze_count():
             logger.warning(
                 "no module was found that the parameters belong to, perhaps because this program has called "
@@ -291,3 +292,16 @@ def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
 def _some_values(tensor: torch.Tensor) -> torch.Tensor:
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     return values[:: max(1, values.numel() // SAMPLES_PER_TENSOR)][:SAMPLES_PER_TENSOR].float()
+
+
+def _check_modules(modules: Iterable[Any]) -> None:
+    """The modules that the parameters belong to make dense gradients.
+
+    Raises:
+        ValueError: one of them does not.
+    """
+    for module in modules:
+        if isinstance(module, _SPARSE_MODULES) and module.sparse:
+            raise ValueError(
+                f"{module} makes sparse gradients, and averages of several peers are dense: make it with sparse=False"
+            )

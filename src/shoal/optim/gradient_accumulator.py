@@ -10,7 +10,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shoal.optim.devices import copy_all
-from shoal.optim.trainable import check_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class GradientAccumulator:
             raise ValueError(f"batch_size must be positive, got {batch_size}")
         if self._expected_batch_size not in (None, batch_size):
             batch_size = self._take_for_expected(batch_size)
-        check_gradients([p.grad for p in self.parameters if p.grad is not None])
+        _check_gradients([p.grad for p in self.parameters if p.grad is not None])
         if self._first_batch_size == 0:
             self._first_batch_size = batch_size
         self.samples += batch_size
@@ -250,3 +249,17 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Sums are kept in single precision at least."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _check_gradients(gradients: Sequence[torch.Tensor]) -> None:
+    """All of them are dense.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for gradient in gradients:
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"a gradient of shape {tuple(gradient.shape)} is sparse, and averages of several peers are dense: make "
+                "embeddings with sparse=False"
+            )

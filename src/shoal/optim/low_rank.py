@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shoal.averaging.control import GROUP_ID_BYTES
-from shoal.averaging.state.snapshot import hash_of
+from shoal.averaging.state.download import hash_of
 from shoal.serializer import MSGPackSerializer
 
 # The unit is the rounding error: a column that sticks out less from the ones before it is nothing but noise.

@@ -11,7 +11,6 @@ import torch
 
 from shoal.averaging import StepControl
 from shoal.compression import CompressionBase
-from shoal.compression.base import check_codec
 from shoal.dht.dht import check_dht
 from shoal.errors import ReactorError
 from shoal.facade import Facade
@@ -20,7 +19,7 @@ from shoal.optim.devices import BatchesAhead
 from shoal.optim.global_step import Auxiliary, GlobalStep
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
-from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, check_run_id
+from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options, check_run_id
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
@@ -146,16 +145,11 @@ class Optimizer(Facade, torch.optim.Optimizer):
         check_dht(dht)
         check_run_id(run_id)
         target_batch_size = count_of_samples("target_batch_size", target_batch_size)
-        for name, codec in (
-            ("grad_compression", grad_compression),
-            ("state_averaging_compression", state_averaging_compression),
-            ("load_state_compression", load_state_compression),
-        ):
-            check_codec(name, codec)
         client_mode = dht.client_mode if client_mode is None else client_mode
         matchmaking_time = 15.0 if matchmaking_time is None else matchmaking_time
         averaging_timeout = 60.0 if averaging_timeout is None else averaging_timeout
         self.settings = settings = OptimizerSettings.resolve(locals())
+        gradient_options, state_options = averager_options(locals())
         params = listed(params)
         main = main_parameters(optimizer, params)
         remainder = Remainder.find(model, main, extra_tensors)
@@ -170,25 +164,6 @@ class Optimizer(Facade, torch.optim.Optimizer):
         self._closing = threading.Event()
         self._scaling = LossScaling(in_place=settings.reuse_grad_buffers)
         self._batches = BatchesAhead(main)
-        # members of a group may be in the middle of a batch when the round begins
-        stall_timeout = max(self.matchmaking_time, self.averaging_timeout / 4)
-        averager_options: dict[str, Any] = {
-            "dht": dht,
-            "min_matchmaking_time": self.matchmaking_time,
-            "allreduce_timeout": self.averaging_timeout if allreduce_timeout is None else allreduce_timeout,
-            "next_chunk_timeout": stall_timeout if next_chunk_timeout is None else next_chunk_timeout,
-            "shutdown_timeout": shutdown_timeout,
-            "client_mode": self.client_mode,
-            "auxiliary": auxiliary,
-            "start": False,
-            **(averager_opts or {}),
-        }
-        state_options = {
-            "compression": state_averaging_compression,
-            "state_compression": load_state_compression,
-            **averager_options,
-        }
-        compression = {} if grad_compression is None else {"compression": grad_compression}
         self.state_averager = TrainingStateAverager(
             prefix=f"{run_id}_state_averager",
             optimizer=optimizer,
@@ -209,9 +184,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
         self.tracker = ProgressTracker(
             dht, run_id, target_batch_size, client_mode=self.client_mode, start=False, **tracker_options
         )
-        self.grad_averager = settings.make_grad_averager(
-            main, prefix=f"{run_id}_grad_averager", **{**compression, **averager_options}
-        )
+        self.grad_averager = settings.make_grad_averager(main, prefix=f"{run_id}_grad_averager", **gradient_options)
         if self.grad_averager is not None:
             self._connect_gradients(self.grad_averager)
         # Groups of limited size mix parameters, so their rounds say nothing about kinship.
@@ -282,7 +255,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
             ReactorError: this Optimizer or its DHT is shut down.
         """
         self._check_open()
-        batch_size = self._check_step(closure, batch_size, grad_scaler)
+        batch_size = self.settings.check_step(closure, batch_size, grad_scaler)
         if self._auxiliary is not None:
             self._auxiliary.step()
             return None
@@ -322,22 +295,6 @@ class Optimizer(Facade, torch.optim.Optimizer):
             logger.info("this peer is at epoch %d, the swarm at %d: downloading its state", own, swarm)
         self.load_state_from_peers()
         return True
-
-    def _check_step(self, closure: Any, batch_size: int | None, grad_scaler: Any) -> int:
-        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-            raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
-        if self.auxiliary:
-            if closure is not None or batch_size is not None or grad_scaler is not None:
-                raise ValueError("an auxiliary peer has no batches: call step() without arguments")
-            return 0
-        batch_size = self.batch_size_per_step if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError("give batch_size to step(), or batch_size_per_step to the constructor")
-        if isinstance(batch_size, int) and batch_size < 0:
-            raise ValueError(f"batch_size must not be negative, got {batch_size}")
-        if batch_size != 0:
-            batch_size = count_of_samples("batch_size", batch_size)
-        return batch_size
 
     def _count_samples(self, batch_size: int, scaler: GradScaler | None) -> bool:
         """Add a batch to those of this epoch, unless its gradients have overflowed; returns whether it is used."""

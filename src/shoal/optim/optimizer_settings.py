@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from shoal.compression.base import check_codec
 from shoal.facade import options_from
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
+from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.optimizer_state import LRSchedulerBase
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.progress import count_of_samples
@@ -57,6 +59,8 @@ class OptimizerSettings:
     delay_state_averaging: bool
     """Also where the step before it is made in the background."""
     use_ext_grad_buffer: bool
+    auxiliary: bool
+    """Only help others, without own batches."""
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> OptimizerSettings:
@@ -116,6 +120,25 @@ class OptimizerSettings:
         """Peers go on to the next epoch while the first round of the global step is still under way."""
         return self.delay_state_averaging if self.use_local_updates else self.delay_grad_averaging
 
+    def check_step(self, closure: object, batch_size: int | None, grad_scaler: object) -> int:
+        """How many samples the batch of this step has, 0 if there is none.
+
+        Raises:
+            TypeError, ValueError: bad arguments of :meth:`shoal.optim.Optimizer.step`.
+        """
+        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+            raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
+        if self.auxiliary:
+            if closure is not None or batch_size is not None or grad_scaler is not None:
+                raise ValueError("an auxiliary peer has no batches: call step() without arguments")
+            return 0
+        batch_size = self.batch_size_per_step if batch_size is None else batch_size
+        if batch_size is None:
+            raise ValueError("give batch_size to step(), or batch_size_per_step to the constructor")
+        if isinstance(batch_size, int) and batch_size < 0:
+            raise ValueError(f"batch_size must not be negative, got {batch_size}")
+        return batch_size if batch_size == 0 else count_of_samples("batch_size", batch_size)
+
     def make_grad_averager(self, main: Sequence[torch.Tensor], **options: Any) -> GradientAverager | None:
         """The gradient averager for the user's parameters, if there is to be one.
 
@@ -129,6 +152,38 @@ class OptimizerSettings:
         if self.offload_optimizer:
             options["averaged_grads"] = make_averaged_grads(trained)
         return self.grad_averager_factory(parameters=trained, reuse_grad_buffers=self.reuse_grad_buffers, **options)
+
+
+def averager_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the averagers of gradients and of parameters get of the arguments of an Optimizer.
+
+    Raises:
+        TypeError: a codec is none.
+    """
+    for name in ("grad_compression", "state_averaging_compression", "load_state_compression"):
+        check_codec(name, given[name])
+    matchmaking_time, allreduce_timeout = given["matchmaking_time"], given["allreduce_timeout"]
+    next_chunk_timeout = given["next_chunk_timeout"]
+    if next_chunk_timeout is None:
+        # Members of a group may be in the middle of a batch when the round begins.
+        next_chunk_timeout = max(matchmaking_time, given["averaging_timeout"] / 4)
+    both = {
+        "dht": given["dht"],
+        "min_matchmaking_time": matchmaking_time,
+        "allreduce_timeout": given["averaging_timeout"] if allreduce_timeout is None else allreduce_timeout,
+        "next_chunk_timeout": next_chunk_timeout,
+        "shutdown_timeout": given["shutdown_timeout"],
+        "client_mode": given["client_mode"],
+        "auxiliary": given["auxiliary"],
+        "start": False,
+    }
+    own = given["averager_opts"] or {}
+    compression = {} if given["grad_compression"] is None else {"compression": given["grad_compression"]}
+    state = {
+        "compression": given["state_averaging_compression"],
+        "state_compression": given["load_state_compression"],
+    }
+    return {**compression, **both, **own}, {**state, **both, **own}
 
 
 def _resolve_grad_averager(

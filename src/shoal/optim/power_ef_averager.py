@@ -9,7 +9,7 @@ import torch
 
 from shoal.averaging.finite import without_overflow
 from shoal.optim.low_rank import LowRankState
-from shoal.optim.low_rank_averager import LowRankAverager, LowRankRound
+from shoal.optim.power_sgd_averager import LowRankAverager, LowRankRound
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

@@ -1,16 +1,331 @@
-"""PowerSGD: gradients sent as matrices of low rank; what does not fit is sent later."""
+"""Gradients averaged as matrices of low rank; what does not fit is sent later (PowerSGD, arXiv:1905.13727).
+
+A matrix D of (rows, columns) is sent as two slim ones. First all members average P = D·Q, where Q is the same for all,
+and make the columns of the average orthonormal; then they average R = Dᵀ·P. The average of all D is about P·Rᵀ, and R
+is the next Q: from round to round it turns towards the directions in which gradients are large (power iteration).
+:class:`LowRankAverager` does this; PowerSGD and PowerEF differ in what D is, and in what they make of the average.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.averaging import StepControl
+from shoal.averaging.allreduce.session import GroupSession
+from shoal.averaging.control import AveragingMode, RoundResult
 from shoal.averaging.finite import without_overflow
-from shoal.optim.low_rank import LowRankState
-from shoal.optim.low_rank_averager import LowRankAverager, LowRankRound
+from shoal.averaging.state.download import OwnedState, State
+from shoal.compression import CompressionInfo, TensorRole
+from shoal.errors import AllreduceException, ShoalError
+from shoal.optim.grad_averager import GradientAverager, logger
+from shoal.optim.low_rank import (
+    MAX_ROUNDS,
+    Agreement,
+    LowRankState,
+    Statement,
+    after_round,
+    agree,
+    first_basis,
+    get_flatten_greedy_dims,
+    orthogonalize_,
+)
+from shoal.tasks import run_in_worker
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
 
 __all__ = ["PowerSGDGradientAverager"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How a tensor is seen when it is compressed."""
+
+    index: int
+    """Of the tensor."""
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    """In which it is computed."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(rows, columns); a copy unless the tensor is just that."""
+        return tensor.detach().reshape(self.rows, self.columns).to(self.dtype)
+
+
+@dataclass
+class LowRankRound:
+    """Everything that a round works on; put in place only when the round has succeeded."""
+
+    state: LowRankState
+    weight: float
+    differences: list[torch.Tensor]
+    """D, one for each compressed tensor"""
+    left: list[torch.Tensor]
+    """P"""
+    right: list[torch.Tensor]
+    """R"""
+    uncompressed: list[torch.Tensor]
+
+
+class LowRankAverager(GradientAverager):
+    """Base class: averages large tensors as matrices of low rank, the others as they are.
+
+    A tensor is compressed if that saves the share ``min_compression_ratio`` of its values at least.
+
+    All members of a group must begin with the same state, that is the matrices Q and whatever a subclass adds. Members
+    say before a round which rounds have made their state. If these differ, because somebody is new or has missed one,
+    the round begins with a phase in which all get the state of those that have most rounds behind them.
+
+    With a lossy codec, what members have in common differs by as much as the codec loses.
+
+    Args:
+        parameters: whose gradients are averaged.
+        averager_rank: of the matrices; more costs more bytes and is more exact.
+        min_compression_ratio: tensors that would be compressed less are sent as they are.
+        averaged_grads: as in :class:`~shoal.optim.grad_averager.GradientAverager`, like all other arguments.
+
+    Raises:
+        ValueError: the arguments contradict each other.
+    """
+
+    method: str
+    synchronize_every: int | None = None
+    """Every so many rounds all members make sure that they have the same state, bit by bit."""
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        averager_rank: int,
+        *,
+        dht: DHT,
+        prefix: str,
+        reuse_grad_buffers: bool = False,
+        accumulate_grads_on: torch.device | str | None = None,
+        client_mode: bool | None = None,
+        warn: bool = True,
+        min_compression_ratio: float = 0.5,
+        averaged_grads: Sequence[torch.Tensor] | None = None,
+        **averager_kwargs: Any,
+    ) -> None:
+        if averager_rank < 1:
+            raise ValueError(f"averager_rank must be at least 1, got {averager_rank}")
+        if averager_kwargs.get("averaging_alpha", 1) != 1 or averager_kwargs.get("tags"):
+            raise ValueError(f"{type(self).__name__} takes neither averaging_alpha nor tags")
+        parameters = tuple(parameters)
+        self.rank, self.min_compression_ratio = averager_rank, min_compression_ratio
+        self._matrices = [m for i, p in enumerate(parameters) if (m := self._as_matrix(i, p)) is not None]
+        compressed = {matrix.index for matrix in self._matrices}
+        self._uncompressed = [i for i in range(len(parameters)) if i not in compressed]
+        self._first_bases = tuple(
+            first_basis(f"{prefix}/{m.index}", m.columns, averager_rank, m.dtype) for m in self._matrices
+        )
+        self._state = self._first_state()
+        self._running: StepControl | None = None
+        self.phases = f"{self.method} of rank {averager_rank}, saving {min_compression_ratio:g} or more"
+        if self.synchronize_every is not None:
+            self.phases += f", repaired every {self.synchronize_every} rounds"
+        super().__init__(
+            parameters,
+            dht=dht,
+            prefix=prefix,
+            reuse_grad_buffers=reuse_grad_buffers,
+            accumulate_grads_on=accumulate_grads_on,
+            client_mode=client_mode,
+            warn=warn,
+            averaged_grads=averaged_grads or (),
+            **averager_kwargs,
+        )
+
+    def _as_matrix(self, index: int, tensor: torch.Tensor) -> Matrix | None:
+        """``None`` if it is not worth compressing."""
+        if tensor.ndim < 2 or tensor.numel() == 0:
+            return None
+        rows, columns = get_flatten_greedy_dims(tensor)
+        saved = 1 - self.rank * (rows + columns) / tensor.numel()
+        if saved < self.min_compression_ratio:
+            return None
+        return Matrix(index, rows, columns, torch.promote_types(tensor.dtype, torch.float32))
+
+    # --- what subclasses differ in ------------------------------------------------------------------------------------
+
+    def _first_state(self) -> LowRankState:
+        return LowRankState(self._first_bases, ())
+
+    def _difference(self, position: int, gradient: torch.Tensor, state: LowRankState, weight: float) -> torch.Tensor:
+        """What is sent of a gradient: a new tensor of the same size, a matrix."""
+        raise NotImplementedError
+
+    def _results(self, work: LowRankRound) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+        """The averaged gradients, and the estimates of the next state."""
+        raise NotImplementedError
+
+    def _contributed(self, work: LowRankRound) -> None:
+        """The round has succeeded, and this member's gradients are in it."""
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def schedule_step(self, scheduled_time: float | None = None, **kwargs: Any) -> StepControl:
+        for_user = self.serializer.dumps(kwargs.pop("gather", None))
+        state = self._state
+        statement = Statement(for_user, state.made_by, state.rounds, state.digest)
+        if self.mode is AveragingMode.AUX:
+            statement = Statement(for_user, None, 0, b"")
+        elif not self.is_ready_to_schedule:
+            statement = Statement(for_user, None, state.rounds + 1, b"")
+        return super().schedule_step(scheduled_time, gather=statement.packed(), **kwargs)
+
+    schedule_step.__doc__ = GradientAverager.schedule_step.__doc__
+
+    @property
+    def is_ready_to_schedule(self) -> bool:
+        """Not while a round is in progress: what this peer says of its state would be wrong when the next one begins.
+
+        If that is done nevertheless, all members get the same state first, which costs as much as a round of repair.
+        """
+        return self._running is None or self._running.done()
+
+    def _trigger(self, control: StepControl) -> None:
+        self._running = control
+        super()._trigger(control)
+
+    async def average_in_group(
+        self, session: GroupSession, tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]
+    ) -> None:
+        """Average in two phases, after one that makes states equal if they are not."""
+        state = self._state
+        statements = [Statement.parse(blob) for blob in session.group.gathered]
+        session.show_gathered([statement.for_user for statement in statements])
+        await session.check_values(tensors, infos)
+        agreement = agree(statements)
+        if agreement.differs or (self._is_checked(agreement.rounds) and not agreement.same_bits):
+            state = await self._synchronize(session, state, agreement)
+        work = await run_in_worker(self._begin, state, tensors, session.weight)
+        if self._matrices:
+            await self._reduce(session, work.left)
+            await run_in_worker(self._project, work)
+        result = await self._reduce(session, [*work.right, *work.uncompressed])
+        if session.mode is AveragingMode.AUX:
+            return
+        made_by = after_round(state.made_by, session.group.group_id)
+        rounds = min(max(agreement.rounds, state.rounds) + 1, MAX_ROUNDS - 1)
+        contributed = result.weights[session.own_index] > 0
+        await _to_the_end(run_in_worker(self._finish, work, tensors, made_by, rounds, contributed))
+
+    def _is_checked(self, rounds: int) -> bool:
+        """Whether states must be the same, bit by bit, after so many rounds."""
+        return self.synchronize_every is not None and rounds > 0 and rounds % self.synchronize_every == 0
+
+    async def _synchronize(self, session: GroupSession, state: LowRankState, agreement: Agreement) -> LowRankState:
+        has_it = agreement.made_by is None or state.made_by == agreement.made_by
+        weight = 1.0 if has_it and session.mode is not AveragingMode.AUX else 0.0
+        copies = await run_in_worker(_copies, [*state.bases, *state.estimates])
+        if copies:
+            await self._reduce(session, copies, weight)
+        split = len(state.bases)
+        made_by = session.group.group_id if agreement.made_by is None else agreement.made_by
+        return LowRankState(tuple(copies[:split]), tuple(copies[split:]), made_by, agreement.rounds)
+
+    async def _reduce(
+        self, session: GroupSession, tensors: Sequence[torch.Tensor], weight: float | None = None
+    ) -> RoundResult:
+        """Average all of it or fail: values of different peers must not be mixed."""
+        infos = [CompressionInfo.from_tensor(t, key=i, role=TensorRole.GRADIENT) for i, t in enumerate(tensors)]
+        result = await session.all_reduce(tensors, infos, weight=weight)
+        # No further attempt: it would have the same gradients.
+        if weight is None and not any(result.weights):
+            raise ShoalError("no member of the group has gradients that count: they are not finite, or have weight 0")
+        if result.share_averaged < 1:
+            share = 100 * result.share_averaged
+            raise AllreduceException(f"only {share:.1f} % of a phase was averaged, which is no use by itself")
+        return result
+
+    # --- heavy work, in a worker --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _begin(self, state: LowRankState, tensors: Sequence[torch.Tensor], weight: float) -> LowRankRound:
+        differences = [
+            without_overflow(self._difference(position, matrix.of(tensors[matrix.index]), state, weight))
+            for position, matrix in enumerate(self._matrices)
+        ]
+        pairs = zip(differences, state.bases, strict=True)
+        left = [without_overflow(difference @ basis) for difference, basis in pairs]
+        uncompressed = _copies([tensors[index] for index in self._uncompressed])
+        return LowRankRound(state, weight, differences, left, [], uncompressed)
+
+    @torch.no_grad()
+    def _project(self, work: LowRankRound) -> None:
+        for left, difference in zip(work.left, work.differences, strict=True):
+            orthogonalize_(left)
+            work.right.append(without_overflow(difference.t() @ left))
+
+    @torch.no_grad()
+    def _finish(
+        self, work: LowRankRound, tensors: Sequence[torch.Tensor], made_by: bytes, rounds: int, contributed: bool
+    ) -> None:
+        results, estimates = self._results(work)
+        bases = tuple(
+            # A direction that was lost would never come back.
+            torch.where((right == 0).all(0), first, right)
+            for right, first in zip(work.right, self._first_bases, strict=True)
+        )
+        for matrix, result in zip(self._matrices, results, strict=True):
+            tensor = tensors[matrix.index]
+            if tensor.dtype != result.dtype:  # of a smaller range, perhaps
+                result = result.clamp(-torch.finfo(tensor.dtype).max, torch.finfo(tensor.dtype).max)
+            tensor.copy_(result.reshape(tensor.shape))
+        for index, average in zip(self._uncompressed, work.uncompressed, strict=True):
+            tensors[index].copy_(average)
+        state = LowRankState(bases, estimates, made_by, rounds)
+        self._state = state.with_digest() if self._is_checked(rounds) else state
+        if contributed:
+            self._contributed(work)
+
+    # --- for newcomers ------------------------------------------------------------------------------------------------
+
+    def get_buffers(self) -> list[torch.Tensor]:
+        return self._state.tensors()
+
+    def set_buffers(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._state = self._state.replaced_by(tensors)
+
+    def get_current_state(self) -> OwnedState:
+        """What newcomers download: what all members know in common."""
+        tensors = self.get_buffers()
+        infos = [CompressionInfo.from_tensor(t, key=i, role=TensorRole.GRADIENT) for i, t in enumerate(tensors)]
+        return OwnedState({"group_bits": self.node.group_bits}, tensors, infos)
+
+    async def _download_state(self) -> State | None:
+        state = await super()._download_state()
+        if state is not None:
+            try:
+                await run_in_worker(self.set_buffers, state.tensors)
+            except ValueError as e:
+                logger.error("a downloaded state was refused: %s", e)
+                return None
+        return state
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """What has begun to be put in place is put in place, even if the step is cancelled or out of time meanwhile."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise
+    task.result()
 
 
 class PowerSGDGradientAverager(LowRankAverager):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.averaging import DecentralizedAverager, RoundResult, StepControl
-from shoal.averaging.state.snapshot import OwnedState
+from shoal.averaging.state.download import OwnedState
 from shoal.facade import options_from
 from shoal.logs import counted
 from shoal.optim.devices import LaunchedWork
@@ -47,7 +48,7 @@ from shoal.optim.training_state import (
     load_checkpoint,
     make_checkpoint,
 )
-from shoal.reactor import AwaitableFuture
+from shoal.reactor import in_thread
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -129,18 +130,23 @@ class TrainingStateAverager(DecentralizedAverager):
             raise ValueError("delta_rule_averaging=True needs copies of the tensors: it excludes reuse_tensors=True")
         if custom_gradients and not offload_optimizer:
             raise ValueError("custom_gradients=True has a meaning only with offload_optimizer=True")
-        self._setup = prepare_training(optimizer, params, scheduler, parameter_names, offload_optimizer)
+        setup = prepare_training(optimizer, params, scheduler, parameter_names, offload_optimizer)
+        self._setup, self.optimizer, self.scheduler = setup, setup.optimizer, setup.scheduler
+        self.main_parameters, self.parameter_names = setup.main_parameters, setup.parameter_names
+        self.optimizer_parameters = setup.optimizer_parameters
+        """What the optimizer steps: the main parameters, which are the user's, or copies of them."""
         self.offload_optimizer, self.custom_gradients = offload_optimizer, custom_gradients
         self.reuse_tensors, self.delta_rule_averaging = reuse_tensors, delta_rule_averaging
         self.sync_epoch_when_averaging, self.status_loglevel = sync_epoch_when_averaging, status_loglevel
         if initialize_optimizer or (initialize_optimizer is None and not has_statistics(self.optimizer)):
             initialize_optimizer_state_(self.optimizer)
-        self._contents = StateTensors(self._setup, average_opt_statistics, extra_tensors, reuse_tensors)
+        self._contents = StateTensors(setup, average_opt_statistics, extra_tensors, reuse_tensors)
+        self.extra_tensors = self._contents.extra_tensors
         self.shared_buffers = shared_buffers
         """Has tensors that are only given to newcomers."""
         # Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock.
         self._state_lock = threading.RLock()
-        self._launched = LaunchedWork([*self._setup.main_parameters, *self._setup.optimizer_parameters])
+        self._launched = LaunchedWork([*self.main_parameters, *self.optimizer_parameters])
         self._local_epoch = 0
         self._stepped_epoch = 0
         self._gradients = GradientCheck(self.parameter_names, self.optimizer_parameters)
@@ -154,32 +160,6 @@ class TrainingStateAverager(DecentralizedAverager):
         super().__init__(self._contents.averaged, dht, **averager_kwargs)
 
     # --- what it holds ------------------------------------------------------------------------------------------------
-
-    @property
-    def optimizer(self) -> TorchOptimizer:
-        return self._setup.optimizer
-
-    @property
-    def scheduler(self) -> Any | None:
-        return self._setup.scheduler
-
-    @property
-    def main_parameters(self) -> tuple[torch.Tensor, ...]:
-        """The user's model."""
-        return self._setup.main_parameters
-
-    @property
-    def optimizer_parameters(self) -> tuple[torch.Tensor, ...]:
-        """What the optimizer steps: the main parameters, or copies of them."""
-        return self._setup.optimizer_parameters
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        return self._setup.parameter_names
-
-    @property
-    def extra_tensors(self) -> tuple[torch.Tensor, ...]:
-        return self._contents.extra_tensors
 
     @property
     def local_epoch(self) -> int:
@@ -343,7 +323,7 @@ class TrainingStateAverager(DecentralizedAverager):
         if request.averaging_round:
             self.delay_before_averaging.update(1, interval=max(1e-9, time.perf_counter() - job_started))
 
-    @contextlib.contextmanager
+    @contextmanager
     def _state_access(self) -> Iterator[None]:
         """Alone with parameters and optimizer, and with all work done that others have launched on them."""
         with self._state_lock:
@@ -353,14 +333,9 @@ class TrainingStateAverager(DecentralizedAverager):
             finally:
                 self._launched.mark()
 
-    @contextlib.contextmanager
-    def _optimizer_access(self) -> Iterator[None]:
+    def _optimizer_access(self) -> AbstractContextManager[Any]:
         """Where the optimizer's tensors are themselves averaged, they must not change while that happens."""
-        if self.reuse_tensors:
-            with self.get_tensors():
-                yield
-        else:
-            yield
+        return self.get_tensors() if self.reuse_tensors else nullcontext()
 
     def _average(self, job: StateJob) -> None:
         """Average with peers; a failure is logged and leaves the local values."""
@@ -413,7 +388,7 @@ class TrainingStateAverager(DecentralizedAverager):
         averaged = [job for job in finished if job.averaging_done]
         if averaged or any(job.optimizer_done for job in [*finished, unfinished] if job is not None):
             # a round in progress holds the tensors: local steps must not wait for it
-            access = self.get_tensors() if averaged or self.reuse_tensors else contextlib.nullcontext()
+            access = self.get_tensors() if averaged else self._optimizer_access()
             with access, self._state_access():
                 if averaged:  # only one at a time averages
                     meanwhile = self.delta_rule_averaging and averaged[-1].request.delay_averaging
@@ -448,8 +423,7 @@ class TrainingStateAverager(DecentralizedAverager):
 
     def get_current_state(self) -> OwnedState:
         """What newcomers download: parameters, extra tensors, optimizer, scheduler and epoch, all of one moment."""
-        access = self.get_tensors() if self.reuse_tensors else contextlib.nullcontext()
-        with access, self._state_access():
+        with self._optimizer_access(), self._state_access():
             lineage = None if self.lineage_keeper is None else self.lineage_keeper.lineage
             return describe_state(
                 self._setup, self.extra_tensors, self._buffers(), self._stepped_epoch, self.node.group_bits, lineage
@@ -476,10 +450,7 @@ class TrainingStateAverager(DecentralizedAverager):
             Whether there was a donor whose state fits and is not older than this one.
         """
         if not wait:
-            outcome: AwaitableFuture[bool] = AwaitableFuture()
-            arguments = outcome, timeout, accept_older
-            threading.Thread(target=self._load_into, args=arguments, daemon=True).start()
-            return outcome
+            return in_thread(partial(self.load_state_from_peers, timeout=timeout, accept_older=accept_older))
         downloaded = super().load_state_from_peers(timeout=timeout)
         if downloaded is None:
             logger.warning("nobody shares a training state: this peer keeps its own")
@@ -508,14 +479,6 @@ class TrainingStateAverager(DecentralizedAverager):
             self._contents.adopt_statistics()
             if epoch is not None:
                 self.local_epoch = epoch
-
-    def _load_into(self, outcome: AwaitableFuture[bool], timeout: float | None, accept_older: bool) -> None:
-        if not outcome.set_running_or_notify_cancel():
-            return
-        try:
-            outcome.set_result(self.load_state_from_peers(timeout=timeout, accept_older=accept_older))
-        except Exception as e:
-            outcome.set_exception(e)
 
     def _load_state(self, metadata: Any, tensors: Sequence[torch.Tensor], accept_older: bool = False) -> bool:
         try:

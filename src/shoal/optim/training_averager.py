@@ -7,21 +7,21 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.control import Gathered
-from shoal.averaging.state.snapshot import OwnedState
+from shoal.averaging.state.download import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import AveragingError
 from shoal.optim.devices import copy_all, wait_for_devices
 from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_
 from shoal.optim.training_setup import TorchOptimizer, TrainingSetup, prepare_training
 from shoal.optim.training_state import TrainingState, add_change, apply_state, copy_for_averaging, describe_state
-from shoal.reactor import AwaitableFuture
+from shoal.reactor import in_thread
 
 __all__ = ["TrainingAverager"]
 
@@ -122,7 +122,7 @@ class TrainingAverager(DecentralizedAverager):
         """
         if wait:
             return self._average(data_lock, kwargs)
-        return _in_thread(functools.partial(self._average, data_lock, kwargs))
+        return in_thread(functools.partial(self._average, data_lock, kwargs))
 
     @torch.no_grad()
     def _average(
@@ -180,7 +180,7 @@ class TrainingAverager(DecentralizedAverager):
             timeout: seconds for the download.
         """
         if not wait:
-            return _in_thread(functools.partial(self.load_state_from_peers, timeout=timeout))
+            return in_thread(functools.partial(self.load_state_from_peers, timeout=timeout))
         downloaded = super().load_state_from_peers(timeout=timeout)
         if downloaded is None:
             return False
@@ -196,19 +196,3 @@ class TrainingAverager(DecentralizedAverager):
             wait_for_devices(self._setup.main_parameters)
             self.local_step = max(self.local_step, state.epoch)
         return True
-
-
-def _in_thread(work: Callable[[], T]) -> AwaitableFuture[T]:
-    """Do something in a thread that does not keep the interpreter from leaving."""
-    outcome: AwaitableFuture[T] = AwaitableFuture()
-
-    def run() -> None:
-        if not outcome.set_running_or_notify_cancel():
-            return
-        try:
-            outcome.set_result(work())
-        except Exception as e:
-            outcome.set_exception(e)
-
-    threading.Thread(target=run, name="shoal-training-averager", daemon=True).start()
-    return outcome

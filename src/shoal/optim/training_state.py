@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from shoal.averaging.finite import all_finite, without_overflow
-from shoal.averaging.state.snapshot import OwnedState
+from shoal.averaging.state.download import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.devices import copies_beside_training, copy_all, copy_to_host
 from shoal.optim.lineage import Lineage

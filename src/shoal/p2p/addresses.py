@@ -1,26 +1,241 @@
-"""What is known about where peers can be dialled, and which of them cannot be although they are alive.
+"""Addresses: where this machine can be reached, where other peers can, and which cannot although they are alive.
 
-A dial that fails says little: the peer may be gone, or busy. But if it has shown another sign of life since, through
-others, then it was there, and after a few such failures in a row it is the way to it that is closed: its user, or the
-one of this peer, has to do something about it. That is said once for each peer. A connection that is made takes
-everything back.
+*This machine* has many addresses, and most are of no use to others: loopback, the bridges of containers, the networks
+of virtual machines. The one from which it speaks to the rest of the world comes first, then what else looks like a
+network, then bridges and VPNs, and loopback in the end. Addresses change when a laptop moves, so they are looked at
+again: from time to time, and when a connection is bound to an address that was not there the last time.
+
+*Others*: a dial that fails says little, for the peer may be gone, or busy. But if it has shown another sign of life
+since, through others, then it was there, and after a few such failures in a row it is the way to it that is closed: its
+user, or the one of this peer, has to do something about it. That is said once for each peer. A connection that is made
+takes everything back.
 """
 
 from __future__ import annotations
 
 import functools
+import ipaddress
 import logging
+import math
+import re
+import socket
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import ifaddr
+
 from shoal.errors import DialError
+from shoal.logs import get_logger, setting
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.own_addresses import is_loopback
 
 MAX_PEERS = 10_000
 MAX_ADDRESSES_PER_PEER = 8
+
+LOOK_AGAIN_SECONDS = 30.0
+# Others remember no more of one peer.
+MAX_ANNOUNCED = 8
+
+_FAR_AWAY = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}
+_VIRTUAL_NAME = re.compile(
+    r"(docker|br-|veth|virbr|lxc|lxd|cni|cali|flannel|podman|vmnet|vboxnet|bridge\d{2,}|vnic"
+    r"|tun|utun|tap|wg|tailscale|zt|ppp|ipsec|nordlynx|proton)"
+)
+_VIRTUAL_WORDS = re.compile(r"virtual|hyper-v|vmware|tap-|tunnel|wireguard|tailscale|zerotier|vpn", re.IGNORECASE)
+
+# What an address is good for, the best first: it is the one of the default route; of another network; of a bridge for
+# containers, a virtual machine or a VPN; one that a machine gives itself where nobody else does; of this machine alone;
+# it leads to where another one leads, and is not told to others.
+ROUTED, PLUGGED, VIRTUAL, UNCONFIGURED, LOOPBACK, SPARE = range(6)
+
+
+@dataclass(frozen=True)
+class OwnAddress:
+    """An IP address of this machine."""
+
+    ip: str
+    rank: int
+
+    @property
+    def is_ipv6(self) -> bool:
+        return ":" in self.ip
+
+
+def everywhere(port: int = 0) -> list[str]:
+    """Listening addresses for all networks of this machine; port 0 is any free one."""
+    hosts = [f"/ip4/0.0.0.0/tcp/{port}"]
+    return [*hosts, f"/ip6/::/tcp/{port}"] if _has_ipv6() else hosts
+
+
+def chosen_host_maddrs() -> list[str]:
+    """Where ``SHOAL_HOST_MADDRS`` says that peers shall listen; empty if it says nothing."""
+    return setting("HOST_MADDRS").replace(",", " ").split()
+
+
+def is_loopback(address: Multiaddr) -> bool:
+    """Whether only the machine itself can use an address; of a name nobody knows."""
+    host = address.get("ip4") or address.get("ip6")
+    return host is not None and ipaddress.ip_address(host).is_loopback
+
+
+def _has_ipv6() -> bool:
+    """Some systems, many containers among them, know IPv6 and have it switched off."""
+    if not socket.has_ipv6:
+        return False
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
+
+
+def look_at_interfaces() -> list[OwnAddress]:
+    """The addresses of this machine, the best first.
+
+    Of the addresses of IPv6 that an interface has, one is as good as another, and the temporary ones come and go.
+    """
+    routed = {source for family in _FAR_AWAY if (source := _source_of_default_route(family)) is not None}
+    found: list[OwnAddress] = []
+    for adapter in ifaddr.get_adapters():
+        is_virtual = bool(_VIRTUAL_NAME.match(str(adapter.name)) or _VIRTUAL_WORDS.search(str(adapter.nice_name)))
+        ips = [str(ip.ip if ip.is_IPv4 else ip.ip[0]) for ip in adapter.ips]
+        ranked = [OwnAddress(ip, _rank(ip, ip in routed, is_virtual)) for ip in ips]
+        found += [each for each in ranked if not each.is_ipv6]
+        version_6 = sorted((each for each in ranked if each.is_ipv6), key=_usefulness_of_ipv6)
+        found += [*version_6[:1], *(OwnAddress(each.ip, SPARE) for each in version_6[1:])]
+    return sorted(found, key=lambda each: (each.rank, each.is_ipv6))
+
+
+def _source_of_default_route(family: int) -> str | None:
+    """The address from which this machine would speak to somebody far away; nothing is sent."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.setblocking(False)
+            probe.connect((_FAR_AWAY[socket.AddressFamily(family)], 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _rank(ip: str, is_routed: bool, is_virtual: bool) -> int:
+    parsed = ipaddress.ip_address(ip)
+    if parsed.is_loopback:
+        return LOOPBACK
+    # With IPv6 everybody has one, and it is not enough: it takes the name of an interface.
+    if parsed.is_link_local:
+        return SPARE if parsed.version == 6 else UNCONFIGURED
+    return ROUTED if is_routed else VIRTUAL if is_virtual else PLUGGED
+
+
+def _usefulness_of_ipv6(address: OwnAddress) -> tuple[int, bool]:
+    return address.rank, not ipaddress.ip_address(address.ip).is_global
+
+
+def _has_network(addresses: Sequence[OwnAddress]) -> bool:
+    return any(address.rank in (ROUTED, PLUGGED) for address in addresses)
+
+
+class OwnAddresses:
+    """The addresses of this machine as they are now, not looked at more often than needed.
+
+    Args:
+        look: finds them.
+    """
+
+    def __init__(self, look: Callable[[], Sequence[OwnAddress]] = look_at_interfaces) -> None:
+        self._look = look
+        self._looked_at = -math.inf
+        self._all: list[OwnAddress] = []
+        self.lost: set[str] = set()
+        """Addresses that are not this machine's any more."""
+
+    def __contains__(self, ip: str) -> bool:
+        return any(ip == address.ip for address in self._all)
+
+    def told(self) -> list[OwnAddress]:
+        """What others are to know, the best first.
+
+        Addresses that nobody has configured lead to a neighbour on the same cable at best: they are told only where
+        there is no network. Windows has them on everything that is not plugged in.
+        """
+        useless = (SPARE, UNCONFIGURED) if _has_network(self._all) else (SPARE,)
+        return [address for address in self._all if address.rank not in useless]
+
+    def look(self, now: float) -> bool:
+        """Look at the interfaces, and return whether others have something new to know.
+
+        Without a network there is nothing better than what was there before: to be offline is not to have moved.
+        """
+        is_first, self._looked_at = self._looked_at == -math.inf, now
+        found = list(self._look())
+        if _has_network(self._all) and not _has_network(found):
+            return False
+        before, told = {address.ip for address in self._all}, self.told()
+        self._all = found
+        self.lost = (self.lost | before) - {address.ip for address in found}
+        return not is_first and self.told() != told
+
+    def look_if_due(self, now: float) -> bool:
+        """The same, if the last time is long ago."""
+        return now - self._looked_at >= LOOK_AGAIN_SECONDS and self.look(now)
+
+    def look_if_unknown(self, ip: str, now: float) -> bool:
+        """The same, if a connection of this machine has an address that was not there."""
+        return ip not in self and not ipaddress.ip_address(ip).is_loopback and self.look(now)
+
+
+LOCALHOST = "127.0.0.1"
+
+
+def choose_ip_address(
+    maddrs: Iterable[Multiaddr], prefer_global: bool = True, protocol_priority: Sequence[str] = ("ip4", "ip6")
+) -> str:
+    """The IP address that others are most likely to reach.
+
+    Args:
+        maddrs: addresses to choose from; those without an IP address do not count.
+        prefer_global: an address of the whole internet before one of the local network.
+        protocol_priority: among equals, the earlier protocol, then the earlier address.
+
+    Raises:
+        ValueError: no address of these protocols.
+    """
+    known = list(maddrs)
+    found = [maddr.get(protocol) for protocol in protocol_priority for maddr in known]
+    addresses = [address for address in found if address is not None]
+    if not addresses:
+        raise ValueError(f"no address with {' or '.join(protocol_priority)} in {[str(maddr) for maddr in known]}")
+    if prefer_global:
+        return next((address for address in addresses if ipaddress.ip_address(address).is_global), addresses[0])
+    return addresses[0]
+
+
+def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> None:
+    """Tell the user how others connect to this peer, with :mod:`shoal.logs`.
+
+    Args:
+        visible_maddrs: from ``get_visible_maddrs()``.
+        only_p2p: tell only ``/p2p/<peer id>``, where addresses are found by other means.
+    """
+    logger = get_logger(__name__)
+    if only_p2p:
+        shortest = list(dict.fromkeys(f"/p2p/{maddr['p2p']}" for maddr in visible_maddrs))
+    else:
+        shortest = [str(maddr) for maddr in _for_initial_peers(visible_maddrs)]
+    logger.info("To connect other peers to this one, use --initial_peers %s", " ".join(shortest))
+    logger.info("Full list of visible multiaddresses: %s", " ".join(map(str, visible_maddrs)))
+
+
+def _for_initial_peers(maddrs: Sequence[Multiaddr]) -> list[Multiaddr]:
+    """All addresses with the best IP address, or all if none has one."""
+    with_ip = [maddr for maddr in maddrs if "ip4" in maddr or "ip6" in maddr]
+    if not with_ip:
+        return list(maddrs)
+    best = choose_ip_address(with_ip)
+    return [maddr for maddr in with_ip if best in (maddr.get("ip4"), maddr.get("ip6"))]
 
 
 class AddressBook:

@@ -19,8 +19,7 @@ import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from shoal.advice import make_private
-from shoal.errors import P2PDaemonError
+from shoal.errors import P2PDaemonError, make_private
 from shoal.p2p.multiaddr import Multiaddr
 
 _ED25519_PROTOBUF = b"\x08\x01\x12\x20"

@@ -15,11 +15,10 @@ from shoal.clock import get_clock
 from shoal.errors import IdentityTakenError, P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook, UnreachablePeers
-from shoal.p2p.checkup import Checkup
 from shoal.p2p.connection import Call, Connection, Hello
 from shoal.p2p.connection_pool import ConnectionPool, Dialler
 from shoal.p2p.identity import Identity, PeerID, PeerInfo
-from shoal.p2p.joining import Presence, Target, check_identity_is_free, greet_anew, reach_first
+from shoal.p2p.joining import Checkup, Presence, Target, check_identity_is_free, greet_anew, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits, have_enough_files
 from shoal.p2p.multiaddr import Multiaddr

@@ -18,8 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from shoal.p2p.connecting import TcpSocket
-from shoal.p2p.tcp_stream import disown_socket, own_socket
+from shoal.p2p.tcp_stream import TcpSocket, disown_socket, own_socket
 
 MAX_HOSTS = 4096
 

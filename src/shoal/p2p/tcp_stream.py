@@ -68,6 +68,17 @@ PAUSED_CHECK_SECONDS = 0.5
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
+class TcpSocket(socket.socket):
+    """A socket that takes no offence at being shut down when its connection is over.
+
+    The loop of Windows shuts a socket down before it closes it: an error there would leave it open for good.
+    """
+
+    def shutdown(self, how: int) -> None:
+        with contextlib.suppress(OSError):
+            super().shutdown(how)
+
+
 class TcpStream(Stream, asyncio.BufferedProtocol):
     """A connection as a stream: incoming bytes go to the waiting reader's buffer, or to a small one of its own."""
 

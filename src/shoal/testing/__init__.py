@@ -29,18 +29,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import SimulationError
-from shoal.testing.host import Host, HostState
-from shoal.testing.lines import Link
+from shoal.testing.host import Host, HostState, Link
 from shoal.testing.loop import START_OF_TIME, Machine, VirtualTimeLoop, run
 from shoal.testing.network import Network, Trace
 
 if TYPE_CHECKING:
-    from shoal.testing.averagers import SharedTable, make_averager_config, start_averager, start_averagers, start_step
-    from shoal.testing.nodes import start_dht_nodes, start_peers
+    from shoal.testing.averagers import (
+        SharedTable,
+        make_averager_config,
+        start_averager,
+        start_averagers,
+        start_dht_nodes,
+        start_peers,
+        start_step,
+    )
 
 # What is loaded only when it is used, because it needs more than the network: the table, or torch.
 _HOME_OF = {
-    **dict.fromkeys(("start_dht_nodes", "start_peers"), "shoal.testing.nodes"),
+    **dict.fromkeys(("start_dht_nodes", "start_peers"), "shoal.testing.averagers"),
     **dict.fromkeys(
         ("SharedTable", "make_averager_config", "start_averager", "start_averagers", "start_step"),
         "shoal.testing.averagers",

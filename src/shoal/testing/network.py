@@ -28,8 +28,7 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Stream
-from shoal.testing.host import Host, HostTransport, SimulatedStream
-from shoal.testing.lines import Link, Path
+from shoal.testing.host import Host, HostTransport, Link, Path, SimulatedStream
 from shoal.testing.loop import VirtualTimeLoop
 
 _MOMENT = struct.Struct("<dq")

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING
 
 from shoal.averaging.allreduce.coordinator import Coordination, Resigned
 from shoal.averaging.allreduce.members import Member
-from shoal.averaging.calls import PEER_FAILURES, REDIAL_PAUSE, Line, reason_of, show_life
 from shoal.averaging.finite import all_finite
-from shoal.averaging.messages import RoundKind, RoundMessage
+from shoal.averaging.messages import PEER_FAILURES, REDIAL_PAUSE, Line, RoundKind, RoundMessage, reason_of, show_life
 from shoal.errors import DialError, ProtocolError, StreamClosedError
 from shoal.p2p import Call
 from shoal.tasks import cancel_and_wait, first_completed

@@ -23,8 +23,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.averaging.calls import Line
 from shoal.averaging.control import AveragingMode, GroupInfo
+from shoal.averaging.messages import Line
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,9 @@ import torch
 
 from shoal.averaging.allreduce.exchange import AllReduce, AllReduceSettings
 from shoal.averaging.allreduce.finish import Completion
-from shoal.averaging.allreduce.parts import RoundVector
+from shoal.averaging.allreduce.parts import RoundVector, rescale_shares
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, RoundResult
 from shoal.averaging.finite import name_not_finite
-from shoal.averaging.groups.shares import rescale_shares
 from shoal.averaging.messages import BeginReduce, RoundKind, RoundMessage, RoundStatus
 from shoal.compression import CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError

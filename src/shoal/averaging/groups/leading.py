@@ -16,9 +16,8 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from shoal.averaging.calls import CALL_FAILURES
 from shoal.averaging.groups.candidates import Line, Search
-from shoal.averaging.messages import Invitation, InvitationReply, JoinRequest, PeerRecord
+from shoal.averaging.messages import CALL_FAILURES, Invitation, InvitationReply, JoinRequest, PeerRecord
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 

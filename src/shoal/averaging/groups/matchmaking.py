@@ -24,13 +24,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from shoal.averaging.calls import CALL_FAILURES
+from shoal.averaging.allreduce.parts import load_balance_peers
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.leading import Invitations, Refusals, learn, record_of
-from shoal.averaging.groups.shares import load_balance_peers
 from shoal.averaging.messages import (
+    CALL_FAILURES,
     Code,
     Expectation,
     GroupStart,

@@ -9,10 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shoal.averaging.calls import PEER_FAILURES, reason_of
-from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
-from shoal.averaging.state.download import Download, open_state
-from shoal.averaging.state.snapshot import GetState, Snapshot, State, version_of
+from shoal.averaging.messages import PEER_FAILURES, ChunkRequest, DownloadRequest, StateChunk, StateHeader, reason_of
+from shoal.averaging.state.download import Download, GetState, Snapshot, State, open_state, version_of
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase
 from shoal.errors import ProtocolError

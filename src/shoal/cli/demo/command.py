@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from shoal.advice import end_at_once
 from shoal.cli.demo.messages import (
     AnyEvent,
     CaughtUp,
@@ -26,17 +25,20 @@ from shoal.cli.demo.messages import (
     Leave,
     Measured,
     PeerProcess,
+    PeerState,
+    PeerStory,
     Progress,
     Ready,
     StopAfter,
+    Story,
     Train,
     Write,
     Wrote,
     end_all,
 )
 from shoal.cli.demo.report import succeeded, ten_lines, write_report
-from shoal.cli.demo.story import PeerState, PeerStory, Story
 from shoal.cli.demo.viewer import Viewer, viewer_for
+from shoal.errors import end_at_once
 
 # Seconds for all processes to load torch and read the text; a cold disk can be slow.
 START_TIMEOUT = 120.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from shoal.cli.demo.story import PeerState, PeerStory, Story
+from shoal.cli.demo.messages import PeerState, PeerStory, Story
 from shoal.logs import counted
 
 if TYPE_CHECKING:

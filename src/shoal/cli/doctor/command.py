@@ -10,10 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.doctor.findings import Finding, Verdict, fail, ok, summary
-from shoal.cli.doctor.machine import IDENTITY_FILE, describe_listening, look_at_machine
+from shoal.cli import add_option
+from shoal.cli.doctor.findings import (
+    IDENTITY_FILE,
+    Finding,
+    Verdict,
+    describe_listening,
+    fail,
+    look_at_machine,
+    ok,
+    summary,
+)
 from shoal.cli.doctor.peer import look_at_peer
-from shoal.cli.options import add_option
 from shoal.errors import P2PDaemonError
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses

@@ -1,16 +1,110 @@
-"""What the doctor finds, and how it is shown."""
+"""What the doctor finds, how it is shown, and what it looks at on this machine alone."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import ipaddress
+import os
+import platform
+import stat
+import sys
 import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from importlib import metadata
+from pathlib import Path
 from typing import Any
+
+from shoal.errors import P2PDaemonError, allow_open_files, make_folder, make_private, move_away
+from shoal.p2p import Identity, Multiaddr
+from shoal.p2p.identity import split_peer_address
+from shoal.p2p.joining import describe_software
 
 WIDTH = 80
 MAX_CHARACTERS = 1000
 # Where texts begin, after the verdict and the name of the check.
 INDENT = 23
+
+IDENTITY_FILE = "identity file"
+# Connections and files that a peer of a large swarm may have open.
+ENOUGH_OPEN_FILES = 1024
+
+
+def look_at_machine(identity_path: Path | None) -> Iterator[Finding]:
+    """Versions and settings."""
+    yield _versions()
+    yield _event_loop()
+    yield _open_files()
+    if identity_path is not None:
+        yield _identity_file(identity_path)
+
+
+def _versions() -> Finding:
+    found = describe_software()
+    text = (
+        f"shoal {found.shoal}, protocol {found.wire}, Python {found.python}, torch {found.torch}, "
+        f"{platform.system()} {platform.machine()}"
+    )
+    return ok("versions", text, shoal=found.shoal, python=found.python, torch=found.torch, protocol=found.wire)
+
+
+def _event_loop() -> Finding:
+    if importlib.util.find_spec("uvloop") is not None:
+        return ok("event loop", f"uvloop {metadata.version('uvloop')}", uvloop=True)
+    if sys.platform == "win32":
+        return ok("event loop", "asyncio, there is no uvloop for Windows", uvloop=False)
+    return warn("event loop", "asyncio, which moves less data per second", "pip install uvloop", uvloop=False)
+
+
+def _open_files() -> Finding:
+    try:
+        resource: Any = importlib.import_module("resource")
+    except ImportError:
+        return ok("open files", "no limit on this system")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    values = {"limit": None if soft == resource.RLIM_INFINITY else soft}
+    if soft == resource.RLIM_INFINITY:
+        return ok("open files", "no limit", **values)
+    if soft >= ENOUGH_OPEN_FILES:
+        return ok("open files", f"up to {soft}", **values)
+    wanted = ENOUGH_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_OPEN_FILES)
+    fix = f"run: {allow_open_files(wanted)}"
+    return warn("open files", f"at most {soft}, which is few: every connection is one", fix, **values)
+
+
+def _identity_file(path: Path) -> Finding:
+    if not path.parent.is_dir():
+        return fail(IDENTITY_FILE, f"the folder of {path} does not exist", f"run: {make_folder(path.parent)}")
+    if not path.exists():
+        return ok(IDENTITY_FILE, f"{path} does not exist yet, the first start makes it")
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if os.name == "posix" and mode & 0o077:
+        return fail(IDENTITY_FILE, f"{path} can be read by other users (mode {mode:o})", f"run: {make_private(path)}")
+    try:
+        identity = Identity.load_or_create(path)
+    except (P2PDaemonError, OSError) as error:
+        return fail(IDENTITY_FILE, str(error), f"give another file, or move this one away: {move_away(path)}")
+    return ok(IDENTITY_FILE, f"{identity.peer_id}, private (mode {mode:o})", peer_id=str(identity.peer_id))
+
+
+def describe_listening(addresses: Sequence[Multiaddr]) -> Finding:
+    """Where this peer listens, and from how far away it can be reached there at best."""
+    shown = [str(split_peer_address(address)[0]) for address in addresses]
+    ips = [ipaddress.ip_address(ip) for address in addresses if (ip := address.get("ip4") or address.get("ip6"))]
+    text, values = "\n".join(shown), {"addresses": [str(address) for address in addresses]}
+    if len(ips) < len(addresses) or any(ip.is_global for ip in ips):
+        return ok("listening", text, **values)
+    if all(ip.is_loopback for ip in ips):
+        fix = "to let other machines in: --host-maddrs /ip4/0.0.0.0/tcp/31337"
+        return warn("listening", f"{text}\non this machine alone", fix, **values)
+    fix = (
+        "to let peers from outside in, forward a port of the router to this machine: --host-maddrs "
+        "/ip4/0.0.0.0/tcp/PORT --announce-maddrs /ip4/PUBLIC_ADDRESS/tcp/PORT; or train with client_mode=True, which "
+        "needs no open port"
+    )
+    return warn("listening", f"{text}\nin the local network alone, as far as these addresses tell", fix, **values)
 
 
 class Verdict(str, Enum):

@@ -8,15 +8,23 @@ import statistics
 import time
 from collections.abc import AsyncIterator
 
-from shoal.advice import no_route_to_neighbours, set_the_clock
 from shoal.cli.doctor.findings import Finding, fail, ok, warn
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, UNNOTICEABLE_SECONDS
-from shoal.dht.messages import PingRequest, PingResponse
 from shoal.dht.protocol import DHTProtocol
-from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, P2PHandlerError, ShoalError
+from shoal.dht.records import PingRequest, PingResponse
+from shoal.errors import (
+    DialError,
+    IdentityMismatchError,
+    P2PDaemonError,
+    P2PHandlerError,
+    ShoalError,
+    no_route_to_neighbours,
+    set_the_clock,
+)
 from shoal.p2p import P2P, Multiaddr, PeerID
-from shoal.p2p.addresses import what_to_do
-from shoal.p2p.checkup import (
+from shoal.p2p.addresses import is_loopback, what_to_do
+from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
+from shoal.p2p.joining import (
     CALL_BACK_SECONDS,
     MAX_BULK_BYTES,
     Bulk,
@@ -24,12 +32,11 @@ from shoal.p2p.checkup import (
     Checkup,
     Description,
     Question,
+    check_identity_is_free,
     describe_software,
+    explain_unreachable,
 )
-from shoal.p2p.connecting import close, connect, family_of
-from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
-from shoal.p2p.joining import check_identity_is_free, explain_unreachable
-from shoal.p2p.own_addresses import is_loopback
+from shoal.p2p.tcp import close, connect, family_of
 from shoal.tasks import run_in_worker
 
 ANSWER_SECONDS = 5.0

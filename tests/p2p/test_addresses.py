@@ -11,8 +11,8 @@ import ifaddr
 import pytest
 
 from shoal.dht import DHTNode
-from shoal.p2p import P2P, Identity, Multiaddr, own_addresses
-from shoal.p2p.own_addresses import LOOPBACK, PLUGGED, ROUTED, SPARE, UNCONFIGURED, VIRTUAL, OwnAddress, OwnAddresses
+from shoal.p2p import P2P, Identity, Multiaddr, addresses
+from shoal.p2p.addresses import LOOPBACK, PLUGGED, ROUTED, SPARE, UNCONFIGURED, VIRTUAL, OwnAddress, OwnAddresses
 from shoal.p2p.tcp import TcpTransport
 from tests.p2p.peers import Number, Peers, serving, stub, until
 
@@ -39,11 +39,11 @@ def test_interfaces_in_the_order_in_which_others_should_try_them(monkeypatch: py
     routed = {"ip4": "192.168.1.7", "ip6": "2a00:1450::7"}
     monkeypatch.setattr(ifaddr, "get_adapters", lambda: adapters)
     monkeypatch.setattr(
-        own_addresses,
+        addresses,
         "_source_of_default_route",
-        lambda family: routed["ip4" if family == own_addresses.socket.AF_INET else "ip6"],
+        lambda family: routed["ip4" if family == addresses.socket.AF_INET else "ip6"],
     )
-    found = own_addresses.look_at_interfaces()
+    found = addresses.look_at_interfaces()
     assert [(each.ip, each.rank) for each in found if each.rank != SPARE] == [
         ("192.168.1.7", ROUTED),
         ("2a00:1450::7", ROUTED),
@@ -59,7 +59,7 @@ def test_interfaces_in_the_order_in_which_others_should_try_them(monkeypatch: py
 
 
 def test_this_machine() -> None:
-    found = own_addresses.look_at_interfaces()
+    found = addresses.look_at_interfaces()
     assert "127.0.0.1" in [each.ip for each in found]
     assert found == sorted(found, key=lambda each: each.rank)
 
@@ -70,7 +70,7 @@ def test_where_to_listen_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport.listens_by_default() == ["/ip4/127.0.0.1/tcp/7", "/ip6/::1/tcp/7"]
     monkeypatch.delenv("SHOAL_HOST_MADDRS")
     assert transport.listens_by_default()[0] == "/ip4/0.0.0.0/tcp/0"
-    monkeypatch.setattr(own_addresses.socket, "has_ipv6", False)
+    monkeypatch.setattr(addresses.socket, "has_ipv6", False)
     assert transport.listens_by_default() == ["/ip4/0.0.0.0/tcp/0"]
 
 
