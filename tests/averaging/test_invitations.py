@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.averaging.groups import leading
-from shoal.averaging.groups.candidates import Line
+from shoal.averaging.groups.candidates import Offer
 from shoal.averaging.groups.leading import Invitations
 from shoal.p2p import Identity
 
@@ -24,7 +24,7 @@ def make_search(group, pending):
     future = asyncio.get_running_loop().create_future()
     if group is not None:
         future.set_result(SimpleNamespace(peer_ids=group))
-    return SimpleNamespace(group=future, pending=pending, lines={})
+    return SimpleNamespace(group=future, pending=pending, offers={})
 
 
 async def test_members_of_the_group_end_them_and_others_are_cut_off(peers, monkeypatch):
@@ -53,8 +53,8 @@ async def test_without_a_group_all_are_cut_off_and_those_who_invited_are_told(pe
     search = make_search(None, pending)
     if cancelled:
         search.group.cancel()
-    line = search.lines[peers[0]] = Line(call=None, outcome=asyncio.get_running_loop().create_future())
+    offer = search.offers[peers[0]] = Offer(call=None, outcome=asyncio.get_running_loop().create_future())
     Invitations.end(search)
     await asyncio.wait(pending.values())
     assert all(task.cancelled() for task in pending.values())
-    assert await line.outcome is None
+    assert await offer.outcome is None

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from shoal.averaging.allreduce.exchange import Exchange, Intake
+from shoal.averaging.allreduce.exchange import Delivery, Intake
 from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
@@ -247,7 +247,7 @@ class Fault:
 
     def __init__(self, monkeypatch, swarm, kind, victims):
         self.swarm, self.kind, self.victims = swarm, kind, {swarm.nodes[i].p2p.peer_id for i in victims}
-        original_send, original_reply = Exchange._send_parts, Intake._give_averages
+        original_send, original_reply = Delivery._send_parts, Intake._give_averages
         fault = self
 
         async def send(self, call):
@@ -263,7 +263,7 @@ class Fault:
                 await fault.fail(self)
             await original_reply(self, call)
 
-        monkeypatch.setattr(Exchange, "_send_parts", send)
+        monkeypatch.setattr(Delivery, "_send_parts", send)
         monkeypatch.setattr(Intake, "_give_averages", give)
 
     def hits(self, side, where):

@@ -159,7 +159,7 @@ async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
     async def contradict(self, begin):
         other = next(node for node in swarm.nodes if node is not owner_of(swarm, self._traffic.vector))
         async with self._open_call() as first_call, self._open_call() as second_call:
-            common = {"group_id": begin.group_id, "weight": begin.weight}
+            common = {"round_id": begin.round_id, "weight": begin.weight}
             await first_call.send(BeginReduce(**common, stripe=0, stripes=2))
             await until(
                 lambda: other._rounds._running and next(iter(other._rounds._running.values()))._allreduce._intakes

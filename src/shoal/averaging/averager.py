@@ -16,7 +16,15 @@ import torch
 from shoal.averaging.allreduce.parts import DEFAULT_PART_SIZE_BYTES
 from shoal.averaging.allreduce.session import GroupSession
 from shoal.averaging.control import AveragingMode, Gathered, RoundResult, StepControl
-from shoal.averaging.node import DEFAULT_STALL_TIMEOUT, AveragerConfig, AveragerNode, average_once, schema_of
+from shoal.averaging.node import (
+    DEFAULT_STALL_TIMEOUT,
+    AveragerConfig,
+    AveragerNode,
+    average_once,
+    check_tags,
+    resolve_timeouts,
+    schema_of,
+)
 from shoal.averaging.state.download import OwnedState, State
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
@@ -153,7 +161,7 @@ class DecentralizedAverager(Facade):
                 "a quorum is a number of members from 1, with a grace of 0 seconds or more and averaging_alpha=1: got "
                 f"quorum={quorum}, quorum_grace={quorum_grace}, averaging_alpha={averaging_alpha}"
             )
-        sender_limit, reducer_limit = _resolve_timeouts(next_chunk_timeout, sender_timeout, reducer_timeout)
+        sender_limit, reducer_limit = resolve_timeouts(next_chunk_timeout, sender_timeout, reducer_timeout)
         mode = AveragingMode.AUX if auxiliary else AveragingMode.CLIENT if client_mode else AveragingMode.NODE
         self.dht, self.prefix, self.client_mode, self.mode, self.bandwidth = dht, prefix, client_mode, mode, bandwidth
         self.tensor_infos = tuple(
@@ -179,7 +187,7 @@ class DecentralizedAverager(Facade):
             compression=compression or NoCompression(),
             state_compression=state_compression or NoCompression(),
             phases=self.phases,
-            tags=_check_tags(tags or {}, len(tensors)),
+            tags=check_tags(tags or {}, len(tensors)),
         )
         self.matchmaking_kwargs = {
             "min_matchmaking_time": min_matchmaking_time,
@@ -457,7 +465,7 @@ class DecentralizedAverager(Facade):
         Returns:
             A tuple of metadata, which are plain values, and a list of tensors; optionally also a list of their
             ``CompressionInfo``. The tensors are copied, unless it is an
-            :class:`~shoal.averaging.state.donor.OwnedState`.
+            :class:`~shoal.averaging.state.download.OwnedState`.
         """
         with self.get_tensors() as tensors:
             copies = copies_of(tensors)
@@ -481,38 +489,3 @@ class DecentralizedAverager(Facade):
 
     async def _download_state(self) -> State | None:
         return await (await self._ready_node()).state_sharing.download()
-
-
-def _check_tags(tags: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
-    """Tags as given, after checking them.
-
-    Raises:
-        ValueError: a name or an index is not valid, or a tensor has two tags.
-    """
-    owner: dict[int, str] = {}
-    for tag, indices in tags.items():
-        if not tag or "." in tag or ":" in tag:
-            raise ValueError(f"a tag is a name without dots and colons, got {tag!r}")
-        for index in indices:
-            if not 0 <= index < count:
-                raise ValueError(f"tag {tag!r} names tensor {index}, but there are {count} averaged tensors")
-            if index in owner:
-                raise ValueError(f"tensor {index} has two tags, {owner[index]!r} and {tag!r}: give it one")
-            owner[index] = tag
-    return {tag: tuple(indices) for tag, indices in tags.items()}
-
-
-def _resolve_timeouts(chunk: float | None, sender: float | None, reducer: float | None) -> tuple[float, float]:
-    """Time limits for senders and reducers, in seconds.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
-    sender = chunk if sender is None else sender
-    if reducer is not None and (sender is None or reducer <= sender):
-        raise ValueError(
-            f"reducer_timeout {reducer} must be longer than sender_timeout {sender}: a reducer may wait that long for "
-            "senders itself"
-        )
-    sender = DEFAULT_STALL_TIMEOUT if sender is None else sender
-    return sender, 2 * sender if reducer is None else reducer

@@ -129,7 +129,7 @@ class InvitationReply(Header):
 class BeginReduce(Header):
     """First message of a sender to a reducer."""
 
-    group_id: bytes
+    round_id: bytes
     weight: float
     stripe: int = 0
     """Which of the sender's calls this is."""
@@ -204,7 +204,7 @@ class RoundMessage(Header):
     """One message of a round's second half; which fields count depends on the kind."""
 
     kind: int
-    group_id: bytes = b""
+    round_id: bytes = b""
     weight: float = 0.0
     late: bool = False
     """In a greeting: the member was late before."""
@@ -230,7 +230,7 @@ class RoundStatus(IntEnum):
 
 
 class StatusRequest(Header):
-    group_id: bytes
+    round_id: bytes
 
 
 class StatusReply(Header):
@@ -301,7 +301,7 @@ async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Cal
         yield call
 
 
-class Line:
+class SharedCall:
     """A call on which several tasks send: whole messages, one after another."""
 
     def __init__(self, call: Call) -> None:
@@ -319,8 +319,8 @@ class Line:
         await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, index=index, part=part), *payload)
 
 
-async def show_life(line: Line, silence: float) -> None:
+async def show_life(shared: SharedCall, silence: float) -> None:
     """Show the other side that this one lives, for ever; it would be given up after so many seconds of silence."""
     while True:
         await asyncio.sleep(silence / ALIVE_PER_TIMEOUT)
-        await line.send(RoundMessage(kind=RoundKind.ALIVE))
+        await shared.send(RoundMessage(kind=RoundKind.ALIVE))

@@ -88,6 +88,41 @@ class AveragerConfig:
         return f"{self.prefix}:{tag}" if tag else self.prefix
 
 
+def check_tags(tags: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
+    """Tags as given, after checking them.
+
+    Raises:
+        ValueError: a name or an index is not valid, or a tensor has two tags.
+    """
+    owner: dict[int, str] = {}
+    for tag, indices in tags.items():
+        if not tag or "." in tag or ":" in tag:
+            raise ValueError(f"a tag is a name without dots and colons, got {tag!r}")
+        for index in indices:
+            if not 0 <= index < count:
+                raise ValueError(f"tag {tag!r} names tensor {index}, but there are {count} averaged tensors")
+            if index in owner:
+                raise ValueError(f"tensor {index} has two tags, {owner[index]!r} and {tag!r}: give it one")
+            owner[index] = tag
+    return {tag: tuple(indices) for tag, indices in tags.items()}
+
+
+def resolve_timeouts(chunk: float | None, sender: float | None, reducer: float | None) -> tuple[float, float]:
+    """Time limits for senders and reducers, in seconds.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    sender = chunk if sender is None else sender
+    if reducer is not None and (sender is None or reducer <= sender):
+        raise ValueError(
+            f"reducer_timeout {reducer} must be longer than sender_timeout {sender}: a reducer may wait that long for "
+            "senders itself"
+        )
+    sender = DEFAULT_STALL_TIMEOUT if sender is None else sender
+    return sender, 2 * sender if reducer is None else reducer
+
+
 Average = Callable[[GroupSession, Sequence[torch.Tensor], Sequence[CompressionInfo]], Awaitable[None]]
 
 
@@ -409,7 +444,7 @@ class AveragerNode(ServicerBase):
         begin = await call.receive(BeginReduce)
         if begin is None:
             raise ProtocolError("ended before the first part")
-        current = await self._find_round(begin.group_id)
+        current = await self._find_round(begin.round_id)
         await current.serve_sender(call, begin, context.remote_id)
 
     async def _find_round(self, round_id: bytes) -> Round:
@@ -419,11 +454,11 @@ class AveragerNode(ServicerBase):
         hello = await call.receive(RoundMessage)
         if hello is None:
             raise ProtocolError("ended before saying which round")
-        current = await self._find_round(hello.group_id)
+        current = await self._find_round(hello.round_id)
         await current.serve_member(call, hello, context.remote_id)
 
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
-        return StatusReply(status=int(self._rounds.status(request.group_id)))
+        return StatusReply(status=int(self._rounds.status(request.round_id)))
 
     async def rpc_download_state(self, call: Call, context: P2PContext) -> None:
         await call.receive(DownloadRequest)

@@ -194,13 +194,10 @@ class Optimizer(Facade, torch.optim.Optimizer):
             self.state_averager.lineage_keeper = self.tracker
         self._comparison = PeerComparison(self.state_averager, remainder, not settings.use_local_updates)
         self.global_step = GlobalStep(settings, self.state_averager, self.grad_averager, self.tracker, self._comparison)
-        self._auxiliary: Auxiliary | None = None
-        if auxiliary:
-            self._auxiliary = Auxiliary(self.state_averager, self.grad_averager, self.tracker, self.averaging_timeout)
+        averagers = self.state_averager, self.grad_averager
+        self._auxiliary = Auxiliary(*averagers, self.tracker, averaging_timeout) if auxiliary else None
         timeouts = self.averaging_timeout, load_state_timeout
-        self._synchronization = Synchronization(
-            self.state_averager, self.grad_averager, self.tracker, self.global_step, *timeouts, self._closing
-        )
+        self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
         self._groups_under_construction: list[dict[str, Any]] | None = []
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         super().__init__([dict(group) for group in self._main_groups], dict(self.opt.defaults))

@@ -433,11 +433,7 @@ class TrainingStateAverager(DecentralizedAverager):
         return [] if self.shared_buffers is None else self.shared_buffers.get_buffers()
 
     def load_state_from_peers(
-        self,
-        wait: bool = True,
-        timeout: float | None = None,
-        *,
-        accept_older: bool = False,
+        self, wait: bool = True, timeout: float | None = None, *, accept_older: bool = False
     ) -> Any:
         """Download the state of another peer and put it into the model, the optimizer and the scheduler.
 
@@ -487,19 +483,14 @@ class TrainingStateAverager(DecentralizedAverager):
             logger.warning("a downloaded training state was refused: %s", e)
             return False
         with self.get_tensors(), self._state_access():
-            if state.epoch < self._local_epoch and not accept_older:
-                logger.warning(
-                    "a downloaded training state of epoch %d is older than this peer's, %d",
-                    state.epoch,
-                    self._local_epoch,
-                )
-                return False
-            if self.shared_buffers is not None:
-                try:
+            try:
+                if state.epoch < self._local_epoch and not accept_older:
+                    raise ValueError(f"it is of epoch {state.epoch}, and this peer's own of epoch {self._local_epoch}")
+                if self.shared_buffers is not None:
                     self.shared_buffers.set_buffers(state.buffers)
-                except ValueError as e:
-                    logger.warning("a downloaded training state was refused: %s", e)
-                    return False
+            except ValueError as e:
+                logger.warning("a downloaded training state was refused: %s", e)
+                return False
             apply_state(state, self._setup, self.extra_tensors)
             self._contents.load_into_averaged()
             self._contents.update_main_parameters()

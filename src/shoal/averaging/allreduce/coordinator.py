@@ -21,11 +21,11 @@ from shoal.averaging.control import AveragingMode
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     PEER_FAILURES,
-    Line,
     PartKey,
     RoundKind,
     RoundMessage,
     RoundStatus,
+    SharedCall,
     StatusRequest,
     reason_of,
     show_life,
@@ -96,10 +96,12 @@ def make_plan(parts: Sequence[Sequence[Part]], held: Mapping[int, Sequence[int]]
 class Recovery:
     """One attempt to fill gaps, at the coordinator."""
 
-    def __init__(self, allreduce: AllReduce, plan: Plan, lines: dict[int, Line], weights: dict[int, float]) -> None:
-        self._vector, self._own, self._plan, self._lines = allreduce.vector, allreduce.own_index, plan, lines
+    def __init__(
+        self, allreduce: AllReduce, plan: Plan, calls: dict[int, SharedCall], weights: dict[int, float]
+    ) -> None:
+        self._vector, self._own, self._plan, self._calls = allreduce.vector, allreduce.own_index, plan, calls
         roster = allreduce.roster
-        senders = [member for member in lines if member in roster.senders]
+        senders = [member for member in calls if member in roster.senders]
         parts = [self._vector.parts[reducer][index] for reducer, index in plan.again]
         local = self._vector.sound_values if roster.is_sender else None
         self._reducer = PartReducer(parts, senders, local, self._own, weights, roster.seen_not_finite.add)
@@ -114,7 +116,7 @@ class Recovery:
 
     def member_failed(self, member: int) -> None:
         """A member of this attempt is dead: the attempt is over."""
-        if member in self._lines:
+        if member in self._calls:
             self._failed.set()
 
     def is_average(self, key: PartKey) -> bool:
@@ -132,7 +134,7 @@ class Recovery:
 
     async def run(self) -> bool:
         """Fill the gaps; returns whether all of them are filled."""
-        work: list[Coroutine[Any, Any, None]] = [self._serve_member(member) for member in self._lines]
+        work: list[Coroutine[Any, Any, None]] = [self._serve_member(member) for member in self._calls]
         if self._own in self._plan.missing:
             work.append(self._fill_own())
         everything = asyncio.ensure_future(all_of(*work))
@@ -149,17 +151,17 @@ class Recovery:
             await cancel_and_wait(everything)
 
     async def _serve_member(self, member: int) -> None:
-        line = self._lines[member]
+        shared = self._calls[member]
         wanted = [key for key, source in self._plan.sources.items() if source == member]
         wanted += self._plan.again if member in self._senders else []
         assignment = RoundMessage(
             kind=RoundKind.ASSIGNMENT, send=_as_ranges(wanted), expect=self._plan.missing.get(member, [])
         )
-        await line.send(assignment)
+        await shared.send(assignment)
         for key in self._plan.parts_missing(member):
             average = await self._average(key)
             part = self._vector.parts[key[0]][key[1]]
-            await line.send_part(key, None if average is None else part.compress(average))
+            await shared.send_part(key, None if average is None else part.compress(average))
 
     async def _fill_own(self) -> None:
         for key in self._plan.parts_missing(self._own):
@@ -236,15 +238,15 @@ class Coordination:
         if self._committed and not self.roster.closed_early:
             raise ProtocolError("the round is over, without this member")
         too_late = (self.roster.closed_early or self._has_filled_gaps) and member.failed
-        link = Link(Line(call), handler, hello.weight)
-        await link.line.send(RoundMessage(kind=RoundKind.ALIVE))
+        link = Link(SharedCall(call), handler, hello.weight)
+        await link.shared.send(RoundMessage(kind=RoundKind.ALIVE))
         member.link = link
         self._changed.set()
         if too_late or hello.late:
             self.roster.closed_early = True
             self.roster.fail(member.index, "late", Standing.LATE)
-            await link.line.send(RoundMessage(kind=RoundKind.LATE))
-        alive = asyncio.ensure_future(show_life(link.line, self._silence))
+            await link.shared.send(RoundMessage(kind=RoundKind.LATE))
+        alive = asyncio.ensure_future(show_life(link.shared, self._silence))
         try:
             while await self._serve_message(link, member):
                 pass
@@ -257,7 +259,7 @@ class Coordination:
 
     async def _serve_message(self, link: Link, member: Member) -> bool:
         async with asyncio.timeout(self._silence):
-            message = await link.line.call.receive(RoundMessage)
+            message = await link.shared.call.receive(RoundMessage)
             self.allreduce.heard_of(member.index)
             if message is None:
                 if not self._committed:
@@ -385,7 +387,9 @@ class Coordination:
         if member.mode is not AveragingMode.CLIENT:
             stub = self.allreduce.get_stub(member.peer_id)
             try:
-                reply = await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=self._silence)
+                reply = await stub.rpc_round_status(
+                    StatusRequest(round_id=self.allreduce.round_id), timeout=self._silence
+                )
                 status = RoundStatus(reply.status)
             except InterruptedDialError as e:
                 # This may be chance: the next question will tell.
@@ -414,10 +418,10 @@ class Coordination:
     async def _tell(self, link: Link, message: RoundMessage, end: bool = False) -> None:
         try:
             async with asyncio.timeout(self._silence):
-                await link.line.send(message, end=end)
+                await link.shared.send(message, end=end)
         except PEER_FAILURES as e:
             # Its handler notices, too.
-            logger.debug("could not tell %s: %r", link.line.call.remote, e)
+            logger.debug("could not tell %s: %r", link.shared.call.remote, e)
 
     async def _commit(self) -> None:
         self._committed = True
@@ -448,8 +452,8 @@ class Coordination:
         for reducer, parts in enumerate(self.vector.parts):
             for index, part in enumerate(parts):
                 encoded = part.compress(part.of(values)) if self.vector.has_average(reducer, index) else None
-                await link.line.send_part((reducer, index), encoded)
-        await link.line.send(RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights), end=True)
+                await link.shared.send_part((reducer, index), encoded)
+        await link.shared.send(RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights), end=True)
 
     # --- filling gaps -------------------------------------------------------------------------------------------------
 
@@ -463,7 +467,7 @@ class Coordination:
         """Carry out a plan; a death on the way calls it off, and everybody reports again."""
         links = self.roster.punctual
         weights = {self.own: self.allreduce.weight, **{member: link.weight for member, link in links.items()}}
-        execution = Recovery(self.allreduce, plan, {member: link.line for member, link in links.items()}, weights)
+        execution = Recovery(self.allreduce, plan, {member: link.shared for member, link in links.items()}, weights)
         self._execution, self._has_filled_gaps = execution, True
         for link in links.values():
             link.held = None
@@ -482,7 +486,7 @@ class Coordination:
         exists = 0 <= reducer < self.group.group_size and 0 <= index < len(self.vector.parts[reducer])
         if header is None or not exists:
             raise ProtocolError("sent a part that does not exist")
-        [values] = await self.vector.receive(link.line.call, [header], [self.vector.parts[reducer][index]])
+        [values] = await self.vector.receive(link.shared.call, [header], [self.vector.parts[reducer][index]])
         is_average = self._execution is not None and self._execution.is_average((reducer, index))
         if is_average and values is not None and not all_finite(values):
             self.roster.seen_not_finite.add(member.index)

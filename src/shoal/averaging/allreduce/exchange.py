@@ -69,8 +69,8 @@ def stripes_for(round_trip: float, parts: int) -> int:
     return max(1, min(MAX_STRIPES, round(round_trip / SECONDS_PER_STRIPE), parts // PARTS_PER_STRIPE))
 
 
-class Exchange:
-    """The sender's side.
+class Delivery:
+    """The sender's side, for one reducer.
 
     Args:
         traffic: what is to be exchanged with the reducer.
@@ -91,7 +91,7 @@ class Exchange:
         self._open_call, self._may_end, self._timeout = open_call, may_end, timeout
         self._stripes = 1
 
-    async def run(self, group_id: bytes, weight: float, stripes: int) -> None:
+    async def run(self, round_id: bytes, weight: float, stripes: int) -> None:
         """Exchange everything, then wait until the calls may end.
 
         Raises:
@@ -99,7 +99,7 @@ class Exchange:
         """
         self._stripes = stripes
         self._traffic.begin(stripes, own=True)
-        begin = [BeginReduce(group_id=group_id, weight=weight, stripe=i, stripes=stripes) for i in range(stripes)]
+        begin = [BeginReduce(round_id=round_id, weight=weight, stripe=i, stripes=stripes) for i in range(stripes)]
         await all_of(*[self._run_stripe(each) for each in begin])
 
     async def _run_stripe(self, begin: BeginReduce) -> None:
@@ -114,14 +114,11 @@ class Exchange:
                 logger.debug("a call to %s ended badly: %r", call.remote, e)
 
     async def _send_until_end(self, call: Call) -> None:
-        """The end says that everything is here: over a long link it is not to wait for the reducer's own end."""
-        await self._send_parts(call)
-        await self._may_end.wait()
-        await call.send_end()
-
-    async def _send_parts(self, call: Call) -> None:
         await self._traffic.send(call, self._traffic.parts_out, self._stripes)
         await call.send(PartMessage())
+        # The end says that everything is here: over a long link it is not to wait for the reducer's own end.
+        await self._may_end.wait()
+        await call.send_end()
 
     async def _receive_averages(self, call: Call) -> None:
         if await self._traffic.receive(call, lambda: self._timeout) is not None:
@@ -157,7 +154,8 @@ class Intake:
         Raises:
             ProtocolError, P2PDaemonError, TimeoutError: the sender failed.
         """
-        await all_of(self._take_parts(call), self._give_averages(call))
+        averages = self._traffic.averages_out
+        await all_of(self._take_parts(call), self._traffic.send(call, averages, self.stripes))
         await call.send_end()
         self.unfinished -= 1
 
@@ -168,9 +166,6 @@ class Intake:
 
     def _limit(self) -> float:
         return self._timeout if self._traffic.parts_in.missing else self._timeout_for_averages
-
-    async def _give_averages(self, call: Call) -> None:
-        await self._traffic.send(call, self._traffic.averages_out, self.stripes)
 
     async def wait_for_end(self, call: Call, round_ended: asyncio.Event) -> bool:
         """A sender ends its side when it holds all averages; when the round is over it has to, soon.
@@ -211,6 +206,7 @@ class AllReduce:
     """The exchange of parts in one group.
 
     Args:
+        round_id: names it, the same way at all members.
         group: as agreed; ``modes`` and ``shares`` filled in.
         own_index: this member's position.
         tensors: contiguous CPU tensors; they receive the averages.
@@ -222,6 +218,7 @@ class AllReduce:
 
     def __init__(
         self,
+        round_id: bytes,
         group: GroupInfo,
         own_index: int,
         tensors: Sequence[torch.Tensor],
@@ -231,8 +228,8 @@ class AllReduce:
         get_stub: Callable[[PeerID], StubBase],
         is_spoilt: bool = False,
     ) -> None:
-        self.group, self.own_index, self.settings, self.weight = group, own_index, settings, weight
-        self.get_stub = get_stub
+        self.round_id, self.group, self.own_index, self.get_stub = round_id, group, own_index, get_stub
+        self.settings, self.weight = settings, weight
         self.vector = RoundVector(
             tensors, infos, settings.codec, settings.part_size_bytes, group.shares, settings.alpha, is_spoilt
         )
@@ -379,10 +376,10 @@ class AllReduce:
     async def _exchange_with(self, member: Member) -> None:
         """Let another member reduce its parts; whatever it does wrong costs these parts and no more."""
         stub, traffic = self.get_stub(member.peer_id), self._traffic[member.index]
-        exchange = Exchange(traffic, stub.rpc_reduce, may_end=self._may_end, timeout=self.settings.reducer_timeout)
+        delivery = Delivery(traffic, stub.rpc_reduce, may_end=self._may_end, timeout=self.settings.reducer_timeout)
         try:
             stripes = stripes_for(stub.round_trip, len(self.vector.parts[member.index]))
-            await exchange.run(self.group.group_id, self.weight, stripes)
+            await delivery.run(self.round_id, self.weight, stripes)
         except PEER_FAILURES as e:
             self.roster.fail(member.index, reason_of(e))
         finally:
@@ -417,7 +414,7 @@ class AllReduce:
                 continue
             try:
                 with suppress(P2PHandlerError):  # an answer, too
-                    await stub.rpc_round_status(StatusRequest(group_id=self.group.group_id), timeout=patience)
+                    await stub.rpc_round_status(StatusRequest(round_id=self.round_id), timeout=patience)
                 self.heard_of(member.index)
             except PEER_FAILURES as e:
                 logger.debug("asked %s whether it lives: %r", member.peer_id, e)

@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING
 from shoal.averaging.allreduce.coordinator import Coordination, Resigned
 from shoal.averaging.allreduce.members import Member
 from shoal.averaging.finite import all_finite
-from shoal.averaging.messages import PEER_FAILURES, REDIAL_PAUSE, Line, RoundKind, RoundMessage, reason_of, show_life
+from shoal.averaging.messages import (
+    PEER_FAILURES,
+    REDIAL_PAUSE,
+    RoundKind,
+    RoundMessage,
+    SharedCall,
+    reason_of,
+    show_life,
+)
 from shoal.errors import DialError, ProtocolError, StreamClosedError
 from shoal.p2p import Call
 from shoal.tasks import cancel_and_wait, first_completed
@@ -38,7 +46,7 @@ if TYPE_CHECKING:
 MIN_ANSWER_SECONDS = 1.0
 
 
-class Following:
+class Participation:
     """A member's part: follows the coordinators of one round, one after another if they die.
 
     It reports to the coordinator, and does what that one asks for.
@@ -64,15 +72,19 @@ class Following:
         """
         hello = RoundMessage(
             kind=RoundKind.HELLO,
-            group_id=self.group.group_id,
+            round_id=self.allreduce.round_id,
             weight=self.allreduce.weight,
             late=self.roster.own.late,
         )
-        line, coordinator = Line(call), self.group.peer_ids.index(call.remote)
-        await line.send(hello)
+        shared, coordinator = SharedCall(call), self.group.peer_ids.index(call.remote)
+        await shared.send(hello)
         helpers = [
             asyncio.ensure_future(work)
-            for work in (show_life(line, self._silence), self._say_when_delivered(line), self._report_when_ready(line))
+            for work in (
+                show_life(shared, self._silence),
+                self._say_when_delivered(shared),
+                self._report_when_ready(shared),
+            )
         ]
         try:
             await self._receive_first(call)
@@ -91,14 +103,14 @@ class Following:
                     raise Resigned("is late itself")
                 if message.kind == RoundKind.LATE:
                     await self.allreduce.abandon()
-                    await line.send(RoundMessage(kind=RoundKind.LATE))
+                    await shared.send(RoundMessage(kind=RoundKind.LATE))
                 elif message.kind == RoundKind.FAILED:
                     self._drop(message.members)
                 elif message.kind in (RoundKind.ASSIGNMENT, RoundKind.RESTART):
                     # One that is being fulfilled ends between two parts.
                     self._assignment = message
                     self._changed.set()
-                    helpers.append(asyncio.ensure_future(self._fulfil(line, message)))
+                    helpers.append(asyncio.ensure_future(self._fulfil(shared, message)))
         finally:
             await cancel_and_wait(*helpers)
 
@@ -133,33 +145,33 @@ class Following:
             if 0 <= member < self.group.group_size and member != self.roster.own.index:
                 self.roster.fail(member, "the coordinator has lost it")
 
-    async def _say_when_delivered(self, line: Line) -> None:
+    async def _say_when_delivered(self, shared: SharedCall) -> None:
         if self._quorum is not None:
             await self.roster.delivered.wait()
-            await line.send(RoundMessage(kind=RoundKind.DELIVERED))
+            await shared.send(RoundMessage(kind=RoundKind.DELIVERED))
 
-    async def _report_when_ready(self, line: Line) -> None:
+    async def _report_when_ready(self, shared: SharedCall) -> None:
         await self.allreduce.exchanged.wait()
-        await self._report(line)
+        await self._report(shared)
 
-    async def _report(self, line: Line) -> None:
+    async def _report(self, shared: SharedCall) -> None:
         left_out = sorted(self.roster.seen_not_finite)
-        await line.send(RoundMessage(kind=RoundKind.REPORT, held=self.vector.held, not_finite=left_out))
+        await shared.send(RoundMessage(kind=RoundKind.REPORT, held=self.vector.held, not_finite=left_out))
 
-    async def _fulfil(self, line: Line, assignment: RoundMessage) -> None:
+    async def _fulfil(self, shared: SharedCall, assignment: RoundMessage) -> None:
         """Send the parts that the coordinator wants; report when those that it promised are here, too."""
         for reducer, start, stop in assignment.send:
             for index in range(start, stop):
                 if self._assignment is not assignment:
                     return
                 part, is_known = self.vector.parts[reducer][index], self.vector.has_average(reducer, index)
-                await line.send_part((reducer, index), self.vector.encode(part) if is_known else None)
+                await shared.send_part((reducer, index), self.vector.encode(part) if is_known else None)
         while any(self.vector.held[reducer] < stop for reducer, _, stop in assignment.expect):
             self._changed.clear()
             await self._changed.wait()
             if self._assignment is not assignment:
                 return
-        await self._report(line)
+        await self._report(shared)
 
     async def _take_part(self, call: Call, message: RoundMessage) -> None:
         reducer, index, header = message.reducer, message.index, message.part
@@ -196,7 +208,7 @@ class Completion:
 
     def __init__(self, allreduce: AllReduce) -> None:
         self.allreduce, self.roster = allreduce, allreduce.roster
-        self._following, self._coordination = Following(allreduce), Coordination(allreduce)
+        self._participation, self._coordination = Participation(allreduce), Coordination(allreduce)
         self._quorum = allreduce.settings.quorum
 
     async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
@@ -216,7 +228,7 @@ class Completion:
             if candidate is self.roster.own:
                 if await self._coordinate_unless_late():
                     return
-            elif self._is_worth_following(candidate) and await self._follow_unless_silent(candidate):
+            elif self._is_worth_participation(candidate) and await self._follow_unless_silent(candidate):
                 # Members that could not reach the coordinator.
                 if not self.roster.own.late:
                     await self._coordination.run(wait_for_absent=False)
@@ -237,7 +249,7 @@ class Completion:
             await self.allreduce.abandon()
         return not is_late
 
-    def _is_worth_following(self, candidate: Member) -> bool:
+    def _is_worth_participation(self, candidate: Member) -> bool:
         """One that has failed may still have the result of a round that did not wait for this member."""
         return not candidate.silent.is_set() and (not candidate.failed or self._quorum is not None)
 
@@ -257,7 +269,7 @@ class Completion:
                 break
             try:
                 async with self.allreduce.get_stub(coordinator.peer_id).rpc_complete() as call:
-                    await self._following.run(call)
+                    await self._participation.run(call)
                     await call.send_end()
                 return True
             except Resigned as e:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.averaging.control import AveragingMode, GroupInfo
-from shoal.averaging.messages import Line
+from shoal.averaging.messages import SharedCall
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Standing(enum.Enum):
 class Link:
     """The call of a member that takes this one for the coordinator."""
 
-    line: Line
+    shared: SharedCall
     handler: asyncio.Task[Any]
     weight: float
     # How many averages of each reducer it has reported; None while it is still busy.

@@ -309,13 +309,15 @@ class GroupSession:
         settings = self._settings if alpha is None else dataclasses.replace(self._settings, alpha=alpha)
         round_id = self.group.group_id + bytes([phase])
         shares = rescale_shares(self.group.shares, sum(tensor.numel() for tensor in tensors))
-        group = dataclasses.replace(self.group, group_id=round_id, shares=shares)
+        group = dataclasses.replace(self.group, shares=shares)
         direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
         # All of it, before the first byte is sent.
         is_spoilt = not await self.check_values(working, infos)
         own_weight = 0.0 if is_spoilt else self.weight if weight is None else weight
-        allreduce = AllReduce(group, self.own_index, working, infos, settings, own_weight, self._get_stub, is_spoilt)
+        allreduce = AllReduce(
+            round_id, group, self.own_index, working, infos, settings, own_weight, self._get_stub, is_spoilt
+        )
         self._vectors.append((working, allreduce.vector))
         try:
             result = await self._rounds.run(

@@ -62,7 +62,7 @@ class Follower:
 
 
 @dataclass
-class Line:
+class Offer:
     """The call of a peer that offers to lead this one, as long as this one has not decided."""
 
     call: Call
@@ -130,7 +130,7 @@ class Search:
     """Whom it could not reach with that."""
     pending: dict[PeerID, asyncio.Task[None]] = field(default_factory=dict)
     """Invitations without an answer."""
-    lines: dict[PeerID, Line] = field(default_factory=dict)
+    offers: dict[PeerID, Offer] = field(default_factory=dict)
     """Invitations to this peer."""
     asked: Call | None = None
     """On which the candidate that this peer wants to follow has got its request."""
@@ -146,7 +146,7 @@ class Search:
     declared: asyncio.Event = field(default_factory=asyncio.Event)
     redeclare: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def offer(self, peer: PeerID, expiration: float) -> None:
+    def note_candidate(self, peer: PeerID, expiration: float) -> None:
         """A peer is known to look for a group."""
         if peer in self.refused:
             self.turn_away(peer)
@@ -203,34 +203,34 @@ class Search:
 
     # --- who invites --------------------------------------------------------------------------------------------------
 
-    def add_line(self, peer: PeerID, line: Line, expiration: float) -> None:
+    def add_offer(self, peer: PeerID, offer: Offer, expiration: float) -> None:
         """A peer offers to lead this one."""
-        previous = self.lines.get(peer)
+        previous = self.offers.get(peer)
         if previous is not None and previous.is_used:
-            line.close(None)
+            offer.close(None)
             return
         if previous is not None:
             previous.close(None)
-        self.lines[peer] = line
+        self.offers[peer] = offer
         for past in (self.resting, self.failures, self.silent, self.spent):
             past.pop(peer, None)
-        self.offer(peer, expiration)
+        self.note_candidate(peer, expiration)
         self.control.changed.set()
         if self.settings.leads and self.leads_before(peer, expiration):
-            line.close((self.own, self.expiration) if self.leader is None else self.leader)
+            offer.close((self.own, self.expiration) if self.leader is None else self.leader)
         self._decline()
 
     def _decline(self) -> None:
         """Tell those who wait in vain whom this peer follows."""
-        for peer, line in self.lines.items():
-            if self.leader is not None and not line.is_used:
-                line.close(None if peer == self.leader[0] else self.leader)
+        for peer, offer in self.offers.items():
+            if self.leader is not None and not offer.is_used:
+                offer.close(None if peer == self.leader[0] else self.leader)
 
     def has_shorter_way(self) -> bool:
         """Whether the best candidate has called, while this peer still tries to connect to it or to another one."""
         best = self.best_candidate() if self.asked is None else None
-        line = None if best is None else self.lines.get(best)
-        return line is not None and not line.is_used and not line.outcome.done()
+        offer = None if best is None else self.offers.get(best)
+        return offer is not None and not offer.is_used and not offer.outcome.done()
 
     # --- whom to ask --------------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Search:
         """Another peer follows that one, so it can probably be reached after all."""
         if leader not in self.silent:
             self.resting.pop(leader, None)
-        self.offer(leader, expiration)
+        self.note_candidate(leader, expiration)
 
     def note_acceptance(self, peer: PeerID, expiration: float) -> None:
         """This peer follows another one, which starts then."""

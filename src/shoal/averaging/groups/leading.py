@@ -1,4 +1,6 @@
-"""Invitations: a peer that may lead calls those who may follow it, and they join on that very call.
+"""Leading a group: whom to invite, whom to refuse, and what the leader publishes in the end.
+
+Invitations: a peer that may lead calls those who may follow it, and they join on that very call.
 
 Whoever sees the other first makes the connection, so that two peers meet if one of them sees the other, and if one of
 them can connect to the other. Who declines tells whom it follows instead: so groups of one window find each other.
@@ -16,8 +18,19 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from shoal.averaging.groups.candidates import Line, Search
-from shoal.averaging.messages import CALL_FAILURES, Invitation, InvitationReply, JoinRequest, PeerRecord
+from shoal.averaging.allreduce.parts import load_balance_peers
+from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
+from shoal.averaging.groups.candidates import Offer, Search
+from shoal.averaging.messages import (
+    CALL_FAILURES,
+    GroupStart,
+    Invitation,
+    InvitationReply,
+    JoinRequest,
+    Member,
+    PeerRecord,
+)
+from shoal.errors import ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 
@@ -44,6 +57,59 @@ def learn(p2p: P2P, record: PeerRecord) -> PeerID:
     if peer != p2p.peer_id:
         p2p.add_addresses(peer, record.addresses[:MAX_ADDRESSES_PER_PEER])
     return peer
+
+
+def difference_of(own: dict[str, str], other: dict[str, str]) -> str:
+    """Which settings differ, for both sides to read; empty if none does."""
+    names = sorted(own.keys() | other.keys())
+    pairs = [(name, own.get(name, "not set")[:100], other.get(name, "not set")[:100]) for name in names]
+    return "; ".join(f"{name} is {mine!r} there and {theirs!r} here" for name, mine, theirs in pairs if mine != theirs)
+
+
+def describe_group(p2p: P2P, search: Search) -> GroupStart:
+    """What a leader publishes: order, modes and shares, so that nobody has to work them out for itself."""
+    own = search.settings
+    entries = [(p2p.peer_id, int(own.mode), own.bandwidth, search.control.data_for_gather)]
+    for peer, follower in search.followers.items():
+        request = follower.request
+        entries.append((peer, request.mode, request.bandwidth, request.gathered))
+    p2p.rng.shuffle(entries)
+    shares = _split(own.total_size, [(mode, bandwidth) for _, mode, bandwidth, _ in entries], own.min_vector_size)
+    members = [
+        Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered)
+        for (peer, mode, _, gathered), share in zip(entries, shares, strict=True)
+    ]
+    return GroupStart(group_id=p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
+
+
+def read_group(p2p: P2P, start: GroupStart, total_size: int) -> GroupInfo:
+    """Check what a leader has published, and learn where its members are.
+
+    Args:
+        total_size: number of values in the averaged vector.
+
+    Raises:
+        ProtocolError: it cannot be right.
+    """
+    peers = tuple(PeerID(member.peer.peer_id) for member in start.members)
+    if p2p.peer_id not in peers or len(set(peers)) != len(peers) or len(start.group_id) != GROUP_ID_BYTES:
+        raise ProtocolError("the leader published a group without this peer, with duplicates, or without a valid id")
+    shares = tuple(member.share for member in start.members)
+    modes = tuple(member.mode for member in start.members)
+    useless = any((m.share and m.mode == AveragingMode.CLIENT) or not 0 <= m.mode <= 2 for m in start.members)
+    if min(shares) < 0 or sum(shares) != total_size or useless:
+        raise ProtocolError(f"the leader published shares {list(shares)} for a vector of {total_size} values")
+    for member in start.members:
+        learn(p2p, member.peer)
+    return GroupInfo(start.group_id, peers, tuple(member.gathered for member in start.members), modes, shares)
+
+
+def _split(total_size: int, members: list[tuple[int, float | None]], min_size: int) -> tuple[int, ...]:
+    able = [0.0 if mode == AveragingMode.CLIENT else bandwidth for mode, bandwidth in members]
+    # All want to be spared: share it evenly.
+    if not any(bandwidth is None or bandwidth > 0 for bandwidth in able):
+        able = [0.0 if mode == AveragingMode.CLIENT else None for mode, _ in members]
+    return load_balance_peers(total_size, able, min_size)
 
 
 class Invitations:
@@ -108,21 +174,21 @@ class Invitations:
         if reply is not None and reply.better_leader is not None and math.isfinite(reply.expiration):
             leader = learn(self._p2p, reply.better_leader)
             if leader != self._p2p.peer_id:
-                search.offer(leader, reply.expiration)
+                search.note_candidate(leader, reply.expiration)
 
     async def hold(self, search: Search, call: Call, invitation: Invitation) -> None:
         """A peer offers to lead this one: hold its call until this one comes on it, or has decided otherwise."""
-        line = Line(call, asyncio.get_running_loop().create_future())
-        search.add_line(call.remote, line, invitation.expiration)
+        offer = Offer(call, asyncio.get_running_loop().create_future())
+        search.add_offer(call.remote, offer, invitation.expiration)
         try:
-            better = await line.outcome
+            better = await offer.outcome
             if better is not None:
                 leader, expiration = better
                 reply = InvitationReply(better_leader=record_of(self._p2p, leader), expiration=expiration)
                 await call.send(reply, end=True)
         finally:
-            if search.lines.get(call.remote) is line:
-                del search.lines[call.remote]
+            if search.offers.get(call.remote) is offer:
+                del search.offers[call.remote]
 
     @staticmethod
     def end(search: Search) -> None:
@@ -137,9 +203,9 @@ class Invitations:
                 asyncio.get_running_loop().call_later(MEMBER_PATIENCE, task.cancel)
             else:
                 task.cancel()
-        for line in list(search.lines.values()):
-            if not line.is_used:
-                line.close(None)
+        for offer in list(search.offers.values()):
+            if not offer.is_used:
+                offer.close(None)
 
 
 SEEN_SEARCHES = 10

@@ -24,11 +24,18 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from shoal.averaging.allreduce.parts import load_balance_peers
-from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, StepControl
+from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.averaging.groups.keys import GroupKeyManager
-from shoal.averaging.groups.leading import Invitations, Refusals, learn, record_of
+from shoal.averaging.groups.leading import (
+    Invitations,
+    Refusals,
+    describe_group,
+    difference_of,
+    learn,
+    read_group,
+    record_of,
+)
 from shoal.averaging.messages import (
     CALL_FAILURES,
     Code,
@@ -38,7 +45,6 @@ from shoal.averaging.messages import (
     InvitationReply,
     JoinReply,
     JoinRequest,
-    Member,
 )
 from shoal.clock import get_dht_time
 from shoal.errors import (
@@ -206,7 +212,7 @@ class Matchmaking:
     async def _look(self, search: Search, quickly: bool) -> None:
         for peer, expiration in await self.keys.get_averagers(search.key, only_active=True, quickly=quickly):
             if peer != self.p2p.peer_id:
-                search.offer(peer, expiration)
+                search.note_candidate(peer, expiration)
         self._invitations.invite_followers(search)
 
     async def _lead_or_follow(self, search: Search) -> None:
@@ -268,15 +274,15 @@ class Matchmaking:
         """Ask to be led; returns when there is a group, or nothing to hope for from this peer at the moment."""
         promised = search.candidates[leader]
         search.asked = None
-        line = search.lines.get(leader)
+        offer = search.offers.get(leader)
         reply = None
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(self.settings.request_timeout):
-                    way = self._get_stub(leader).rpc_join_group() if line is None else line.taken()
+                    way = self._get_stub(leader).rpc_join_group() if offer is None else offer.taken()
                     call = await stack.enter_async_context(way)
                     request = self._request(search)
-                    await call.send(request if line is None else InvitationReply(request=request))
+                    await call.send(request if offer is None else InvitationReply(request=request))
                     search.asked, search.told_expectation = call, request.expected_group_size
                     reply = await _receive(call)
                 if reply.code == Code.ACCEPTED:
@@ -359,7 +365,7 @@ class Matchmaking:
             if better != self.p2p.peer_id:
                 search.note_redirection(better, reply.expiration)
         elif reply.code == Code.BAD_EXPIRATION_TIME:
-            search.offer(leader, reply.expiration)
+            search.note_candidate(leader, reply.expiration)
         elif reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
             search.refusals[str(leader)] = reply.text
             if reply.text not in self._warned:
@@ -422,7 +428,7 @@ class Matchmaking:
         if remote in search.refused:
             search.turn_away(remote)
             return JoinReply(code=Code.REFUSED, text=REFUSAL)
-        difference = _difference(self.settings.agreed, request.settings)
+        difference = difference_of(self.settings.agreed, request.settings)
         if difference:
             return JoinReply(code=Code.SETTINGS_DIFFER, text=difference)
         if search.leader is not None:
@@ -457,21 +463,10 @@ class Matchmaking:
 
     def _start_group(self, search: Search) -> None:
         """Publish the group: order, modes and shares, so that nobody has to work them out for itself."""
-        own = self.settings
         for peer, (lost_at, follower) in search.lost.items():
             if lost_at + search.return_seconds > get_dht_time():
                 search.followers[peer] = follower
-        entries = [(self.p2p.peer_id, int(own.mode), own.bandwidth, search.control.data_for_gather)]
-        for peer, follower in search.followers.items():
-            request = follower.request
-            entries.append((peer, request.mode, request.bandwidth, request.gathered))
-        self.p2p.rng.shuffle(entries)
-        shares = _split(own.total_size, [(mode, bandwidth) for _, mode, bandwidth, _ in entries], own.min_vector_size)
-        members = [
-            Member(peer=record_of(self.p2p, peer), mode=mode, share=share, gathered=gathered)
-            for (peer, mode, _, gathered), share in zip(entries, shares, strict=True)
-        ]
-        start = GroupStart(group_id=self.p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
+        start = describe_group(self.p2p, search)
         for follower in search.followers.values():
             if not follower.outcome.done():
                 follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))
@@ -480,31 +475,7 @@ class Matchmaking:
         search.group.set_result(self._adopt(start))
 
     def _adopt(self, start: GroupStart) -> GroupInfo:
-        """Check what a leader published.
-
-        Raises:
-            ProtocolError: it cannot be right.
-        """
-        peers = tuple(PeerID(member.peer.peer_id) for member in start.members)
-        if self.p2p.peer_id not in peers or len(set(peers)) != len(peers) or len(start.group_id) != GROUP_ID_BYTES:
-            raise ProtocolError(
-                "the leader published a group without this peer, with duplicates, or without a valid id"
-            )
-        shares = [member.share for member in start.members]
-        useless = any((m.share and m.mode == AveragingMode.CLIENT) or not 0 <= m.mode <= 2 for m in start.members)
-        if min(shares) < 0 or sum(shares) != self.settings.total_size or useless:
-            raise ProtocolError(
-                f"the leader published shares {shares} for a vector of {self.settings.total_size} values"
-            )
-        for member in start.members:
-            learn(self.p2p, member.peer)
-        group = GroupInfo(
-            start.group_id,
-            peers,
-            tuple(member.gathered for member in start.members),
-            tuple(member.mode for member in start.members),
-            tuple(shares),
-        )
+        group = read_group(self.p2p, start, self.settings.total_size)
         self.keys.update_key_on_group_assembled(group)
         return group
 
@@ -531,18 +502,3 @@ async def _receive(call: Call) -> JoinReply:
     if reply is None:
         raise ProtocolError("the leader ended without an answer")
     return reply
-
-
-def _difference(own: dict[str, str], other: dict[str, str]) -> str:
-    """Which settings differ, for both sides to read; empty if none does."""
-    names = sorted(own.keys() | other.keys())
-    pairs = [(name, own.get(name, "not set")[:100], other.get(name, "not set")[:100]) for name in names]
-    return "; ".join(f"{name} is {mine!r} there and {theirs!r} here" for name, mine, theirs in pairs if mine != theirs)
-
-
-def _split(total_size: int, members: list[tuple[int, float | None]], min_size: int) -> tuple[int, ...]:
-    able = [0.0 if mode == AveragingMode.CLIENT else bandwidth for mode, bandwidth in members]
-    # All want to be spared: share it evenly.
-    if not any(bandwidth is None or bandwidth > 0 for bandwidth in able):
-        able = [0.0 if mode == AveragingMode.CLIENT else None for mode, _ in members]
-    return load_balance_peers(total_size, able, min_size)
