@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.allreduce.exchange import Exchange
+from shoal.averaging.allreduce.exchange import Delivery
 from shoal.averaging.control import AveragingMode
 from shoal.compression import Float16Compression
 from shoal.dht import DHT
@@ -64,14 +64,14 @@ async def test_who_is_triggered_late_gets_the_result(seed):
 async def test_who_sends_too_slowly_gets_the_result(monkeypatch, seed):
     swarm, tensors = await start(seed, part_size_bytes=2**12)
     before = [tensor.clone() for tensor in tensors]
-    send_parts = Exchange._send_parts
+    send_parts = Delivery._send_parts
 
     async def slow(self, call):
         if owner_of(swarm, self._traffic.vector) is swarm.nodes[0]:
             await asyncio.Event().wait()  # for ever, it must be interrupted
         await send_parts(self, call)
 
-    monkeypatch.setattr(Exchange, "_send_parts", slow)
+    monkeypatch.setattr(Delivery, "_send_parts", slow)
     controls = [make_control(node, expected_group_size=4) for node in swarm.nodes]
     await asyncio.gather(*[node.run_step(c) for node, c in zip(swarm.nodes, controls, strict=True)])
     check(controls, swarm, tensors, before, (1, 2, 3), late=0)

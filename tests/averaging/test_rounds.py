@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from shoal.averaging.allreduce.exchange import Delivery, Intake
+from shoal.averaging.allreduce.sending import Traffic
 from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
@@ -247,32 +247,26 @@ class Fault:
 
     def __init__(self, monkeypatch, swarm, kind, victims):
         self.swarm, self.kind, self.victims = swarm, kind, {swarm.nodes[i].p2p.peer_id for i in victims}
-        original_send, original_reply = Delivery._send_parts, Intake._give_averages
-        fault = self
+        original, fault = Traffic.send, self
 
-        async def send(self, call):
-            if fault.hits(self, "sending"):
-                outgoing = self._traffic.parts_out
-                for _ in range(outgoing._count // 2):
-                    await outgoing.send_next(call)
+        async def send(self, call, usual, calls):
+            where = "sending" if usual is self.parts_out else "reducing"
+            if fault.hits(self, where):
+                if where == "sending":
+                    for _ in range(usual._count // 2):
+                        await usual.send_next(call)
                 await fault.fail(self)
-            await original_send(self, call)
+            await original(self, call, usual, calls)
 
-        async def give(self, call):
-            if fault.hits(self, "reducing"):
-                await fault.fail(self)
-            await original_reply(self, call)
+        monkeypatch.setattr(Traffic, "send", send)
 
-        monkeypatch.setattr(Delivery, "_send_parts", send)
-        monkeypatch.setattr(Intake, "_give_averages", give)
+    def hits(self, traffic, where):
+        return owner_of(self.swarm, traffic.vector).p2p.peer_id in self.victims and where in self.kind
 
-    def hits(self, side, where):
-        return owner_of(self.swarm, side._traffic.vector).p2p.peer_id in self.victims and where in self.kind
-
-    async def fail(self, side):
+    async def fail(self, traffic):
         if self.kind.startswith("stall"):
             await asyncio.sleep(math.inf)
-        node = owner_of(self.swarm, side._traffic.vector)
+        node = owner_of(self.swarm, traffic.vector)
         for each in list(node.p2p._serving):  # what the kernel does to a killed process: every connection ends
             if each is not asyncio.current_task():
                 each.cancel()

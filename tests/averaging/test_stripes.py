@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from shoal.averaging.allreduce.exchange import MAX_STRIPES, SECONDS_PER_STRIPE, Exchange, Intake
+from shoal.averaging.allreduce.exchange import MAX_STRIPES, SECONDS_PER_STRIPE, Delivery, Intake
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.messages import BeginReduce, PartMessage, PartStatus, describe_part
 from shoal.compression import CompressionInfo, NoCompression
@@ -30,13 +30,13 @@ def far_away(monkeypatch):
 
 
 def count_stripes(monkeypatch):
-    seen, run_stripe = set(), Exchange._run_stripe
+    seen, run_stripe = set(), Delivery._run_stripe
 
     async def counted(self, begin):
         seen.add((begin.stripe, begin.stripes))
         await run_stripe(self, begin)
 
-    monkeypatch.setattr(Exchange, "_run_stripe", counted)
+    monkeypatch.setattr(Delivery, "_run_stripe", counted)
     return seen
 
 
@@ -116,7 +116,7 @@ async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far
     far_away(4 * SECONDS_PER_STRIPE)
     swarm, tensors = await start(4)
     before = [tensor.clone() for tensor in tensors]
-    send_parts, calls = Exchange._send_parts, {}
+    send_parts, calls = Delivery._send_parts, {}
 
     async def break_one(self, call):
         stripe = calls[self] = calls.get(self, -1) + 1
@@ -126,7 +126,7 @@ async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far
             raise ConnectionAbortedError("killed")
         await send_parts(self, call)
 
-    monkeypatch.setattr(Exchange, "_send_parts", break_one)
+    monkeypatch.setattr(Delivery, "_send_parts", break_one)
     controls = [make_control(node, expected_group_size=4, allow_retries=False) for node in swarm.nodes]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     await asyncio.gather(*running)
@@ -170,7 +170,7 @@ async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
             except P2PHandlerError as e:
                 refused.append(str(e))
 
-    monkeypatch.setattr(Exchange, "_run_stripe", contradict)
+    monkeypatch.setattr(Delivery, "_run_stripe", contradict)
     running = asyncio.create_task(run(swarm, allow_retries=False))
     await until(lambda: refused)
     running.cancel()  # it would wait for stripes that never come
@@ -181,7 +181,7 @@ async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
 async def test_a_member_that_opens_only_some_of_its_stripes_is_given_up(monkeypatch, far_away):
     far_away(2 * SECONDS_PER_STRIPE)
     swarm, tensors = await start(3, sender_timeout=1.0, reducer_timeout=2.0)
-    victim, run_stripe = swarm.nodes[0].p2p.peer_id, Exchange._run_stripe
+    victim, run_stripe = swarm.nodes[0].p2p.peer_id, Delivery._run_stripe
 
     async def half(self, begin):
         if owner_of(swarm, self._traffic.vector) is not swarm.nodes[0] or begin.stripe == 0:
@@ -189,7 +189,7 @@ async def test_a_member_that_opens_only_some_of_its_stripes_is_given_up(monkeypa
         else:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(Exchange, "_run_stripe", half)
+    monkeypatch.setattr(Delivery, "_run_stripe", half)
     controls = [make_control(node, expected_group_size=3, allow_retries=False) for node in swarm.nodes]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     await asyncio.gather(*running[1:])
@@ -219,7 +219,7 @@ def test_averages_are_applied_in_order():
 @pytest.mark.parametrize("what", ["twice", "too few", "of nobody"])
 async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, what):
     swarm, tensors = await start(3)
-    send_parts = Exchange._send_parts
+    send_parts = Delivery._send_parts
 
     async def wrong(self, call):
         if owner_of(swarm, self._traffic.vector) is not swarm.nodes[0]:
@@ -230,7 +230,7 @@ async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, wha
             await call.send(PartMessage(index, [header]), *payload)
         await call.send(PartMessage())
 
-    monkeypatch.setattr(Exchange, "_send_parts", wrong)
+    monkeypatch.setattr(Delivery, "_send_parts", wrong)
     controls = [make_control(node, expected_group_size=3, allow_retries=False) for node in swarm.nodes]
     await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
     for i in (1, 2):

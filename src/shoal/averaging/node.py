@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce.exchange import AllReduceSettings, stripes_for
-from shoal.averaging.allreduce.session import GroupSession, Round, Rounds
+from shoal.averaging.allreduce.exchange import stripes_for
+from shoal.averaging.allreduce.session import AllReduceSettings, GroupSession, Round, Rounds
 from shoal.averaging.control import AveragingMode, AveragingStage, Gathered, GroupInfo, RoundResult, StepControl
+from shoal.averaging.groups.candidates import MatchmakingSettings
 from shoal.averaging.groups.keys import GroupKeyManager
-from shoal.averaging.groups.matchmaking import Matchmaking, MatchmakingSettings
+from shoal.averaging.groups.matchmaking import Matchmaking
 from shoal.averaging.messages import (
     CALL_FAILURES,
     PEER_FAILURES,

@@ -24,8 +24,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,10 +42,13 @@ from shoal.averaging.messages import (
     open_patiently,
     reason_of,
 )
-from shoal.compression import CompressionBase, CompressionInfo
+from shoal.compression import CompressionInfo
 from shoal.errors import AllreduceException, P2PHandlerError, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.tasks import all_of, cancel_and_wait, first_completed
+
+if TYPE_CHECKING:
+    from shoal.averaging.allreduce.session import AllReduceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -114,11 +116,14 @@ class Delivery:
                 logger.debug("a call to %s ended badly: %r", call.remote, e)
 
     async def _send_until_end(self, call: Call) -> None:
-        await self._traffic.send(call, self._traffic.parts_out, self._stripes)
-        await call.send(PartMessage())
+        await self._send_parts(call)
         # The end says that everything is here: over a long link it is not to wait for the reducer's own end.
         await self._may_end.wait()
         await call.send_end()
+
+    async def _send_parts(self, call: Call) -> None:
+        await self._traffic.send(call, self._traffic.parts_out, self._stripes)
+        await call.send(PartMessage())
 
     async def _receive_averages(self, call: Call) -> None:
         if await self._traffic.receive(call, lambda: self._timeout) is not None:
@@ -154,8 +159,7 @@ class Intake:
         Raises:
             ProtocolError, P2PDaemonError, TimeoutError: the sender failed.
         """
-        averages = self._traffic.averages_out
-        await all_of(self._take_parts(call), self._traffic.send(call, averages, self.stripes))
+        await all_of(self._take_parts(call), self._give_averages(call))
         await call.send_end()
         self.unfinished -= 1
 
@@ -166,6 +170,9 @@ class Intake:
 
     def _limit(self) -> float:
         return self._timeout if self._traffic.parts_in.missing else self._timeout_for_averages
+
+    async def _give_averages(self, call: Call) -> None:
+        await self._traffic.send(call, self._traffic.averages_out, self.stripes)
 
     async def wait_for_end(self, call: Call, round_ended: asyncio.Event) -> bool:
         """A sender ends its side when it holds all averages; when the round is over it has to, soon.
@@ -183,23 +190,6 @@ class Intake:
             await cancel_and_wait(end)
         self.open -= 1
         return not self.open
-
-
-@dataclass(frozen=True)
-class AllReduceSettings:
-    """How a group averages."""
-
-    codec: CompressionBase
-    part_size_bytes: int
-    alpha: float
-    """Local values move by this fraction of the way to the average."""
-    sender_timeout: float
-    """Seconds without the next part after which a sender is given up."""
-    reducer_timeout: float
-    """Seconds without the next average after which a reducer is given up."""
-    quorum: int | None = None
-    """When so many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no limit."""
-    quorum_grace: float = 0.0
 
 
 class AllReduce:

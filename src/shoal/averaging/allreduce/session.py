@@ -7,22 +7,40 @@ import dataclasses
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from shoal.averaging.allreduce.exchange import AllReduce, AllReduceSettings
+from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.allreduce.finish import Completion
 from shoal.averaging.allreduce.parts import RoundVector, rescale_shares
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, RoundResult
 from shoal.averaging.finite import name_not_finite
 from shoal.averaging.messages import BeginReduce, RoundKind, RoundMessage, RoundStatus
-from shoal.compression import CompressionInfo
+from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.tasks import all_of, cancel_and_wait, first_completed, run_in_worker
 
 MAX_WAITING_CALLS = 1024
 MAX_REMEMBERED_ROUNDS = 256
+
+
+@dataclass(frozen=True)
+class AllReduceSettings:
+    """How a group averages."""
+
+    codec: CompressionBase
+    part_size_bytes: int
+    alpha: float
+    """Local values move by this fraction of the way to the average."""
+    sender_timeout: float
+    """Seconds without the next part after which a sender is given up."""
+    reducer_timeout: float
+    """Seconds without the next average after which a reducer is given up."""
+    quorum: int | None = None
+    """When so many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no limit."""
+    quorum_grace: float = 0.0
 
 
 class Round:

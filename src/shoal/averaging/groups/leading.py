@@ -36,6 +36,10 @@ from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 
 logger = logging.getLogger(__name__)
 
+REFUSAL = (
+    "it has sent values that are NaN or infinite in a round, although peers check theirs before. Is it of an older "
+    "version, or its machine broken? It is taken again after some rounds"
+)
 # Seconds in which a member of the group that has been found ends a call that is not needed any more.
 MEMBER_PATIENCE = 1.0
 

@@ -28,6 +28,7 @@ from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.leading import (
+    REFUSAL,
     Invitations,
     Refusals,
     describe_group,
@@ -50,7 +51,6 @@ from shoal.clock import get_dht_time
 from shoal.errors import (
     AllreduceException,
     DHTError,
-    MatchmakingException,
     P2PHandlerError,
     ProtocolError,
     ReactorError,
@@ -62,16 +62,10 @@ from shoal.tasks import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Matchmaking", "MatchmakingException", "MatchmakingSettings"]
-
 FIRST_LOOKUP_PAUSE = 0.1
 MAX_LOOKUP_PAUSE = 1.0
 # Seconds for the way to the leader and back, when this peer gives up.
 GOODBYE_SECONDS = 1.0
-REFUSAL = (
-    "it has sent values that are NaN or infinite in a round, although peers check theirs before. Is it of an older "
-    "version, or its machine broken? It is taken again after some rounds"
-)
 # Lookups at the same time: one that waits for slow nodes does not keep the next one from being made.
 MAX_LOOKUPS = 3
 
