@@ -25,7 +25,7 @@ SAME_EVERYWHERE := tests/p2p/test_wire.py tests/p2p/test_multiaddr.py \
 SYSTEMS ?= windows macos
 PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
-.PHONY: demo test test-lightning test-oldest test-devices test-pretend check fuzz bench format install oldest clean
+.PHONY: demo test test-for test-lightning test-oldest test-devices test-pretend check fuzz bench format install oldest clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
@@ -35,6 +35,10 @@ demo: install
 # All tests. Choose some with: make test TESTS=tests/dht
 test: install
 	$(PYTEST) $(TESTS)
+
+# The tests of one file of the source, or of a folder: make test-for FILE=src/shoal/p2p/tcp.py
+test-for: install
+	tests=$$($(BIN)/python tools/tests_for.py $(FILE)) && $(PYTEST) $(QUICK) $$tests
 
 # The Lightning strategy once more: from the other package, with the oldest versions that pyproject.toml allows. `make
 # test` has the newest of both packages; at one version they differ in their name only.

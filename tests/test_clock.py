@@ -1,3 +1,5 @@
+"""The time of the swarm."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Plain values to msgpack and back."""
+
 from __future__ import annotations
 
 import contextlib

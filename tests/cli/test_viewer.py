@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from shoal.cli.demo.viewer import PlainViewer, table_of, viewer_for
+from shoal.cli.demo.report import PlainViewer, table_of, viewer_for
 from tests.cli.synthetic_story import made_up_story
 
 

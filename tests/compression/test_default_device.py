@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from shoal.compression import Blockwise4BitQuantization, BlockwiseQuantization, CompressionBase, blockwise, quantization
+from shoal.compression import Blockwise4BitQuantization, BlockwiseQuantization, CompressionBase, quantization
 from tests.compression.codecs import ALL, FLOATING, name_of, restored
 
 TABLES = [
     BlockwiseQuantization.table,
     Blockwise4BitQuantization.table,
-    blockwise._pairs_of_levels,
+    quantization._pairs_of_levels,
     quantization._cell_values,
 ]
 

@@ -1,3 +1,5 @@
+"""Signed records: keys, owners, and what is refused."""
+
 from __future__ import annotations
 
 import base64

@@ -1,3 +1,5 @@
+"""How a node joins, finds back, and what it says when it cannot."""
+
 from __future__ import annotations
 
 import asyncio

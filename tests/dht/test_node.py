@@ -1,3 +1,5 @@
+"""Nodes that store and get, over memory and sockets."""
+
 from __future__ import annotations
 
 import asyncio

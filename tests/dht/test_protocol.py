@@ -1,3 +1,5 @@
+"""The three calls between two nodes, also with hostile ones."""
+
 from __future__ import annotations
 
 import asyncio

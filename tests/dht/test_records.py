@@ -1,3 +1,5 @@
+"""What a node agrees to keep, and how records travel."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Ids, buckets, and the table of neighbors."""
+
 from __future__ import annotations
 
 import heapq

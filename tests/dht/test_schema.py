@@ -1,3 +1,5 @@
+"""Records that must have a certain type."""
+
 from __future__ import annotations
 
 import importlib

@@ -1,3 +1,5 @@
+"""Many gets share one walk, and what is read often is cached."""
+
 from __future__ import annotations
 
 import asyncio

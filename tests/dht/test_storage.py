@@ -1,3 +1,5 @@
+"""Values that expire, dictionaries, and the blacklist."""
+
 from __future__ import annotations
 
 import asyncio

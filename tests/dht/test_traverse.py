@@ -1,3 +1,5 @@
+"""The walk to the nearest nodes."""
+
 from __future__ import annotations
 
 import asyncio

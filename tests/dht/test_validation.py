@@ -1,3 +1,5 @@
+"""Validators, alone and together."""
+
 from __future__ import annotations
 
 import pytest

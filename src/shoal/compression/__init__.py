@@ -11,9 +11,13 @@ from shoal.compression.base import (
     TensorMetadata,
     TensorRole,
 )
-from shoal.compression.blockwise import Blockwise4BitQuantization, BlockwiseQuantization
 from shoal.compression.floating import BFloat16Compression, Float16Compression, ScaledFloat16Compression
-from shoal.compression.quantization import Quantile8BitQuantization, Uniform8BitQuantization
+from shoal.compression.quantization import (
+    Blockwise4BitQuantization,
+    BlockwiseQuantization,
+    Quantile8BitQuantization,
+    Uniform8BitQuantization,
+)
 from shoal.compression.serialization import (
     deserialize_tensor_stream,
     deserialize_torch_tensor,

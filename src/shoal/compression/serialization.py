@@ -18,9 +18,13 @@ from shoal.compression.base import (
     SerializedTensor,
     TensorMetadata,
 )
-from shoal.compression.blockwise import Blockwise4BitQuantization, BlockwiseQuantization
 from shoal.compression.floating import BFloat16Compression, Float16Compression, ScaledFloat16Compression
-from shoal.compression.quantization import Quantile8BitQuantization, Uniform8BitQuantization
+from shoal.compression.quantization import (
+    Blockwise4BitQuantization,
+    BlockwiseQuantization,
+    Quantile8BitQuantization,
+    Uniform8BitQuantization,
+)
 
 STREAMING_CHUNK_SIZE_BYTES = 2**16
 

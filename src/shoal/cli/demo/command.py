@@ -36,8 +36,7 @@ from shoal.cli.demo.messages import (
     Wrote,
     end_all,
 )
-from shoal.cli.demo.report import succeeded, ten_lines, write_report
-from shoal.cli.demo.viewer import Viewer, viewer_for
+from shoal.cli.demo.report import Viewer, succeeded, ten_lines, viewer_for, write_report
 from shoal.errors import end_at_once
 
 # Seconds for all processes to load torch and read the text; a cold disk can be slow.
