@@ -15,6 +15,7 @@ import msgpack
 
 logger = logging.getLogger(__name__)
 
+# Deeper ones would exhaust the stack of whoever reads them.
 _MAX_DEPTH = 64
 
 

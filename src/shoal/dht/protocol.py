@@ -69,6 +69,7 @@ STALL_SHARE = 0.25
 # A connection may break by chance; only then is a node asked again.
 CALL_ATTEMPTS = 3
 
+# A connection that breaks by chance would keep a newcomer out of the table.
 PING_BACK_ATTEMPTS = 3
 SECONDS_BETWEEN_ATTEMPTS = 0.1
 # Part of the waiting time in which a caller that asks for it must be reachable, so that it still hears the verdict.

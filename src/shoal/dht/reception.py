@@ -19,6 +19,7 @@ FEWEST_SILENT = 2
 # A loop that is later than this may have missed answers that were there in time.
 LATE_SECONDS = 0.5
 
+# How often it is looked whether the loop is late.
 HEARTBEAT_SECONDS = 0.25
 MAX_EXCUSED = 4096
 

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 # A node refuses records when it holds this much, so that nobody can fill its memory.
 MAX_RECORD_BYTES_IN_MEMORY = 2**28
 
+# Counting looks at every record, and a node that is full is asked again and again.
 _SECONDS_BETWEEN_COUNTS = 5.0
 # What a record takes besides its value, roughly.
 _OVERHEAD_BYTES = 300
@@ -46,6 +47,7 @@ REQUEST_BYTES = 3 * 2**18
 # Largest value of one record; the table is for small facts, tensors travel elsewhere.
 MAX_VALUE_BYTES = 2**19
 
+# What one call may carry, so that none keeps a node busy for long.
 MAX_SUBKEY_BYTES = 2**12
 MAX_RECORDS_PER_STORE = 256
 MAX_KEYS_PER_FIND = 64

@@ -328,6 +328,7 @@ class DHTLocalStorage(TimedStorage["DHTID", StoredValue]):
         return key in self._data
 
 
+# A peer that failed more often in a row is not left alone for longer.
 MAX_BACKOFF_STEPS = 10
 MAX_PEERS = 4096
 

@@ -132,6 +132,7 @@ _BYTES_PER_SECOND = 100.0
 # Others are told anew when what they believe of a peer is off by this share of what it contributes to an epoch.
 _TOLERANCE = 0.05
 
+# A swarm that stands still would take for ever, not an error.
 _NO_SPEED = 1e-20
 
 

@@ -340,6 +340,7 @@ def _without_peer(peer: PeerID, address: Multiaddr | str) -> Multiaddr:
 
 logger = logging.getLogger(__name__)
 
+# One failure may be chance; so many in a row, with signs of life between them, are not.
 FAILURES_TO_TELL = 3
 MAX_UNREACHABLE_PEERS = 1024
 

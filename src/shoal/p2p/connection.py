@@ -30,6 +30,7 @@ H = TypeVar("H", bound=Header)
 # Seconds that the side which is done waits for the other one to say its last word.
 DRAIN_TIMEOUT = 10.0
 
+# A payload that nobody wants is read in pieces of this size, so that the next message can be read.
 _DISCARD_BYTES = 2**16
 
 

@@ -105,6 +105,7 @@ def _abort_late(task: asyncio.Task[Stream]) -> None:
 # Dials to one peer at a time.
 MAX_PARALLEL_DIALS = 2
 
+# Idle connections that are kept: making one costs round trips, keeping one a socket at both ends.
 MAX_IDLE_PER_PEER = 12
 MAX_IDLE = 256
 # Older connections are replaced by new ones: each begins with an exchange of addresses and of the time.

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 H = TypeVar("H", bound=Header)
 
 AGENT = "shoal"
+# Measured times of that many peers are remembered.
 MAX_ROUND_TRIPS = 4096
 INSTANCE_BYTES = 16
 # Parameters without effect here, and what everybody may ask for.

@@ -111,6 +111,7 @@ def host_of(address: str) -> str:
 
 logger = logging.getLogger(__name__)
 
+# The system holds so many connections until they are accepted: a whole swarm may come back in one moment.
 BACKLOG = 1024
 # Connections taken from the queue before other work of the loop has its turn.
 ACCEPTED_AT_ONCE = 32

@@ -60,7 +60,9 @@ WRITE_HIGH_WATER = 2**17
 # For what arrives while nobody reads: enough for most messages, and little to copy in front of a large payload.
 RECEIVE_BUFFER_BYTES = 4 * 2**10
 
+# Small buffers are joined: each write costs a system call and a record of TLS.
 JOIN_BYTES = 2**16
+# Seconds for what is still to be sent; then the connection is cut.
 CLOSE_TIMEOUT = 2.0
 # While nobody reads, the loop does not watch the socket: it is looked at this often whether it is still connected.
 PAUSED_CHECK_SECONDS = 0.5

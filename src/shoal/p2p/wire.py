@@ -24,6 +24,7 @@ from shoal.errors import ProtocolError
 from shoal.p2p.transport import Buffer, Stream
 
 VERSION = 1
+# A header is decoded as a whole, from memory; a payload goes where it belongs as it arrives.
 MAX_HEADER_BYTES = 2**20
 MAX_PAYLOAD_BYTES = 2**31
 # Payloads go to the stream in pieces of this size: a slow reader holds up the writer early, and caches stay warm.

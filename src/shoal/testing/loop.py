@@ -36,6 +36,7 @@ T = TypeVar("T")
 # DHT time at which simulations begin unless they say otherwise.
 START_OF_TIME = 1_700_000_000.0
 
+# A simulation that takes longer, in its own time, is taken to hang.
 DEFAULT_TIME_LIMIT = 7 * 86400.0
 # Virtual time that tasks have after they were cancelled at the end.
 CLEANING_UP_SECONDS = 60.0

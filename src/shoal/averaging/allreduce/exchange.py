@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 # A member may take at least so many seconds to answer whether it lives: it may have to be dialled.
 MIN_QUESTION_SECONDS = 1.5
 
+# More connections between two members make no link faster, and each costs a handshake.
 MAX_STRIPES = 8
 # A stripe for so much of the time to the reducer and back; the reducer makes as many, if it sends, too.
 SECONDS_PER_STRIPE = 0.025

@@ -29,6 +29,7 @@ from shoal.compression.base import SerializedTensor, bytes_of, dtype_name
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 
+# So large that a message costs little beside it, so small that reducing goes on while others are on their way.
 DEFAULT_PART_SIZE_BYTES = 2**19
 # Tensors that are cut as one give at least so many parts to each member that reduces, so that shares come out even.
 PARTS_PER_MEMBER = 4

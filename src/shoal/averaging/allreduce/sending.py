@@ -35,6 +35,7 @@ from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
 
+# As long as a record of TLS.
 SLICE_BYTES = 2**14
 # Parts that take no more than this together travel in one message.
 BUNDLE_BYTES = 2**19

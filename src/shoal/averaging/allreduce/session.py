@@ -22,7 +22,9 @@ from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.tasks import all_of, cancel_and_wait, first_completed, run_in_worker
 
+# Calls for rounds that have not begun here wait for them; a stranger could open any number.
 MAX_WAITING_CALLS = 1024
+# Whoever calls late for a round that is over is refused at once, if its id is still known.
 MAX_REMEMBERED_ROUNDS = 256
 
 
@@ -215,6 +217,7 @@ class Rounds:
         return RoundStatus.FINISHED if self._is_finished(round_id) else RoundStatus.UNKNOWN
 
 
+# The phase is the last byte of a round's id.
 MAX_PHASES = 256
 # Looking at so many values takes long enough to be done in a worker.
 LARGE_VECTOR = 2**20

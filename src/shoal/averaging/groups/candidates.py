@@ -22,6 +22,7 @@ RETURN_SHARE = 2 / 3
 RETRY_PAUSE = 0.5
 
 MAX_RETRY_PAUSE = 2.0
+# A leader takes no more, also where no target size is given.
 MAX_GROUP_SIZE = 4096
 
 

@@ -212,6 +212,7 @@ class Invitations:
                 offer.close(None)
 
 
+# For how many searches a peer is refused that has sent bad values here, or that others accuse.
 SEEN_SEARCHES = 10
 TOLD_SEARCHES = 1
 # More are not remembered: those that have been refused for longest are forgotten.

@@ -62,6 +62,7 @@ from shoal.tasks import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 
+# Between two looks at the table; they become longer, since most peers begin at the same time.
 FIRST_LOOKUP_PAUSE = 0.1
 MAX_LOOKUP_PAUSE = 1.0
 # Seconds for the way to the leader and back, when this peer gives up.

@@ -32,12 +32,14 @@ from shoal.p2p import Call
 from shoal.serializer import MSGPackSerializer
 from shoal.tasks import run_in_worker
 
+# A state that announces more is refused before any memory is taken for it.
 MAX_TENSORS = 2**20
 MIN_WINDOW = 2
 MAX_WINDOW_BYTES = 2**26
 # A donor is asked for what it delivers in this time; for less in the end, so that all donors are done together.
 WINDOW_SECONDS, LAST_WINDOW_SECONDS = 0.5, 0.125
 
+# Share of the estimate before in the estimate of a donor's speed.
 _RATE_MEMORY = 0.8
 _PAGE_BYTES = 4096
 
