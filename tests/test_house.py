@@ -65,3 +65,18 @@ def test_every_file_on_the_map_exists() -> None:
         assert (SOURCE / "shoal" / path).is_file() or (SOURCE / "shoal" / room / path.name).is_file(), path
         named += 1
     assert named > 60
+
+
+def test_whatever_a_docstring_refers_to_exists(house: House) -> None:
+    source = "\n".join(module.text for module in house.modules.values())
+    defined = set(re.findall(r"(?:def|class) (\w+)|^    (\w+)(?=: )|self\.(\w+) =", source, re.MULTILINE))
+    names = {name for found in defined for name in found if name}
+    missing = []
+    for name, module in house.modules.items():
+        room = name if module.is_package else name.rpartition(".")[0]
+        for kind, target in re.findall(r":(mod|class|func|meth|attr):`~?([\w.]+)`", module.text):
+            path = f"{room}{target}" if target.startswith(".") else target
+            exists = path in house.modules if kind == "mod" else path.rpartition(".")[2] in names
+            if not exists and (path.startswith("shoal") or "." not in path):
+                missing.append(f"{name}: {target}")
+    assert not missing

@@ -4,7 +4,6 @@
 :mod:`~.keys`        under which keys of the DHT averagers find each other
 :mod:`~.candidates`  one search for a group: who is looking, whom to ask next, who waits for whom
 :mod:`~.matchmaking` asks leaders, leads followers, and starts the group
-:mod:`~.leading`     invites those that should follow, and turns away who has sent bad values
-:mod:`~.shares`      how much of the vector each member reduces
+:mod:`~.leading`     invites those that should follow, refuses who has sent bad values, describes the group
 ===================  ==============================================================================================
 """
