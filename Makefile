@@ -25,7 +25,7 @@ SAME_EVERYWHERE := tests/p2p/test_wire.py tests/p2p/test_multiaddr.py \
 SYSTEMS ?= windows macos
 PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
-.PHONY: demo test test-for test-lightning test-oldest test-devices test-pretend check fuzz bench format install oldest clean
+.PHONY: demo test test-for test-lightning test-oldest test-devices test-pretend check style types fuzz bench format install oldest clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
@@ -59,17 +59,20 @@ test-devices: install
 test-pretend: install
 	for system in $(SYSTEMS); do $(PRETENDING) --pretend=$$system $(PRETENDING_TESTS) || exit 1; done
 
-# What is for one system is not reached on another, and what one complains of is fine there.
-ELSEWHERE := --no-warn-unreachable --no-warn-unused-ignores
+# Style, types and the layering of the rooms. `make -j2 check` uses two cores.
+check: style types types-win32 types-darwin
 
-# Style, types and the layering of the rooms.
-check: install
+style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/mypy --platform win32 $(ELSEWHERE)
-	$(BIN)/mypy --platform darwin $(ELSEWHERE)
 	$(BIN)/lint-imports
+
+types: install
+	$(BIN)/mypy
+
+# What is for one system is not reached on another, and what one complains of is fine there. Each has a cache of its own.
+types-%: install
+	$(BIN)/mypy --platform $* --cache-dir .mypy_cache/$* --no-warn-unreachable --no-warn-unused-ignores
 
 # A million hostile inputs, other ones each time; `make test` tries a few thousand that are always the same.
 fuzz: install
