@@ -83,6 +83,7 @@ def test_optional_packages_may_be_missing() -> None:
         for name in all_modules():
             if not name.startswith("shoal.cli.demo."):
                 importlib.import_module(name)
+        import shoal.cli.__main__  # whatever its commands load
         from shoal.reactor import Portal
 
         async def one():
@@ -110,6 +111,8 @@ def test_the_table_loads_neither_torch_nor_what_few_programs_need() -> None:
         rooms = ("averaging", "compression", "optim", "utils", "testing", "extras")
         heavy = ["torch", "numpy", "pydantic", "cryptography.x509", "cryptography.hazmat.primitives.serialization"]
         print([name for name in [*heavy, *(f"shoal.{room}" for room in rooms)] if name in sys.modules])
+        import shoal.cli.__main__
+        print([name for name in ("torch", "matplotlib", "rich") if name in sys.modules])
         dht = DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
         assert dht.store("key", 1, 10**10) and dht.get("key").value == 1
         dht.shutdown()
@@ -117,4 +120,12 @@ def test_the_table_loads_neither_torch_nor_what_few_programs_need() -> None:
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True)
-    assert done.stdout == "[]\n[]\n", "a process that only holds a part of the table would need much more memory"
+    assert done.stdout == "[]\n[]\n[]\n", "a process that only holds a part of the table would need much more memory"
+
+
+def test_the_optimizer_loads_what_checks_records_only_when_there_are_any() -> None:
+    output = run("""
+        import shoal.optim
+        print([name for name in ("pydantic", "matplotlib", "rich") if name in sys.modules])
+    """)
+    assert output.strip() == "[]"

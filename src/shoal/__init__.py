@@ -50,8 +50,8 @@ _HOMES = {
         "get_logger",
         "use_hivemind_log_handler",
     ),
+    "shoal.compression.serialization": ("BatchTensorDescriptor",),
     "shoal.extras": (
-        "BatchTensorDescriptor",
         "amap_in_executor",
         "as_aiter",
         "nested_compare",
@@ -113,10 +113,10 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
         deserialize_torch_tensor,
         serialize_torch_tensor,
     )
+    from shoal.compression.serialization import BatchTensorDescriptor
     from shoal.dht import DHT
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
     from shoal.extras import (
-        BatchTensorDescriptor,
         amap_in_executor,
         as_aiter,
         nested_compare,

@@ -58,7 +58,7 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
     "shoal.utils.serializer": {"shoal.serializer": "MSGPackSerializer SerializerBase"},
     "shoal.utils.streaming": {"shoal.compression.serialization": "combine_from_streaming split_for_streaming"},
     "shoal.utils.tensor_descr": {
-        "shoal.extras": "BatchTensorDescriptor",
+        "shoal.compression.serialization": "BatchTensorDescriptor",
         "shoal.compression.base": "TensorDescriptor",
     },
     "shoal.utils.timed_storage": {

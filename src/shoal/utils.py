@@ -9,9 +9,9 @@ from shoal.inherited import offer_modules
 if TYPE_CHECKING:
     from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
     from shoal.compression import TensorDescriptor
+    from shoal.compression.serialization import BatchTensorDescriptor
     from shoal.dht.storage import TimedStorage, ValueWithExpiration
     from shoal.extras import (
-        BatchTensorDescriptor,
         amap_in_executor,
         as_aiter,
         nested_compare,

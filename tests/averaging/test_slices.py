@@ -15,7 +15,7 @@ from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, descri
 from shoal.compression import CompressionInfo, CompressionType, NoCompression, Uniform8BitQuantization
 from shoal.compression.base import TensorMetadata
 from shoal.errors import ProtocolError
-from shoal.p2p.wire import MAX_HEADER_BYTES, Kind, pack
+from shoal.p2p.transport import MAX_HEADER_BYTES, Kind, pack
 
 LENGTHS = {
     "less than a slice": 10,

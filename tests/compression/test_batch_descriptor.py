@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.compression import CompressionType, TensorDescriptor
-from shoal.extras import BatchTensorDescriptor
+from shoal.compression.serialization import BatchTensorDescriptor
 from shoal.serializer import MSGPackSerializer
 
 

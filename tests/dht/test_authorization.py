@@ -29,7 +29,7 @@ from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import FindRequest, StoreRequest, StoreResponse
 from shoal.errors import BootstrapError, P2PHandlerError, ProtocolError
 from shoal.p2p import Header, P2PContext, ServicerBase
-from shoal.p2p.wire import decode_header
+from shoal.p2p.transport import decode_header
 from tests.dht.members import Authority, Member
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time

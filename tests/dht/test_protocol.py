@@ -37,7 +37,7 @@ from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, DHTRecord, RecordValidatorBase
 from shoal.errors import InterruptedDialError, P2PHandlerError, ProtocolError, StreamClosedError, ValidationError
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
-from shoal.p2p.wire import decode_header
+from shoal.p2p.transport import decode_header
 from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time

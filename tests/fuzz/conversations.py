@@ -23,7 +23,7 @@ from shoal.p2p.handshake import ALPN, proof_message, prove_to_listener, verify_d
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.tcp_stream import TcpStream
-from shoal.p2p.wire import decode_header
+from shoal.p2p.transport import decode_header
 from tests.fuzz.fuzzing import Target
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.samples import IDENTITY, KEYS, PACKED_HEADERS, calls, messages, validator

@@ -18,7 +18,7 @@ from shoal.p2p import Header, Identity, Multiaddr, PeerID
 from shoal.p2p.handshake import peer_id_of_certificate
 from shoal.p2p.identity import verify_signature
 from shoal.p2p.joining import parse_peer_addresses
-from shoal.p2p.wire import decode_header
+from shoal.p2p.transport import decode_header
 from shoal.serializer import MSGPackSerializer
 from tests.dht.members import Authority, Member
 from tests.fuzz.fuzzing import Target

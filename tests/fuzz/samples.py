@@ -27,7 +27,7 @@ from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, CompositeValidator, DHTRecord
 from shoal.p2p import Header, Identity
 from shoal.p2p.connection import Failure, Hello, Open
-from shoal.p2p.wire import Kind, pack
+from shoal.p2p.transport import Kind, pack
 from shoal.serializer import MSGPackSerializer
 
 _rng = random.Random(0)

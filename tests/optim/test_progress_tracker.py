@@ -15,8 +15,8 @@ from shoal.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.errors import P2PHandlerError
 from shoal.optim.lineage import BEGINNING, Lineage, Parting
-from shoal.optim.progress import endorse
 from shoal.optim.progress_exchange import ProgressExchange, ProgressMessage
+from shoal.optim.progress_schema import endorse
 from shoal.optim.progress_tracker import ProgressTracker
 from tests.optim.conftest import PATIENCE, in_parallel, wait_until
 

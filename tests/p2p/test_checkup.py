@@ -25,7 +25,7 @@ from shoal.p2p.joining import (
     Description,
     Question,
 )
-from shoal.p2p.wire import VERSION
+from shoal.p2p.transport import VERSION
 from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import Peers, assert_clean
 

@@ -20,7 +20,7 @@ from shoal.p2p.connection import Call, Open
 from shoal.p2p.limits import HeaderMemory, Limits
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.tcp_listener import HostRates, WaitingRoom, host_of
-from shoal.p2p.wire import READ_STEP_BYTES, Kind, pack
+from shoal.p2p.transport import READ_STEP_BYTES, Kind, pack
 from tests.p2p.peers import KINDS, Empty, Number, Peers, Service, assert_clean, end_of, serving, stub, until
 from tests.p2p.test_tcp import Listening
 

@@ -19,7 +19,7 @@ from shoal.p2p import P2P, Call, Header, Identity
 from shoal.p2p.connection import Connection, Failure, Hello, Open
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.wire import (
+from shoal.p2p.transport import (
     MAX_HEADER_BYTES,
     READ_STEP_BYTES,
     WRITE_PIECE_BYTES,

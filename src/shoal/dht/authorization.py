@@ -33,7 +33,7 @@ from shoal.clock import get_dht_time
 from shoal.dht.storage import TimedStorage
 from shoal.p2p import Header, P2PContext, PeerID, ServicerBase, StubBase
 from shoal.p2p.service import methods_of
-from shoal.p2p.wire import decode_header
+from shoal.p2p.transport import decode_header
 
 if TYPE_CHECKING:
     from shoal.dht.crypto import PrivateKey, PublicKey

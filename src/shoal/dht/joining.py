@@ -153,7 +153,7 @@ PAUSE_WHEN_WELL_SECONDS = 300.0
 # Where more nodes are known, each of them asks those that are gone less often.
 SMALL_TABLE = 20
 
-# Few at a time: after an outage everybody asks.
+# So few at a time: after an outage everybody asks.
 PROBES_PER_TICK = 3
 SEEDS_PER_ATTEMPT = 3
 # After so many attempts, initial peers are preferred: all else that this node knows may be outdated.

@@ -191,7 +191,7 @@ class PackedContacts:
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
         self._packed: dict[PeerID, msgspec.Raw] = {}
-        self._address_changes = 0  # that it contains
+        self._address_changes = 0  # those that the packed contacts contain
 
     def pack(self, peer: PeerID) -> msgspec.Raw:
         """How to reach a peer."""

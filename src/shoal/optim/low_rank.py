@@ -93,7 +93,7 @@ def get_flatten_greedy_dims(tensor: torch.Tensor, max_ndim: int = 2) -> Sequence
 # Stands for no rounds at all.
 NEVER = bytes(GROUP_ID_BYTES)
 
-# Counts from elsewhere beyond this are none.
+# Whoever claims more rounds, in a checkpoint or as a donor, is not believed.
 MAX_ROUNDS = 2**53
 _COUNT_BYTES = 8
 _DIGEST_BYTES = 8

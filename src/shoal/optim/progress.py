@@ -1,10 +1,4 @@
-"""Progress of one peer and of the swarm: how fast it is, the records, and what follows from them: pure functions.
-
-A record stands under ``{run}_progress`` in the table. Its subkey is the owner tag of a key: only whoever holds that key
-can write there. The record names a peer, and has that peer's word that the tag is its own: its signature over the tag.
-So nobody can write in the name of a peer but the peer itself, and every node that knows the run refuses what is forged
-or malformed.
-"""
+"""Progress of one peer and of the swarm: how fast it is, the records, and what follows from them: pure functions."""
 
 from __future__ import annotations
 
@@ -18,19 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
-import pydantic
 
-from shoal.dht.crypto import PrivateKey, SignatureValidator
-from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
 from shoal.optim.epochs import takes_part
 from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
-from shoal.p2p import PeerID
-from shoal.p2p.identity import Identity, verify_signature
-
-__all__ = ["LocalTrainingProgress", "TrainingProgressSchema", "endorse", "progress_validators"]
-
-# Part of what is signed, so that no signature can be used elsewhere.
-_PURPOSE = b"shoal progress owner 1"
 
 
 class PerformanceEMA:
@@ -132,7 +116,7 @@ _BYTES_PER_SECOND = 100.0
 # Others are told anew when what they believe of a peer is off by this share of what it contributes to an epoch.
 _TOLERANCE = 0.05
 
-# A swarm that stands still would take for ever, not an error.
+# Samples per second: nothing is divided by 0 where the swarm stands still.
 _NO_SPEED = 1e-20
 
 
@@ -363,31 +347,3 @@ def expected_members(
         if takes_part(companion.record.epoch, epoch, until_epoch, is_finishing=is_finishing):
             expected.add(peer)
     return expected
-
-
-def endorse(identity: Identity, owner_tag: bytes) -> bytes:
-    """A peer's word that records under this tag are its own."""
-    return identity.sign(_PURPOSE + owner_tag)
-
-
-def _is_endorsed(record: ProgressRecord, owner_tag: bytes) -> bool:
-    public_key = PeerID(record.peer_id).public_key
-    return public_key is not None and verify_signature(public_key, record.endorsement, _PURPOSE + owner_tag)
-
-
-def _check(records: dict[bytes, Any]) -> dict[bytes, Any]:
-    for owner_tag, value in records.items():
-        if value is not None and not _is_endorsed(parse_record(value), owner_tag):
-            raise ValueError("a record in the name of another peer")
-    return records
-
-
-class TrainingProgressSchema(pydantic.BaseModel):
-    """The progress of every peer, a :class:`LocalTrainingProgress` each, by owner tag. ``None``: it has left."""
-
-    progress: Annotated[dict[BytesWithPublicKey, Any], pydantic.AfterValidator(_check)]
-
-
-def progress_validators(prefix: str, private_key: PrivateKey) -> tuple[SchemaValidator, SignatureValidator]:
-    """The rules for the records of one run, and the key that signs this peer's own."""
-    return SchemaValidator(TrainingProgressSchema, prefix=prefix), SignatureValidator(private_key)

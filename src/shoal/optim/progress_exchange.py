@@ -118,7 +118,7 @@ class ProgressExchange(ServicerBase):
         prefix: name of the training run.
         board: what is known.
         owner_tag: the subkey under which this peer writes.
-        endorsement: the peer's word for it, see :mod:`shoal.optim.progress`.
+        endorsement: the peer's word for it, see :mod:`shoal.optim.progress_schema`.
         min_period: least time between two records that this peer puts into the DHT, in seconds; see also
             :data:`NEWS_PERIOD`.
         metadata_expiration: seconds for which a record is valid.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.dht import DHT
     from shoal.dht.crypto import PrivateKey, SignatureValidator
     from shoal.dht.schema import SchemaValidator
-    from shoal.optim.progress import TrainingProgressSchema
+    from shoal.optim.progress_schema import TrainingProgressSchema
 
 
 __all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker", "TrainingProgressSchema"]
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def __getattr__(name: str) -> Any:
     """The schema loads pydantic, which takes a while: at first use."""
     if name == "TrainingProgressSchema":
-        from shoal.optim.progress import TrainingProgressSchema
+        from shoal.optim.progress_schema import TrainingProgressSchema
 
         return TrainingProgressSchema
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -127,7 +127,7 @@ class ProgressTracker(Facade):
         """
         # Not in the event loop: these load pydantic and more.
         from shoal.dht.crypto import PrivateKey
-        from shoal.optim.progress import progress_validators
+        from shoal.optim.progress_schema import progress_validators
 
         self.be_the_only(f"a progress tracker with prefix {self.prefix!r}", self.dht)
         schema, signatures = progress_validators(self.prefix, self._private_key or PrivateKey())
@@ -136,7 +136,7 @@ class ProgressTracker(Facade):
             starting.result(timeout)
 
     async def _start(self, schema: SchemaValidator, signatures: SignatureValidator) -> None:
-        from shoal.optim.progress import endorse
+        from shoal.optim.progress_schema import endorse
 
         self.dht.add_validators([schema, signatures])
         exchange = ProgressExchange(

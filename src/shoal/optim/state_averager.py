@@ -485,7 +485,7 @@ class TrainingStateAverager(DecentralizedAverager):
         with self.get_tensors(), self._state_access():
             try:
                 if state.epoch < self._local_epoch and not accept_older:
-                    raise ValueError(f"it is older, of epoch {state.epoch}, than this peer's, of {self._local_epoch}")
+                    raise ValueError(f"it is of epoch {state.epoch}, older than this peer's epoch {self._local_epoch}")
                 if self.shared_buffers is not None:
                     self.shared_buffers.set_buffers(state.buffers)
             except ValueError as e:

@@ -5,7 +5,7 @@
   addresses a machine has, and which of the others' work, is known in :mod:`~.addresses`.
 - A transport makes streams of bytes (:mod:`~.transport`): :mod:`~.tcp` with TLS, in which both sides prove who they are
   (:mod:`~.handshake`), and :mod:`~.memory` within a process.
-- On a stream, messages are a small header and a payload that goes straight to where it belongs (:mod:`~.wire`). A
+- On a stream, messages are a small header and a payload that goes straight to where it belongs. A
   :mod:`~.connection` carries one call at a time; a :mod:`~.connection_pool` dials, keeps and reuses them.
 - A :mod:`~.service` is a class whose ``rpc_`` methods others call; :mod:`~.server` runs them, within :mod:`~.limits`.
 - :class:`P2P` holds it together. It starts by reaching its first peers, or says why it cannot (:mod:`~.joining`).
@@ -18,7 +18,7 @@ from shoal.p2p.identity import Identity, PeerID, PeerInfo
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.p2p import P2P
 from shoal.p2p.service import P2PContext, ServicerBase, StubBase
-from shoal.p2p.wire import Header
+from shoal.p2p.transport import Header
 
 __all__ = [
     "P2P",

@@ -11,13 +11,14 @@ import msgspec
 from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.p2p.limits import HeaderMemory
-from shoal.p2p.transport import Buffer, Stream
-from shoal.p2p.wire import (
+from shoal.p2p.transport import (
     PREFIX_BYTES,
     READ_STEP_BYTES,
+    Buffer,
     Header,
     Kind,
     Prefix,
+    Stream,
     decode_header,
     pack,
     pieces_of,

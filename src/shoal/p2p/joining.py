@@ -28,7 +28,7 @@ from shoal.p2p.identity import PeerID, split_peer_address
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.service import P2PContext, ServicerBase
 from shoal.p2p.tcp_listener import HostRates
-from shoal.p2p.wire import VERSION, Header
+from shoal.p2p.transport import VERSION, Header
 from shoal.tasks import cancel_and_wait, run_in_worker
 
 if TYPE_CHECKING:

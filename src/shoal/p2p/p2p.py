@@ -25,8 +25,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.server import Server
 from shoal.p2p.service import Handler
 from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import Stream, Transport
-from shoal.p2p.wire import Header
+from shoal.p2p.transport import Header, Stream, Transport
 from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)

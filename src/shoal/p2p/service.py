@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from shoal.errors import P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.p2p.connection import Call
 from shoal.p2p.identity import PeerID
-from shoal.p2p.wire import Header
+from shoal.p2p.transport import Header
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:

@@ -228,7 +228,7 @@ class Completion:
             if candidate is self.roster.own:
                 if await self._coordinate_unless_late():
                     return
-            elif self._is_worth_participation(candidate) and await self._follow_unless_silent(candidate):
+            elif self._is_worth_following(candidate) and await self._follow_unless_silent(candidate):
                 # Members that could not reach the coordinator.
                 if not self.roster.own.late:
                     await self._coordination.run(wait_for_absent=False)
@@ -249,7 +249,7 @@ class Completion:
             await self.allreduce.abandon()
         return not is_late
 
-    def _is_worth_participation(self, candidate: Member) -> bool:
+    def _is_worth_following(self, candidate: Member) -> bool:
         """One that has failed may still have the result of a round that did not wait for this member."""
         return not candidate.silent.is_set() and (not candidate.failed or self._quorum is not None)
 

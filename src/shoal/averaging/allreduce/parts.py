@@ -6,10 +6,13 @@ values are assigned to members by consecutive ranges (their shares); a part that
 goes wholly to the member that has more of it. All members derive the same parts from the same agreed numbers.
 
 How large the shares should be: in a butterfly all-reduce of n peers, a peer with a share w of the vector (Σw = 1) sends
-and receives its own vector once and serves n - 1 others for its share. In units of the vector its traffic each way is 1
-- w + (n - 1)·w = 1 + (n - 2)·w. With bandwidth b it needs (1 + (n - 2)·w) / b. The slowest peer that has a share is as
-fast as it can be when all of them need the same time T, which gives w = max(0, (T·b - 1) / (n - 2)): peers fill up like
-water over an uneven ground.
+and receives its own vector once and serves n - 1 others for its share. In units of the vector its traffic each way is
+1 - w + (n - 1)·w = 1 + (n - 2)·w. With bandwidth b it needs (1 + (n - 2)·w) / b. The slowest peer that has a share is
+as fast as it can be when all of them need the same time T::
+
+    w = max(0, (T·b - 1) / (n - 2))
+
+Peers fill up like water over an uneven ground.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ MAX_WINDOW_BYTES = 2**26
 # A donor is asked for what it delivers in this time; for less in the end, so that all donors are done together.
 WINDOW_SECONDS, LAST_WINDOW_SECONDS = 0.5, 0.125
 
-# Share of the estimate before in the estimate of a donor's speed.
+# How much of a donor's estimated speed comes from the estimate before; the rest is its latest chunk.
 _RATE_MEMORY = 0.8
 _PAGE_BYTES = 4096
 

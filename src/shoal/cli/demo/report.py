@@ -1,5 +1,4 @@
-"""What the demo shows: while it runs, a live table in a terminal or plain lines; in the end a picture, JSON and ten
-lines.
+"""What the demo shows: a live table or plain lines while it runs; a picture, JSON and ten lines in the end.
 
 The picture shows how the held-out loss of every peer fell, and what happened on the way. The JSON has the same.
 """
@@ -14,14 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from shoal.cli.demo.messages import PeerState, PeerStory, Story
 from shoal.logs import counted
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.table import Table
 
 
@@ -163,7 +159,14 @@ def table_of(story: Story) -> Table:
 
 
 def draw(story: Story, path: Path) -> None:
-    """Draw the run into a PNG file."""
+    """Draw the run into a PNG file.
+
+    Raises:
+        ImportError: matplotlib is not installed. The other commands are not to load it, nor to need it.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 7), layout="constrained")
     FigureCanvasAgg(figure)
     losses, rounds = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -274,12 +277,9 @@ def write_report(story: Story, folder: Path) -> list[Path]:
     files = [folder / "report.json"]
     files[0].write_text(json.dumps(as_json(story), indent=2) + "\n")
     try:
-        import matplotlib as _  # noqa: F401
+        draw(story, folder / "report.png")
     except ImportError:
         return files
-    from shoal.cli.demo.report import draw
-
-    draw(story, folder / "report.png")
     return [*files, folder / "report.png"]
 
 
