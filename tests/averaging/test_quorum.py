@@ -14,6 +14,7 @@ from shoal.compression import Float16Compression
 from shoal.dht import DHT
 from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
+from tests.dht.virtual_time import in_virtual_time
 
 SIZE = 30_000
 
@@ -119,6 +120,7 @@ async def test_a_lossy_result_reaches_the_late_one_within_its_precision():
     await swarm.close()
 
 
+@in_virtual_time
 async def test_the_result_is_not_kept_for_ever(monkeypatch):
     swarm, tensors = await start(3, sender_timeout=0.5, reducer_timeout=1.0)
     controls = [

@@ -13,6 +13,7 @@ from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
+from tests.dht.virtual_time import in_virtual_time
 
 NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SHAPES = [(1000, 13), (7,), (), (0, 5)]
@@ -276,6 +277,7 @@ class Fault:
 
 
 @pytest.mark.parametrize("kind", ["kill sending", "kill reducing", "stall sending", "stall reducing", "before"])
+@in_virtual_time
 async def test_survivors_finish_the_round_when_two_of_five_fail(monkeypatch, kind):
     swarm = Swarm()
     tensors = [[torch.randn(20_000)] for _ in range(5)]

@@ -13,6 +13,7 @@ from shoal.averaging.messages import RoundStatus
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, until
+from tests.dht.virtual_time import in_virtual_time
 
 GROUP = b"g" * 20
 
@@ -57,6 +58,7 @@ async def test_second_phase_sees_the_average_of_the_first(weights):
     await swarm.close()
 
 
+@in_virtual_time
 async def test_a_member_that_fails_between_phases_is_left_out_of_the_next():
     swarm = Swarm()
 

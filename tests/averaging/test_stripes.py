@@ -15,6 +15,7 @@ from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import P2PHandlerError
 from shoal.p2p import P2P, Call
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
+from tests.dht.virtual_time import in_virtual_time
 
 SIZE = 40_000
 
@@ -178,6 +179,7 @@ async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
     await swarm.close()
 
 
+@in_virtual_time
 async def test_a_member_that_opens_only_some_of_its_stripes_is_given_up(monkeypatch, far_away):
     far_away(2 * SECONDS_PER_STRIPE)
     swarm, tensors = await start(3, sender_timeout=1.0, reducer_timeout=2.0)
