@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import P2PDaemonError, allow_open_files, make_folder, make_private, move_away
+from shoal.logs import counted
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.identity import split_peer_address
 from shoal.p2p.joining import describe_software
@@ -95,12 +96,8 @@ def summary(findings: list[Finding]) -> str:
     warnings = sum(finding.verdict is Verdict.WARN for finding in findings)
     if not failures and not warnings:
         return "All is well."
-    parts = [_count(failures, "problem")] * bool(failures) + [_count(warnings, "warning")] * bool(warnings)
+    parts = [counted(failures, "problem")] * bool(failures) + [counted(warnings, "warning")] * bool(warnings)
     return f"{', '.join(parts)}: see the lines with an arrow."
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def look_at_machine(identity_path: Path | None) -> Iterator[Finding]:
