@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal import serializer
+from shoal.logs import Seldom
 from shoal.serializer import MSGPackSerializer
 
 scalars = (
@@ -115,10 +117,33 @@ def test_registered_classes_travel(point_type):
     assert [(p.x, p.y) for p in (restored[0], restored[1][0])] == [(1, 2), (3, 4)]
 
 
-def test_unknown_extensions_stay_bytes_with_a_warning(caplog):
+def test_unknown_extensions_stay_bytes_with_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(serializer, "_warn_seldom", Seldom(serializer.logger.warning))
     with caplog.at_level(logging.WARNING, logger="shoal.serializer"):
         assert MSGPackSerializer.loads(msgpack.packb(msgpack.ExtType(0x22, b"raw"))) == b"raw"
+        for _ in range(1000):
+            MSGPackSerializer.loads(msgpack.packb(msgpack.ExtType(0x23, b"raw")))
     assert "0x22" in caplog.text
+    assert len(caplog.records) == 1  # nobody fills a disk with them
+
+
+def colliding_keys(count):
+    """Tuples of one hash, which everybody can find: that of a tuple depends on the hashes of its items alone."""
+    modulus = 2**61 - 1  # integers that differ by this have the same hash
+    return [
+        tuple(i + modulus * (number >> position & 1) for position, i in enumerate(range(1, 8)))
+        for number in range(count)
+    ]
+
+
+def test_keys_that_were_chosen_to_collide_are_refused():
+    keys = colliding_keys(100)
+    assert len(set(keys)) == 100
+    assert len(set(map(hash, keys))) == 1
+    packed = MSGPackSerializer.dumps(dict.fromkeys(keys, 0))
+    with pytest.raises(ValueError, match="100 keys have the same hash"):
+        MSGPackSerializer.loads(packed)
+    assert len(MSGPackSerializer.loads(MSGPackSerializer.dumps({i: i for i in range(10_000)}))) == 10_000
 
 
 @pytest.mark.parametrize("code", [-1, 128, 0x40, "1"])

@@ -28,12 +28,21 @@ there is none.
 from __future__ import annotations
 
 import logging
+import math
 import os
+import reprlib
 import sys
 import threading
+import time
+from collections.abc import Callable
 from enum import Enum
+from types import NoneType
 
 PACKAGE = "shoal"
+# Of a text that is quoted.
+QUOTED_CHARACTERS = 120
+# Of what another peer says.
+TOLD_CHARACTERS = 800
 
 
 def setting(name: str, default: str = "") -> str:
@@ -56,6 +65,47 @@ def switch(name: str, default: bool) -> bool:
 def counted(number: int, noun: str) -> str:
     """So many of them: "1 peer", "2 peers"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def quoted(value: object) -> str:
+    """A value as it stands in an error text or a log line: shortened, for strangers send values of any length."""
+    if isinstance(value, (str, bytes, bytearray)) and len(value) > QUOTED_CHARACTERS:
+        return f"{value[:QUOTED_CHARACTERS]!r}... ({len(value)} long)"
+    text = repr(value) if isinstance(value, (str, bytes, bytearray, int, float, NoneType)) else reprlib.repr(value)
+    return text if len(text) <= 4 * QUOTED_CHARACTERS else f"{text[: 4 * QUOTED_CHARACTERS]}..."
+
+
+def one_line(text: str) -> str:
+    """What another peer says, for a log: in one line, without codes for the terminal, and not too long."""
+    line = "".join(each if each.isprintable() else " " for each in text[:TOLD_CHARACTERS])
+    return f"{line}..." if len(text) > TOLD_CHARACTERS else line
+
+
+class Seldom:
+    """Lets one line of each kind through in a minute: what strangers can cause must not fill a disk.
+
+    Args:
+        log: writes a line, such as the ``warning`` of a logger.
+    """
+
+    def __init__(self, log: Callable[..., None], seconds: float = 60.0) -> None:
+        self._log, self._seconds = log, seconds
+        # When each kind, a text with places for values, was logged last, and how many lines were left out since.
+        self._kinds: dict[str, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, kind: str, *values: object) -> None:
+        """Log a line as a logger does, or only count it."""
+        now = time.monotonic()
+        with self._lock:
+            logged_at, left_out = self._kinds.get(kind, (-math.inf, 0))
+            if now - logged_at < self._seconds:
+                self._kinds[kind] = logged_at, left_out + 1
+                return
+            self._kinds[kind] = now, 0
+        if left_out:
+            kind, values = f"{kind} (and %d more like this before)", (*values, left_out)
+        self._log(kind, *values)
 
 
 class HandlerMode(Enum):

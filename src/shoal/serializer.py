@@ -8,15 +8,41 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import msgpack
+
+from shoal.logs import Seldom
 
 logger = logging.getLogger(__name__)
 
 # Deeper ones would exhaust the stack of whoever reads them.
 _MAX_DEPTH = 64
+
+
+_warn_seldom = Seldom(logger.warning)
+# A dictionary with so many keys, or more, of one hash takes time in the square of their number.
+_MAX_KEYS_OF_A_HASH = 64
+
+
+def check_keys(keys: Sequence[Hashable]) -> None:
+    """Refuse keys that were chosen to have the same hash.
+
+    The hashes of tuples and numbers are known to everybody, those of texts and bytes are different in each process.
+
+    Raises:
+        ValueError: many of these have the same one.
+    """
+    if len(keys) >= _MAX_KEYS_OF_A_HASH and max(Counter(map(hash, keys)).values()) >= _MAX_KEYS_OF_A_HASH:
+        raise ValueError(f"at least {_MAX_KEYS_OF_A_HASH} of {len(keys)} keys have the same hash")
+
+
+def _as_dictionary(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    if len(pairs) >= _MAX_KEYS_OF_A_HASH:
+        check_keys([key for key, _ in pairs])
+    return dict(pairs)
 
 
 class SerializerBase(ABC):
@@ -95,7 +121,7 @@ class MSGPackSerializer(SerializerBase):
         known = cls._ext_type_codes.get(code)
         if known is not None:
             return known.unpackb(data)
-        logger.warning("unknown msgpack extension code %#x: the value is kept as raw bytes", code)
+        _warn_seldom("unknown msgpack extension code %#x: the value is kept as raw bytes", code)
         return data
 
     @classmethod
@@ -124,6 +150,7 @@ class MSGPackSerializer(SerializerBase):
             return msgpack.loads(
                 buf,
                 ext_hook=lambda code, data: cls._decode_ext(code, data, depth),
+                object_pairs_hook=_as_dictionary,
                 raw=False,
                 strict_map_key=False,
             )

@@ -16,6 +16,7 @@ import torch
 from shoal.averaging.allreduce.parts import DEFAULT_PART_SIZE_BYTES
 from shoal.averaging.allreduce.session import GroupSession
 from shoal.averaging.control import AveragingMode, Gathered, RoundResult, StepControl
+from shoal.averaging.messages import MAX_BANDWIDTH, MAX_GATHERED_BYTES
 from shoal.averaging.node import (
     DEFAULT_STALL_TIMEOUT,
     AveragerConfig,
@@ -137,8 +138,8 @@ class DecentralizedAverager(Facade):
             raise ValueError(f"prefix must be the name of a run, got {prefix!r}")
         assert "." not in prefix, f"prefix must not contain dots, got {prefix!r}: use '_' instead"
         assert all(c in "01" for c in initial_group_bits), f"initial_group_bits are 0 and 1, got {initial_group_bits!r}"
-        assert bandwidth is None or (bandwidth >= 0 and math.isfinite(bandwidth)), (
-            f"bandwidth must be a non-negative finite number or None, got {bandwidth!r}"
+        assert bandwidth is None or 0 <= bandwidth <= MAX_BANDWIDTH, (
+            f"bandwidth must be a number from 0 to {MAX_BANDWIDTH:g} or None, got {bandwidth!r}"
         )
         tensors = list(averaged_tensors)
         for index, tensor in enumerate(tensors):
@@ -336,7 +337,7 @@ class DecentralizedAverager(Facade):
             AllreduceException: no group was found in time, or the round failed.
             ReactorError: this averager, or its DHT, is shut down.
             AssertionError: bad arguments.
-            ValueError: an unknown tag.
+            ValueError: an unknown tag, or more to gather than 64 KiB in serialized form.
         """
         if not self.dht.is_alive():
             raise ReactorError(
@@ -355,7 +356,7 @@ class DecentralizedAverager(Facade):
             deadline,
             allow_retries,
             (0.0 if self.mode is AveragingMode.AUX else 1.0) if weight is None else weight,
-            self.serializer.dumps(gather),
+            self._pack_gathered(gather),
             expected_group_size=expected_group_size,
             tag=self._check_tag(tag),
         )
@@ -370,6 +371,13 @@ class DecentralizedAverager(Facade):
         except BaseException:
             control.cancel()
             raise
+
+    def _pack_gathered(self, gather: Any) -> bytes:
+        packed = self.serializer.dumps(gather)
+        if len(packed) > MAX_GATHERED_BYTES:
+            fix = "put it into the DHT, and gather its key"
+            raise ValueError(f"gather= takes at most {MAX_GATHERED_BYTES} bytes, this has {len(packed)}: {fix}")
+        return packed
 
     async def average_in_group(self, session: GroupSession, tensors: Sequence[torch.Tensor], infos: Infos) -> None:
         """What a step does when there is a group; runs in the event loop, while the tensors are locked.

@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.clock import get_dht_time
 from shoal.p2p import PeerID
+from shoal.p2p.transport import MOST
 from shoal.reactor import AwaitableFuture
 
 logger = logging.getLogger(__name__)
@@ -92,13 +93,13 @@ class RoundResult:
 
 
 def check_weight(weight: float) -> float:
-    """Weights are finite numbers that are not negative.
+    """Weights are numbers from 0 to 2**53.
 
     Raises:
         AssertionError: this one is not.
     """
-    is_valid = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight < math.inf
-    assert is_valid, f"weight must be a non-negative number, got {weight!r}"
+    is_valid = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight <= MOST
+    assert is_valid, f"weight must be a number from 0 to 2**53, got {weight!r}"
     return float(weight)
 
 

@@ -7,13 +7,15 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from shoal.compression.base import SerializedTensor, TensorMetadata
 from shoal.errors import DialError, InterruptedDialError, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import Call, Header
-from shoal.p2p.transport import Buffer
+from shoal.p2p.transport import Amount, Buffer, Count, Moment, PeerIDBytes
 
 # How a call to another peer fails.
 CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError)
@@ -51,10 +53,24 @@ class Code(IntEnum):
     OTHER_MODEL = 12
 
 
+# What each member may tell the others; the leader publishes that of all of them in one message.
+MAX_GATHERED_BYTES = 2**16
+# A group's and the number of the phase; more than those of today.
+MAX_ROUND_ID_BYTES = 64
+MAX_BANDWIDTH = 1e12
+
+RoundID = Annotated[bytes, Meta(max_length=MAX_ROUND_ID_BYTES)]
+Mode = Annotated[int, Meta(ge=0, le=2)]
+"""A number of :class:`~shoal.averaging.control.AveragingMode`."""
+Gathered = Annotated[bytes, Meta(max_length=MAX_GATHERED_BYTES)]
+Bandwidth = Annotated[float, Meta(ge=0.0, le=MAX_BANDWIDTH)]
+"""Relative to that of other members; 0: others shall reduce."""
+
+
 class PeerRecord(Header):
     """A peer and where to dial it."""
 
-    peer_id: bytes
+    peer_id: PeerIDBytes
     addresses: list[str] = msgspec.field(default_factory=list)
 
 
@@ -64,18 +80,18 @@ class JoinRequest(Header):
     group_key: str
     settings: dict[str, str]
     """Everything that must be equal in all members, readable."""
-    expiration: float
+    expiration: Moment
     """DHT time after which the follower does not want to wait any more."""
-    mode: int
-    gathered: bytes = b""
-    bandwidth: float | None = None
-    expected_group_size: int | None = None
+    mode: Mode
+    gathered: Gathered = b""
+    bandwidth: Bandwidth | None = None
+    expected_group_size: Count | None = None
 
 
 class Expectation(Header):
     """A follower has changed its mind about the group."""
 
-    expected_group_size: int | None = None
+    expected_group_size: Count | None = None
     leaves: bool = False
     """It does not want to be in it any more."""
 
@@ -84,10 +100,10 @@ class Member(Header):
     """One member of a group that starts."""
 
     peer: PeerRecord
-    mode: int
-    share: int
+    mode: Mode
+    share: Count
     """How many values of the vector this member reduces."""
-    gathered: bytes = b""
+    gathered: Gathered = b""
 
 
 class GroupStart(Header):
@@ -102,7 +118,7 @@ class JoinReply(Header):
 
     code: int
     text: str = ""
-    expiration: float = 0.0
+    expiration: Moment = 0.0
     """When the leader will start, in DHT time."""
     better_leader: PeerRecord | None = None
     group: GroupStart | None = None
@@ -112,7 +128,7 @@ class Invitation(Header):
     """A peer that may lead tells one that may follow that it looks for a group, too."""
 
     group_key: str
-    expiration: float
+    expiration: Moment
 
 
 class InvitationReply(Header):
@@ -122,18 +138,18 @@ class InvitationReply(Header):
     """It comes; what follows is what follows a request to join."""
     better_leader: PeerRecord | None = None
     """It does not, because it follows this one, or leads itself."""
-    expiration: float = 0.0
+    expiration: Moment = 0.0
     """When that one will start, in DHT time."""
 
 
 class BeginReduce(Header):
     """First message of a sender to a reducer."""
 
-    round_id: bytes
-    weight: float
-    stripe: int = 0
+    round_id: RoundID
+    weight: Amount
+    stripe: Count = 0
     """Which of the sender's calls this is."""
-    stripes: int = 1
+    stripes: Count = 1
     """Over how many calls the sender spreads its parts."""
 
 
@@ -152,7 +168,7 @@ class PartHeader(msgspec.Struct, array_like=True):
 
     status: int
     metadata: TensorMetadata | None = None
-    nbytes: int = 0
+    nbytes: Count = 0
     """Of the whole part, as it travels."""
 
 
@@ -162,14 +178,14 @@ class PartMessage(Header, array_like=True):
     There are many of them: on the wire they are as short as can be, fields have no names.
     """
 
-    index: int = 0
+    index: Count = 0
     """Of the first part, among those that this reducer reduces."""
     parts: list[PartHeader] = msgspec.field(default_factory=list)
     """One, of which the payload may be a slice, or several small ones in a row. None: the sender has no more for this
     call."""
     is_average: bool = False
     """Of all members' values, from the reducer; otherwise the values of one, for the reducer."""
-    offset: int = 0
+    offset: Count = 0
     """Where the payload begins within the part, if it is a slice."""
 
 
@@ -204,22 +220,22 @@ class RoundMessage(Header):
     """One message of a round's second half; which fields count depends on the kind."""
 
     kind: int
-    round_id: bytes = b""
-    weight: float = 0.0
+    round_id: RoundID = b""
+    weight: Amount = 0.0
     late: bool = False
     """In a greeting: the member was late before."""
-    weights: list[float] = msgspec.field(default_factory=list)
+    weights: list[Amount] = msgspec.field(default_factory=list)
     """In a commit: of all members' values in the average."""
-    not_finite: list[int] = msgspec.field(default_factory=list)
+    not_finite: list[Count] = msgspec.field(default_factory=list)
     """In a report: members of which the sender has left out values, because they are not finite. In a commit: all of
     these."""
-    held: list[int] = msgspec.field(default_factory=list)
-    members: list[int] = msgspec.field(default_factory=list)
-    send: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
+    held: list[Count] = msgspec.field(default_factory=list)
+    members: list[Count] = msgspec.field(default_factory=list)
+    send: list[tuple[Count, Count, Count]] = msgspec.field(default_factory=list)
     """Ranges of parts: reducer, first, end."""
-    expect: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
-    reducer: int = 0
-    index: int = 0
+    expect: list[tuple[Count, Count, Count]] = msgspec.field(default_factory=list)
+    reducer: Count = 0
+    index: Count = 0
     part: PartHeader | None = None
 
 
@@ -230,7 +246,7 @@ class RoundStatus(IntEnum):
 
 
 class StatusRequest(Header):
-    round_id: bytes
+    round_id: RoundID
 
 
 class StatusReply(Header):
@@ -249,19 +265,19 @@ class StateHeader(Header):
     """Refused only because too many others are downloading."""
     metadata: bytes = b""
     tensors: list[TensorMetadata] = msgspec.field(default_factory=list)
-    tensor_bytes: list[int] = msgspec.field(default_factory=list)
+    tensor_bytes: list[Count] = msgspec.field(default_factory=list)
 
 
 class ChunkRequest(Header):
     """Asks for one chunk of the state."""
 
-    index: int
+    index: Count
 
 
 class StateChunk(Header):
     """One chunk; the payload holds its bytes."""
 
-    index: int
+    index: Count
 
 
 def reason_of(error: BaseException) -> str:

@@ -28,7 +28,9 @@ from shoal.dht.validation import (
     has_owned_entries,
 )
 from shoal.errors import ProtocolError
+from shoal.logs import quoted
 from shoal.p2p import P2P, PeerID
+from shoal.p2p.transport import Moment, PeerIDBytes
 from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class PingRequest(AuthorizedRequest):
 
 class PingResponse(AuthorizedResponse):
     node_id: NodeIDBytes = None
-    dht_time: float = 0.0
+    dht_time: Moment = 0.0
     available: bool = False
     """The sender of the request can be called and has the id that it claims."""
     seen_at: Annotated[str, Meta(max_length=MAX_ADDRESS_LENGTH)] = ""
@@ -144,7 +146,7 @@ class FindRequest(AuthorizedRequest):
 class NodeContact(msgspec.Struct, frozen=True, array_like=True):
     """How to reach a node."""
 
-    peer_id: Annotated[bytes, Meta(min_length=1, max_length=64)]
+    peer_id: PeerIDBytes
     addresses: Annotated[list[Annotated[str, Meta(max_length=MAX_ADDRESS_LENGTH)]], Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -302,7 +304,7 @@ def check_expiration(expiration_time: Any) -> float:
         TypeError: not a number.
     """
     if isinstance(expiration_time, bool) or not isinstance(expiration_time, numbers.Real):
-        raise TypeError(f"an expiration must be a number of seconds since 1970, got {expiration_time!r}")
+        raise TypeError(f"an expiration must be a number of seconds since 1970, got {quoted(expiration_time)}")
     seconds = float(expiration_time)
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"an expiration must be a finite number of seconds since 1970, got {seconds}")
@@ -323,7 +325,7 @@ def check_subkey(subkey: Subkey, packed: bytes) -> None:
     except TypeError:
         is_plain = False
     if not is_plain:
-        raise ValueError(f"{subkey!r} cannot be a subkey: use str, bytes, numbers or tuples of them")
+        raise ValueError(f"{quoted(subkey)} cannot be a subkey: use str, bytes, numbers or tuples of them")
 
 
 def _count_bytes(storage: DHTLocalStorage) -> int:
@@ -457,13 +459,12 @@ class LocalRecords:
         dictionary = DictionaryDHTValue.unpackb(packed)
         with dictionary.freeze():
             for subkey, item in dictionary.items():
-                expiration_time = check_expiration(item.expiration_time)
-                packed_subkey = MSGPackSerializer.dumps(subkey)
+                expiration_time, packed_subkey = check_expiration(item.expiration_time), MSGPackSerializer.dumps(subkey)
                 check_subkey(subkey, packed_subkey)
                 if not isinstance(item.value, bytes):
-                    raise ValueError(f"entry {subkey!r} of a dictionary is not bytes")
+                    raise ValueError(f"entry {quoted(subkey)} of a dictionary is not bytes")
                 if not self.is_valid(DHTRecord(key_id.to_bytes(), packed_subkey, item.value, expiration_time)):
-                    raise ValueError(f"entry {subkey!r} of a dictionary was refused by the validator")
+                    raise ValueError(f"entry {quoted(subkey)} of a dictionary was refused by the validator")
         return dictionary
 
 

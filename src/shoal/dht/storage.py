@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.clock import DHTExpiration, get_dht_time
+from shoal.logs import quoted
 from shoal.p2p.identity import PeerID
-from shoal.serializer import MSGPackSerializer
+from shoal.serializer import MSGPackSerializer, check_keys
 
 if TYPE_CHECKING:
     from shoal.dht.routing import DHTID
@@ -267,9 +268,9 @@ def _check_wire_form(content: Any) -> tuple[int | None, float, list[list[Any]]]:
         raise ValueError("a dictionary travels as a list of three")
     maxsize, latest, entries = content
     if not (maxsize is None or (type(maxsize) is int and maxsize >= 0)):
-        raise ValueError(f"size limit of a dictionary must be None or a number of entries, got {maxsize!r}")
+        raise ValueError(f"size limit of a dictionary must be None or a number of entries, got {quoted(maxsize)}")
     if type(latest) not in (int, float) or math.isnan(latest):
-        raise ValueError(f"latest expiration of a dictionary must be a number, got {latest!r}")
+        raise ValueError(f"latest expiration of a dictionary must be a number, got {quoted(latest)}")
     if not isinstance(entries, list) or len(entries) > MAX_DICTIONARY_ENTRIES:
         raise ValueError(f"entries of a dictionary must be a list of at most {MAX_DICTIONARY_ENTRIES}")
     for entry in entries:
@@ -277,11 +278,12 @@ def _check_wire_form(content: Any) -> tuple[int | None, float, list[list[Any]]]:
             raise ValueError("an entry of a dictionary is a list of three")
         subkey, _, expiration_time = entry
         if type(expiration_time) not in (int, float) or math.isnan(expiration_time):
-            raise ValueError(f"expiration of a dictionary entry must be a number, got {expiration_time!r}")
+            raise ValueError(f"expiration of a dictionary entry must be a number, got {quoted(expiration_time)}")
         try:
             hash(subkey)
         except TypeError:
             raise ValueError(f"a {type(subkey).__name__} cannot be a subkey") from None
+    check_keys([subkey for subkey, _, _ in entries])
     return maxsize, latest, entries
 
 

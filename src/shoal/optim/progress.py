@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.optim.epochs import takes_part
 from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
+from shoal.p2p.transport import Count, Moment, PeerIDBytes
 
 
 class PerformanceEMA:
@@ -97,9 +98,7 @@ class PerformanceEMA:
         return f"PerformanceEMA({self.samples_per_second:.3g} samples/s after {self.num_updates} updates)"
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e21)]
-Moment = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 MAX_ADDRESSES = 8
 # How many peers are called directly; in larger swarms the others learn from the DHT.
@@ -139,7 +138,7 @@ def count_of_samples(option: str, number: object) -> int:
 class LocalTrainingProgress(msgspec.Struct, frozen=True):
     """How far one peer is, as it says itself."""
 
-    peer_id: bytes
+    peer_id: PeerIDBytes
     epoch: Count
     """How many global steps it has made."""
     samples_accumulated: Count

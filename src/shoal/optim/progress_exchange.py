@@ -26,14 +26,13 @@ from shoal.optim.progress import (
     HOLDERS_READ,
     MAX_ADDRESSES,
     MAX_CALLED,
-    Count,
     LocalTrainingProgress,
-    Moment,
     ProgressRecord,
     Speed,
     parse_record,
 )
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
+from shoal.p2p.transport import Count, Moment
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:

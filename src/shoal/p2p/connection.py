@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.p2p.limits import HeaderMemory
 from shoal.p2p.transport import (
+    MOST,
     PREFIX_BYTES,
     READ_STEP_BYTES,
+    Amount,
     Buffer,
     Header,
     Kind,
+    Moment,
     Prefix,
     Stream,
     decode_header,
@@ -41,11 +45,11 @@ class Hello(Header):
     addresses: list[str] = msgspec.field(default_factory=list)
     """Where the sender can be dialled, without ``/p2p``; empty if it cannot."""
     agent: str = ""
-    time: float = 0.0
+    time: Moment = 0.0
     """The sender's DHT time."""
-    clock_offset: float = 0.0
+    clock_offset: Annotated[float, Meta(ge=-float(MOST), le=float(MOST))] = 0.0
     """Seconds by which the clock of the sender's machine is ahead of that."""
-    waited: float | None = None
+    waited: Amount | None = None
     """Seconds between the arrival of the other side's greeting and this one, if this is an answer."""
     instance: bytes = b""
     """Chosen by chance at the sender's start: tells two processes with the same identity apart."""

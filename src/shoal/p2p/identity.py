@@ -20,11 +20,14 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from shoal.errors import P2PDaemonError, make_private
+from shoal.logs import quoted
 from shoal.p2p.multiaddr import Multiaddr
 
 _ED25519_PROTOBUF = b"\x08\x01\x12\x20"
 _ED25519_MULTIHASH = b"\x00\x24" + _ED25519_PROTOBUF
 PUBLIC_KEY_BYTES = 32
+# Of any kind of key; those of shoal take 38.
+MAX_PEER_ID_BYTES = 64
 _MAX_TEXT_LENGTH = 256
 
 
@@ -33,14 +36,19 @@ class PeerID:
     """Identifier of a peer, hashable and ordered by its base58 text.
 
     Args:
-        peer_id_bytes: the multihash; any bytes are taken as they are.
+        peer_id_bytes: the multihash; up to 64 bytes are taken as they are.
+
+    Raises:
+        ValueError: they are more. Their text form takes time in the square of their number.
     """
 
     __slots__ = ("_base58", "_bytes")
 
     def __init__(self, peer_id_bytes: bytes) -> None:
         if not isinstance(peer_id_bytes, (bytes, bytearray, memoryview)):
-            raise TypeError(f"PeerID is made from bytes, got {peer_id_bytes!r}; use PeerID.from_base58 for text")
+            raise TypeError(f"PeerID is made from bytes, got {quoted(peer_id_bytes)}; for text: PeerID.from_base58")
+        if len(peer_id_bytes) > MAX_PEER_ID_BYTES:
+            raise ValueError(f"a peer id has at most {MAX_PEER_ID_BYTES} bytes, got {len(peer_id_bytes)}")
         self._bytes = bytes(peer_id_bytes)
         self._base58: str | None = None
 
@@ -57,7 +65,7 @@ class PeerID:
                 raise ValueError("it is too long")
             return cls(base58.b58decode(text))
         except ValueError as e:
-            raise ValueError(f"{text!r} is not a peer id such as 12D3KooW…: {e}") from None
+            raise ValueError(f"{quoted(text)} is not a peer id such as 12D3KooW…: {e}") from None
 
     @classmethod
     def from_public_key(cls, public_key: bytes) -> PeerID:

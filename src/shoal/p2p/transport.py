@@ -21,12 +21,12 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from shoal.errors import ProtocolError
-from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.identity import MAX_PEER_ID_BYTES, Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -184,6 +184,15 @@ class Header(msgspec.Struct):
     Fields may be added later: an older peer ignores what it does not know, a newer one must give defaults.
     """
 
+
+# Kinds of fields: what no honest peer can mean is refused while a message is decoded, also NaN and infinity. Beyond
+# this, a float can no longer count.
+MOST = 2**53
+Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
+Amount = Annotated[float, msgspec.Meta(ge=0.0, le=float(MOST))]
+Moment = Annotated[float, msgspec.Meta(ge=0.0, le=float(MOST))]
+"""DHT time."""
+PeerIDBytes = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_PEER_ID_BYTES)]
 
 H = TypeVar("H", bound=Header)
 _encoder = msgspec.msgpack.Encoder()

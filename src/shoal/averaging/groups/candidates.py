@@ -22,6 +22,8 @@ RETURN_SHARE = 2 / 3
 RETRY_PAUSE = 0.5
 
 MAX_RETRY_PAUSE = 2.0
+# A leader may start so many times the own ``min_matchmaking_time`` after the own promise.
+PATIENCE_FACTOR = 4
 # A leader takes no more, also where no target size is given.
 MAX_GROUP_SIZE = 4096
 
@@ -58,6 +60,8 @@ class Follower:
     outcome: asyncio.Future[JoinReply]
     expected_group_size: int | None
     """How large a group it expects by now."""
+    nbytes: int
+    """What it takes in the message that describes the group."""
     has_left: bool = False
     """It has said goodbye: it does not come back, as one may whose connection broke."""
 
@@ -160,6 +164,11 @@ class Search:
         if self.refused[peer] and peer not in self.turned_away:
             self.turned_away[peer] = None
             self.control.changed.set()
+
+    @property
+    def group_bytes(self) -> int:
+        """What the message that describes the group takes by now."""
+        return len(self.control.data_for_gather) + sum(follower.nbytes for follower in self.followers.values())
 
     def is_complete(self) -> bool:
         """Whether as many members as anybody in this group expects are here, without those that only help."""
@@ -284,11 +293,14 @@ class Search:
             self.resting.pop(leader, None)
         self.note_candidate(leader, expiration)
 
-    def note_acceptance(self, peer: PeerID, expiration: float) -> None:
-        """This peer follows another one, which starts then."""
+    def note_acceptance(self, peer: PeerID, expiration: float) -> float:
+        """This peer follows another one, which starts then. Returns how long it is waited for: not for ever."""
+        latest = max(self.expiration, get_dht_time()) + PATIENCE_FACTOR * self.settings.min_matchmaking_time
+        expiration = min(expiration, latest)
         self.leader, self.accepted_by = (peer, expiration), peer
         self.failures.pop(peer, None)
         self._decline()
+        return expiration
 
     # --- when to start ------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from shoal.averaging.allreduce.parts import load_balance_peers
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
-from shoal.averaging.groups.candidates import Offer, Search
+from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, Offer, Search
 from shoal.averaging.messages import (
     CALL_FAILURES,
     GroupStart,
@@ -40,6 +39,11 @@ REFUSAL = (
     "it has sent values that are NaN or infinite in a round, although peers check theirs before. Is it of an older "
     "version, or its machine broken? It is taken again after some rounds"
 )
+# A group must fit into one message. What a member takes besides its addresses and what it gives.
+MAX_GROUP_BYTES = 3 * 2**18
+_MEMBER_BYTES = 100
+# What a request to join may name: a few more than any version has.
+MAX_SETTINGS = 32
 # Seconds in which a member of the group that has been found ends a call that is not needed any more.
 MEMBER_PATIENCE = 1.0
 
@@ -55,19 +59,50 @@ def learn(p2p: P2P, record: PeerRecord) -> PeerID:
     """A peer that somebody told of; it can be dialled from now on.
 
     Raises:
-        ValueError: that is no peer, or no address.
+        ProtocolError: it cannot be dialled.
     """
     peer = PeerID(record.peer_id)
     if peer != p2p.peer_id:
-        p2p.add_addresses(peer, record.addresses[:MAX_ADDRESSES_PER_PEER])
+        try:
+            p2p.add_addresses(peer, record.addresses[:MAX_ADDRESSES_PER_PEER])
+        except ValueError as e:
+            raise ProtocolError(f"an address of {peer} makes no sense: {e}") from None
     return peer
 
 
+def follower_of(p2p: P2P, peer: PeerID, request: JoinRequest) -> Follower:
+    """A peer that wants to be led."""
+    size = _bytes_of_member(p2p, peer, request)
+    return Follower(request, asyncio.get_running_loop().create_future(), request.expected_group_size, size)
+
+
+def _bytes_of_member(p2p: P2P, peer: PeerID, request: JoinRequest) -> int:
+    return _MEMBER_BYTES + len(request.gathered) + sum(len(str(address)) for address in p2p.get_addresses(peer))
+
+
+def is_full(search: Search, p2p: P2P, peer: PeerID, request: JoinRequest) -> bool:
+    """Whether there is no room for one more peer, be it for their number or for the message that describes them."""
+    if 1 + len(search.followers) >= (search.settings.target_group_size or MAX_GROUP_SIZE):
+        return True
+    return search.group_bytes + _bytes_of_member(p2p, peer, request) > MAX_GROUP_BYTES
+
+
 def difference_of(own: dict[str, str], other: dict[str, str]) -> str:
-    """Which settings differ, for both sides to read; empty if none does."""
-    names = sorted(own.keys() | other.keys())
-    pairs = [(name, own.get(name, "not set")[:100], other.get(name, "not set")[:100]) for name in names]
-    return "; ".join(f"{name} is {mine!r} there and {theirs!r} here" for name, mine, theirs in pairs if mine != theirs)
+    """Which settings differ, for both sides to read; empty if none does.
+
+    What the other side has not named it is not told either: it may be somebody who only wants to know.
+    """
+    if len(other) > MAX_SETTINGS:
+        return f"it names {len(other)} settings, more than there are"
+    differences = [
+        f"{name} is {own[name][:100]!r} there and {value[:100]!r} here"
+        for name, value in sorted(other.items())
+        if name in own and own[name] != value
+    ]
+    differences += [f"{name[:100]} is not known there" for name in sorted(other.keys() - own.keys())]
+    if own.keys() - other.keys():
+        differences.append("there are settings there that this peer does not have: is its shoal older?")
+    return "; ".join(differences)
 
 
 def describe_group(p2p: P2P, search: Search) -> GroupStart:
@@ -100,8 +135,8 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int) -> GroupInfo:
         raise ProtocolError("the leader published a group without this peer, with duplicates, or without a valid id")
     shares = tuple(member.share for member in start.members)
     modes = tuple(member.mode for member in start.members)
-    useless = any((m.share and m.mode == AveragingMode.CLIENT) or not 0 <= m.mode <= 2 for m in start.members)
-    if min(shares) < 0 or sum(shares) != total_size or useless:
+    useless = any(member.share and member.mode == AveragingMode.CLIENT for member in start.members)
+    if sum(shares) != total_size or useless:
         raise ProtocolError(f"the leader published shares {list(shares)} for a vector of {total_size} values")
     for member in start.members:
         learn(p2p, member.peer)
@@ -153,7 +188,7 @@ class Invitations:
                 else:
                     await call.send_end()
                     self._take_refusal(search, reply)
-        except (*CALL_FAILURES, ValueError) as e:
+        except CALL_FAILURES as e:
             logger.debug("could not invite %s: %r", peer, e)
             if peer in search.candidates:
                 promised, company = search.candidates[peer], search.key.partition(".")[0]
@@ -175,7 +210,7 @@ class Invitations:
             call.connection.stream.on_closed(None)
 
     def _take_refusal(self, search: Search, reply: InvitationReply | None) -> None:
-        if reply is not None and reply.better_leader is not None and math.isfinite(reply.expiration):
+        if reply is not None and reply.better_leader is not None:
             leader = learn(self._p2p, reply.better_leader)
             if leader != self._p2p.peer_id:
                 search.note_candidate(leader, reply.expiration)

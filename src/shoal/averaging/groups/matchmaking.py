@@ -25,7 +25,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
-from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, MatchmakingSettings, Search, StartedGroup
+from shoal.averaging.groups.candidates import Follower, MatchmakingSettings, Search, StartedGroup
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.leading import (
     REFUSAL,
@@ -33,6 +33,8 @@ from shoal.averaging.groups.leading import (
     Refusals,
     describe_group,
     difference_of,
+    follower_of,
+    is_full,
     learn,
     read_group,
     record_of,
@@ -56,8 +58,9 @@ from shoal.errors import (
     ReactorError,
     StreamClosedError,
 )
-from shoal.logs import counted
+from shoal.logs import Seldom, counted, one_line
 from shoal.p2p import P2P, Call, PeerID, StubBase
+from shoal.p2p.transport import MOST
 from shoal.tasks import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
@@ -95,7 +98,7 @@ class Matchmaking:
         self._withdrawn_until = -math.inf
         # A dictionary keeps the order, so that simulations can be repeated.
         self._background: dict[asyncio.Task[Any], None] = {}
-        self._warned: set[str] = set()
+        self._warn_seldom = Seldom(logger.warning)
         self._last_refusals: dict[str, str] = {}
 
     # --- looking ------------------------------------------------------------------------------------------------------
@@ -281,10 +284,10 @@ class Matchmaking:
                     search.asked, search.told_expectation = call, request.expected_group_size
                     reply = await _receive(call)
                 if reply.code == Code.ACCEPTED:
-                    search.note_acceptance(leader, reply.expiration)
+                    start = search.note_acceptance(leader, reply.expiration)
                     self._send_followers_away(search, leader)
                     await self._tell_expectation(search)
-                    reply = await self._wait_for_start(call, reply.expiration)
+                    reply = await self._wait_for_start(call, start)
                 search.asked = None
                 # The leader has left, but what it said holds.
                 with suppress(StreamClosedError):
@@ -301,7 +304,10 @@ class Matchmaking:
             search.note_failure(leader, e)
             self.p2p.note_uncalled(leader, e, company=search.key.partition(".")[0], sign_of_life=promised)
         else:
-            self._take_answer(search, leader, promised, reply)
+            try:
+                self._take_answer(search, leader, promised, reply)
+            except ProtocolError as e:
+                logger.warning("peer %s gave an answer that makes no sense, and is not asked again: %s", leader, e)
         finally:
             search.leader = None
 
@@ -340,7 +346,7 @@ class Matchmaking:
         return JoinRequest(
             group_key=search.key,
             settings=self.settings.agreed,
-            expiration=search.expiration if self.settings.leads else control.deadline,
+            expiration=min(search.expiration if self.settings.leads else control.deadline, MOST),
             mode=int(self.settings.mode),
             gathered=control.data_for_gather,
             bandwidth=self.settings.bandwidth,
@@ -350,10 +356,7 @@ class Matchmaking:
     def _take_answer(self, search: Search, leader: PeerID, promised: float, reply: JoinReply) -> None:
         search.spent[leader] = promised
         if reply.code == Code.GROUP_STARTS and reply.group is not None:
-            try:
-                search.group.set_result(self._adopt(reply.group))
-            except ProtocolError as e:
-                logger.warning("refused the group that %s leads: %s", leader, e)
+            search.group.set_result(self._adopt(reply.group))
             return
         if reply.better_leader is not None:
             better = learn(self.p2p, reply.better_leader)
@@ -362,10 +365,8 @@ class Matchmaking:
         elif reply.code == Code.BAD_EXPIRATION_TIME:
             search.note_candidate(leader, reply.expiration)
         elif reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
-            search.refusals[str(leader)] = reply.text
-            if reply.text not in self._warned:
-                self._warned.add(reply.text)
-                logger.warning("peer %s refuses to average with this one: %s", leader, reply.text)
+            search.refusals[str(leader)] = one_line(reply.text)
+            self._warn_seldom("peer %s refuses to average with this one: %s", leader, one_line(reply.text))
         logger.debug("%s answered %s %s", leader, reply.code, reply.text)
 
     # --- leading ------------------------------------------------------------------------------------------------------
@@ -386,7 +387,7 @@ class Matchmaking:
         if refusal is not None or search is None:
             await call.send(refusal or JoinReply(code=Code.NOT_LOOKING_FOR_GROUP), end=True)
             return
-        follower = Follower(request, asyncio.get_running_loop().create_future(), request.expected_group_size)
+        follower = follower_of(self.p2p, remote, request)
         search.followers[remote] = follower
         search.lost.pop(remote, None)
         news = asyncio.ensure_future(self._hear(search, call, follower))
@@ -416,7 +417,7 @@ class Matchmaking:
                 follower.outcome.set_exception(e)
 
     def _reason_to_refuse(self, search: Search | None, request: JoinRequest, remote: PeerID) -> JoinReply | None:
-        if math.isnan(request.expiration) or not 0 <= request.mode <= 2 or not self.settings.leads:
+        if not self.settings.leads:
             return JoinReply(code=Code.PROTOCOL_VIOLATION)
         if search is None or search.group.done() or request.group_key != search.key:
             return JoinReply(code=Code.NOT_LOOKING_FOR_GROUP)
@@ -433,14 +434,14 @@ class Matchmaking:
             return JoinReply(code=Code.BAD_EXPIRATION_TIME, expiration=search.expiration)
         if remote == self.p2p.peer_id or remote in search.followers:
             return JoinReply(code=Code.DUPLICATE_PEER_ID)
-        if 1 + len(search.followers) >= (self.settings.target_group_size or MAX_GROUP_SIZE):
+        if is_full(search, self.p2p, remote, request):
             return JoinReply(code=Code.GROUP_IS_FULL)
         return None
 
     async def answer_invitation(self, call: Call, invitation: Invitation) -> None:
         """A peer that may lead says that it is there, and waits on this call for this one to come."""
         search = self._search
-        if search is not None and invitation.group_key == search.key and math.isfinite(invitation.expiration):
+        if search is not None and invitation.group_key == search.key:
             if call.remote in search.refused:
                 search.turn_away(call.remote)
                 await call.send(InvitationReply(), end=True)
