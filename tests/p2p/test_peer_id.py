@@ -126,3 +126,12 @@ def test_split_peer_address() -> None:
 def test_address_without_a_usable_peer(address: str) -> None:
     with pytest.raises(ValueError, match=address):
         split_peer_address(Multiaddr(address))
+
+
+def test_a_long_one_is_refused_at_once_and_its_error_is_short() -> None:
+    PeerID(bytes(64))
+    with pytest.raises(ValueError, match="at most 64 bytes, got 900000"):
+        PeerID(bytes(900_000))
+    with pytest.raises(ValueError, match=r"is not a peer id|at most 64 bytes") as caught:
+        PeerID.from_base58("1" * 900_000)
+    assert len(str(caught.value)) < 400
