@@ -27,6 +27,8 @@ class Metrics:
     calls_made: int = 0
     calls_failed: int = 0
     calls_served: int = 0
+    calls_refused: Counter[str] = field(default_factory=Counter)
+    """Calls of others that this peer did not serve, by reason."""
     connections_dropped: Counter[str] = field(default_factory=Counter)
     """Connections that this peer refused or dropped, by reason."""
     hops_to_records: Counter[int] = field(default_factory=Counter)

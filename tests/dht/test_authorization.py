@@ -11,9 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from shoal.averaging import DecentralizedAverager
+from shoal.averaging.node import AveragerNode
 from shoal.clock import get_dht_time
-from shoal.dht import DHTID, DHTNode, authorization
+from shoal.dht import DHT, DHTID, DHTNode, authorization
 from shoal.dht.authorization import (
     MAX_REQUEST_AGE,
     AccessToken,
@@ -27,8 +30,8 @@ from shoal.dht.authorization import (
 from shoal.dht.crypto import PrivateKey
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import FindRequest, StoreRequest, StoreResponse
-from shoal.errors import BootstrapError, P2PHandlerError, ProtocolError
-from shoal.p2p import Header, P2PContext, ServicerBase
+from shoal.errors import BootstrapError, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.p2p import Call, Header, P2PContext, ServicerBase
 from shoal.p2p.transport import decode_header
 from tests.dht.members import Authority, Member
 from tests.dht.swarm import Swarm
@@ -427,3 +430,156 @@ def test_the_same_token_with_a_whole_number_of_seconds():
     assert token.signed_bytes() == AccessToken("bob", b"key", 5.0).signed_bytes()
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(token), type=AccessToken)
     assert (arrived.expiration_time, type(arrived.expiration_time)) == (5.0, float)
+
+
+# --- what is served beside the table ----------------------------------------------------------------------------------
+
+
+class Note(Header):
+    text: str = ""
+
+
+class Secret(ServicerBase):
+    """Stands for an averager, a state or a tracker."""
+
+    def __init__(self) -> None:
+        self.callers: list[Any] = []
+
+    async def rpc_tell(self, request: Note, context: P2PContext) -> Note:
+        self.callers.append(context.remote_id)
+        return Note(f"for {request.text}")
+
+    async def rpc_stream(self, call: Call, context: P2PContext) -> None:
+        self.callers.append(context.remote_id)
+        await call.send(Note("streamed"), end=True)
+
+
+async def read_stream(stub: Any) -> str | None:
+    async with stub.rpc_stream() as call:
+        await call.send_end()
+        note = await call.receive(Note)
+        return None if note is None else note.text
+
+
+async def serve_secret(node: DHTNode) -> Secret:
+    secret = Secret()
+    await secret.add_p2p_handlers(node.p2p, namespace="run")
+    return secret
+
+
+def stub_at(node: DHTNode, caller: Any) -> Any:
+    caller.add_addresses(node.p2p.peer_id, node.p2p.get_addresses(node.p2p.peer_id))
+    return Secret.get_stub(caller, node.p2p.peer_id, namespace="run")
+
+
+@in_virtual_time
+async def test_members_call_each_other_and_prove_it_once_per_connection():
+    swarm, authority = Swarm(), Authority()
+    server, caller = [await swarm.node(authorizer=Member(authority)) for _ in range(2)]
+    secret = await serve_secret(server)
+    stub = stub_at(server, caller.p2p)
+    made = caller.p2p.metrics.bytes_sent_by_handler
+    for _ in range(5):
+        assert (await stub.rpc_tell(Note("you"))).text == "for you"
+    assert await read_stream(stub) == "streamed"
+    assert secret.callers == [caller.peer_id] * 6
+    proofs = made["MembersOnly.rpc_enter"]
+    assert proofs > 0
+    assert await read_stream(stub) == "streamed"
+    assert made["MembersOnly.rpc_enter"] == proofs
+
+
+@in_virtual_time
+async def test_a_member_that_only_calls_is_let_in():
+    swarm, authority = Swarm(), Authority()
+    server = await swarm.node(authorizer=Member(authority))
+    caller = await swarm.node(client_mode=True, authorizer=Member(authority))
+    await serve_secret(server)
+    assert (await stub_at(server, caller.p2p).rpc_tell(Note("you"))).text == "for you"
+
+
+@pytest.mark.parametrize("kind", ["without a table", "of an open table", "of another swarm"])
+@in_virtual_time
+async def test_nobody_else_is_answered(kind):
+    swarm, authority = Swarm(), Authority()
+    server = await swarm.node(authorizer=Member(authority))
+    secret = await serve_secret(server)
+    if kind == "without a table":
+        stranger = await swarm.p2p()
+    else:
+        authorizer = None if kind == "of an open table" else Member(Authority())
+        stranger = (await swarm.node(initial_peers=[], authorizer=authorizer)).p2p
+    stub = stub_at(server, stranger)
+    for attempt in (stub.rpc_tell(Note("me")), read_stream(stub), stub.rpc_tell(Note("me"))):
+        with pytest.raises((P2PHandlerError, P2PDaemonError), match=r"only members|does not let this peer in"):
+            await attempt
+    assert secret.callers == []
+    if kind != "of another swarm":
+        assert server.p2p.metrics.calls_refused["not a member"] == 3
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@in_virtual_time
+async def test_a_member_tells_nothing_to_who_is_none(is_open):
+    swarm = Swarm()
+    other = await swarm.node(authorizer=None if is_open else Member(Authority()))
+    secret = await serve_secret(other)
+    member = await swarm.node(initial_peers=[], authorizer=Member(Authority()))
+    with pytest.raises(P2PDaemonError, match="does not let this peer in, or is no member itself"):
+        await stub_at(other, member.p2p).rpc_tell(Note("my gradients"))
+    assert secret.callers == []
+
+
+@in_virtual_time
+async def test_an_answer_without_proof_is_not_believed(monkeypatch):
+    swarm, authority = Swarm(), Authority()
+    server, caller = [await swarm.node(authorizer=Member(authority)) for _ in range(2)]
+    await serve_secret(server)
+
+    async def forget_to_sign(*_: Any) -> None:
+        return None
+
+    monkeypatch.setattr(server.protocol._authorizer, "sign_response", forget_to_sign)
+    with pytest.raises(P2PDaemonError, match="does not prove that it is a member"):
+        await stub_at(server, caller.p2p).rpc_tell(Note("you"))
+
+
+@in_virtual_time
+async def test_the_gate_stays_closed_when_the_table_has_ended():
+    swarm, authority = Swarm(), Authority()
+    server = await swarm.node(authorizer=Member(authority))
+    secret = await serve_secret(server)
+    await server.shutdown()
+    with pytest.raises(P2PHandlerError, match="only members"):
+        await stub_at(server, await swarm.p2p()).rpc_tell(Note("me"))
+    assert secret.callers == []
+
+
+def test_members_average_and_strangers_get_no_state():
+    authority = Authority()
+    options = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "start": True}
+    first = DHT(authorizer=Member(authority), **options)
+    second = DHT(authorizer=Member(authority), initial_peers=first.get_visible_maddrs(), **options)
+    stranger = DHT(**options)
+    averagers = [
+        DecentralizedAverager([torch.full([4], float(i))], dht, prefix="closed", min_matchmaking_time=2.0, start=True)
+        for i, dht in enumerate((first, second))
+    ]
+    steps = [averager.step(wait=False, timeout=60) for averager in averagers]
+    assert all(step.result(60) is not None for step in steps)
+    for averager in averagers:
+        with averager.get_tensors() as tensors:
+            assert torch.equal(tensors[0], torch.full([4], 0.5))
+    assert averagers[1].load_state_from_peers(timeout=30) is not None
+
+    async def ask_for_the_state() -> None:
+        p2p = stranger.node.p2p
+        p2p.add_addresses(first.peer_id, first.get_visible_maddrs())
+        async with AveragerNode.get_stub(p2p, first.peer_id, namespace="closed").rpc_download_state() as call:
+            await call.send_end()
+            await call.receive(Header)
+
+    with pytest.raises(P2PHandlerError, match="only members may call this"):
+        stranger.portal.submit(ask_for_the_state()).result(30)
+    for each in (*averagers, stranger, second, first):
+        each.shutdown()

@@ -13,6 +13,8 @@ Each swarm decides what a token is worth and where it comes from, by a subclass 
 
     dht = DHT(..., authorizer=Members())
 
+Averagers, trackers and states of that process are for members, too: see :class:`MembersOnly`.
+
 Records in the table are a matter of their own: see :mod:`shoal.dht.crypto`.
 """
 
@@ -31,7 +33,10 @@ from msgspec import Meta
 
 from shoal.clock import get_dht_time
 from shoal.dht.storage import TimedStorage
-from shoal.p2p import Header, P2PContext, PeerID, ServicerBase, StubBase
+from shoal.errors import P2PDaemonError, P2PHandlerError
+from shoal.p2p import Call, Header, P2PContext, PeerID, ServicerBase, StubBase
+from shoal.p2p.connection import Connection
+from shoal.p2p.joining import Checkup, Presence
 from shoal.p2p.service import methods_of
 from shoal.p2p.transport import decode_header
 
@@ -342,6 +347,60 @@ class AuthRPCWrapper:
             return response
 
         return answer
+
+
+class EnterRequest(AuthorizedRequest):
+    """Asks to be let in."""
+
+
+class EnterResponse(AuthorizedResponse):
+    """Both may call each other's methods on this connection."""
+
+
+class MembersOnly(ServicerBase):
+    """The gate of a peer whose table is for members: averagers, states and trackers are for them, too.
+
+    Who has opened a connection proves once that it is a member, and learns that the other side is one. Requests to the
+    table carry a proof each. Who asks only whether a peer is there, or where it can be reached, needs none.
+
+    Args:
+        own_id: of the peer that has this gate.
+        authorizer: signs and checks.
+        self_checking: the servicer whose requests carry proofs of their own.
+    """
+
+    def __init__(self, own_id: PeerID, authorizer: AuthorizerBase, self_checking: type[ServicerBase]) -> None:
+        self._own_id, self._authorizer = own_id, authorizer
+        open_to_all = (type(self), self_checking, Presence, Checkup)
+        self._open = tuple(servicer.handle_name("", None) for servicer in open_to_all)
+
+    def guards(self, handle: str) -> bool:
+        return not handle.startswith(self._open)
+
+    async def enter(self, connection: Connection) -> None:
+        peer, name = connection.remote, self.handle_name("rpc_enter", None)
+        request, description = EnterRequest(), _description(name, self._own_id, peer)
+        await self._authorizer.sign_request(request, description)
+        call = connection.open_call(name)
+        try:
+            await call.send(request, end=True)
+            response = await call.receive(EnterResponse)
+        except (P2PDaemonError, P2PHandlerError) as e:
+            raise P2PDaemonError(f"peer {peer} does not let this peer in, or is no member itself: {e}") from e
+        if response is None or not await self._authorizer.validate_response(response, request, description):
+            raise P2PDaemonError(f"peer {peer} does not prove that it is a member")
+        connection.is_member = True
+
+    async def rpc_enter(self, call: Call, context: P2PContext) -> None:
+        """Let the connection of a member in; nobody else is answered."""
+        request = await call.receive(EnterRequest)
+        description = _description(context.handle_name, context.remote_id, context.local_id)
+        if request is None or not await self._authorizer.validate_request(request, description):
+            raise P2PDaemonError("no valid proof of membership")
+        response = EnterResponse()
+        await self._authorizer.sign_response(response, request, description)
+        call.connection.is_member = True
+        await call.send(response, end=True)
 
 
 def _description(handle_name: str, caller: PeerID, servicer: PeerID) -> str:

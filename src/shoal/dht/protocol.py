@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
-from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper
+from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper, MembersOnly
 from shoal.dht.reception import Reception
 from shoal.dht.records import (
     MAX_KEYS_PER_FIND,
@@ -105,6 +105,7 @@ class DHTProtocol(ServicerBase):
         self.came_back = asyncio.Event()
         """A suspect has given a sign of life: there may be more nodes to meet behind it."""
         self._authorizer = authorizer
+        self._gate: MembersOnly | None = None
         # What others are told about this node.
         self._announced_id = None if client_mode else node_id.to_bytes()
         self.routing_table = RoutingTable(node_id, config.bucket_size, config.depth_modulo)
@@ -145,6 +146,9 @@ class DHTProtocol(ServicerBase):
         authorizer = self._authorizer
         if authorizer is not None:
             await authorizer.prepare()
+            self._gate = MembersOnly(self.p2p.peer_id, authorizer, self_checking=type(self))
+            await self._gate.add_p2p_handlers(self.p2p)
+            self.p2p.gate = self._gate
         if not self.client_mode:
             wrapper = None if authorizer is None else AuthRPCWrapper(self, AuthRole.SERVICER, authorizer)
             await self.add_p2p_handlers(self.p2p, wrapper)
@@ -155,6 +159,8 @@ class DHTProtocol(ServicerBase):
         self.reception.close()
         if not self.client_mode:
             await self.remove_p2p_handlers(self.p2p)
+        if self._gate is not None:  # the peer keeps it: without its table, it is not open to all
+            await self._gate.remove_p2p_handlers(self.p2p)
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()

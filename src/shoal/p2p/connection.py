@@ -111,6 +111,8 @@ class Connection:
         """When the write began that the other side holds up, in the loop's time; 0 if none."""
         self.header_since = 0.0
         """When the header began that is still arriving; 0 if none."""
+        self.is_member = False
+        """Both sides have proven that they may call what is for members only."""
         self.handler = ""
         """Which handler the latest call is for; only what is served here or called from here."""
         self._make_hello: Callable[[], Hello] | None = make_hello

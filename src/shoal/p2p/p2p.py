@@ -23,7 +23,7 @@ from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits, have_enough_files
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.server import Server
-from shoal.p2p.service import Handler
+from shoal.p2p.service import Gate, Handler
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Header, Stream, Transport
 from shoal.tasks import cancel_and_wait
@@ -416,6 +416,12 @@ class P2P:
 
     async def _begin_call(self, peer: PeerID, handle: str) -> Call:
         connection = await self._pool.acquire(peer)
+        if self.gate is not None and not connection.is_member and self.gate.guards(handle):
+            try:
+                await self.gate.enter(connection)
+            except BaseException:
+                self._pool.release(connection, reusable=False)
+                raise
         self.metrics.calls_made += 1
         return connection.open_call(handle)
 
@@ -426,6 +432,15 @@ class P2P:
             call.connection.abort()
 
     # --- serving ------------------------------------------------------------------------------------------------------
+
+    @property
+    def gate(self) -> Gate | None:
+        """Keeps those who are no members from calling this peer, and this peer from calling them."""
+        return self._server.gate
+
+    @gate.setter
+    def gate(self, gate: Gate | None) -> None:
+        self._server.gate = gate
 
     def add_handlers(self, handlers: Mapping[str, Handler]) -> None:
         """Serve handlers by name.

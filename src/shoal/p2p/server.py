@@ -12,12 +12,13 @@ from shoal.metrics import Metrics
 from shoal.p2p.connection import NO_HANDLER, REFUSED, Call, Connection, Failure
 from shoal.p2p.identity import PeerID
 from shoal.p2p.limits import Limits
-from shoal.p2p.service import Handler, P2PContext, receive_only, serve_streams
+from shoal.p2p.service import Gate, Handler, P2PContext, receive_only, serve_streams
 from shoal.p2p.transport import Stream
 
 logger = logging.getLogger(__name__)
 
 MAX_NAME_CHARACTERS = 200
+MEMBERS_ONLY = "only members may call this: give the DHT of this process the authorizer of the swarm"
 # Connections at a time that are still being told that they are refused.
 MAX_REFUSALS = 64
 # How often the shortest time limit is looked at before it can be over.
@@ -42,6 +43,8 @@ class Server:
         self._connect = connect
         self.handlers: dict[str, Handler] = {}
         """By their names on the wire."""
+        self.gate: Gate | None = None
+        """What decides who may call them; without it everybody may."""
         self._tasks: dict[Connection, asyncio.Task[None]] = {}
         self._by_peer: dict[PeerID, dict[Connection, None]] = {}
         self._idle_since: dict[Connection, float] = {}  # in this order
@@ -180,6 +183,11 @@ class Server:
         handler = self.handlers.get(name)
         if handler is None:
             await call.send_failure(Failure(code=NO_HANDLER, text=name[:MAX_NAME_CHARACTERS]))
+            await call.drain()
+            return call.clean
+        if self.gate is not None and not connection.is_member and self.gate.guards(name):
+            self._metrics.calls_refused["not a member"] += 1
+            await call.send_failure(Failure(type=PermissionError.__name__, text=MEMBERS_ONLY))
             await call.drain()
             return call.clean
         self._metrics.calls_served += 1

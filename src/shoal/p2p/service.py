@@ -22,10 +22,10 @@ import inspect
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_args, get_origin, get_type_hints
 
 from shoal.errors import P2PDaemonError, ProtocolError, StreamClosedError
-from shoal.p2p.connection import Call
+from shoal.p2p.connection import Call, Connection
 from shoal.p2p.identity import PeerID
 from shoal.p2p.transport import Header
 from shoal.tasks import cancel_and_wait
@@ -68,6 +68,20 @@ class Handler:
 
     method: Method
     function: Callable[..., Any]
+
+
+class Gate(Protocol):
+    """Decides who may call what, once per connection."""
+
+    def guards(self, handle: str) -> bool:
+        """Whether this may only be called on a connection of a member."""
+
+    async def enter(self, connection: Connection) -> None:
+        """Show the other side that this one is a member, and have it shown that the other one is.
+
+        Raises:
+            P2PDaemonError: one of the two is not.
+        """
 
 
 _methods: dict[type, tuple[Method, ...]] = {}
