@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from shoal.averaging.allreduce.parts import rescale_shares
-from shoal.averaging.allreduce.session import MAX_REMEMBERED_ROUNDS, MAX_WAITING_CALLS, Rounds
+from shoal.averaging.allreduce.session import MAX_REMEMBERED_ROUNDS, MAX_UNKNOWN_ROUNDS, MAX_WAITING_CALLS, Rounds
 from shoal.averaging.messages import RoundStatus
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.errors import AllreduceException
+from shoal.p2p import PeerID
 from tests.averaging.swarm import Swarm, make_control, until
 from tests.dht.virtual_time import in_virtual_time
 
-GROUP = b"g" * 20
+GROUP, PEER = b"g" * 20, PeerID(b"peer")
 
 
 class Squares:
@@ -225,23 +226,23 @@ class ShortRound:
 
 async def test_a_call_may_come_before_its_round():
     rounds, current = Rounds(), ShortRound()
-    early = asyncio.ensure_future(rounds.find(GROUP + b"\x01", patience=60))
+    early = asyncio.ensure_future(rounds.find(GROUP + b"\x01", PEER, patience=60))
     await asyncio.sleep(0)
     assert rounds.status(GROUP + b"\x01") is RoundStatus.UNKNOWN
     running = asyncio.ensure_future(rounds.run(GROUP + b"\x01", current))
     assert await early is current
     assert rounds.status(GROUP + b"\x01") is RoundStatus.RUNNING
-    assert await rounds.find(GROUP + b"\x01", patience=60) is current
+    assert await rounds.find(GROUP + b"\x01", PEER, patience=60) is current
     current.has_result.set()
     assert await running == "result"
     assert rounds.status(GROUP + b"\x01") is RoundStatus.FINISHED
-    assert await rounds.find(GROUP + b"\x01", patience=60) is current  # it still has to end politely
+    assert await rounds.find(GROUP + b"\x01", PEER, patience=60) is current  # it still has to end politely
     current.may_finish.set()
     await asyncio.gather(*[task for _, task in rounds._lingering.values()])
     with pytest.raises(AllreduceException, match="finished"):
-        await rounds.find(GROUP + b"\x01", patience=60)
+        await rounds.find(GROUP + b"\x01", PEER, patience=60)
     assert rounds.status(GROUP + b"\x02") is RoundStatus.UNKNOWN  # a later phase may still come
-    later = asyncio.ensure_future(rounds.find(GROUP + b"\x02", patience=60))
+    later = asyncio.ensure_future(rounds.find(GROUP + b"\x02", PEER, patience=60))
     await asyncio.sleep(0)
     rounds.leave_group(GROUP)
     with pytest.raises(AllreduceException, match="left the group"):
@@ -250,12 +251,35 @@ async def test_a_call_may_come_before_its_round():
     assert len(rounds) == 0
 
 
+@in_virtual_time
+async def test_one_member_takes_few_of_the_places_for_early_calls():
+    rounds, greedy = Rounds(), PeerID(b"greedy")
+    unknown = [i.to_bytes(21, "big") for i in range(MAX_UNKNOWN_ROUNDS + 1)]
+    calls = [asyncio.ensure_future(rounds.find(each, greedy, patience=60)) for each in unknown]
+    await asyncio.sleep(0)
+    assert [call.done() for call in calls] == [False] * MAX_UNKNOWN_ROUNDS + [True]
+    with pytest.raises(AllreduceException, match="means 8 rounds already"):
+        calls[-1].result()
+    # Calls of the same round, over which it spreads what it sends, and those of other members still wait.
+    more = [asyncio.ensure_future(rounds.find(*each, patience=60)) for each in ((unknown[0], greedy), (GROUP, PEER))]
+    await asyncio.sleep(0)
+    assert not any(call.done() for call in more)
+    results = await asyncio.gather(*calls[:-1], *more, return_exceptions=True)
+    assert {type(result) for result in results} == {TimeoutError}
+    assert len(rounds) == 0
+    again = asyncio.ensure_future(rounds.find(unknown[-1], greedy, patience=60))
+    await asyncio.sleep(0)
+    assert not again.done()
+    await asyncio.wait([again])
+
+
 async def test_calls_for_rounds_that_never_come_leave_nothing():
     rounds = Rounds()
-    calls = [asyncio.ensure_future(rounds.find(i.to_bytes(21, "big"), patience=0.05)) for i in range(MAX_WAITING_CALLS)]
+    ids = [(i.to_bytes(21, "big"), PeerID(i.to_bytes(2, "big"))) for i in range(MAX_WAITING_CALLS)]
+    calls = [asyncio.ensure_future(rounds.find(*each, patience=0.05)) for each in ids]
     await asyncio.sleep(0)
     with pytest.raises(AllreduceException, match="too many calls"):
-        await rounds.find(GROUP, patience=0.05)
+        await rounds.find(GROUP, PEER, patience=0.05)
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(result) for result in results} <= {TimeoutError, TimeoutError}
     assert len(rounds) == 0

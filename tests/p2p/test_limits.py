@@ -322,6 +322,35 @@ async def test_too_many_connections_in_total(kind: str) -> None:
 
 
 @both_kinds
+async def test_strangers_leave_places_for_peers_that_are_called_from_here(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, friend = await peers.two(limits=Limits(connections=4))
+        service, friends_service = await serving(server), Service()
+        await friends_service.add_p2p_handlers(friend)
+        server.add_addresses(friend.peer_id, friend.get_addresses(friend.peer_id))
+        hanging: list[asyncio.Task[object]] = []
+        for _ in range(3):
+            hanging += await hang(await peers.start(), server, service, 1)
+        stranger = await peers.start()
+        with pytest.raises(DialError, match="too many connections: the limit is 3, and all are in use"):
+            await stub(stranger, server).rpc_square(Number(value=2), timeout=5)
+        assert (await stub(server, friend).rpc_square(Number(value=3))).value == 9
+        assert (await stub(friend, server).rpc_square(Number(value=2))).value == 4
+        await cancel(hanging)
+
+
+def test_connections_of_others_leave_files_to_the_user() -> None:
+    resource = resource_limits()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+        assert Limits().that_fit().connections == 300
+        assert Limits(connections=20).that_fit().connections == 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@both_kinds
 async def test_more_refusals_than_can_be_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.p2p.server.MAX_REFUSALS", 1)
     async with Peers(kind) as peers:

@@ -445,17 +445,17 @@ class AveragerNode(ServicerBase):
         begin = await call.receive(BeginReduce)
         if begin is None:
             raise ProtocolError("ended before the first part")
-        current = await self._find_round(begin.round_id)
+        current = await self._find_round(begin.round_id, context.remote_id)
         await current.serve_sender(call, begin, context.remote_id)
 
-    async def _find_round(self, round_id: bytes) -> Round:
-        return await self._rounds.find(round_id, self.config.sender_timeout + self.config.request_timeout)
+    async def _find_round(self, round_id: bytes, caller: PeerID) -> Round:
+        return await self._rounds.find(round_id, caller, self.config.sender_timeout + self.config.request_timeout)
 
     async def rpc_complete(self, call: Call, context: P2PContext) -> None:
         hello = await call.receive(RoundMessage)
         if hello is None:
             raise ProtocolError("ended before saying which round")
-        current = await self._find_round(hello.round_id)
+        current = await self._find_round(hello.round_id, context.remote_id)
         await current.serve_member(call, hello, context.remote_id)
 
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:

@@ -158,6 +158,10 @@ class ConnectionPool:
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
+    def __contains__(self, peer: object) -> bool:
+        """Whether there are connections to this peer, or are going to be."""
+        return peer in self._peers
+
     @property
     def idle_count(self) -> int:
         return len(self._idle_since)

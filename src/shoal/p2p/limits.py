@@ -14,7 +14,7 @@ import functools
 import importlib
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.p2p.identity import PeerID
@@ -36,6 +36,8 @@ class Limits:
     """How many may come at once from a quiet host, such as the peers of one machine that start together."""
     connections: int = 1024
     """Accepted connections in total. When there are more, the one that has been idle for longest is closed."""
+    share_for_friends: float = 0.25
+    """Of these, for peers that this one calls itself: a crowd of strangers does not keep them out."""
     connections_per_peer: int = 32
     """Accepted connections of one peer. More than an honest peer opens at a time."""
     header_bytes_per_peer: int = 8 * 2**20
@@ -48,6 +50,16 @@ class Limits:
     """For taking a few megabytes that this peer has sent; who is slower reads nothing any more."""
     seconds_idle: float = 300.0
     """Without a call. Dialling peers close their idle connections earlier, so only strange ones get here."""
+
+    @property
+    def connections_for_friends(self) -> int:
+        """Places for connections that strangers never get."""
+        return int(self.share_for_friends * self.connections)
+
+    def that_fit(self) -> Limits:
+        """The same, but accepted connections take at most half of the files that this process may open."""
+        files = open_file_limit()
+        return self if files is None else replace(self, connections=max(1, min(self.connections, files // 2)))
 
 
 DEFAULT_LIMITS = Limits()
@@ -121,6 +133,16 @@ def _set_limits(soft: int, hard: int) -> bool:
         logger.debug("cannot allow %d open files (at most %d): %s", soft, hard, e)
         return False
     return True
+
+
+def open_file_limit() -> int | None:
+    """How many files and sockets this process may open; ``None`` if there is no such limit."""
+    try:
+        resource: Any = importlib.import_module("resource")
+    except ImportError:  # Windows
+        return None
+    soft: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 @functools.cache

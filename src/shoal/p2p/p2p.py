@@ -79,7 +79,7 @@ class P2P:
         self._pool = ConnectionPool(self._connect, idle_timeout)
         transport.on_addresses_changed = self._announce_anew
         self._announcing: asyncio.Task[None] | None = None
-        self._server = Server(self.peer_id, metrics, limits, self._greet)
+        self._server = Server(self.peer_id, metrics, limits, self._greet, self._pool.__contains__)
         self._handlers = self._server.handlers
         self._round_trips: dict[PeerID, float] = {}
         self._unreachable = UnreachablePeers()
@@ -136,6 +136,7 @@ class P2P:
         metrics = Metrics()
         if transport is None:
             have_enough_files()
+            limits = limits.that_fit()
             transport = TcpTransport(await _identity(identity_path), metrics, limits)
         p2p = cls(transport, rng or random.Random(), metrics, idle_timeout, limits)
         p2p.client_mode = no_listen

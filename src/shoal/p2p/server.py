@@ -32,15 +32,22 @@ class Server:
         peer_id: who serves.
         connect: wraps an accepted stream.
         limits: what one peer, and all of them together, may take.
+        knows: whether this peer calls another one itself.
     """
 
     def __init__(
-        self, peer_id: PeerID, metrics: Metrics, limits: Limits, connect: Callable[[Stream], Connection]
+        self,
+        peer_id: PeerID,
+        metrics: Metrics,
+        limits: Limits,
+        connect: Callable[[Stream], Connection],
+        knows: Callable[[PeerID], bool],
     ) -> None:
         self._peer_id = peer_id
         self._metrics = metrics
         self._limits = limits
         self._connect = connect
+        self._knows = knows
         self.handlers: dict[str, Handler] = {}
         """By their names on the wire."""
         self.gate: Gate | None = None
@@ -125,8 +132,9 @@ class Server:
         limits = self._limits
         if len(self._by_peer.get(peer, ())) >= limits.connections_per_peer:
             return f"too many connections of one peer: the limit is {limits.connections_per_peer}"
-        if len(self._tasks) >= limits.connections and not self._close_longest_idle():
-            return f"too many connections: the limit is {limits.connections}, and all are in use"
+        places = limits.connections if self._knows(peer) else limits.connections - limits.connections_for_friends
+        if len(self._tasks) >= places and not self._close_longest_idle():
+            return f"too many connections: the limit is {places}, and all are in use"
         return None
 
     def _close_longest_idle(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ from shoal.tasks import all_of, cancel_and_wait, first_completed, run_in_worker
 
 # Calls for rounds that have not begun here wait for them; a stranger could open any number.
 MAX_WAITING_CALLS = 1024
+# Rounds that one member may mean before they are known here; an honest one is a phase or two ahead.
+MAX_UNKNOWN_ROUNDS = 8
 # Whoever calls late for a round that is over is refused at once, if its id is still known.
 MAX_REMEMBERED_ROUNDS = 256
 
@@ -120,8 +122,8 @@ class Rounds:
 
     def __init__(self) -> None:
         self._running: dict[bytes, Round] = {}
-        # Calls that are earlier than the round, by its id.
-        self._waiting: dict[bytes, set[asyncio.Future[Round]]] = {}
+        # Calls that are earlier than the round, by its id, and whose they are.
+        self._waiting: dict[bytes, dict[asyncio.Future[Round], PeerID]] = {}
         # Rounds whose result is there, until they have ended politely.
         self._lingering: dict[bytes, tuple[Round, asyncio.Task[None]]] = {}
         # Ids of rounds, and of groups that this averager has left.
@@ -168,7 +170,7 @@ class Rounds:
             self._refuse(calls, "this averager was shut down")
         await cancel_and_wait(*[task for _, task in self._lingering.values()])
 
-    def _refuse(self, calls: set[asyncio.Future[Round]], reason: str) -> None:
+    def _refuse(self, calls: Iterable[asyncio.Future[Round]], reason: str) -> None:
         for call in calls:
             if not call.done():
                 call.set_exception(AllreduceException(reason))
@@ -181,10 +183,11 @@ class Rounds:
     def _is_finished(self, round_id: bytes) -> bool:
         return round_id in self._finished or round_id[:GROUP_ID_BYTES] in self._finished
 
-    async def find(self, round_id: bytes, patience: float) -> Round:
+    async def find(self, round_id: bytes, caller: PeerID, patience: float) -> Round:
         """The round that another member means.
 
         Args:
+            caller: that member.
             patience: seconds to wait for its beginning here.
 
         Raises:
@@ -199,14 +202,17 @@ class Rounds:
             raise AllreduceException("this member has finished the round already, or has left it")
         if sum(map(len, self._waiting.values())) >= MAX_WAITING_CALLS:
             raise AllreduceException("too many calls wait for rounds that this member does not know")
+        unknown = [known_id for known_id, calls in self._waiting.items() if caller in calls.values()]
+        if len(unknown) >= MAX_UNKNOWN_ROUNDS and round_id not in unknown:
+            raise AllreduceException(f"{caller} means {len(unknown)} rounds already that this member does not know")
         call: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
-        calls = self._waiting.setdefault(round_id, set())
-        calls.add(call)
+        calls = self._waiting.setdefault(round_id, {})
+        calls[call] = caller
         try:
             async with asyncio.timeout(None if math.isinf(patience) else patience):
                 return await call
         finally:
-            calls.remove(call)
+            del calls[call]
             if not calls:
                 self._waiting.pop(round_id, None)
 
