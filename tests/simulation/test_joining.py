@@ -11,6 +11,7 @@ import pytest
 from shoal.averaging.control import StepControl
 from shoal.averaging.messages import Code, Invitation, InvitationReply, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
+from shoal.errors import P2PHandlerError
 from shoal.testing import Link
 from tests.simulation.searches import WINDOW, Swarm, done, leader_of, simulate, size
 
@@ -35,7 +36,7 @@ async def ask(swarm: Swarm, request: JoinRequest, *, by: int, at: int) -> JoinRe
 
 def request_of(swarm: Swarm, **changes: Any) -> JoinRequest:
     agreed = swarm.nodes[0].lanes[""].matchmaking.settings.agreed
-    fields = {"group_key": "simulation.0b", "settings": agreed, "expiration": math.inf, "mode": 0, **changes}
+    fields = {"group_key": "simulation.0b", "settings": agreed, "expiration": 1e10, "mode": 0, **changes}
     return JoinRequest(**fields)
 
 
@@ -46,11 +47,7 @@ def request_of(swarm: Swarm, **changes: Any) -> JoinRequest:
         ({"group_key": "simulation.0b1"}, Code.NOT_LOOKING_FOR_GROUP),
         ({"group_key": "other.0b"}, Code.NOT_LOOKING_FOR_GROUP),
         ({"group_key": ""}, Code.NOT_LOOKING_FOR_GROUP),
-        ({"expiration": math.nan}, Code.PROTOCOL_VIOLATION),
-        ({"expiration": -math.inf}, Code.BAD_EXPIRATION_TIME),
         ({"expiration": 0.0}, Code.BAD_EXPIRATION_TIME),
-        ({"mode": 7}, Code.PROTOCOL_VIOLATION),
-        ({"mode": -1}, Code.PROTOCOL_VIOLATION),
         ({"settings": {}}, Code.SETTINGS_DIFFER),
         ({"settings": {"compression": "other"}}, Code.SETTINGS_DIFFER),
     ],
@@ -62,6 +59,21 @@ def test_answers_to_requests(changes, code):
         await asyncio.sleep(1.0)
         reply = await ask(swarm, request_of(swarm, **changes), by=1, at=0)
         assert reply.code == code
+
+    simulate(story)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"expiration": math.nan}, {"expiration": -math.inf}, {"expiration": math.inf}, {"mode": 7}, {"mode": -1}],
+)
+def test_impossible_requests_are_refused_with_a_reason(changes):
+    async def story(swarm: Swarm) -> None:
+        await swarm.add(2)
+        swarm.step(0)
+        await asyncio.sleep(1.0)
+        with pytest.raises(P2PHandlerError, match=f"invalid JoinRequest.*{next(iter(changes))}"):
+            await ask(swarm, request_of(swarm, **changes), by=1, at=0)
 
     simulate(story)
 
@@ -140,9 +152,11 @@ def test_who_does_not_look_declines_invitations():
         assert await invite(swarm, by=1, to=0, expiration=get_dht_time() + 1) == InvitationReply()
         swarm.step(0)
         await asyncio.sleep(0.5)
-        for changes in ({"key": "simulation.0b1"}, {"key": "other.0b"}, {"key": ""}, {"expiration": math.nan}):
+        for changes in ({"key": "simulation.0b1"}, {"key": "other.0b"}, {"key": ""}):
             reply = await invite(swarm, by=1, to=0, **{"expiration": get_dht_time() + 1, **changes})
             assert reply == InvitationReply(), changes
+        with pytest.raises(P2PHandlerError, match=r"invalid Invitation.*expiration"):
+            await invite(swarm, by=1, to=0, expiration=math.nan)
 
     simulate(story)
 
