@@ -545,6 +545,18 @@ async def test_an_answer_without_proof_is_not_believed(monkeypatch):
 
 
 @in_virtual_time
+async def test_who_falls_silent_before_it_lets_this_peer_in_is_not_waited_for_without_end():
+    swarm, authority = Swarm(), Authority()
+    server, caller = [await swarm.node(authorizer=Member(authority)) for _ in range(2)]
+    await serve_secret(server)
+    await caller.protocol.call_ping(server.peer_id)  # there is a connection
+    swarm.fall_silent(server)
+    with pytest.raises(P2PDaemonError, match="has not let this peer in within 15 s"):
+        await stub_at(server, caller.p2p).rpc_tell(Note("you"))
+    assert caller.p2p._pool.in_use_count == 0
+
+
+@in_virtual_time
 async def test_the_gate_stays_closed_when_the_table_has_ended():
     swarm, authority = Swarm(), Authority()
     server = await swarm.node(authorizer=Member(authority))

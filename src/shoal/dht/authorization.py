@@ -37,7 +37,7 @@ from shoal.errors import P2PDaemonError, P2PHandlerError
 from shoal.p2p import Call, Header, P2PContext, PeerID, ServicerBase, StubBase
 from shoal.p2p.connection import Connection
 from shoal.p2p.joining import Checkup, Presence
-from shoal.p2p.service import methods_of
+from shoal.p2p.service import methods_of, receive_only
 from shoal.p2p.transport import decode_header
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ MessageT = TypeVar("MessageT", bound="AuthorizedRequest | AuthorizedResponse")
 MAX_REQUEST_AGE = 60.0
 
 NONCE_BYTES = 16
+# Who opens a connection is let in by then, or the call fails: the other side may have vanished meanwhile.
+ENTER_SECONDS = 15.0
 # Requests of the last minutes that are remembered, so that each is answered once.
 MAX_NONCES = 2**18
 
@@ -354,7 +356,7 @@ class EnterRequest(AuthorizedRequest):
 
 
 class EnterResponse(AuthorizedResponse):
-    """Both may call each other's methods on this connection."""
+    """It is let in, by a member."""
 
 
 class MembersOnly(ServicerBase):
@@ -381,21 +383,22 @@ class MembersOnly(ServicerBase):
         peer, name = connection.remote, self.handle_name("rpc_enter", None)
         request, description = EnterRequest(), _description(name, self._own_id, peer)
         await self._authorizer.sign_request(request, description)
-        call = connection.open_call(name)
         try:
-            await call.send(request, end=True)
-            response = await call.receive(EnterResponse)
+            async with asyncio.timeout(ENTER_SECONDS):
+                response = await connection.open_call(name).ask(request, EnterResponse)
+        except TimeoutError:
+            raise P2PDaemonError(f"peer {peer} has not let this peer in within {ENTER_SECONDS:.0f} s") from None
         except (P2PDaemonError, P2PHandlerError) as e:
             raise P2PDaemonError(f"peer {peer} does not let this peer in, or is no member itself: {e}") from e
-        if response is None or not await self._authorizer.validate_response(response, request, description):
+        if not await self._authorizer.validate_response(response, request, description):
             raise P2PDaemonError(f"peer {peer} does not prove that it is a member")
         connection.is_member = True
 
     async def rpc_enter(self, call: Call, context: P2PContext) -> None:
         """Let the connection of a member in; nobody else is answered."""
-        request = await call.receive(EnterRequest)
+        request = await receive_only(call, EnterRequest, context.handle_name)
         description = _description(context.handle_name, context.remote_id, context.local_id)
-        if request is None or not await self._authorizer.validate_request(request, description):
+        if not await self._authorizer.validate_request(request, description):
             raise P2PDaemonError("no valid proof of membership")
         response = EnterResponse()
         await self._authorizer.sign_response(response, request, description)

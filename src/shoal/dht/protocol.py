@@ -146,9 +146,10 @@ class DHTProtocol(ServicerBase):
         authorizer = self._authorizer
         if authorizer is not None:
             await authorizer.prepare()
-            self._gate = MembersOnly(self.p2p.peer_id, authorizer, self_checking=type(self))
-            await self._gate.add_p2p_handlers(self.p2p)
-            self.p2p.gate = self._gate
+            gate = MembersOnly(self.p2p.peer_id, authorizer, self_checking=type(self))
+            await gate.add_p2p_handlers(self.p2p)
+            self.p2p.close_to_strangers(gate)
+            self._gate = gate
         if not self.client_mode:
             wrapper = None if authorizer is None else AuthRPCWrapper(self, AuthRole.SERVICER, authorizer)
             await self.add_p2p_handlers(self.p2p, wrapper)

@@ -112,7 +112,7 @@ class Connection:
         self.header_since = 0.0
         """When the header began that is still arriving; 0 if none."""
         self.is_member = False
-        """Both sides have proven that they may call what is for members only."""
+        """Both sides have proven that they are members."""
         self.handler = ""
         """Which handler the latest call is for; only what is served here or called from here."""
         self._make_hello: Callable[[], Hello] | None = make_hello
@@ -301,6 +301,19 @@ class Call:
         if prefix.is_end and not raw and not prefix.payload_bytes:
             return None
         return decode_header(raw, header_type)
+
+    async def ask(self, request: Header, response_type: type[H]) -> H:
+        """Send the only message of this side, and receive the only one of the other.
+
+        Raises:
+            ProtocolError: the other side ended without an answer, or gave another one.
+            P2PHandlerError, P2PDaemonError, StreamClosedError: as for :meth:`receive`.
+        """
+        await self.send(request, end=True)
+        response = await self.receive(response_type)
+        if response is None:
+            raise ProtocolError(f"peer {self.remote} ended {self.connection.handler} without an answer")
+        return response
 
     def _as_exception(self, failure: Failure) -> Exception:
         text = failure.text[:MAX_FAILURE_CHARACTERS]

@@ -389,11 +389,7 @@ class P2P:
         async with asyncio.timeout(timeout):
             call = await self._begin_call(peer, handle)
             try:
-                await call.send(request, end=True)
-                response = await call.receive(response_type)
-                if response is None:
-                    raise ProtocolError(f"peer {peer} ended {handle} without an answer")
-                return response
+                return await call.ask(request, response_type)
             except BaseException as e:
                 self._note_failure(call, e)
                 raise
@@ -417,9 +413,10 @@ class P2P:
 
     async def _begin_call(self, peer: PeerID, handle: str) -> Call:
         connection = await self._pool.acquire(peer)
-        if self.gate is not None and not connection.is_member and self.gate.guards(handle):
+        gate = self._server.gate
+        if gate is not None and self._server.needs_proof(connection, handle):
             try:
-                await self.gate.enter(connection)
+                await gate.enter(connection)
             except BaseException:
                 self._pool.release(connection, reusable=False)
                 raise
@@ -434,13 +431,8 @@ class P2P:
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
-    @property
-    def gate(self) -> Gate | None:
-        """Keeps those who are no members from calling this peer, and this peer from calling them."""
-        return self._server.gate
-
-    @gate.setter
-    def gate(self, gate: Gate | None) -> None:
+    def close_to_strangers(self, gate: Gate) -> None:
+        """From now on, those who are no members cannot call this peer, and this peer does not call them."""
         self._server.gate = gate
 
     def add_handlers(self, handlers: Mapping[str, Handler]) -> None:

@@ -94,6 +94,10 @@ class Server:
         for name in names:
             self.handlers.pop(name, None)
 
+    def needs_proof(self, connection: Connection, handle: str) -> bool:
+        """Whether both sides must prove that they are members before this is called on a connection of theirs."""
+        return self.gate is not None and not connection.is_member and self.gate.guards(handle)
+
     # --- accepting ----------------------------------------------------------------------------------------------------
 
     def accept(self, stream: Stream) -> None:
@@ -132,7 +136,7 @@ class Server:
         limits = self._limits
         if len(self._by_peer.get(peer, ())) >= limits.connections_per_peer:
             return f"too many connections of one peer: the limit is {limits.connections_per_peer}"
-        places = limits.connections if self._knows(peer) else limits.connections - limits.connections_for_friends
+        places = limits.connections if self._knows(peer) else limits.connections_of_strangers
         if len(self._tasks) >= places and not self._close_longest_idle():
             return f"too many connections: the limit is {places}, and all are in use"
         return None
@@ -185,24 +189,29 @@ class Server:
         finally:
             self._idle_since.pop(connection, None)
 
+    def _refusal(self, connection: Connection, name: str) -> Failure | None:
+        """Why this call is not served, if so."""
+        if name not in self.handlers:
+            return Failure(code=NO_HANDLER, text=name[:MAX_NAME_CHARACTERS])
+        if self.needs_proof(connection, name):
+            self._metrics.calls_refused["not a member"] += 1
+            logger.debug("%s, called by %s: it has not proven that it is a member", name, connection.remote)
+            return Failure(type=PermissionError.__name__, text=MEMBERS_ONLY)
+        return None
+
     async def _serve_call(self, connection: Connection, name: str) -> bool:
         """Serve one call; returns whether the connection may carry another one."""
         call = Call(connection)
-        handler = self.handlers.get(name)
-        if handler is None:
-            await call.send_failure(Failure(code=NO_HANDLER, text=name[:MAX_NAME_CHARACTERS]))
-            await call.drain()
-            return call.clean
-        if self.gate is not None and not connection.is_member and self.gate.guards(name):
-            self._metrics.calls_refused["not a member"] += 1
-            await call.send_failure(Failure(type=PermissionError.__name__, text=MEMBERS_ONLY))
+        refusal = self._refusal(connection, name)
+        if refusal is not None:
+            await call.send_failure(refusal)
             await call.drain()
             return call.clean
         self._metrics.calls_served += 1
         connection.handler = name
         context = P2PContext(handle_name=name, local_id=self._peer_id, remote_id=connection.remote)
         try:
-            await _run_handler(handler, call, context)
+            await _run_handler(self.handlers[name], call, context)
         except ProtocolError as e:
             await call.send_failure(Failure.of_error(e, is_final=True))
             raise  # what follows on this connection can no longer be understood

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args, get_origin, get_type_
 from shoal.errors import P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.p2p.connection import Call, Connection
 from shoal.p2p.identity import PeerID
-from shoal.p2p.transport import Header
+from shoal.p2p.transport import H, Header
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Messages(AsyncIterator[Header]):
         return message
 
 
-async def receive_only(call: Call, message_type: type[Header], name: str) -> Header:
+async def receive_only(call: Call, message_type: type[H], name: str) -> H:
     """The one message that the other side sends."""
     message = await call.receive(message_type)
     if message is None or call.payload_size or not call.received_end:
