@@ -35,9 +35,8 @@ class Limits:
     handshake_burst: int = 500
     """How many may come at once from a quiet host, such as the peers of one machine that start together."""
     connections: int = 1024
-    """Accepted connections in total. When there are more, the one that has been idle for longest is closed."""
-    share_for_friends: float = 0.25
-    """Of these, for peers that this one calls itself: a crowd of strangers does not keep them out."""
+    """Accepted connections in total. When there are more, the one that has been idle for longest is closed. A quarter
+    of the places is for peers that this one calls itself: a crowd of strangers does not keep them out."""
     connections_per_peer: int = 32
     """Accepted connections of one peer. More than an honest peer opens at a time."""
     header_bytes_per_peer: int = 8 * 2**20
@@ -52,9 +51,9 @@ class Limits:
     """Without a call. Dialling peers close their idle connections earlier, so only strange ones get here."""
 
     @property
-    def connections_for_friends(self) -> int:
-        """Places for connections that strangers never get."""
-        return int(self.share_for_friends * self.connections)
+    def connections_of_strangers(self) -> int:
+        """With so many accepted connections there is no place left for peers that this one does not call."""
+        return self.connections - self.connections // 4
 
     def that_fit(self) -> Limits:
         """The same, but accepted connections take at most half of the files that this process may open."""
@@ -135,6 +134,12 @@ def _set_limits(soft: int, hard: int) -> bool:
     return True
 
 
+@functools.cache
+def have_enough_files() -> None:
+    """The same, once in a process, for every peer: each connection is an open file, and macOS allows 256 by default."""
+    increase_file_limit()
+
+
 def open_file_limit() -> int | None:
     """How many files and sockets this process may open; ``None`` if there is no such limit."""
     try:
@@ -143,12 +148,6 @@ def open_file_limit() -> int | None:
         return None
     soft: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-@functools.cache
-def have_enough_files() -> None:
-    """The same, once in a process, for every peer: each connection is an open file, and macOS allows 256 by default."""
-    increase_file_limit()
 
 
 def _higher(present: int, wanted: int) -> int:
