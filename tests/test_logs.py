@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from shoal.logs import HandlerMode, counted, use_hivemind_log_handler
+from shoal.logs import HandlerMode, Seldom, counted, one_line, quoted, use_hivemind_log_handler
 
 LINE = re.compile(r"[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d\.\d{3} (.*)")
 
@@ -126,3 +126,30 @@ def test_changing_ones_mind_leaves_everything_as_it_was() -> None:
 
 def test_numbers_of_things() -> None:
     assert [counted(number, "peer") for number in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]
+
+
+def test_quoted_values_are_short_whatever_strangers_send():
+    assert quoted("short") == "'short'"
+    assert quoted(None) == "None"
+    assert quoted("x" * 10**6).endswith("... (1000000 long)")
+    for value in ("x" * 10**6, b"x" * 10**6, ["x" * 10**6] * 1000, {i: "x" for i in range(10**4)}, 10**400 * 10**100):
+        assert len(quoted(value)) < 600
+
+
+def test_what_another_peer_says_stays_in_its_line():
+    assert one_line("a\nb\x1b[31mc") == "a b [31mc"
+    assert len(one_line("x" * 10**6)) < 1000
+
+
+def test_lines_of_one_kind_are_seldom(monkeypatch):
+    now, lines = 1000.0, []
+    monkeypatch.setattr("shoal.logs.time.monotonic", lambda: now)
+    seldom = Seldom(lambda text, *values: lines.append(text % values), seconds=60.0)
+    for number in range(5):
+        seldom("peer %d is odd", number)
+    seldom("another kind")
+    assert lines == ["peer 0 is odd", "another kind"]
+    now += 60.0
+    seldom("peer %d is odd", 7)
+    seldom("peer %d is odd", 8)
+    assert lines[2:] == ["peer 7 is odd (and 4 more like this before)"]

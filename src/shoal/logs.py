@@ -82,27 +82,27 @@ def one_line(text: str) -> str:
 
 
 class Seldom:
-    """Lets one line of each kind through in a minute: what strangers can cause must not fill a disk.
+    """Lets one line of each kind through in a while: what strangers can cause must not fill a disk.
 
     Args:
         log: writes a line, such as the ``warning`` of a logger.
+        seconds: between two lines of one kind.
     """
 
     def __init__(self, log: Callable[..., None], seconds: float = 60.0) -> None:
         self._log, self._seconds = log, seconds
         # When each kind, a text with places for values, was logged last, and how many lines were left out since.
         self._kinds: dict[str, tuple[float, int]] = {}
-        self._lock = threading.Lock()
 
     def __call__(self, kind: str, *values: object) -> None:
         """Log a line as a logger does, or only count it."""
         now = time.monotonic()
-        with self._lock:
-            logged_at, left_out = self._kinds.get(kind, (-math.inf, 0))
-            if now - logged_at < self._seconds:
-                self._kinds[kind] = logged_at, left_out + 1
-                return
-            self._kinds[kind] = now, 0
+        # Without a lock: two threads may at worst log a line too many, and a forked child finds nothing locked.
+        logged_at, left_out = self._kinds.get(kind, (-math.inf, 0))
+        if now - logged_at < self._seconds:
+            self._kinds[kind] = logged_at, left_out + 1
+            return
+        self._kinds[kind] = now, 0
         if left_out:
             kind, values = f"{kind} (and %d more like this before)", (*values, left_out)
         self._log(kind, *values)

@@ -55,7 +55,7 @@ class Code(IntEnum):
 
 # What each member may tell the others; the leader publishes that of all of them in one message.
 MAX_GATHERED_BYTES = 2**16
-# A group's and the number of the phase; more than those of today.
+# The id of a group and the number of a phase take 21 today.
 MAX_ROUND_ID_BYTES = 64
 MAX_BANDWIDTH = 1e12
 

@@ -190,7 +190,7 @@ class Header(msgspec.Struct):
 MOST = 2**53
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=float(MOST))]
-Moment = Annotated[float, msgspec.Meta(ge=0.0, le=float(MOST))]
+Moment = Amount
 """DHT time."""
 PeerIDBytes = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_PEER_ID_BYTES)]
 

@@ -22,7 +22,7 @@ RETURN_SHARE = 2 / 3
 RETRY_PAUSE = 0.5
 
 MAX_RETRY_PAUSE = 2.0
-# A leader may start so many times the own ``min_matchmaking_time`` after the own promise.
+# A leader may start later than this peer has promised itself, by so many times ``min_matchmaking_time``.
 PATIENCE_FACTOR = 4
 # A leader takes no more, also where no target size is given.
 MAX_GROUP_SIZE = 4096
@@ -294,7 +294,7 @@ class Search:
         self.note_candidate(leader, expiration)
 
     def note_acceptance(self, peer: PeerID, expiration: float) -> float:
-        """This peer follows another one, which starts then. Returns how long it is waited for: not for ever."""
+        """This peer follows another one. Returns until when it is waited for: it may have promised any time."""
         latest = max(self.expiration, get_dht_time()) + PATIENCE_FACTOR * self.settings.min_matchmaking_time
         expiration = min(expiration, latest)
         self.leader, self.accepted_by = (peer, expiration), peer

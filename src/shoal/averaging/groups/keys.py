@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from shoal.averaging.control import GroupInfo
 from shoal.clock import DHTExpiration
 from shoal.dht import DHT, DHTNode
+from shoal.logs import one_line
 from shoal.p2p import P2P, PeerID
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 
@@ -127,7 +128,7 @@ class GroupKeyManager:
                     self._p2p.add_addresses(peer_id, entry.value[:MAX_ADDRESSES_PER_PEER])
                 averagers.append((peer_id, float(entry.expiration_time)))
             except (TypeError, ValueError) as e:
-                logger.warning("skipped a malformed record of an averager under %s: %s", group_key, e)
+                logger.warning("skipped a malformed record of an averager under %s: %s", group_key, one_line(str(e)))
         return averagers
 
     def update_key_on_group_assembled(self, group: GroupInfo) -> None:

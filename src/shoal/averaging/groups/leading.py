@@ -39,8 +39,9 @@ REFUSAL = (
     "it has sent values that are NaN or infinite in a round, although peers check theirs before. Is it of an older "
     "version, or its machine broken? It is taken again after some rounds"
 )
-# A group must fit into one message. What a member takes besides its addresses and what it gives.
+# A group must fit into one message.
 MAX_GROUP_BYTES = 3 * 2**18
+# What a member takes there besides its addresses and what it gives.
 _MEMBER_BYTES = 100
 # What a request to join may name: a few more than any version has.
 MAX_SETTINGS = 32

@@ -58,7 +58,7 @@ from shoal.errors import (
     ReactorError,
     StreamClosedError,
 )
-from shoal.logs import Seldom, counted, one_line
+from shoal.logs import Seldom, counted, one_line, quoted
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.transport import MOST
 from shoal.tasks import cancel_and_wait, first_completed
@@ -166,7 +166,7 @@ class Matchmaking:
 
     def _promised_time(self, control: StepControl) -> float:
         earliest = get_dht_time() + self.settings.min_matchmaking_time
-        promised = min(max(control.scheduled_time, earliest), control.deadline)
+        promised = min(max(control.scheduled_time, earliest), control.deadline, MOST)
         # Without this the table keeps the withdrawal.
         return max(promised, math.nextafter(self._withdrawn_until, math.inf))
 
@@ -307,7 +307,7 @@ class Matchmaking:
             try:
                 self._take_answer(search, leader, promised, reply)
             except ProtocolError as e:
-                logger.warning("peer %s gave an answer that makes no sense, and is not asked again: %s", leader, e)
+                self._warn_seldom("peer %s gave an answer that makes no sense: %s", leader, one_line(str(e)))
         finally:
             search.leader = None
 
@@ -346,7 +346,7 @@ class Matchmaking:
         return JoinRequest(
             group_key=search.key,
             settings=self.settings.agreed,
-            expiration=min(search.expiration if self.settings.leads else control.deadline, MOST),
+            expiration=search.expiration if self.settings.leads else min(control.deadline, MOST),
             mode=int(self.settings.mode),
             gathered=control.data_for_gather,
             bandwidth=self.settings.bandwidth,
@@ -365,9 +365,9 @@ class Matchmaking:
         elif reply.code == Code.BAD_EXPIRATION_TIME:
             search.note_candidate(leader, reply.expiration)
         elif reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
-            search.refusals[str(leader)] = one_line(reply.text)
-            self._warn_seldom("peer %s refuses to average with this one: %s", leader, one_line(reply.text))
-        logger.debug("%s answered %s %s", leader, reply.code, reply.text)
+            search.refusals[str(leader)] = reason = one_line(reply.text)
+            self._warn_seldom("peer %s refuses to average with this one: %s", leader, reason)
+        logger.debug("%s answered %s %s", leader, reply.code, quoted(reply.text))
 
     # --- leading ------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from shoal.averaging.state.download import Download, GetState, Snapshot, State, 
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase
 from shoal.errors import ProtocolError
+from shoal.logs import one_line
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.tasks import cancel_and_wait, first_completed, run_in_worker
@@ -200,7 +201,7 @@ class StateSharing:
                     self._p2p.add_addresses(peer, addresses[:MAX_ADDRESSES_PER_PEER])
                     donors.append((-float(priority), rng.random(), peer))
             except (TypeError, ValueError) as e:
-                logger.warning("skipped a malformed record of a donor under %s: %s", self._key, e)
+                logger.warning("skipped a malformed record of a donor under %s: %s", self._key, one_line(str(e)))
         return [(priority, peer) for priority, _, peer in sorted(donors)]
 
 
