@@ -13,6 +13,7 @@ from shoal.clock import (
     MAX_AGE_SECONDS,
     MAX_SOURCES,
     NEWER_IS_BETTER_SECONDS,
+    SETTLED_AFTER_SECONDS,
     SETTLING_SECONDS,
     SwarmClock,
     get_clock,
@@ -265,6 +266,95 @@ def test_going_forward_and_large_corrections_happen_at_once():
     for source in "bcdef":
         machine.hear(source)
     assert machine.error == pytest.approx(0, abs=1e-6)
+
+
+def settled(ahead: float = 0.0) -> Laboratory:
+    """A machine that three others have agreed with for long."""
+    machine = Laboratory(ahead)
+    for _ in range(3):
+        for source in "abc":
+            machine.hear(source)
+        machine.true_time += SETTLED_AFTER_SECONDS / 2
+    return machine
+
+
+def hear_honest(machine: Laboratory) -> None:
+    for source in "abc":
+        machine.hear(source)
+
+
+def attack(machine: Laboratory, ahead: float) -> None:
+    """Seven newcomers agree about another time."""
+    for number in range(7):
+        machine.hear(f"liar {number}", ahead)
+
+
+@pytest.mark.parametrize("own_error", [0.0, 300.0])
+@pytest.mark.parametrize("ahead", [1e6, -1e6, 20.0, -20.0])
+def test_a_settled_time_is_moved_slowly_by_a_crowd_of_newcomers(ahead, own_error):
+    machine = settled(own_error)
+    attack(machine, ahead)
+    assert machine.error == pytest.approx(0, abs=1e-3)
+    last = machine.clock.time()
+    for _ in range(10):
+        machine.true_time += 60
+        attack(machine, ahead)
+        hear_honest(machine)
+        assert last < machine.clock.time()
+        last = machine.clock.time()
+    assert abs(machine.error) == pytest.approx(10, abs=0.1)
+    # When the newcomers have been away for long, those who agreed before are the majority again.
+    for _ in range(7):
+        machine.true_time += MAX_AGE_SECONDS / 6
+        hear_honest(machine)
+    assert machine.error == pytest.approx(0, abs=0.3)
+
+
+def test_a_settled_time_stays_so_while_the_crowd_contradicts_itself():
+    machine = settled()
+    for minute in range(30):
+        machine.true_time += 60
+        attack(machine, 1e6 + 10 * minute)
+    assert 0 < machine.error < 31
+
+
+def test_before_it_is_settled_it_follows_the_majority_at_once():
+    machine = Laboratory()
+    for source in "abc":
+        machine.hear(source)
+    machine.true_time += SETTLED_AFTER_SECONDS / 2
+    attack(machine, 1000)
+    assert machine.error == pytest.approx(1000, abs=0.1)
+
+
+def test_when_most_change_their_minds_a_settled_time_follows_at_once():
+    machine = settled()
+    for source in "abc":
+        machine.hear(source, 500)
+    assert machine.error == pytest.approx(500, abs=0.1)
+
+
+def test_newcomers_do_not_pass_for_a_majority_that_has_changed_its_mind():
+    machine = settled()
+    machine.hear("a", 500)
+    attack(machine, 500)
+    machine.true_time += 60
+    assert abs(machine.error) < 2
+
+
+def test_after_an_outage_the_time_is_settled_anew():
+    machine = settled()
+    machine.clock.settle_anew()
+    attack(machine, 1000)
+    assert machine.error == pytest.approx(1000, abs=0.1)
+
+
+def test_when_the_clock_of_the_machine_was_set_the_time_is_settled_anew():
+    machine = settled()
+    machine.ahead = 5000
+    for source in "abc":
+        machine.hear(source)
+    assert machine.error == pytest.approx(0, abs=0.1)
 
 
 def test_the_clock_of_the_machine_is_put_right():

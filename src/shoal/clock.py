@@ -20,6 +20,10 @@ How it is applied
     Differences below a quarter of a second are left alone: they may be errors of measurement. What is found in the
     first seconds is applied at once. Later on the time does not go back a little, it slows down instead; only if it is
     more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS`` ahead, so that others misunderstand every record, it is set back.
+    When others have agreed with this machine for ten minutes, its time is settled. From then on it moves by at most a
+    second per minute, so that a crowd of newcomers cannot take the swarm to another time. Only three things still move
+    it at once: the machine's clock was set, this peer has lost the swarm and come back, or two thirds of those who are
+    known have changed their minds, most of whom agreed before.
 """
 
 from __future__ import annotations
@@ -51,6 +55,11 @@ SMALLEST_STEP = 2.0**-21
 SETTLING_SECONDS = 5.0
 # Seconds per second by which the time of the swarm lags behind while it waits for what it was ahead.
 SLOW_DOWN = 0.1
+# The time is settled when so many others, or all that are known, have agreed with it for so long.
+SETTLED_BY = 3
+SETTLED_AFTER_SECONDS = 600.0
+# Seconds per second by which a settled time moves.
+CREEP = 1 / 60
 # Peers whose clocks are remembered. Who is known keeps its place: a crowd of newcomers outvotes nobody.
 MAX_SOURCES = 32
 # What was heard longer ago is forgotten.
@@ -72,6 +81,8 @@ class _Sample(NamedTuple):
     """By how much it is ahead of what the peer takes for the time of the swarm."""
     round_trip: float
     heard_at: float
+    has_agreed: bool = False
+    """Once it took for the time what this machine took for it."""
 
 
 class _Vote(NamedTuple):
@@ -80,10 +91,12 @@ class _Vote(NamedTuple):
 
 
 class _Course(NamedTuple):
-    """By how much the machine's clock is ahead of the swarm: now, and when the time has slowed down for long enough."""
+    """By how much the machine's clock is ahead of the swarm: from ``begin`` it moves to ``offset``."""
 
     offset: float
     begin: float
+    rate: float
+    """Seconds per second."""
     since: float
     wall_beyond_monotonic: float
 
@@ -104,6 +117,8 @@ class SwarmClock:
         self._own: dict[Hashable, None] = {}
         self._joined_through: dict[Hashable, None] = {}
         self._first_heard_at: float | None = None
+        self._agreed_since: float | None = None
+        self._is_settled = False
         self._told_offset = 0.0
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -136,7 +151,8 @@ class SwarmClock:
             # Somebody has put the machine's clock right, by just as much as it was wrong.
             self._course = None
             return 0.0
-        return min(course.offset, course.begin + SLOW_DOWN * (now - course.since))
+        moved = course.rate * (now - course.since)
+        return course.begin + max(-moved, min(moved, course.offset - course.begin))
 
     # --- listening to others ------------------------------------------------------------------------------------------
 
@@ -174,11 +190,34 @@ class SwarmClock:
             # The machine's clock was set, so they compare others with something that is gone.
             self._samples.clear()
             self._sampled_beyond_monotonic = wall - now
+            self.settle_anew()
         ahead = wall - (swarm_time + round_trip / 2)
-        new = _Sample(ahead - their_offset, ahead, round_trip, now)
-        self._note(source, new)
+        self._note(source, _Sample(ahead - their_offset, ahead, round_trip, now))
+        self._note_agreement(now)
+        new = self._samples.get(source)
+        if new is None:
+            return
         if self._course is not None or self._told_offset or not _is_unnoticeable(new):
             self._decide(now)  # otherwise one more peer says that all is well
+
+    def settle_anew(self) -> None:
+        """What was agreed upon before may be wrong by now, such as after an outage."""
+        self._agreed_since, self._is_settled = None, False
+
+    def _note_agreement(self, now: float) -> None:
+        agreeing, present = 0, self.offset
+        for source, sample in self._samples.items():
+            if abs(sample.ahead_of_swarm - present) <= MAX_DHT_TIME_DISCREPANCY_SECONDS:
+                agreeing += 1
+                if not sample.has_agreed:
+                    self._samples[source] = sample._replace(has_agreed=True)
+        if not agreeing or agreeing < min(SETTLED_BY, len(self._samples)):
+            self._agreed_since = None
+        elif self._agreed_since is None:
+            self._agreed_since = now
+        elif now - self._agreed_since >= SETTLED_AFTER_SECONDS:
+            # It stays so, also when nobody agrees any more: that would be how to unsettle it.
+            self._is_settled = True
 
     def _decide(self, now: float) -> None:
         self._forget_what_is_older(now - MAX_AGE_SECONDS)
@@ -200,7 +239,7 @@ class SwarmClock:
                 return
         if old is not None and self._is_better(old, new):
             new = old._replace(ahead_of_swarm=new.ahead_of_swarm)
-        self._samples[source] = new
+        self._samples[source] = new._replace(has_agreed=old is not None and old.has_agreed)
 
     @staticmethod
     def _is_better(old: _Sample, new: _Sample) -> bool:
@@ -235,12 +274,32 @@ class SwarmClock:
         if offset == planned or (offset and abs(offset - planned) <= UNNOTICEABLE_SECONDS):
             return
         present, now = self.offset, self._monotonic()
-        is_settled = self._first_heard_at is not None and now - self._first_heard_at > SETTLING_SECONDS
-        slows_down = is_settled and 0 < offset - present <= MAX_DHT_TIME_DISCREPANCY_SECONDS
-        if offset or slows_down:
-            self._course = _Course(offset, present if slows_down else offset, now, self._wall() - now)
+        rate = self._rate_towards(offset, present, now)
+        if offset or rate:
+            self._course = _Course(offset, present if rate else offset, rate, now, self._wall() - now)
         else:
             self._course = None
+
+    def _rate_towards(self, offset: float, present: float, now: float) -> float:
+        """Seconds per second by which the time moves; 0: at once."""
+        if self._is_settled:
+            if not self._have_changed_their_minds(offset):
+                return CREEP
+            self.settle_anew()
+        is_new = self._first_heard_at is None or now - self._first_heard_at <= SETTLING_SECONDS
+        goes_back_a_little = 0 < offset - present <= MAX_DHT_TIME_DISCREPANCY_SECONDS
+        return SLOW_DOWN if goes_back_a_little and not is_new else 0.0
+
+    def _have_changed_their_minds(self, offset: float) -> bool:
+        """Most of those who are for this offset agreed with this machine before."""
+        for_it = [
+            sample
+            for sample in self._samples.values()
+            if min(abs(sample.ahead_of_clock - offset), abs(sample.ahead_of_swarm - offset))
+            <= MAX_DHT_TIME_DISCREPANCY_SECONDS
+        ]
+        is_majority = len(for_it) * 3 >= len(self._samples) * 2
+        return is_majority and sum(sample.has_agreed for sample in for_it) * 2 > len(for_it)
 
     def _tell(self) -> None:
         offset = 0.0 if self._course is None else self._course.offset

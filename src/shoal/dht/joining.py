@@ -268,6 +268,7 @@ class Reunion:
             len(candidates),
             "peer" if len(candidates) == 1 else "peers",
         )
+        self._p2p.clock.settle_anew()
         lost_at, attempt = self._reception.heard_at, 0
         while True:
             self._heard.clear()
