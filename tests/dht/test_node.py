@@ -245,13 +245,14 @@ async def test_many_keys_at_once():
 async def test_store_many_with_subkeys_and_expirations_of_their_own():
     swarm = Swarm()
     one, other = await swarm.grow(2)
+    whole_seconds = int(later(3000))
     assert await one.store("b", "present", later(40))
     stored = await one.store_many(
-        ["a", "a", "b", "c"], [1, 2, 3, 4], [later(10), later(20), later(30), 2**31], ["x", "y", None, None]
+        ["a", "a", "b", "c"], [1, 2, 3, 4], [later(10), later(20), later(30), whole_seconds], ["x", "y", None, None]
     )
     assert stored == {("a", "x"): True, ("a", "y"): True, "b": False, "c": True}
     assert {k: v.value for k, v in (await other.get("a", latest=True)).value.items()} == {"x": 1, "y": 2}
-    assert await other.get("c") == (4, 2**31)
+    assert await other.get("c") == (4, whole_seconds)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import pytest
 
 from shoal.clock import get_dht_time
 from shoal.dht import records
-from shoal.dht.records import LocalRecords, NewRecord, check_expiration, check_subkey, pack_value, split_into_requests
+from shoal.dht.records import Found, LocalRecords, NewRecord, pack_value, split_into_requests
 from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
-from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY
+from shoal.dht.store import make_record
+from shoal.dht.validation import MAX_LIFETIME_SECONDS, PLAIN_VALUE, WHOLE_DICTIONARY, check_expiration, check_subkey
 from shoal.serializer import MSGPackSerializer
 from tests.dht.virtual_time import in_virtual_time
 
@@ -88,3 +89,46 @@ def test_usable_subkeys(subkey):
 def test_useless_subkeys(subkey):
     with pytest.raises(ValueError, match="subkey"):
         check_subkey(subkey, MSGPackSerializer.dumps(subkey))
+
+
+# --- how long records live --------------------------------------------------------------------------------------------
+
+
+def record_that_lives(seconds, subkey=None):
+    packed_subkey = PLAIN_VALUE if subkey is None else MSGPackSerializer.dumps(subkey)
+    return NewRecord(DHTID.generate(f"{seconds} {subkey}"), packed_subkey, b"value", get_dht_time() + seconds)
+
+
+@pytest.mark.parametrize("subkey", [None, "entry"])
+@in_virtual_time
+async def test_a_record_lives_a_day_at_most(subkey):
+    records = LocalRecords(None, None)
+    assert records.keep(record_that_lives(MAX_LIFETIME_SECONDS, subkey))
+    assert records.keep(record_that_lives(MAX_LIFETIME_SECONDS + 59, subkey)), "clocks differ"
+    assert not records.keep(record_that_lives(MAX_LIFETIME_SECONDS + 61, subkey))
+    assert not records.keep(record_that_lives(100 * 365 * 86400, subkey))
+
+
+@in_virtual_time
+async def test_what_lives_longer_is_not_believed():
+    records, key = LocalRecords(None, None), DHTID.generate("key")
+    now = get_dht_time()
+    assert records.read(key, Found.PLAIN, b"value", now + 10) == b"value"
+    assert records.read(key, Found.PLAIN, b"value", now + 1e9) is None
+    for lifetime, is_believed in ((10, True), (1e9, False)):
+        dictionary = DictionaryDHTValue()
+        dictionary.store("entry", b"value", now + lifetime)
+        dictionary.store("other", b"value", now + 10)
+        found = records.read(key, Found.DICTIONARY, dictionary.packb(), now + 10)
+        assert (found is not None) is is_believed
+        whole = NewRecord(key, WHOLE_DICTIONARY, dictionary.packb(), now + 10)
+        assert records.keep(whole) is is_believed
+
+
+@in_virtual_time
+async def test_who_wants_more_is_told_once(caplog):
+    made = [make_record("key", None, 1, get_dht_time() + 1e9, None) for _ in range(3)]
+    assert {record.expiration_time for record in made} == {get_dht_time() + MAX_LIFETIME_SECONDS}
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "the record for key 'key' shall live 1000000000 s: it lives a day" in line
+    assert make_record("key", None, 1, get_dht_time() + 60, None).expiration_time == get_dht_time() + 60

@@ -314,7 +314,7 @@ class DHT(Facade):
         Args:
             key: what to get it by.
             value: anything that msgpack can pack.
-            expiration_time: DHT time. Later ones replace earlier ones; a tie is refused.
+            expiration_time: DHT time, a day from now at most. Later ones replace earlier ones; a tie is refused.
             subkey: the entry's key inside the dictionary.
             return_future: return at once.
             kwargs: as for :meth:`DHTNode.store_many`.

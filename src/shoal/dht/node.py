@@ -391,7 +391,8 @@ class DHTNode:
         Args:
             key: what to get it by.
             value: anything that msgpack can pack.
-            expiration_time: until when it is kept (DHT time). Later ones replace earlier ones; a tie is refused.
+            expiration_time: until when it is kept (DHT time), a day at most. Later ones replace earlier ones; a tie is
+                refused.
             subkey: the entry's key inside the dictionary; ``None`` for a plain value.
             kwargs: as for :meth:`store_many`.
 

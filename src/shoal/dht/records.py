@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import numbers
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Annotated, Any, NamedTuple
@@ -19,12 +18,16 @@ from msgspec import Meta
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
 from shoal.dht.routing import DHTID, ID_BITS, RoutingTable
-from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue, Subkey
+from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue
 from shoal.dht.validation import (
+    MAX_SUBKEY_BYTES,
     PLAIN_VALUE,
     WHOLE_DICTIONARY,
     DHTRecord,
     RecordValidatorBase,
+    check_expiration,
+    check_lifetime,
+    check_subkey,
     has_owned_entries,
 )
 from shoal.errors import ProtocolError
@@ -50,7 +53,6 @@ REQUEST_BYTES = 3 * 2**18
 MAX_VALUE_BYTES = 2**19
 
 # What one call may carry, so that none keeps a node busy for long.
-MAX_SUBKEY_BYTES = 2**12
 MAX_RECORDS_PER_STORE = 256
 MAX_KEYS_PER_FIND = 64
 # Most neighbors in one answer about one key.
@@ -296,38 +298,6 @@ def _largest_part(dictionary: DictionaryDHTValue[bytes]) -> DictionaryDHTValue[b
     return part
 
 
-def check_expiration(expiration_time: Any) -> float:
-    """The expiration as a float.
-
-    Raises:
-        ValueError: no record can expire then.
-        TypeError: not a number.
-    """
-    if isinstance(expiration_time, bool) or not isinstance(expiration_time, numbers.Real):
-        raise TypeError(f"an expiration must be a number of seconds since 1970, got {quoted(expiration_time)}")
-    seconds = float(expiration_time)
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise ValueError(f"an expiration must be a finite number of seconds since 1970, got {seconds}")
-    return seconds
-
-
-def check_subkey(subkey: Subkey, packed: bytes) -> None:
-    """Refuse subkeys that would not be found again.
-
-    Raises:
-        ValueError: too long, not hashable, or not equal to itself after the journey, as NaN.
-    """
-    if len(packed) > MAX_SUBKEY_BYTES:
-        raise ValueError(f"a subkey of {len(packed)} bytes is over the limit of {MAX_SUBKEY_BYTES}")
-    try:
-        hash(subkey)
-        is_plain = subkey is not None and MSGPackSerializer.loads(packed) == subkey
-    except TypeError:
-        is_plain = False
-    if not is_plain:
-        raise ValueError(f"{quoted(subkey)} cannot be a subkey: use str, bytes, numbers or tuples of them")
-
-
 def _count_bytes(storage: DHTLocalStorage) -> int:
     size = 0
     for item in storage.values():
@@ -380,6 +350,7 @@ class LocalRecords:
             if packed_subkey == WHOLE_DICTIONARY:
                 dictionary = self.unpack_dictionary(key_id, value)
                 return storage.store(key_id, dictionary, dictionary.latest_expiration_time)
+            check_lifetime(expiration_time)
             if not self.is_valid(DHTRecord(key_id.to_bytes(), packed_subkey, value, expiration_time)):
                 return False
             if packed_subkey == PLAIN_VALUE:
@@ -415,7 +386,7 @@ class LocalRecords:
             if found is Found.DICTIONARY:
                 return self.unpack_dictionary(key_id, value)
             if found is Found.PLAIN:
-                record = DHTRecord(key_id.to_bytes(), PLAIN_VALUE, value, check_expiration(expiration_time))
+                record = DHTRecord(key_id.to_bytes(), PLAIN_VALUE, value, check_lifetime(expiration_time))
                 return value if self.is_valid(record) else None
         except (ValueError, TypeError) as e:
             logger.debug("ignored what another node found for key %s: %s", key_id, e)
@@ -459,7 +430,7 @@ class LocalRecords:
         dictionary = DictionaryDHTValue.unpackb(packed)
         with dictionary.freeze():
             for subkey, item in dictionary.items():
-                expiration_time, packed_subkey = check_expiration(item.expiration_time), MSGPackSerializer.dumps(subkey)
+                expiration_time, packed_subkey = check_lifetime(item.expiration_time), MSGPackSerializer.dumps(subkey)
                 check_subkey(subkey, packed_subkey)
                 if not isinstance(item.value, bytes):
                     raise ValueError(f"entry {quoted(subkey)} of a dictionary is not bytes")

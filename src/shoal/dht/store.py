@@ -10,16 +10,26 @@ from typing import TYPE_CHECKING
 
 from shoal.clock import DHTExpiration, get_dht_time
 from shoal.dht.lookup import Lookup
-from shoal.dht.records import MAX_VALUE_BYTES, NewRecord, check_expiration, check_subkey
+from shoal.dht.records import MAX_VALUE_BYTES, NewRecord
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, DictionaryDHTValue, Subkey
-from shoal.dht.validation import PLAIN_VALUE, DHTRecord, RecordValidatorBase
+from shoal.dht.validation import (
+    MAX_LIFETIME_SECONDS,
+    PLAIN_VALUE,
+    DHTRecord,
+    RecordValidatorBase,
+    check_expiration,
+    check_subkey,
+)
+from shoal.logs import Seldom, quoted
 from shoal.serializer import MSGPackSerializer
 
 if TYPE_CHECKING:
     from shoal.dht.get import CacheRefreshQueue
     from shoal.dht.node import NodeConfig
     from shoal.dht.protocol import DHTProtocol
+
+_warn_seldom = Seldom(logging.getLogger(__name__).warning, seconds=MAX_LIFETIME_SECONDS)
 
 StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["list[bool] | None"]]
 """Asks a node to keep records; ``None`` if it does not answer."""
@@ -161,6 +171,18 @@ class Writer:
             self._refresh_queue.schedule(record.key_id, get_dht_time())
 
 
+def _within_a_day(key: DHTKey, expiration_time: float) -> float:
+    """Before it is signed, so that all replicas have the same. What travels is never altered."""
+    latest = get_dht_time() + MAX_LIFETIME_SECONDS
+    if expiration_time > latest:
+        _warn_seldom(
+            "the record for key %s shall live %.0f s: it lives a day. Store it again",
+            quoted(key),
+            expiration_time - get_dht_time(),
+        )
+    return min(expiration_time, latest)
+
+
 def make_record(
     key: DHTKey,
     subkey: Subkey | None,
@@ -178,7 +200,7 @@ def make_record(
     if subkey is not None:
         packed_subkey = MSGPackSerializer.dumps(subkey)
         check_subkey(subkey, packed_subkey)
-    expires = check_expiration(expiration_time)
+    expires = _within_a_day(key, check_expiration(expiration_time))
     packed = MSGPackSerializer.dumps(value)
     if validator is not None:
         packed = validator.sign_value(DHTRecord(key_id.to_bytes(), packed_subkey, packed, expires))

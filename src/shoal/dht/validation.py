@@ -6,13 +6,17 @@ signatures only when it is handed to the application.
 
 from __future__ import annotations
 
+import math
+import numbers
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from shoal.clock import DHTExpiration
-from shoal.dht.storage import StoredValue
+from shoal.clock import DHTExpiration, get_dht_time
+from shoal.dht.storage import StoredValue, Subkey
+from shoal.logs import quoted
 from shoal.serializer import MSGPackSerializer
 
 # Stands where a subkey would be in the record of a value that is not an entry of a dictionary.
@@ -20,6 +24,15 @@ PLAIN_VALUE = MSGPackSerializer.dumps(None)
 
 # Stands where a subkey would be when all entries of a dictionary travel at once.
 WHOLE_DICTIONARY = b""
+
+
+# Packed.
+MAX_SUBKEY_BYTES = 2**12
+
+# The table is for what is true now: a record lives a day at most, and so does what a liar has stored.
+MAX_LIFETIME_SECONDS = 86400.0
+# By so much the clocks of peers may differ.
+_TOLERANCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -146,3 +159,49 @@ def has_owned_entries(validator: RecordValidatorBase | None, key: bytes, value: 
         validator.is_owned(DHTRecord(key, MSGPackSerializer.dumps(subkey), item.value, item.expiration_time))
         for subkey, item in value.items()
     )
+
+
+def check_expiration(expiration_time: Any) -> float:
+    """The expiration as a float.
+
+    Raises:
+        ValueError: no record can expire then.
+        TypeError: not a number.
+    """
+    if isinstance(expiration_time, bool) or not isinstance(expiration_time, numbers.Real):
+        raise TypeError(f"an expiration must be a number of seconds since 1970, got {quoted(expiration_time)}")
+    seconds = float(expiration_time)
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"an expiration must be a finite number of seconds since 1970, got {seconds}")
+    return seconds
+
+
+def check_lifetime(expiration_time: Any) -> float:
+    """The expiration of a record of another peer as a float.
+
+    Raises:
+        ValueError: no record can expire then, or none may live so long.
+        TypeError: not a number.
+    """
+    seconds = check_expiration(expiration_time)
+    left = seconds - get_dht_time()
+    if left > MAX_LIFETIME_SECONDS + _TOLERANCE_SECONDS:
+        raise ValueError(f"a record that lives {left:.0f} s longer; the limit is {MAX_LIFETIME_SECONDS:.0f}")
+    return seconds
+
+
+def check_subkey(subkey: Subkey, packed: bytes) -> None:
+    """Refuse subkeys that would not be found again.
+
+    Raises:
+        ValueError: too long, not hashable, or not equal to itself after the journey, as NaN.
+    """
+    if len(packed) > MAX_SUBKEY_BYTES:
+        raise ValueError(f"a subkey of {len(packed)} bytes is over the limit of {MAX_SUBKEY_BYTES}")
+    try:
+        hash(subkey)
+        is_plain = subkey is not None and MSGPackSerializer.loads(packed) == subkey
+    except TypeError:
+        is_plain = False
+    if not is_plain:
+        raise ValueError(f"{quoted(subkey)} cannot be a subkey: use str, bytes, numbers or tuples of them")
