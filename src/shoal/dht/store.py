@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from shoal.dht.node import NodeConfig
     from shoal.dht.protocol import DHTProtocol
 
-_warn_seldom = Seldom(logging.getLogger(__name__).warning, seconds=MAX_LIFETIME_SECONDS)
+logger = logging.getLogger(__name__)
+_warn_seldom = Seldom(logger.warning, seconds=MAX_LIFETIME_SECONDS)
 
 StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["list[bool] | None"]]
 """Asks a node to keep records; ``None`` if it does not answer."""
