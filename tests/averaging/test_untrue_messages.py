@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.averaging import DecentralizedAverager
+from shoal.averaging.groups.candidates import Trust
 from shoal.averaging.groups.leading import MAX_GROUP_BYTES, MAX_SETTINGS, difference_of, follower_of, is_full, learn
 from shoal.averaging.messages import (
     MAX_BANDWIDTH,
@@ -135,7 +136,7 @@ async def test_a_group_fits_into_the_message_that_describes_it():
     for peer in peers:
         if is_full(search, node.p2p, peer, request):
             break
-        search.followers[peer] = follower_of(node.p2p, peer, request)
+        search.followers[peer] = follower_of(node.p2p, peer, request, Trust())
         search.group_bytes += search.followers[peer].nbytes
     assert len(search.followers) == MAX_GROUP_BYTES // MAX_GATHERED_BYTES - 1
     small = JoinRequest("run.0b", {}, 2e9, 0)

@@ -97,6 +97,7 @@ def test_who_has_missed_a_round_downloads_at_once_instead_of_going_on_alone(make
         late.opt.tracker.update_epoch(1, members=[ahead.opt.dht.peer_id])
     with torch.no_grad():
         late.model[0].weight.zero_()
+    wait_until(lambda: late.opt.tracker.global_epoch == 2, "half of the epoch is over")
     late.step()
     assert late.opt.local_epoch == 2
     check_identical([ahead, late])

@@ -178,7 +178,7 @@ def test_who_is_expected_in_the_next_round():
     companions = dict(
         [
             companion("same epoch", 7),
-            companion("finishing", 6, updating=True),
+            companion("finishing", 6, end=NOW),
             companion("in the last round", 6),
             companion("missed the last round", 6),
             companion("dead since two rounds", 5),

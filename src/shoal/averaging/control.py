@@ -48,10 +48,16 @@ class GroupInfo:
     """Each member's :class:`~AveragingMode`."""
     shares: tuple[int, ...] = ()
     """How many of the vector's values each member reduces."""
+    largest_weights: tuple[float, ...] = ()
+    """What each member's weight is at most, whatever it says; empty: nobody's is limited."""
 
     @property
     def group_size(self) -> int:
         return len(self.peer_ids)
+
+    def limited(self, index: int, weight: float) -> float:
+        """The weight of a member that claims this one: the same at all who reduce its values."""
+        return min(weight, self.largest_weights[index]) if self.largest_weights else weight
 
     def __contains__(self, peer_id: PeerID) -> bool:
         return peer_id in self.peer_ids

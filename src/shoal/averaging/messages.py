@@ -104,6 +104,8 @@ class Member(Header):
     share: Count
     """How many values of the vector this member reduces."""
     gathered: Gathered = b""
+    largest_weight: Amount | None = None
+    """What its weight is at most, whatever it says."""
 
 
 class GroupStart(Header):

@@ -14,7 +14,7 @@ import torch
 from shoal.averaging.allreduce.exchange import stripes_for
 from shoal.averaging.allreduce.session import AllReduceSettings, GroupSession, Round, Rounds
 from shoal.averaging.control import AveragingMode, AveragingStage, Gathered, GroupInfo, RoundResult, StepControl
-from shoal.averaging.groups.candidates import MatchmakingSettings
+from shoal.averaging.groups.candidates import MatchmakingSettings, Trust
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.matchmaking import Matchmaking
 from shoal.averaging.messages import (
@@ -147,7 +147,7 @@ class Lane:
         p2p: P2P,
         dht_node: Any,
         get_stub: Callable[[PeerID], StubBase],
-        admits: Callable[[PeerID], Awaitable[bool]],
+        trust: Trust,
         leave_group: Callable[[bytes], None],
     ) -> None:
         self.indices = indices
@@ -171,7 +171,7 @@ class Lane:
                 "quorum": "none" if config.quorum is None else f"{config.quorum}, {config.quorum_grace:g} s of grace",
             },
         )
-        self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub, admits, leave_group)
+        self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub, trust, leave_group)
         self.is_spoilt = False
         """Values of this peer were not finite when it averaged last."""
 
@@ -211,12 +211,12 @@ class AveragerNode(ServicerBase):
         self.last_round: RoundResult | None = None
         self.last_updated = 0.0
         """DHT time of the last round that changed the tensors."""
-        self.admits: Callable[[PeerID], Awaitable[bool]] | None = None
-        """Who may join a group that this averager leads; ``None``: everybody."""
+        self.trust = Trust()
+        """What is known of others; may be changed at any time."""
         self._rounds = Rounds()
         self.lanes = {
             tag: Lane(
-                tag, indices, tensors, infos, config, p2p, dht_node, self._stub, self._admits, self._rounds.leave_group
+                tag, indices, tensors, infos, config, p2p, dht_node, self._stub, self.trust, self._rounds.leave_group
             )
             for tag, indices in (config.tags or {"": range(len(infos))}).items()
         }
@@ -244,9 +244,6 @@ class AveragerNode(ServicerBase):
 
     def _stub(self, peer: PeerID) -> StubBase:
         return self.get_stub(self.p2p, peer, namespace=self.config.prefix)
-
-    async def _admits(self, peer: PeerID) -> bool:
-        return self.admits is None or await self.admits(peer)
 
     async def start(self) -> None:
         """Begin to answer others.

@@ -222,7 +222,7 @@ class GlobalStep:
     def _note_averaged_parameters(self, result: RoundResult | None) -> None:
         """Without rounds of gradients these are the rounds that count; otherwise they make up for those that failed."""
         if self.grad_averager is None:
-            self.tracker.note_round(result)
+            self.tracker.note_round(result, weights_are_samples=False)
         elif result is not None:
             self.tracker.note_repair(result)
 

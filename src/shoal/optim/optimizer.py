@@ -224,8 +224,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
                 averager.run_in_background()
                 # A peer that has trained another model for a while is no company, and no donor.
                 if self._compares_rounds:
-                    averager.node.admits = self.tracker.trains_the_same_model
-                    averager.node.state_sharing.is_donor = self.tracker.is_donor
+                    self.tracker.advise(averager.node, weighs_samples=averager is self.grad_averager)
             self.tracker.run_in_background()
         except BaseException:
             self.shutdown()

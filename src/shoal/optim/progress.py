@@ -304,8 +304,8 @@ class Companion:
     record: LocalTrainingProgress
     expiration: float
     """DHT time after which the record is worth nothing."""
-    updating: bool = False
-    """It has declared its epoch over and is on its way to the next one."""
+    end: float | None = None
+    """It has declared its epoch over and is on its way to the next one: others may go on until this DHT time."""
     heard_at: float = field(default=-math.inf)
     """DHT time of its last direct sign of life."""
     called_at: float = field(default=-math.inf)
@@ -322,6 +322,10 @@ class Companion:
     def is_valid(self, now: float) -> bool:
         """Whether the record still counts."""
         return max(self.expiration, self.kept_until) >= now
+
+    def is_reachable(self, now: float) -> bool:
+        """Whether it is still there, as far as this peer knows."""
+        return self.is_valid(now) and self.unreachable_since is None
 
 
 def expected_members(
@@ -340,9 +344,9 @@ def expected_members(
     """
     expected = set()
     for peer, companion in companions.items():
-        if not companion.is_valid(now) or companion.unreachable_since is not None:
+        if not companion.is_reachable(now):
             continue
-        is_finishing = companion.updating or peer in last_members
+        is_finishing = companion.end is not None or peer in last_members
         if takes_part(companion.record.epoch, epoch, until_epoch, is_finishing=is_finishing):
             expected.add(peer)
     return expected

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
 
+from shoal.optim.evidence import Evidence
 from shoal.optim.lineage import Lineage
 from shoal.optim.progress import (
     MAX_CALLED,
@@ -43,6 +44,7 @@ class ProgressBoard:
         refresh: how often the swarm's records are read.
         performance_ema: measures this peer's speed.
         now: DHT time.
+        host_of: peers for which this is the same have one vote together about the epoch of the run.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ProgressBoard:
         refresh: RefreshPolicy,
         performance_ema: PerformanceEMA,
         now: float,
+        host_of: Callable[[bytes], Hashable] = bytes,
     ) -> None:
         self._lock = threading.Lock()
         self._target_batch_size = target_batch_size
@@ -70,7 +73,8 @@ class ProgressBoard:
         """Called, without the lock, after anything has changed that others may wait for."""
         self.kinship = Kinship(peer_id)
         """Knows who trains another model than this peer: such peers are not counted."""
-        self._strangers: frozenset[bytes] = frozenset()
+        self.evidence = Evidence(peer_id, host_of, now)
+        """Compares what others claim with what they have done."""
         self._companions: dict[bytes, Companion] = {}
         # Peers that have said goodbye, with the DHT times of the last records that count no more.
         self._departed: dict[bytes, float] = {}
@@ -78,8 +82,6 @@ class ProgressBoard:
         self._contributed = False
         self._batch_size = 0
         self._declared_end: float | None = None
-        # Epoch whose end another peer has called, and the DHT time of that end.
-        self._called_end = (-1, math.inf)
         self._next_reading = self._planned_at = now
         self._global = GlobalTrainingProgress(0, 0, target_batch_size, 0, 0, math.inf, now)
 
@@ -140,13 +142,11 @@ class ProgressBoard:
         Never in the past: what is overdue is due now.
         """
         with self._lock:
-            progress, (called_epoch, called_end) = self._summarize(now), self._called_end
-            if max(progress.epoch, called_epoch) > self.own.epoch:
-                return now
-            if progress.samples_accumulated >= progress.target_batch_size:
+            progress = self._summarize(now)
+            if progress.epoch > self.own.epoch or progress.samples_accumulated >= progress.target_batch_size:
                 return now
             end = progress.eta_next_epoch
-            return max(now, min(end, called_end) if called_epoch == self.own.epoch else end)
+            return max(now, min(end, self.evidence.called_end(self._kin(now), self.own.epoch, end, now)))
 
     def epoch_is_over(self, now: float) -> bool:
         """Whether it is time for the next global step."""
@@ -208,7 +208,8 @@ class ProgressBoard:
                 # It is about to take over another state, and nobody waits for it meanwhile.
                 return set()
             last = self.own.epoch if until_epoch is None else until_epoch
-            return expected_members(self.own.epoch, last, self._kin(now), self._last_members, now)
+            expected = expected_members(self.own.epoch, last, self._kin(now), self._last_members, now)
+            return self.evidence.whom_to_wait_for(expected, now)
 
     def still_expected(self, now: float, last_epochs: Mapping[bytes, int]) -> set[bytes]:
         """Those of several peers that have not left, and are not beyond the epoch given for each."""
@@ -298,6 +299,9 @@ class ProgressBoard:
             patience: as for :meth:`should_stop`.
         """
         self._declared_end = min(self.end_of_epoch(now), now + self._longest_wait(patience))
+        expected = self.expected_members(now)
+        with self._lock:
+            self.evidence.begin_to_wait(expected, now, patience)
 
     def finish_update(self, epoch: int, members: Iterable[bytes], now: float) -> None:
         """This peer is at a new epoch.
@@ -308,11 +312,16 @@ class ProgressBoard:
         with self._lock:
             self._declared_end = None
             self._last_members = frozenset(members)
-            if epoch < self.own.epoch:  # it has taken over a state of an earlier epoch
-                self._called_end = (-1, math.inf)
+            is_given = epoch != self.own.epoch + 1  # by a donor
+            self.evidence.note_epoch(self.own.epoch, epoch, now, with_others=bool(self._last_members) or is_given)
             self._set_own(epoch, 0, now)
             self.kinship.changed = True
         self._changed()
+
+    def note_round(self, samples: Mapping[bytes, float], now: float) -> None:
+        """A round is over, see :meth:`Evidence.note_round <shoal.optim.evidence.Evidence.note_round>`."""
+        with self._lock:
+            self.evidence.note_round(samples, now)
 
     def cancel_update(self) -> None:
         """The transition did not come to an end."""
@@ -351,12 +360,8 @@ class ProgressBoard:
             if companion is None:
                 return
             self.kinship.changed = self.kinship.changed or companion.unreachable_since is not None
-            companion.updating, companion.heard_at, companion.unreachable_since = end is not None, now, None
-            # this peer itself may not have reached that epoch yet
-            if end is not None and record.peer_id not in self._settled(now).losers:
-                epoch, known_end = self._called_end
-                if record.epoch >= epoch:
-                    self._called_end = record.epoch, min(end, known_end) if record.epoch == epoch else end
+            companion.heard_at, companion.unreachable_since = now, None
+            companion.end = end if companion.record.epoch == record.epoch else companion.end
         self._changed()
 
     def hear_many(self, found: Iterable[tuple[LocalTrainingProgress, float]], now: float) -> list[bytes]:
@@ -395,6 +400,8 @@ class ProgressBoard:
                 news = (record.epoch, lineage) != (companion.record.epoch, companion.lineage)
                 self.kinship.changed = self.kinship.changed or news
                 companion.lineage, companion.lineage_time = lineage, record.time
+            if record.epoch != companion.record.epoch:
+                companion.end = None
             companion.record, companion.expiration = record, max(expiration, companion.expiration)
             if companion.unreachable_since is not None and record.time > companion.unreachable_since:
                 # Alive after all, though it could not be called.
@@ -443,27 +450,39 @@ class ProgressBoard:
             return self._settled(now)
 
     def _settled(self, now: float) -> Verdict:
-        verdict = self.kinship.verdict(self.own, self._companions, now)
-        if not verdict.losers <= self._strangers:
-            # It may have been one of them who called it.
-            self._called_end = (-1, math.inf)
-        self._strangers = verdict.losers
-        return verdict
+        return self.kinship.verdict(self.own, self._companions, now)
 
     def _kin(self, now: float) -> dict[bytes, Companion]:
-        """Peers but for those that have trained without the others and will give that up."""
-        strangers = self._settled(now).losers
-        return {peer: c for peer, c in self._companions.items() if peer not in strangers}
+        """Peers but for those that train another model and will give that up, or claim an epoch that cannot be."""
+        verdict = self._settled(now)
+        kin = {peer: c for peer, c in self._companions.items() if peer not in verdict.losers}
+        epoch = max(self.own.epoch, verdict.epoch if self.own.peer_id in verdict.losers else 0)
+        return self.evidence.credible(kin, epoch, now, lambda rest: self._summary_of(rest, now).eta_next_epoch)
+
+    def largest_weight(self, peer: bytes, now: float) -> float:
+        """How many samples a peer can have brought to a round that begins now."""
+        with self._lock:
+            return self.evidence.most_samples(peer, now, self._batch_size)
+
+    def believes(self, peer: bytes, now: float) -> int | None:
+        """The epoch of a peer; ``None`` if it is not known, or cannot be true."""
+        with self._lock:
+            companion = self._kin(now).get(peer)
+            return None if companion is None else companion.record.epoch
 
     def _summarize(self, now: float) -> GlobalTrainingProgress:
-        valid = [c for c in self._kin(now).values() if c.is_valid(now)]
+        self._global = self._summary_of(self._kin(now), now)
+        return self._global
+
+    def _summary_of(self, companions: Mapping[bytes, Companion], now: float) -> GlobalTrainingProgress:
+        valid = [c for c in companions.values() if c.is_valid(now)]
         own = self.own
         # It is about to take over the others' state.
         if own.peer_id in self._settled(now).losers:
             own = msgspec.structs.replace(own, epoch=0, samples_accumulated=0, samples_per_second=0.0)
-        self._global = summarize(
+        return summarize(
             own,
-            [c.record for c in valid],
+            [self.evidence.limited(c.record, now, self._batch_size) for c in valid],
             published=self.published,
             target_batch_size=self._target_batch_size,
             now=now,
@@ -471,7 +490,6 @@ class ProgressBoard:
             stopped=[c.record.peer_id for c in valid if c.unreachable_since is not None],
             is_sketchy=len(valid) > MAX_CALLED,
         )
-        return self._global
 
     def _changed(self) -> None:
         for callback in list(self.on_change):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,11 +24,12 @@ from shoal.optim.progress import (
 )
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
-from shoal.optim.sides import Verdict
+from shoal.optim.sides import Verdict, weights_of
 from shoal.p2p import PeerID
 from shoal.reactor import Portal
 
 if TYPE_CHECKING:
+    from shoal.averaging.node import AveragerNode
     from shoal.dht import DHT
     from shoal.dht.crypto import PrivateKey, SignatureValidator
     from shoal.dht.schema import SchemaValidator
@@ -104,10 +106,16 @@ class ProgressTracker(Facade):
             min_refresh_period, max_refresh_period, default_refresh_period, expected_drift_peers, expected_drift_rate
         )
         self.board = ProgressBoard(
-            dht.peer_id.to_bytes(), self.client_mode, target_batch_size, refresh, self.performance_ema, get_dht_time()
+            dht.peer_id.to_bytes(),
+            self.client_mode,
+            target_batch_size,
+            refresh,
+            self.performance_ema,
+            get_dht_time(),
+            lambda peer: dht.p2p.host_of(PeerID(peer)),
         )
         self._private_key = private_key
-        self._in_pause = False
+        self._in_pause = self._compares_rounds = False
         self._exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
         if start:
@@ -265,16 +273,22 @@ class ProgressTracker(Facade):
     # --- sides of the run ---------------------------------------------------------------------------------------------
 
     def compare_rounds(self) -> None:
-        """From now on it counts which rounds peers have in common, see :mod:`shoal.optim.sides`."""
+        """From now on it counts which rounds peers have in common, see :mod:`shoal.optim.sides`, and who is in them."""
+        self._compares_rounds = True
         self.board.kinship.begin()
 
-    def note_round(self, result: RoundResult | None) -> None:
+    def note_round(self, result: RoundResult | None, *, weights_are_samples: bool = True) -> None:
         """The round which ends this peer's epoch is over.
 
         Args:
             result: what came of it; ``None``: it has failed, or there was nobody else.
+            weights_are_samples: members have brought as many samples as they had weight.
         """
         self.board.kinship.note_round(result, self.board.own.epoch + 1, get_dht_time())
+        if self._compares_rounds:
+            weights = {} if result is None else weights_of(result)
+            samples = weights if weights_are_samples else dict.fromkeys(weights, math.inf)
+            self.board.note_round(samples, get_dht_time())
 
     def note_repair(self, result: RoundResult) -> None:
         """Parameters were averaged, which makes up for rounds of gradients that failed."""
@@ -300,16 +314,40 @@ class ProgressTracker(Facade):
         """How many epochs this peer has trained since the last round common with the side that it gives way to."""
         return self.board.kinship.epochs_given_up(self.board.own.epoch)
 
-    def is_donor(self, peer: PeerID) -> bool:
-        """Whether a newcomer, or a peer that gives way, may take over the state of this peer."""
+    def rank_of_donor(self, peer: PeerID) -> float | None:
+        """How much a newcomer, or a peer that gives way, should want the state of a peer: the higher, the more.
+
+        Returns:
+            Its epoch, as far as it can be believed; ``None``: its state must not be taken over.
+        """
         verdict, tag = self.board.verdict(get_dht_time()), peer.to_bytes()
-        if self.gives_way_to is not None:
-            return tag in verdict.winners
-        return tag not in verdict.losers
+        if tag in verdict.losers or (self.gives_way_to is not None and tag not in verdict.winners):
+            return None
+        if self.board.time_of_record(tag) is None:
+            return -1.0  # it offers its state and does not train, or has not been heard of yet
+        return self.board.believes(tag, get_dht_time())
+
+    def note_vain_attempt(self, seconds: float) -> None:
+        """Nobody has given this peer the state of the epoch that others claim, and the attempt took so long."""
+        self.board.evidence.note_vain_attempt(get_dht_time(), seconds)
 
     async def trains_the_same_model(self, peer: PeerID) -> bool:
         """Whether this peer may average with another one; inside the event loop."""
         return self._exchange is None or await self._exchange.trains_the_same_model(peer)
+
+    def advise(self, averager: AveragerNode, *, weighs_samples: bool) -> None:
+        """From now on an averager knows what this peer knows of others.
+
+        Args:
+            weighs_samples: a member's weight is its number of samples; otherwise all weigh the same.
+        """
+        board, trust = self.board, averager.trust
+        trust.admits = self.trains_the_same_model
+        trust.is_proven = lambda peer: board.evidence.is_proven(peer.to_bytes())
+        trust.largest_weight = lambda peer: (
+            board.largest_weight(peer.to_bytes(), get_dht_time()) if weighs_samples else 1.0
+        )
+        averager.state_sharing.rank_of = self.rank_of_donor
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 

@@ -257,7 +257,7 @@ class Kinship:
         """
         with self._lock:
             if self._history is not None and result is not None:
-                self._history.note_round(result.group_id, _weights_of(result), epoch, now)
+                self._history.note_round(result.group_id, weights_of(result), epoch, now)
             elif self._history is not None:
                 self._history.note_lone_step(epoch)
             self.changed = True
@@ -266,7 +266,7 @@ class Kinship:
         """Parameters were averaged, which makes up for earlier rounds of gradients that failed."""
         with self._lock:
             if self._history is not None:
-                self._history.note_repair(frozenset(_weights_of(result).keys() - {self._own}))
+                self._history.note_repair(frozenset(weights_of(result).keys() - {self._own}))
             self.changed = True
 
     def adopt(self, lineage: Lineage, epoch: int, now: float) -> None:
@@ -314,7 +314,7 @@ class Kinship:
             return max(0, own_epoch - self._history.epoch_after(self._verdict.common))
 
 
-def _weights_of(result: RoundResult) -> dict[bytes, float]:
+def weights_of(result: RoundResult) -> dict[bytes, float]:
     """Of those who have parameters of their own and were in it to the end."""
     left_out = {*result.failed_peers, *result.auxiliaries}
     members = zip(result.peers, result.weights, strict=True)

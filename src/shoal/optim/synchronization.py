@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shoal.clock import get_dht_time
 from shoal.errors import ShoalError
 from shoal.optim.epochs import usual_lag
 from shoal.optim.lineage import Lineage
@@ -108,10 +109,12 @@ class Synchronization:
         """
         self.end_other_work()
         options = {"timeout": self._load_state_timeout, **options}
+        began_at = get_dht_time()
         with self._tracker.pause_updates():
             other_side = self._tracker.gives_way_to
             loaded = self._try_to_download(**options) if other_side is None else self._give_way_to(other_side, options)
             if not loaded:
+                self._tracker.note_vain_attempt(get_dht_time() - began_at)
                 self._tracker.look_after_others()  # whoever was ahead may be gone
                 return False
             if other_side is not None:

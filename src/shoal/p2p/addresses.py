@@ -80,6 +80,18 @@ def is_loopback(address: Multiaddr) -> bool:
     return host is not None and ipaddress.ip_address(host).is_loopback
 
 
+def host_of(peer: PeerID, addresses: Iterable[Multiaddr]) -> PeerID | str:
+    """What peers of one host have in common: the network of a public address, of 256 hosts in IPv4 and a site in IPv6.
+
+    Whoever has none is a host of its own: in one network, or on one machine, peers know each other.
+    """
+    for address in addresses:
+        host = address.get("ip4") or address.get("ip6")
+        if host is not None and ipaddress.ip_address(host).is_global:
+            return str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
+    return peer
+
+
 def _has_ipv6() -> bool:
     """Some systems, many containers among them, know IPv6 and have it switched off."""
     if not socket.has_ipv6:

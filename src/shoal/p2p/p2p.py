@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from shoal.clock import get_clock
 from shoal.errors import IdentityTakenError, P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import AddressBook, UnreachablePeers
+from shoal.p2p.addresses import AddressBook, UnreachablePeers, host_of
 from shoal.p2p.connection import Call, Connection, Hello
 from shoal.p2p.connection_pool import ConnectionPool, Dialler
 from shoal.p2p.identity import Identity, PeerID, PeerInfo
@@ -248,6 +248,10 @@ class P2P:
     def get_addresses(self, peer: PeerID) -> list[Multiaddr]:
         """Where a peer can be dialled, as far as known, without ``/p2p``."""
         return list(self._announced) if peer == self.peer_id else self._addresses.get(peer)
+
+    def host_of(self, peer: PeerID) -> PeerID | str:
+        """What a peer has in common with others of its host, see :func:`~shoal.p2p.addresses.host_of`."""
+        return host_of(peer, self.get_addresses(peer))
 
     @property
     def address_changes(self) -> int:

@@ -238,7 +238,7 @@ class Coordination:
         if self._committed and not self.roster.closed_early:
             raise ProtocolError("the round is over, without this member")
         too_late = (self.roster.closed_early or self._has_filled_gaps) and member.failed
-        link = Link(SharedCall(call), handler, hello.weight)
+        link = Link(SharedCall(call), handler, self.group.limited(member.index, hello.weight))
         await link.shared.send(RoundMessage(kind=RoundKind.ALIVE))
         member.link = link
         self._changed.set()

@@ -477,7 +477,7 @@ class AllReduce:
         limit = self.settings.sender_timeout
         if sender not in self._intakes:
             self._intakes[sender] = Intake(self._traffic[sender], begin, limit, self.settings.reducer_timeout)
-            self._reducer.begin(sender, begin.weight)
+            self._reducer.begin(sender, self.group.limited(sender, begin.weight))
             if begin.stripes > 1:
                 self._timers.append(asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender))
         intake = self._intakes[sender]

@@ -252,8 +252,8 @@ class GroupSession:
         rounds: Rounds,
         get_stub: Callable[[PeerID], StubBase],
     ) -> None:
-        self.group, self.weight = group, weight
-        self.own_index = group.peer_ids.index(own)
+        self.group, self.own_index = group, group.peer_ids.index(own)
+        self.weight = group.limited(self.own_index, weight)
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
         self.not_finite: str | None = None
         """Which of this member's tensors has values that are not finite, in words."""

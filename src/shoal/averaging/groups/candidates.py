@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -53,6 +53,18 @@ class MatchmakingSettings:
 
 
 @dataclass
+class Trust:
+    """What is known of others beyond what they say. By default they are believed."""
+
+    admits: Callable[[PeerID], Awaitable[bool]] | None = None
+    """Who may join a group that this averager leads; ``None``: everybody."""
+    is_proven: Callable[[PeerID], bool] | None = None
+    """Who has taken part in rounds: a group waits for as many members as such a follower expects."""
+    largest_weight: Callable[[PeerID], float] | None = None
+    """What a member's weight is at most."""
+
+
+@dataclass
 class Follower:
     """A peer that wants to be led, and where its answer goes."""
 
@@ -62,6 +74,8 @@ class Follower:
     """How large a group it expects by now."""
     nbytes: int
     """What it takes in the message that describes the group."""
+    is_proven: bool = True
+    """See :class:`Trust`."""
     has_left: bool = False
     """It has said goodbye: it does not come back, as one may whose connection broke."""
 
@@ -174,7 +188,10 @@ class Search:
         """Whether as many members as anybody in this group expects are here, without those that only help."""
         modes = [self.settings.mode, *(follower.request.mode for follower in self.followers.values())]
         size = sum(mode != AveragingMode.AUX for mode in modes) + len(self.turned_away)
-        expected = [self.control.expected_group_size, *(f.expected_group_size for f in self.followers.values())]
+        expected = [
+            self.control.expected_group_size,
+            *(f.expected_group_size for f in self.followers.values() if f.is_proven),
+        ]
         known = [number for number in expected if number is not None]
         return bool(known) and size >= max(known)
 

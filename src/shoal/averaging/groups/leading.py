@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from shoal.averaging.allreduce.parts import load_balance_peers
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
-from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, Offer, Search
+from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, Offer, Search, Trust
 from shoal.averaging.messages import (
     CALL_FAILURES,
     GroupStart,
@@ -71,10 +72,10 @@ def learn(p2p: P2P, record: PeerRecord) -> PeerID:
     return peer
 
 
-def follower_of(p2p: P2P, peer: PeerID, request: JoinRequest) -> Follower:
+def follower_of(p2p: P2P, peer: PeerID, request: JoinRequest, trust: Trust) -> Follower:
     """A peer that wants to be led."""
-    size = _bytes_of_member(p2p, peer, request)
-    return Follower(request, asyncio.get_running_loop().create_future(), request.expected_group_size, size)
+    size, is_proven = _bytes_of_member(p2p, peer, request), trust.is_proven is None or trust.is_proven(peer)
+    return Follower(request, asyncio.get_running_loop().create_future(), request.expected_group_size, size, is_proven)
 
 
 def _bytes_of_member(p2p: P2P, peer: PeerID, request: JoinRequest) -> int:
@@ -106,7 +107,7 @@ def difference_of(own: dict[str, str], other: dict[str, str]) -> str:
     return "; ".join(differences)
 
 
-def describe_group(p2p: P2P, search: Search) -> GroupStart:
+def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
     """What a leader publishes: order, modes and shares, so that nobody has to work them out for itself."""
     own = search.settings
     entries = [(p2p.peer_id, int(own.mode), own.bandwidth, search.control.data_for_gather)]
@@ -115,9 +116,13 @@ def describe_group(p2p: P2P, search: Search) -> GroupStart:
         entries.append((peer, request.mode, request.bandwidth, request.gathered))
     p2p.rng.shuffle(entries)
     shares = _split(own.total_size, [(mode, bandwidth) for _, mode, bandwidth, _ in entries], own.min_vector_size)
+    limits = [
+        trust.largest_weight(peer) if trust.largest_weight is not None and peer != p2p.peer_id else None
+        for peer, *_ in entries
+    ]
     members = [
-        Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered)
-        for (peer, mode, _, gathered), share in zip(entries, shares, strict=True)
+        Member(peer=record_of(p2p, peer), mode=mode, share=share, gathered=gathered, largest_weight=limit)
+        for (peer, mode, _, gathered), share, limit in zip(entries, shares, limits, strict=True)
     ]
     return GroupStart(group_id=p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
 
@@ -141,7 +146,8 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int) -> GroupInfo:
         raise ProtocolError(f"the leader published shares {list(shares)} for a vector of {total_size} values")
     for member in start.members:
         learn(p2p, member.peer)
-    return GroupInfo(start.group_id, peers, tuple(member.gathered for member in start.members), modes, shares)
+    limits = tuple(math.inf if m.largest_weight is None else m.largest_weight for m in start.members)
+    return GroupInfo(start.group_id, peers, tuple(m.gathered for m in start.members), modes, shares, limits)
 
 
 def _split(total_size: int, members: list[tuple[int, float | None]], min_size: int) -> tuple[int, ...]:

@@ -20,12 +20,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
-from shoal.averaging.groups.candidates import Follower, MatchmakingSettings, Search, StartedGroup
+from shoal.averaging.groups.candidates import Follower, MatchmakingSettings, Search, StartedGroup, Trust
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.leading import (
     REFUSAL,
@@ -83,11 +83,11 @@ class Matchmaking:
         keys: GroupKeyManager,
         settings: MatchmakingSettings,
         get_stub: Callable[[PeerID], StubBase],
-        admits: Callable[[PeerID], Awaitable[bool]] | None = None,
+        trust: Trust | None = None,
         leave_group: Callable[[bytes], None] = lambda group_id: None,
     ) -> None:
         self.p2p, self.keys, self.settings = p2p, keys, settings
-        self._admits, self._leave_group = admits, leave_group
+        self._trust, self._leave_group = trust or Trust(), leave_group
         self._get_stub = get_stub
         self.refusals = Refusals()
         self._invitations = Invitations(p2p, get_stub, self.answer_join)
@@ -379,15 +379,15 @@ class Matchmaking:
             await call.send(JoinReply(code=Code.GROUP_STARTS, group=started.start), end=True)
             return
         refusal = self._reason_to_refuse(search, request, remote)
-        if refusal is None and request.mode != AveragingMode.AUX and self._admits is not None:
-            admitted = await self._admits(remote)
+        if refusal is None and request.mode != AveragingMode.AUX and self._trust.admits is not None:
+            admitted = await self._trust.admits(remote)
             search = self._search  # it may have ended meanwhile
             refusal = self._reason_to_refuse(search, request, remote)
             refusal = refusal if admitted else JoinReply(code=Code.OTHER_MODEL)
         if refusal is not None or search is None:
             await call.send(refusal or JoinReply(code=Code.NOT_LOOKING_FOR_GROUP), end=True)
             return
-        follower = follower_of(self.p2p, remote, request)
+        follower = follower_of(self.p2p, remote, request, self._trust)
         search.followers[remote] = follower
         search.lost.pop(remote, None)
         news = asyncio.ensure_future(self._hear(search, call, follower))
@@ -462,7 +462,7 @@ class Matchmaking:
         for peer, (lost_at, follower) in search.lost.items():
             if lost_at + search.return_seconds > get_dht_time():
                 search.followers[peer] = follower
-        start = describe_group(self.p2p, search)
+        start = describe_group(self.p2p, search, self._trust)
         for follower in search.followers.values():
             if not follower.outcome.done():
                 follower.outcome.set_result(JoinReply(code=Code.GROUP_STARTS, group=start))

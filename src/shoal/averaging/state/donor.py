@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -72,8 +73,9 @@ class StateSharing:
     ) -> None:
         self.allowed = False
         self.priority = 0.0
-        self.is_donor: Callable[[PeerID], bool] | None = None
-        """Whose state may be taken; ``None``: whoever offers one."""
+        self.rank_of: Callable[[PeerID], float | None] | None = None
+        """How much the state of a donor is wanted, whatever it says itself: the higher, the more; ``None``: not at
+        all."""
         self._p2p, self._node, self._key = p2p, node, key
         self._get_state, self._codec = get_state, codec
         self._declare_period, self._chunk_timeout, self._max_bytes = declare_period, chunk_timeout, max_bytes
@@ -197,9 +199,10 @@ class StateSharing:
             try:
                 priority, addresses = entry.value
                 peer = PeerID(key)
-                if peer != self._p2p.peer_id and (self.is_donor is None or self.is_donor(peer)):
+                rank = float(priority) if self.rank_of is None else self.rank_of(peer)
+                if peer != self._p2p.peer_id and rank is not None and not math.isnan(rank):
                     self._p2p.add_addresses(peer, addresses[:MAX_ADDRESSES_PER_PEER])
-                    donors.append((-float(priority), rng.random(), peer))
+                    donors.append((-rank, rng.random(), peer))
             except (TypeError, ValueError) as e:
                 logger.warning("skipped a malformed record of a donor under %s: %s", self._key, one_line(str(e)))
         return [(priority, peer) for priority, _, peer in sorted(donors)]
