@@ -12,6 +12,7 @@ from shoal import DHT
 from shoal.averaging.control import GroupInfo
 from shoal.averaging.groups.keys import GroupKeyManager, is_valid_group, next_group_bits
 from shoal.clock import get_dht_time
+from shoal.dht.crypto import tag_of
 from shoal.p2p import Identity, PeerID
 
 
@@ -26,20 +27,30 @@ def dht():
     dht.shutdown()
 
 
-async def test_averagers_are_declared_refreshed_and_withdrawn(dht):
+@pytest.fixture
+def other_dht(dht):
+    other = DHT(initial_peers=dht.get_visible_maddrs(), start=True)
+    yield other
+    other.shutdown()
+
+
+async def test_averagers_are_declared_refreshed_and_withdrawn(dht, other_dht):
     keys = GroupKeyManager(dht, "run", initial_group_bits="10110", target_group_size=2)
+    keys_of_bob = GroupKeyManager(other_dht, "run", initial_group_bits="10110", target_group_size=2)
     assert keys.current_key == "run.0b10110"
-    alice, bob = some_peer(1), some_peer(2)
+    alice, bob = dht.peer_id, other_dht.peer_id
     now = get_dht_time()
     assert await keys.declare_averager(keys.current_key, alice, expiration_time=now + 60)
-    assert await keys.declare_averager(keys.current_key, bob, expiration_time=now + 61)
+    assert await keys_of_bob.declare_averager(keys.current_key, bob, expiration_time=now + 61)
     found = await keys.get_averagers(keys.current_key, only_active=True)
     assert sorted(found, key=lambda item: item[1]) == [(alice, now + 60), (bob, now + 61)]
 
     assert await keys.declare_averager(keys.current_key, alice, expiration_time=now + 66)
     assert (alice, now + 66) in await keys.get_averagers(keys.current_key, only_active=True)
 
-    assert await keys.declare_averager(keys.current_key, bob, expiration_time=now + 61, looking_for_group=False)
+    with pytest.raises(ValueError, match="itself can declare"):
+        await keys.declare_averager(keys.current_key, bob, expiration_time=now + 61, looking_for_group=False)
+    assert await keys_of_bob.declare_averager(keys.current_key, bob, expiration_time=now + 61, looking_for_group=False)
     assert await keys.get_averagers(keys.current_key, only_active=True) == [(alice, now + 66)]
     with_bob = dict(await keys.get_averagers(keys.current_key, only_active=False))
     assert with_bob == {alice: now + 66, bob: math.nextafter(now + 61, math.inf)}
@@ -47,7 +58,7 @@ async def test_averagers_are_declared_refreshed_and_withdrawn(dht):
 
 async def test_nobody_is_declared_under_another_key(dht):
     keys = GroupKeyManager(dht, "run", "0", None)
-    assert await keys.declare_averager(keys.current_key, some_peer(1), get_dht_time() + 60)
+    assert await keys.declare_averager(keys.current_key, dht.peer_id, get_dht_time() + 60)
     for key in ("run.0b", "run.0b1", "run.0b00", "other.0b0"):
         assert await keys.get_averagers(key, only_active=False) == []
 
@@ -57,20 +68,32 @@ async def test_a_node_serves_as_well_as_the_object_of_its_users(dht):
 
     async def declare(_: object, node: object) -> list[tuple[PeerID, float]]:
         keys = GroupKeyManager(node, "run", "", None)
-        await keys.declare_averager(keys.current_key, some_peer(1), expiration)
+        await keys.declare_averager(keys.current_key, dht.peer_id, expiration)
         return await keys.get_averagers(keys.current_key, only_active=True)
 
-    assert dht.run_coroutine(declare) == [(some_peer(1), expiration)]
+    assert dht.run_coroutine(declare) == [(dht.peer_id, expiration)]
 
 
-async def test_records_that_make_no_sense_are_skipped_and_said(dht, caplog):
+async def test_nobody_withdraws_what_another_one_has_declared(dht, other_dht):
+    keys, expiration = GroupKeyManager(dht, "run", "", None), get_dht_time() + 60
+    assert await keys.declare_averager(keys.current_key, dht.peer_id, expiration)
+    other_dht.node.protocol.records.record_validator = None  # its node does what it is told
+    withdrawal = {"subkey": tag_of(dht.peer_id), "return_future": True}
+    await other_dht.store(keys.current_key, None, expiration + 60, **withdrawal)
+    assert await keys.get_averagers(keys.current_key, only_active=True) == [(dht.peer_id, expiration)]
+
+
+async def test_records_that_make_no_sense_are_skipped_and_said(dht, other_dht, caplog):
     keys = GroupKeyManager(dht, "run", "", None)
     expiration = get_dht_time() + 60
-    assert await keys.declare_averager(keys.current_key, some_peer(1), expiration)
-    assert await dht.store(keys.current_key, ["/ip4/nowhere/tcp/1"], expiration, subkey=b"no peer", return_future=True)
-    assert await dht.store(keys.current_key, 5, expiration, subkey=some_peer(2).to_bytes(), return_future=True)
+    assert await keys.declare_averager(keys.current_key, dht.peer_id, expiration)
+    for store, subkey, value in (
+        (dht.store, b"no peer", ["/ip4/nowhere/tcp/1"]),
+        (other_dht.store, tag_of(other_dht.peer_id), 5),
+    ):
+        assert await store(keys.current_key, value, expiration, subkey=subkey, return_future=True)
     with caplog.at_level(logging.WARNING):
-        assert await keys.get_averagers(keys.current_key, only_active=True) == [(some_peer(1), expiration)]
+        assert await keys.get_averagers(keys.current_key, only_active=True) == [(dht.peer_id, expiration)]
     assert caplog.text.count("skipped a malformed record") == 2
 
 

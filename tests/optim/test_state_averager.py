@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from shoal.averaging import DecentralizedAverager
+from shoal.dht.crypto import tag_of
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.state_averager import TrainingStateAverager
 from tests.optim.conftest import in_parallel, wait_until
@@ -274,7 +275,7 @@ def test_half_precision_models_are_averaged_in_single_precision(make_averagers):
 
 def wait_for_donor(averager: TrainingStateAverager, donor: TrainingStateAverager) -> None:
     key = f"{averager.prefix}.all_averagers"
-    donor_id = donor.peer_id.to_bytes()
+    donor_id = tag_of(donor.peer_id)
 
     def declared() -> bool:
         found = averager.dht.get(key, latest=True)

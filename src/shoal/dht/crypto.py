@@ -5,6 +5,9 @@ keys. Its value must then end with ``[signature:<base64>]``, a signature over ke
 captured record can therefore be repeated as it is, but not changed, and not prolonged. Nor does a plain value push a
 dictionary aside in which somebody owns an entry. An owner tag in a *key* protects
 nothing, because keys travel as hashes.
+
+Every node checks such records, and signs what stands under the tag of its own peer: averagers and donors declare
+themselves there.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from shoal.dht.validation import AcceptedRecords, DHTRecord, RecordValidatorBase
-from shoal.p2p.identity import is_weak_key
+from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, RecordValidatorBase
+from shoal.logs import quoted
+from shoal.p2p.identity import Identity, PeerID, is_weak_key
 from shoal.serializer import MSGPackSerializer
 
 _OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)
@@ -56,6 +60,11 @@ class PublicKey:
     def to_bytes(self) -> bytes:
         """``ssh-ed25519 AAAA…``"""
         return self._public_key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+
+    @property
+    def raw(self) -> bytes:
+        """The 32 bytes of the key itself."""
+        return self._public_key.public_bytes_raw()
 
     def verify(self, data: bytes, signature: bytes) -> bool:
         """Whether ``signature`` (base64) over ``data`` was made with the private half of this key."""
@@ -116,6 +125,30 @@ class PrivateKey:
 
     def __reduce__(self) -> tuple[object, tuple[bytes]]:
         return PrivateKey.from_bytes, (self.to_bytes(),)
+
+
+def tag_of(peer: PeerID) -> bytes:
+    """The owner tag of a peer: what stands under it only the peer itself has written.
+
+    Raises:
+        ValueError: its id does not contain an Ed25519 key.
+    """
+    if peer.public_key is None:
+        raise ValueError(f"peer {peer} cannot own records: its id contains no Ed25519 key")
+    public_key = PublicKey(ed25519.Ed25519PublicKey.from_public_bytes(peer.public_key))
+    return b"[owner:" + public_key.to_bytes() + b"]"
+
+
+def peer_of(tag: object) -> PeerID:
+    """The peer whose owner tag this is.
+
+    Raises:
+        ValueError: nobody's.
+    """
+    owners = _OWNER_TAG.fullmatch(tag) if isinstance(tag, bytes) else None
+    if owners is None:
+        raise ValueError(f"{quoted(tag)} is no peer's tag")
+    return PeerID.from_public_key(PublicKey.from_bytes(owners.group(1)).raw)
 
 
 _MAKING_A_KEY = threading.Lock()
@@ -218,6 +251,19 @@ class SignatureValidator(RecordValidatorBase):
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._accepted = AcceptedRecords()
+
+
+def with_signatures(validator: RecordValidatorBase | None, identity: Identity) -> CompositeValidator:
+    """What every node checks, besides the rules of its user: records with an owner. It can sign those of its own peer.
+
+    Args:
+        validator: the user's; if it is a composite, it is extended.
+    """
+    composite = validator if isinstance(validator, CompositeValidator) else CompositeValidator()
+    if validator is not None and composite is not validator:
+        composite.extend([validator])
+    composite.extend([SignatureValidator(PrivateKey(identity.private_key))])
+    return composite
 
 
 Ed25519PrivateKey = RSAPrivateKey = PrivateKey

@@ -167,6 +167,9 @@ class DHTNode:
             raise TypeError(f"authorizer must derive from AuthorizerBase, got {authorizer!r}")
         if p2p is not None and kwargs:
             raise ValueError(f"{', '.join(kwargs)}: settings of P2P.create have no effect together with p2p")
+        # Loading it takes time.
+        from shoal.dht.crypto import with_signatures
+
         targets = parse_peer_addresses(initial_peers or ())
         owns_p2p = p2p is None
         if p2p is None:
@@ -182,7 +185,7 @@ class DHTNode:
                 DHTID.of_peer(p2p.peer_id) if node_id is None else node_id,
                 config,
                 client_mode=client_mode or p2p.client_mode,
-                record_validator=record_validator,
+                record_validator=with_signatures(record_validator, p2p.identity),
                 authorizer=authorizer,
             )
             node = cls(protocol=protocol, config=config, owns_p2p=owns_p2p, _from_create=True)

@@ -184,7 +184,7 @@ class Identity:
     """An Ed25519 key pair and the peer id that follows from it."""
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
-        self._private_key = private_key
+        self.private_key = private_key
         self.public_key: bytes = private_key.public_key().public_bytes_raw()
         self.peer_id = PeerID.from_public_key(self.public_key)
 
@@ -214,7 +214,7 @@ class Identity:
 
     def to_bytes(self) -> bytes:
         """The private key in the format of an identity file. Keep it secret."""
-        return _FILE_HEADER + self._private_key.private_bytes_raw() + self.public_key
+        return _FILE_HEADER + self.private_key.private_bytes_raw() + self.public_key
 
     @classmethod
     def load_or_create(cls, path: str | os.PathLike[str]) -> Identity:
@@ -262,7 +262,7 @@ class Identity:
 
     def sign(self, message: bytes) -> bytes:
         """Ed25519 signature, 64 bytes."""
-        return self._private_key.sign(message)
+        return self.private_key.sign(message)
 
     def certificate_pem(self) -> tuple[bytes, bytes]:
         """A self-signed X.509 certificate of this key, and the key, both as PEM.
@@ -279,13 +279,13 @@ class Identity:
             x509.CertificateBuilder()
             .subject_name(name)
             .issuer_name(name)
-            .public_key(self._private_key.public_key())
+            .public_key(self.private_key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(datetime.datetime(2000, 1, 1))
             .not_valid_after(datetime.datetime(9999, 12, 31))
-            .sign(self._private_key, None)
+            .sign(self.private_key, None)
         )
-        key = self._private_key.private_bytes(
+        key = self.private_key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         return certificate.public_bytes(serialization.Encoding.PEM), key

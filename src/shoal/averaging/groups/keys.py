@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from shoal.averaging.control import GroupInfo
 from shoal.clock import DHTExpiration
 from shoal.dht import DHT, DHTNode
+from shoal.dht.crypto import peer_of, tag_of
 from shoal.logs import one_line
 from shoal.p2p import P2P, PeerID
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
@@ -87,6 +88,9 @@ class GroupKeyManager:
 
         Returns:
             Whether the record was accepted.
+
+        Raises:
+            ValueError: it is another peer, in whose name this one cannot sign.
         """
         work = self._declare(group_key, peer_id, expiration_time, looking_for_group)
         return await (work if self._portal is None else self._portal.submit(work))
@@ -94,11 +98,15 @@ class GroupKeyManager:
     async def _declare(
         self, group_key: GroupKey, peer_id: PeerID, expiration_time: DHTExpiration, looking_for_group: bool
     ) -> bool:
+        if peer_id != self._p2p.peer_id:
+            raise ValueError(
+                f"only {peer_id} itself can declare that it looks for a group: this is {self._p2p.peer_id}"
+            )
         if not looking_for_group:  # must be later than what it replaces
             expiration_time = math.nextafter(expiration_time, math.inf)
         addresses = [str(address) for address in self._p2p.get_addresses(peer_id)][:MAX_ADDRESSES_PER_PEER]
         value = addresses if looking_for_group else None
-        return await self._node.store(group_key, value, expiration_time, subkey=peer_id.to_bytes())
+        return await self._node.store(group_key, value, expiration_time, subkey=tag_of(peer_id))
 
     async def get_averagers(
         self, group_key: GroupKey, only_active: bool, quickly: bool = False
@@ -123,7 +131,7 @@ class GroupKeyManager:
             if entry.value is None and only_active:
                 continue
             try:
-                peer_id = PeerID(key)
+                peer_id = peer_of(key)
                 if entry.value is not None and peer_id != self._p2p.peer_id:
                     self._p2p.add_addresses(peer_id, entry.value[:MAX_ADDRESSES_PER_PEER])
                 averagers.append((peer_id, float(entry.expiration_time)))

@@ -14,6 +14,7 @@ from shoal.averaging.messages import PEER_FAILURES, ChunkRequest, DownloadReques
 from shoal.averaging.state.download import Download, GetState, Snapshot, State, open_state, version_of
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase
+from shoal.dht.crypto import peer_of, tag_of
 from shoal.errors import ProtocolError
 from shoal.logs import one_line
 from shoal.p2p import P2P, Call, PeerID, StubBase
@@ -109,7 +110,7 @@ class StateSharing:
         value = [self.priority, addresses] if allowed else None
         expiration = get_dht_time() + DECLARATION_LIFETIME * self._declare_period
         self._is_declared = allowed
-        await self._node.store(self._key, value, expiration, subkey=self._p2p.peer_id.to_bytes())
+        await self._node.store(self._key, value, expiration, subkey=tag_of(self._p2p.peer_id))
 
     async def withdraw(self) -> None:
         """Tell others not to ask any more; those who do all the same are refused, and the declaration expires."""
@@ -198,7 +199,7 @@ class StateSharing:
                 continue
             try:
                 priority, addresses = entry.value
-                peer = PeerID(key)
+                peer = peer_of(key)
                 rank = float(priority) if self.rank_of is None else self.rank_of(peer)
                 if peer != self._p2p.peer_id and rank is not None and not math.isnan(rank):
                     self._p2p.add_addresses(peer, addresses[:MAX_ADDRESSES_PER_PEER])
