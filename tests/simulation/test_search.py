@@ -12,6 +12,7 @@ import torch
 from shoal.averaging.control import AveragingMode, AveragingStage, StepControl
 from shoal.clock import get_dht_time
 from shoal.dht import ValueWithExpiration
+from shoal.dht.crypto import tag_of
 from shoal.errors import AllreduceException
 from shoal.testing import SharedTable
 from tests.simulation.searches import PROMPTLY, WINDOW, Swarm, at_stage, done, leader_of, now, simulate, size
@@ -57,7 +58,7 @@ def test_who_was_cancelled_says_so_in_the_table():
         await swarm.add(1)
         step = swarm.step(0)
         await asyncio.sleep(1.0)
-        own = swarm.nodes[0].p2p.peer_id.to_bytes()
+        own = tag_of(swarm.nodes[0].p2p.peer_id)
         assert (await swarm.records())[own]
         step.cancel()
         await asyncio.sleep(1.0)
