@@ -166,6 +166,14 @@ def test_if_nobody_came_it_may_be_the_own_line():
     assert evidence.is_proven(FRIEND)
 
 
+def test_a_crowd_of_liars_does_not_fill_the_log(caplog):
+    evidence = veteran(FRIEND)
+    for number in range(5000):
+        liar = b"liar %d" % number
+        assert believed(evidence, {FRIEND: claim(FRIEND, 3), liar: claim(liar, 10**6)}, 3, NOW + 31) == {FRIEND}
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("one", "other", "is_one_host"),
     [

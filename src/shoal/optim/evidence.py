@@ -21,14 +21,17 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
+from shoal.logs import Seldom
 from shoal.optim.progress import Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # What a peer claims may be so many times what it has delivered.
 _GENEROSITY = 2.0
@@ -62,6 +65,13 @@ class _Deeds:
     """For how many rounds running it was waited for in vain."""
 
 
+def _remember(known: dict[bytes, T], peer: bytes, what: T) -> None:
+    """Forget the oldest ones where there are too many."""
+    known[peer] = what
+    if len(known) > _MAX_REMEMBERED:
+        del known[next(iter(known))]
+
+
 class Evidence:
     """What this peer has seen others do. Not thread-safe: whoever owns it has a lock.
 
@@ -85,9 +95,10 @@ class Evidence:
         # Whom this peer has begun to wait for, when, and for how many seconds at most.
         self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)
         self._waits_again_at = -math.inf
-        # Peers about which the user has been told.
-        self._doubted: set[bytes] = set()
-        self._missed: set[bytes] = set()
+        # Peers about which the user has been told; strangers can be any number of peers.
+        self._doubted: dict[bytes, None] = {}
+        self._missed: dict[bytes, None] = {}
+        self._warn_seldom = Seldom(logger.warning)
 
     # --- what has happened --------------------------------------------------------------------------------------------
 
@@ -113,9 +124,7 @@ class Evidence:
             for peer in members:
                 # Who brings less once may bring more again.
                 known = self._deeds.pop(peer, _Deeds(0.0, seconds))
-                self._deeds[peer] = _Deeds(max(samples[peer], known.weight / _GENEROSITY), seconds)
-            while len(self._deeds) > _MAX_REMEMBERED:
-                del self._deeds[next(iter(self._deeds))]
+                _remember(self._deeds, peer, _Deeds(max(samples[peer], known.weight / _GENEROSITY), seconds))
 
     def _note_who_is_missing(self, members: Collection[bytes], now: float) -> None:
         (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
@@ -130,13 +139,17 @@ class Evidence:
         for peer in known:
             self._deeds[peer].missed += 1
         for peer in [*strangers, *(peer for peer in known if not self.is_proven(peer))]:
-            if peer not in self._missed:
-                self._missed.add(peer)
-                logger.warning(
-                    "waited in vain for peer %s, which says that it takes part and was not in the round: it is seldom "
-                    "waited for from now on, until it comes. Is its line too slow, or its machine stuck?",
-                    PeerID(peer),
-                )
+            self._tell_once(
+                self._missed,
+                peer,
+                "waited in vain for peer %s, which says that it takes part and was not in the round: it is seldom waited "
+                "for from now on, until it comes. Is its line too slow, or its machine stuck?",
+            )
+
+    def _tell_once(self, told: dict[bytes, None], peer: bytes, kind: str, *values: object) -> None:
+        if peer not in told:
+            self._warn_seldom(kind, PeerID(peer), *values)
+            _remember(told, peer, None)
 
     def note_epoch(self, before: int, epoch: int, now: float, *, with_others: bool) -> None:
         """This peer has gone from one epoch to another.
@@ -251,12 +264,12 @@ class Evidence:
         done = {peer: c for peer, c in ahead.items() if c.record.epoch <= own + _EPOCHS_AHEAD and self.is_proven(peer)}
         if done and now >= self._earliest_end(own_estimate(rest)):
             rest.update(done)
-        for peer in ahead.keys() - done.keys() - self._doubted:
-            self._doubted.add(peer)
-            logger.warning(
-                "peer %s says that it is at epoch %d, this one is at %d, and the run cannot have come so far: it does "
-                "not count unless most peers say the same",
-                PeerID(peer),
+        for peer in [peer for peer in ahead if peer not in done]:
+            self._tell_once(
+                self._doubted,
+                peer,
+                "peer %s says that it is at epoch %d, this one is at %d, and the run cannot have come so far: it does not "
+                "count unless most peers say the same",
                 ahead[peer].record.epoch,
                 own,
             )
