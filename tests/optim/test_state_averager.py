@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -322,6 +323,27 @@ def test_schedules_follow_the_epoch(make_averagers):
     assert joiner.load_state_from_peers(timeout=10)
     assert joiner.local_epoch == 1337
     assert joiner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 1337)
+
+
+def test_states_that_would_ruin_this_peer_are_refused(make_averagers, caplog):
+    """From a donor whose training has failed, and from one that claims an epoch in which nobody can be."""
+    models = [make_model(seed) for seed in range(2)]
+    donor, joiner = make_averagers(models)
+    wait_for_donor(joiner, donor)
+    before = values(models[1])
+    with torch.no_grad(), donor.get_tensors():
+        models[0].weight[0, 0] = torch.nan
+    assert joiner.load_state_from_peers(timeout=10) is False
+    assert "values of its parameter 0 are NaN or infinite" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(values(models[1]), before, strict=True))
+    with torch.no_grad(), joiner.get_tensors():
+        models[1].weight[0, 0] = torch.nan
+    assert joiner.load_state_from_peers(timeout=10) is True, "its own is no better"
+    joiner.lineage_keeper = Mock(global_epoch=7)
+    donor.local_epoch = 10**6
+    assert joiner.load_state_from_peers(timeout=10) is False
+    assert "it is of epoch 1000000, where the run, at epoch 7, cannot be yet" in caplog.text
+    assert joiner.local_epoch == 0
 
 
 def test_older_and_foreign_states_are_refused(make_averagers, caplog):

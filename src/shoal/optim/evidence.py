@@ -142,8 +142,8 @@ class Evidence:
             self._tell_once(
                 self._missed,
                 peer,
-                "waited in vain for peer %s, which says that it takes part and was not in the round: it is seldom waited "
-                "for from now on, until it comes. Is its line too slow, or its machine stuck?",
+                "waited in vain for peer %s, which says that it takes part and was not in the round: it is seldom "
+                "waited for from now on, until it comes. Is its line too slow, or its machine stuck?",
             )
 
     def _tell_once(self, told: dict[bytes, None], peer: bytes, kind: str, *values: object) -> None:
@@ -268,8 +268,8 @@ class Evidence:
             self._tell_once(
                 self._doubted,
                 peer,
-                "peer %s says that it is at epoch %d, this one is at %d, and the run cannot have come so far: it does not "
-                "count unless most peers say the same",
+                "peer %s says that it is at epoch %d, this one is at %d, and the run cannot have come so far: it does "
+                "not count unless most peers say the same",
                 ahead[peer].record.epoch,
                 own,
             )

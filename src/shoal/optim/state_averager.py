@@ -44,6 +44,7 @@ from shoal.optim.training_state import (
     StateTensors,
     TrainingState,
     apply_state,
+    check_epoch,
     describe_state,
     load_checkpoint,
     make_checkpoint,
@@ -484,8 +485,7 @@ class TrainingStateAverager(DecentralizedAverager):
             return False
         with self.get_tensors(), self._state_access():
             try:
-                if state.epoch < self._local_epoch and not accept_older:
-                    raise ValueError(f"it is of epoch {state.epoch}, older than this peer's epoch {self._local_epoch}")
+                check_epoch(state.epoch, self._local_epoch, accept_older, self.lineage_keeper)
                 if self.shared_buffers is not None:
                     self.shared_buffers.set_buffers(state.buffers)
             except ValueError as e:

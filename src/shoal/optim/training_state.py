@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.averaging.finite import all_finite, without_overflow
+from shoal.averaging.finite import all_finite, first_not_finite, without_overflow
 from shoal.averaging.state.download import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.devices import copies_beside_training, copy_all, copy_to_host
-from shoal.optim.lineage import Lineage
+from shoal.optim.lineage import Lineage, LineageKeeper
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
     dump_optimizer_state,
@@ -182,6 +182,8 @@ def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
 
 
 MAX_EPOCH = 2**53
+# A run makes no more epochs than this while somebody downloads a state.
+_EPOCHS_DURING_DOWNLOAD = 1000
 
 
 class SharedBuffers(Protocol):
@@ -270,6 +272,9 @@ class TrainingState:
         for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
             if mine.shape != theirs.shape:
                 raise ValueError(f"its tensor {index} has shape {tuple(theirs.shape)}, expected {tuple(mine.shape)}")
+        bad = first_not_finite(tensors[: len(setup.optimizer_parameters)])
+        if bad is not None and first_not_finite([own[bad]]) is None:
+            raise ValueError(f"values of its parameter {bad} are NaN or infinite, and this peer's are not")
         rounds = metadata.get("rounds", b"")
         if not isinstance(rounds, bytes):
             raise ValueError(f"its rounds are malformed: {rounds!r}")
@@ -286,6 +291,23 @@ class TrainingState:
         )
         check_optimizer_state(setup.optimizer, state.optimizer_metadata, state.statistics)
         return state
+
+
+def check_epoch(epoch: int, own: int, accept_older: bool, run: LineageKeeper | None) -> None:
+    """Whether a downloaded state of this epoch may be taken over.
+
+    Args:
+        own: this peer's epoch.
+        accept_older: also an earlier one than that.
+        run: knows how far the others are.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if epoch < own and not accept_older:
+        raise ValueError(f"it is of epoch {epoch}, older than this peer's epoch {own}")
+    if run is not None and epoch > max(own, run.global_epoch) + _EPOCHS_DURING_DOWNLOAD:
+        raise ValueError(f"it is of epoch {epoch}, where the run, at epoch {run.global_epoch}, cannot be yet")
 
 
 @torch.no_grad()
