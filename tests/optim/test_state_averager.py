@@ -14,6 +14,7 @@ from shoal.averaging import DecentralizedAverager
 from shoal.dht.crypto import tag_of
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.state_averager import TrainingStateAverager
+from shoal.optim.training_state import latest_epoch
 from tests.optim.conftest import in_parallel, wait_until
 
 OPTIONS = {"prefix": "state", "min_matchmaking_time": 5.0, "start": True}
@@ -344,6 +345,12 @@ def test_states_that_would_ruin_this_peer_are_refused(make_averagers, caplog):
     assert joiner.load_state_from_peers(timeout=10) is False
     assert "it is of epoch 1000000, where the run, at epoch 7, cannot be yet" in caplog.text
     assert joiner.local_epoch == 0
+
+
+def test_nobody_follows_a_member_to_an_epoch_where_the_run_cannot_be():
+    assert latest_epoch([3, 5, None, True, "7"], None) == 5
+    assert latest_epoch([3, 10**6, 5], Mock(global_epoch=4)) == 5
+    assert latest_epoch([10**6], Mock(global_epoch=4)) == 0
 
 
 def test_older_and_foreign_states_are_refused(make_averagers, caplog):

@@ -46,6 +46,7 @@ from shoal.optim.training_state import (
     apply_state,
     check_epoch,
     describe_state,
+    latest_epoch,
     load_checkpoint,
     make_checkpoint,
 )
@@ -370,13 +371,10 @@ class TrainingStateAverager(DecentralizedAverager):
             self.on_averaged(control.round)
         logger.log(self.status_loglevel, "averaged parameters with %s", counted(len(gathered), "peer"))
         if self.sync_epoch_when_averaging:
-            self._adopt_epoch(gathered.values())
-
-    def _adopt_epoch(self, gathered: Iterable[Any]) -> None:
-        epochs = [epoch for epoch in gathered if isinstance(epoch, int) and not isinstance(epoch, bool)]
-        with self._state_lock:
-            if max(epochs, default=0) > self._local_epoch:
-                self.local_epoch = max(epochs)
+            epoch = latest_epoch(gathered.values(), self.lineage_keeper)
+            with self._state_lock:
+                if epoch > self._local_epoch:
+                    self.local_epoch = epoch
 
     # --- work in the background ---------------------------------------------------------------------------------------
 

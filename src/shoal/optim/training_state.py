@@ -6,7 +6,7 @@ entry, ``"shoal"``. A plain torch optimizer of the same kind loads it, too, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -182,6 +182,8 @@ def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
 
 
 MAX_EPOCH = 2**53
+# Where rounds overlap with training, members of a group may be so far ahead of what is known of the run.
+_EPOCHS_AHEAD = 2
 # A run makes no more epochs than this while somebody downloads a state.
 _EPOCHS_DURING_DOWNLOAD = 1000
 
@@ -308,6 +310,17 @@ def check_epoch(epoch: int, own: int, accept_older: bool, run: LineageKeeper | N
         raise ValueError(f"it is of epoch {epoch}, older than this peer's epoch {own}")
     if run is not None and epoch > max(own, run.global_epoch) + _EPOCHS_DURING_DOWNLOAD:
         raise ValueError(f"it is of epoch {epoch}, where the run, at epoch {run.global_epoch}, cannot be yet")
+
+
+def latest_epoch(claimed: Iterable[Any], run: LineageKeeper | None) -> int:
+    """The largest epoch that members of a group have given, but for those where nobody can be.
+
+    Args:
+        run: knows how far the others are.
+    """
+    epochs = [epoch for epoch in claimed if isinstance(epoch, int) and not isinstance(epoch, bool)]
+    limit = MAX_EPOCH if run is None else run.global_epoch + _EPOCHS_AHEAD
+    return max((epoch for epoch in epochs if epoch <= limit), default=0)
 
 
 @torch.no_grad()
