@@ -42,7 +42,6 @@ def test_a_stranger_changes_nothing(trainers, make_dhts, closing, attack, caplog
     # The batch that the stranger may claim in each epoch, and those that the others stop short of the end.
     made = [trainer.samples - before for trainer, before in zip(trainers, made, strict=True)]
     assert sum(made) >= EPOCHS * (TARGET - (1 + PEERS / 2) * 8)
-    # A ghost is waited for once.
     rounds = {trainer.opt.grad_averager.last_round.group_id for trainer in trainers}
     assert len(rounds) == 1
     lines = [record for record in caplog.records if record.name.startswith("shoal")]

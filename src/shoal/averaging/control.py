@@ -56,7 +56,7 @@ class GroupInfo:
         return len(self.peer_ids)
 
     def limited(self, index: int, weight: float) -> float:
-        """The weight of a member that claims this one: the same at all who reduce its values."""
+        """What counts of the weight that a member claims. It is the same at all who reduce its values."""
         return min(weight, self.largest_weights[index]) if self.largest_weights else weight
 
     def __contains__(self, peer_id: PeerID) -> bool:

@@ -62,6 +62,11 @@ class PublicKey:
         return self._public_key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
 
     @property
+    def owner_tag(self) -> bytes:
+        """What stands in the subkeys that only the owner of the private half may write."""
+        return b"[owner:" + self.to_bytes() + b"]"
+
+    @property
     def raw(self) -> bytes:
         """The 32 bytes of the key itself."""
         return self._public_key.public_bytes_raw()
@@ -128,15 +133,14 @@ class PrivateKey:
 
 
 def tag_of(peer: PeerID) -> bytes:
-    """The owner tag of a peer: what stands under it only the peer itself has written.
+    """The owner tag of a peer: only the peer itself can write under it.
 
     Raises:
         ValueError: its id does not contain an Ed25519 key.
     """
     if peer.public_key is None:
         raise ValueError(f"peer {peer} cannot own records: its id contains no Ed25519 key")
-    public_key = PublicKey(ed25519.Ed25519PublicKey.from_public_bytes(peer.public_key))
-    return b"[owner:" + public_key.to_bytes() + b"]"
+    return PublicKey(ed25519.Ed25519PublicKey.from_public_bytes(peer.public_key)).owner_tag
 
 
 def peer_of(tag: object) -> PeerID:
@@ -173,7 +177,7 @@ class SignatureValidator(RecordValidatorBase):
 
     def __init__(self, private_key: PrivateKey | None = None) -> None:
         private_key = PrivateKey.process_wide() if private_key is None else private_key
-        self._local_public_key = b"[owner:" + private_key.get_public_key().to_bytes() + b"]"
+        self._local_public_key = private_key.get_public_key().owner_tag
         self._private_keys = {self._local_public_key: private_key}
         self._accepted = AcceptedRecords()
 

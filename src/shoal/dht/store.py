@@ -177,7 +177,7 @@ def _within_a_day(key: DHTKey, expiration_time: float) -> float:
     latest = get_dht_time() + MAX_LIFETIME_SECONDS
     if expiration_time > latest:
         _warn_seldom(
-            "the record for key %s shall live %.0f s: it lives a day. Store it again",
+            "the record for key %s shall live %.0f s: it lives a day. Store it again before that",
             quoted(key),
             expiration_time - get_dht_time(),
         )

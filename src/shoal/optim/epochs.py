@@ -11,6 +11,9 @@ to the background::
 
 from __future__ import annotations
 
+# Where rounds overlap with training, some peers are so many epochs ahead of others.
+EPOCHS_AHEAD = 2
+
 
 def usual_lag(*, overlaps: bool) -> int:
     """How many epochs a peer may be behind the swarm without having missed anything.
@@ -28,7 +31,7 @@ def last_epoch_in_first_round(epoch: int, *, overlaps: bool) -> int:
     an epoch ahead of this peer are at the one after that. If it gave up then, they would wait for it in vain, and it
     would stay behind.
     """
-    return epoch + 2 if overlaps else epoch
+    return epoch + EPOCHS_AHEAD if overlaps else epoch
 
 
 def last_epoch_in_second_round(epoch: int, *, overlaps: bool, delay_state_averaging: bool) -> int:

@@ -26,6 +26,7 @@ from typing import TypeVar
 import msgspec
 
 from shoal.logs import Seldom
+from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.progress import Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
@@ -35,8 +36,6 @@ T = TypeVar("T")
 
 # What a peer claims may be so many times what it has delivered.
 _GENEROSITY = 2.0
-# Where rounds overlap with training, some are so many epochs ahead of others.
-_EPOCHS_AHEAD = 2
 # Who has not been in a round for as long as so many epochs take may have missed any number of them.
 _EPOCHS_TO_BE_AWAY = 2
 # So many epochs say how fast the run can be.
@@ -60,13 +59,13 @@ class _Deeds:
     weight: float
     """Samples, in the latest rounds."""
     seconds: float
-    """For which they took it."""
+    """How long the latest round took, with the training before it."""
     missed: int = 0
     """For how many rounds running it was waited for in vain."""
 
 
 def _remember(known: dict[bytes, T], peer: bytes, what: T) -> None:
-    """Forget the oldest ones where there are too many."""
+    """Keep something about a peer. If that is too much, what was kept first goes."""
     known[peer] = what
     if len(known) > _MAX_REMEMBERED:
         del known[next(iter(known))]
@@ -155,12 +154,13 @@ class Evidence:
         """This peer has gone from one epoch to another.
 
         Args:
-            with_others: together with them, or because one of them has given it its state.
+            with_others: in a round. If it is not the next epoch, one of them has given this peer its state.
         """
         began_at, self._epoch_began_at = self._epoch_began_at, now
-        if not with_others:
+        is_next = epoch == before + 1
+        if is_next and not with_others:
             return
-        if epoch == before + 1:
+        if is_next:
             self._epochs.append((now - began_at, max(self._trained_until - began_at, _LEAST_SECONDS)))
         self._contact = epoch, now
 
@@ -261,7 +261,7 @@ class Evidence:
         if not ahead:
             return rest
         # Who is done with this epoch says that it is over.
-        done = {peer: c for peer, c in ahead.items() if c.record.epoch <= own + _EPOCHS_AHEAD and self.is_proven(peer)}
+        done = {peer: c for peer, c in ahead.items() if c.record.epoch <= own + EPOCHS_AHEAD and self.is_proven(peer)}
         if done and now >= self._earliest_end(own_estimate(rest)):
             rest.update(done)
         for peer in [peer for peer in ahead if peer not in done]:
@@ -290,7 +290,7 @@ class Evidence:
     def _epoch_within_reach(self, own: int, now: float) -> float:
         """Which epoch somebody may have reached who went on when this peer was last with others."""
         if not self.knows_rounds:
-            return own + _EPOCHS_AHEAD
+            return own + EPOCHS_AHEAD
         if self._contact is None or not self._epochs:
             return own
         epoch, since = self._contact

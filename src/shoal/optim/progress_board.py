@@ -142,11 +142,12 @@ class ProgressBoard:
         Never in the past: what is overdue is due now.
         """
         with self._lock:
-            progress = self._summarize(now)
+            kin = self._kin(now)
+            progress = self._global = self._summary_of(kin, now)
             if progress.epoch > self.own.epoch or progress.samples_accumulated >= progress.target_batch_size:
                 return now
             end = progress.eta_next_epoch
-            return max(now, min(end, self.evidence.called_end(self._kin(now), self.own.epoch, end, now)))
+            return max(now, min(end, self.evidence.called_end(kin, self.own.epoch, end, now)))
 
     def epoch_is_over(self, now: float) -> bool:
         """Whether it is time for the next global step."""
@@ -312,8 +313,7 @@ class ProgressBoard:
         with self._lock:
             self._declared_end = None
             self._last_members = frozenset(members)
-            is_given = epoch != self.own.epoch + 1  # by a donor
-            self.evidence.note_epoch(self.own.epoch, epoch, now, with_others=bool(self._last_members) or is_given)
+            self.evidence.note_epoch(self.own.epoch, epoch, now, with_others=bool(self._last_members))
             self._set_own(epoch, 0, now)
             self.kinship.changed = True
         self._changed()
@@ -361,7 +361,8 @@ class ProgressBoard:
                 return
             self.kinship.changed = self.kinship.changed or companion.unreachable_since is not None
             companion.heard_at, companion.unreachable_since = now, None
-            companion.end = end if companion.record.epoch == record.epoch else companion.end
+            if companion.record.epoch == record.epoch:  # an answer may be older than what it has told since
+                companion.end = end
         self._changed()
 
     def hear_many(self, found: Iterable[tuple[LocalTrainingProgress, float]], now: float) -> list[bytes]:
@@ -464,11 +465,10 @@ class ProgressBoard:
         with self._lock:
             return self.evidence.most_samples(peer, now, self._batch_size)
 
-    def believes(self, peer: bytes, now: float) -> int | None:
-        """The epoch of a peer; ``None`` if it is not known, or cannot be true."""
+    def believed_epochs(self, now: float) -> dict[bytes, int]:
+        """The epochs of all peers that count."""
         with self._lock:
-            companion = self._kin(now).get(peer)
-            return None if companion is None else companion.record.epoch
+            return {peer: companion.record.epoch for peer, companion in self._kin(now).items()}
 
     def _summarize(self, now: float) -> GlobalTrainingProgress:
         self._global = self._summary_of(self._kin(now), now)

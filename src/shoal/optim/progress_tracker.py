@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ class ProgressTracker(Facade):
             lambda peer: dht.p2p.host_of(PeerID(peer)),
         )
         self._private_key = private_key
-        self._in_pause = self._compares_rounds = False
+        self._in_pause = False
         self._exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
         if start:
@@ -274,7 +274,6 @@ class ProgressTracker(Facade):
 
     def compare_rounds(self) -> None:
         """From now on it counts which rounds peers have in common, see :mod:`shoal.optim.sides`, and who is in them."""
-        self._compares_rounds = True
         self.board.kinship.begin()
 
     def note_round(self, result: RoundResult | None, *, weights_are_samples: bool = True) -> None:
@@ -285,7 +284,7 @@ class ProgressTracker(Facade):
             weights_are_samples: members have brought as many samples as they had weight.
         """
         self.board.kinship.note_round(result, self.board.own.epoch + 1, get_dht_time())
-        if self._compares_rounds:
+        if self.board.kinship.has_begun:
             weights = {} if result is None else weights_of(result)
             samples = weights if weights_are_samples else dict.fromkeys(weights, math.inf)
             self.board.note_round(samples, get_dht_time())
@@ -314,18 +313,25 @@ class ProgressTracker(Facade):
         """How many epochs this peer has trained since the last round common with the side that it gives way to."""
         return self.board.kinship.epochs_given_up(self.board.own.epoch)
 
-    def rank_of_donor(self, peer: PeerID) -> float | None:
-        """How much a newcomer, or a peer that gives way, should want the state of a peer: the higher, the more.
+    def rank_donors(self, peers: Iterable[PeerID]) -> dict[PeerID, float]:
+        """How much a newcomer, or a peer that gives way, wants the states of several peers: the higher, the more.
 
         Returns:
-            Its epoch, as far as it can be believed; ``None``: its state must not be taken over.
+            Their epochs, as far as they are believed. Peers whose state must not be taken over are missing.
         """
-        verdict, tag = self.board.verdict(get_dht_time()), peer.to_bytes()
-        if tag in verdict.losers or (self.gives_way_to is not None and tag not in verdict.winners):
-            return None
-        if self.board.time_of_record(tag) is None:
-            return -1.0  # it offers its state and does not train, or has not been heard of yet
-        return self.board.believes(tag, get_dht_time())
+        now = get_dht_time()
+        verdict, epochs = self.board.verdict(now), self.board.believed_epochs(now)
+        gives_way = self.dht.peer_id.to_bytes() in verdict.losers
+        ranks: dict[PeerID, float] = {}
+        for peer in peers:
+            tag = peer.to_bytes()
+            if tag in verdict.losers or (gives_way and tag not in verdict.winners):
+                continue
+            if self.board.time_of_record(tag) is None:
+                ranks[peer] = -1.0  # it offers its state and does not train, or has not been heard of yet
+            elif tag in epochs:
+                ranks[peer] = epochs[tag]
+        return ranks
 
     def note_vain_attempt(self, seconds: float) -> None:
         """Nobody has given this peer the state of the epoch that others claim, and the attempt took so long."""
@@ -347,7 +353,7 @@ class ProgressTracker(Facade):
         trust.largest_weight = lambda peer: (
             board.largest_weight(peer.to_bytes(), get_dht_time()) if weighs_samples else 1.0
         )
-        averager.state_sharing.rank_of = self.rank_of_donor
+        averager.state_sharing.rank_donors = self.rank_donors
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 

@@ -223,6 +223,11 @@ class Kinship:
         self.changed = False
         """Something has been told since the last verdict that may lead to another one."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether rounds are compared."""
+        return self._history is not None
+
     def begin(self) -> None:
         """From now on rounds are compared: all peers should train one model."""
         with self._lock:
@@ -298,7 +303,7 @@ class Kinship:
         lineage, mates, met_at = self._history.lineage(now), self._history.mates, self._history.met_at
         standings = [Standing(self._own, own.epoch, lineage, not own.client_mode)]
         for peer, companion in companions.items():
-            if companion.is_valid(now) and companion.unreachable_since is None:
+            if companion.is_reachable(now):
                 record, told = companion.record, companion.lineage
                 # That was before the common round.
                 if peer in mates and companion.lineage_time < met_at:

@@ -16,6 +16,7 @@ from shoal.averaging.finite import all_finite, first_not_finite, without_overflo
 from shoal.averaging.state.download import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.devices import copies_beside_training, copy_all, copy_to_host
+from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.lineage import Lineage, LineageKeeper
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
@@ -182,8 +183,6 @@ def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
 
 
 MAX_EPOCH = 2**53
-# Where rounds overlap with training, members of a group may be so far ahead of what is known of the run.
-_EPOCHS_AHEAD = 2
 # A run makes no more epochs than this while somebody downloads a state.
 _EPOCHS_DURING_DOWNLOAD = 1000
 
@@ -319,7 +318,7 @@ def latest_epoch(claimed: Iterable[Any], run: LineageKeeper | None) -> int:
         run: knows how far the others are.
     """
     epochs = [epoch for epoch in claimed if isinstance(epoch, int) and not isinstance(epoch, bool)]
-    limit = MAX_EPOCH if run is None else run.global_epoch + _EPOCHS_AHEAD
+    limit = MAX_EPOCH if run is None else run.global_epoch + EPOCHS_AHEAD
     return max((epoch for epoch in epochs if epoch <= limit), default=0)
 
 

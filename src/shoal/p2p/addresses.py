@@ -85,11 +85,15 @@ def host_of(peer: PeerID, addresses: Iterable[Multiaddr]) -> PeerID | str:
 
     Whoever has none is a host of its own: in one network, or on one machine, peers know each other.
     """
-    for address in addresses:
-        host = address.get("ip4") or address.get("ip6")
-        if host is not None and ipaddress.ip_address(host).is_global:
-            return str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
-    return peer
+    return next(filter(None, map(_public_network, addresses)), peer)
+
+
+@functools.lru_cache(4096)
+def _public_network(address: Multiaddr) -> str | None:
+    host = address.get("ip4") or address.get("ip6")
+    if host is None or not ipaddress.ip_address(host).is_global:
+        return None
+    return str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
 
 
 def _has_ipv6() -> bool:
@@ -321,6 +325,10 @@ class AddressBook:
             return []
         self._known.move_to_end(peer)
         return list(self._known[peer])
+
+    def peek(self, peer: PeerID) -> tuple[Multiaddr, ...]:
+        """The same in any thread. Nothing moves: :meth:`items` may be at work in another one."""
+        return tuple(self._known.get(peer, ()))
 
     def items(self) -> list[tuple[PeerID, list[Multiaddr]]]:
         """Everything that is known."""

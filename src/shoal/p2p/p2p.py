@@ -250,8 +250,8 @@ class P2P:
         return list(self._announced) if peer == self.peer_id else self._addresses.get(peer)
 
     def host_of(self, peer: PeerID) -> PeerID | str:
-        """What a peer has in common with others of its host, see :func:`~shoal.p2p.addresses.host_of`."""
-        return host_of(peer, self.get_addresses(peer))
+        """In any thread: what a peer has in common with others of its host, see :mod:`shoal.p2p.addresses`."""
+        return host_of(peer, self._addresses.peek(peer))
 
     @property
     def address_changes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,8 @@ from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.tasks import all_of, cancel_and_wait, first_completed, run_in_worker
+
+logger = logging.getLogger(__name__)
 
 # Calls for rounds that have not begun here wait for them; a stranger could open any number.
 MAX_WAITING_CALLS = 1024
@@ -254,6 +257,13 @@ class GroupSession:
     ) -> None:
         self.group, self.own_index = group, group.peer_ids.index(own)
         self.weight = group.limited(self.own_index, weight)
+        if self.weight < weight:
+            logger.info(
+                "in this round %g of this peer's weight of %g count: who leads it has not seen this peer bring so much "
+                "before. From the next round on it will count more",
+                self.weight,
+                weight,
+            )
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
         self.not_finite: str | None = None
         """Which of this member's tensors has values that are not finite, in words."""

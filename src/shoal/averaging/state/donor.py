@@ -74,9 +74,9 @@ class StateSharing:
     ) -> None:
         self.allowed = False
         self.priority = 0.0
-        self.rank_of: Callable[[PeerID], float | None] | None = None
-        """How much the state of a donor is wanted, whatever it says itself: the higher, the more; ``None``: not at
-        all."""
+        self.rank_donors: Callable[[Iterable[PeerID]], dict[PeerID, float]] | None = None
+        """How much the state of each donor is wanted, the higher, the more; who is missing is not asked. ``None``: the
+        priority that donors give themselves counts."""
         self._p2p, self._node, self._key = p2p, node, key
         self._get_state, self._codec = get_state, codec
         self._declare_period, self._chunk_timeout, self._max_bytes = declare_period, chunk_timeout, max_bytes
@@ -193,20 +193,21 @@ class StateSharing:
         if found is None or not isinstance(found.value, dict):
             return []
         rng: random.Random = self._p2p.rng
-        donors: list[tuple[float, float, PeerID]] = []
+        priorities: dict[PeerID, float] = {}
         for key, entry in found.value.items():
             if entry.value is None:
                 continue
             try:
                 priority, addresses = entry.value
-                peer = peer_of(key)
-                rank = float(priority) if self.rank_of is None else self.rank_of(peer)
-                if peer != self._p2p.peer_id and rank is not None and not math.isnan(rank):
+                peer, rank = peer_of(key), float(priority)
+                if peer != self._p2p.peer_id and not math.isnan(rank):
                     self._p2p.add_addresses(peer, addresses[:MAX_ADDRESSES_PER_PEER])
-                    donors.append((-rank, rng.random(), peer))
+                    priorities[peer] = rank
             except (TypeError, ValueError) as e:
                 logger.warning("skipped a malformed record of a donor under %s: %s", self._key, one_line(str(e)))
-        return [(priority, peer) for priority, _, peer in sorted(donors)]
+        ranks = priorities if self.rank_donors is None else self.rank_donors(priorities)
+        donors = sorted((-rank, rng.random(), peer) for peer, rank in ranks.items())
+        return [(rank, peer) for rank, _, peer in donors]
 
 
 class _Gathering:
