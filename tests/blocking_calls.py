@@ -66,6 +66,8 @@ def _listen(event: str, arguments: tuple[Any, ...]) -> None:
     for frame, line in stack:
         code = frame.f_code
         if code.co_filename.startswith(SOURCE_OF_TOOLS):
+            if place and is_coroutine:  # the loop of a simulation also runs what is for executors
+                found.append(place)
             return
         if code.co_filename.startswith(SOURCE):
             place = place or f"{event}{arguments!r} called by {code.co_name}, {code.co_filename}:{line}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import signal
+import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,13 +24,15 @@ from tests import blocking_calls, nursery, pretend
 pretend.begin(pretend.asked_for())  # before shoal is imported
 
 from shoal.p2p import tcp_stream  # noqa: E402
+from shoal.p2p.limits import have_enough_files  # noqa: E402
 from shoal.reactor import new_event_loop  # noqa: E402
-from tests.pretend.proactor import forgives  # noqa: E402
+from tests.alone import LEAK_GRACE_SECONDS, run_alone  # noqa: E402
 
 settings.register_profile("quick", deadline=None, max_examples=10)
 settings.register_profile("shoal", deadline=None)  # how long one example takes says little on a busy machine
 settings.load_profile("shoal")
 blocking_calls.watch()
+have_enough_files()  # here, so that no test's log has the line about a system that allows few
 
 os.environ["SHOAL_HOST_MADDRS"] = "/ip4/127.0.0.1/tcp/0"  # tests keep to themselves, except for those about this
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # older versions start processes for a compiler that no test uses
@@ -34,6 +40,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests and their p
 
 WITH_PROCESSES = {
     "tests/cli/": "commands",
+    "tests/hostile/test_liars.py": "systems",
+    "tests/hostile/test_real_processes.py": "systems",
     "tests/system/": "systems",
     "tests/lightning/test_distributed.py": "groups",
     "tests/lightning/test_equivalence.py": "groups",
@@ -44,13 +52,12 @@ WITH_PROCESSES = {
 ON_HOSTS = ("tests/system/test_hosts.py", "tests/system/test_outages.py", "tests/system/test_two_machines.py")
 """Tests on hosts of their own mostly wait, so they may run beside those."""
 SLOW = (
-    *(*WITH_PROCESSES, *ON_HOSTS, "tests/fuzz/", "tests/simulation/"),
+    *(*WITH_PROCESSES, *ON_HOSTS, "tests/fuzz/", "tests/hostile/", "tests/simulation/"),
     *("tests/optim/test_memory.py", "tests/optim/test_two_sides.py"),
 )
+DESCRIPTORS = Path("/proc/self/fd")
 MOST_TOLD = 20
 """Of what a test has left behind."""
-LEAK_GRACE_SECONDS = 3.0
-"""Closing is asynchronous: what a test left is a leak only if it is still there after this time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -104,7 +111,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     loop = new_event_loop()
     try:
         asyncio.set_event_loop(loop)
-        loop.run_until_complete(_run_alone(pyfuncitem.obj(**arguments)))
+        loop.run_until_complete(run_alone(pyfuncitem.obj(**arguments)))
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
@@ -113,48 +120,60 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-async def _run_alone(test) -> None:
-    """Await the test; tasks that outlive it are a leak of the test or of the code under test.
-
-    What the loop reports to its exception handler is an error that reached nobody.
-    """
-    reported: list[str] = []
-
-    def note(_: asyncio.AbstractEventLoop, report: dict[str, Any]) -> None:
-        if not forgives(report):
-            reported.append(str(report))
-
-    asyncio.get_running_loop().set_exception_handler(note)
-    try:
-        await test
-        deadline = time.monotonic() + LEAK_GRACE_SECONDS
-        while (left := asyncio.all_tasks() - {asyncio.current_task()}) and time.monotonic() < deadline:
-            await asyncio.wait(left, timeout=0.05)
-        assert not left, f"the test left running tasks behind: {left}"
-        assert not reported, f"errors that reached nobody: {reported}"
-    finally:
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-
-
 class Belongings:
     """What this process holds at one moment: threads, child processes, internet sockets, entries of their owners."""
 
     def __init__(self) -> None:
         process = psutil.Process()
         self.threads = {thread for thread in threading.enumerate() if not _belongs_to_reactor(thread)}
-        self.children = {child for child in process.children(recursive=True) if not nursery.is_it(child.pid)}
-        self.owned = set(tcp_stream._owners)
-        self.sockets = {(s.fd, s.laddr, s.raddr) for s in process.net_connections("inet") if s.fd != -1}
+        self.children = {child for child in _children_of(process) if not nursery.is_it(child.pid)}
+        self.owned = set(tcp_stream.owners)
+        self.sockets = set(_sockets_of(process))
 
     def beyond(self, before: Belongings) -> list[str]:
         threads = [f"thread {thread.name}" for thread in self.threads - before.threads]
         children = [f"process {child}" for child in self.children - before.children]
         sockets = [f"socket {laddr} -> {raddr or 'listening'}" for _, laddr, raddr in self.sockets - before.sockets]
-        owned = [f"entry of {tcp_stream._owners.get(fd)} as owner of {fd}" for fd in self.owned - before.owned]
+        owned = [f"entry of {tcp_stream.owners.get(fd)} as owner of {fd}" for fd in self.owned - before.owned]
         return threads + children + sockets + owned
+
+
+def _children_of(this_process: psutil.Process) -> list[psutil.Process]:
+    """At any depth. To find them means to look at every process of the machine; the kernel knows at once of none."""
+    if hasattr(os, "waitid"):
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return []
+    return this_process.children(recursive=True)
+
+
+Ends = tuple[int, tuple[Any, ...], tuple[Any, ...]]
+"""A descriptor, and the addresses here and there."""
+
+
+def _sockets_of(this_process: psutil.Process) -> Iterator[Ends]:
+    """Its internet sockets. psutil reads those of the whole machine, which are many after other tests."""
+    if not DESCRIPTORS.is_dir():
+        yield from ((s.fd, s.laddr, s.raddr) for s in this_process.net_connections("inet") if s.fd != -1)
+        return
+    for number in map(int, os.listdir(DESCRIPTORS)):
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
+            if stat.S_ISSOCK(os.fstat(number).st_mode) and (ends := _ends_of(number)):
+                yield ends
+
+
+def _ends_of(number: int) -> Ends | None:
+    one = socket.socket(fileno=number)
+    try:
+        if one.family not in (socket.AF_INET, socket.AF_INET6) or not one.getsockname()[1]:
+            return None
+        here, there = one.getsockname()[:2], ()
+        with contextlib.suppress(OSError):  # it is not connected
+            there = one.getpeername()[:2]
+        return number, here, there
+    finally:
+        one.detach()
 
 
 def _belongs_to_reactor(thread: threading.Thread) -> bool:
@@ -191,7 +210,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     nursery.Nursery.close()
     from shoal.reactor import Reactor
 
-    reactor = Reactor._current
+    reactor = Reactor.current
     if reactor is not None:
         reactor.stop()
         assert not reactor.thread.is_alive(), "the reactor's thread did not end"

@@ -149,42 +149,42 @@ Process = subprocess.Popen[str] | NurseryProcess
 class Nursery:
     """The process that starts scripts, seen from the one that runs tests; it ends with it."""
 
-    _current: Nursery | None = None
+    current: Nursery | None = None
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        self.socket, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "tests.nursery", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 cwd=_ROOT,
             )
-        self.pid = self._process.pid
+        self.pid = self.process.pid
 
     @classmethod
     def of_this_process(cls) -> Nursery:
-        if cls._current is None:
-            cls._current = Nursery()
-        return cls._current
+        if cls.current is None:
+            cls.current = Nursery()
+        return cls.current
 
     @classmethod
     def close(cls) -> None:
         """End it, if there is one."""
-        if cls._current is not None:
-            cls._current._socket.close()
-            cls._current._process.wait()
-            cls._current = None
+        if cls.current is not None:
+            cls.current.socket.close()
+            cls.current.process.wait()
+            cls.current = None
 
     def send(self, request: object, descriptors: list[int]) -> None:
         data = json.dumps(request).encode()
-        socket.send_fds(self._socket, [struct.pack("I", len(data))], descriptors)
-        self._socket.sendall(data)
+        socket.send_fds(self.socket, [struct.pack("I", len(data))], descriptors)
+        self.socket.sendall(data)
 
 
 def is_it(pid: int) -> bool:
-    return Nursery._current is not None and Nursery._current.pid == pid
+    return Nursery.current is not None and Nursery.current.pid == pid
 
 
 # --- in the nursery ---------------------------------------------------------------------------------------------------

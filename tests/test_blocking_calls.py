@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.reactor import Portal
+from shoal.testing import run
 from tests import blocking_calls
 
 BLOCKING = {
@@ -62,6 +63,13 @@ async def test_in_a_loop_of_the_test_too(event: str) -> None:
     blocking_calls.found.clear()
 
 
+@pytest.mark.parametrize("event", BLOCKING)
+def test_in_virtual_time_too(event: str) -> None:
+    run(shoal_code(BLOCKING[event])["in_a_coroutine"]())
+    assert any(each.startswith(event) for each in blocking_calls.found), blocking_calls.found
+    blocking_calls.found.clear()
+
+
 @pytest.mark.parametrize("expression", HARMLESS)
 async def test_other_calls_are_not(expression: str) -> None:
     await shoal_code(expression)["in_a_coroutine"]()
@@ -72,4 +80,9 @@ async def test_where_they_block_nobody() -> None:
     code = shoal_code(BLOCKING["open"])
     await asyncio.to_thread(code["plainly"])
     code["plainly"]()  # the test's own choice
+    assert blocking_calls.found == []
+
+
+def test_nor_where_the_loop_of_a_simulation_does_what_executors_do() -> None:
+    run(asyncio.to_thread(shoal_code(BLOCKING["open"])["plainly"]))
     assert blocking_calls.found == []

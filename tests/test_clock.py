@@ -95,6 +95,20 @@ def test_the_peer_through_which_one_joins_is_believed():
     assert machine.error == pytest.approx(300), "three of four clocks agree"
 
 
+def test_who_joins_waits_for_the_time_until_it_is_told_once():
+    machine = Laboratory()
+    assert not machine.clock.is_joining
+    machine.clock.add_own("me")
+    machine.clock.join_through("me")
+    assert not machine.clock.is_joining, "it would wait for its own opinion"
+    machine.clock.join_through("a")
+    assert machine.clock.is_joining
+    machine.hear("a")
+    assert not machine.clock.is_joining
+    machine.clock.samples.clear()
+    assert not machine.clock.is_joining, "what was heard long ago is still the time"
+
+
 def test_machines_that_are_right_set_the_time_whoever_came_first():
     machine = Laboratory()
     machine.clock.join_through("first")
@@ -393,3 +407,25 @@ def test_the_user_is_told_once(caplog):
             machine.hear(source)
     assert "agrees with the other peers now" in caplog.records[-1].getMessage()
     assert len(caplog.records) == 2
+
+
+def test_who_goes_on_telling_another_time_than_the_settled_one_is_noticed():
+    machine = Laboratory()
+    hear = machine.clock.hear
+    assert hear("liar", machine.true_time + 100.0, 0.0, 0.1) == 0, "nobody knows yet who is right"
+    machine = settled()
+    hear = machine.clock.hear
+    assert hear("liar", machine.true_time + 100.0, 0.0, 0.0) == 0, "a newcomer is about to find out"
+    machine.true_time += SETTLING_SECONDS + 1
+    assert hear("liar", machine.true_time + 100.0, 0.0, 0.0) == pytest.approx(100.0, abs=1)
+    assert hear("liar", machine.true_time - 50.0, 0.0, 0.0) == pytest.approx(-50.0, abs=1)
+    assert hear("liar", machine.true_time, 0.0, 0.0) == 0
+    machine = settled()
+    for _ in range(2):
+        differences = [machine.clock.hear(source, machine.true_time + 20.0, 0.0, 0.0) for source in "ab"]
+        machine.true_time += SETTLING_SECONDS + 1
+        differences += [machine.clock.hear("c", machine.true_time - 20.0, 0.0, 0.0)]
+    assert differences == [0.0] * 3, "nobody agrees: it may be this machine that is wrong"
+    machine = settled()
+    hear = machine.clock.hear
+    assert hear("liar", machine.true_time + 100.0, 0.0, 0.0) == 0, "from the beginning again"

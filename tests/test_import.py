@@ -54,7 +54,7 @@ def test_no_side_effects() -> None:
         after = state()
         changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
         assert not changed, changed
-        assert sys.modules["shoal.reactor"].Reactor._current is None
+        assert sys.modules["shoal.reactor"].Reactor.current is None
     """)
 
 

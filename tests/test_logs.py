@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from shoal.logs import HandlerMode, Seldom, counted, one_line, quoted, use_hivemind_log_handler
+from shoal.logs import MOST_LINES_OF_A_KIND, HandlerMode, Seldom, counted, one_line, quoted, use_hivemind_log_handler
 
 LINE = re.compile(r"[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d\.\d{3} (.*)")
 
@@ -153,3 +153,19 @@ def test_lines_of_one_kind_are_seldom(monkeypatch):
     seldom("peer %d is odd", 7)
     seldom("peer %d is odd", 8)
     assert lines[2:] == ["peer 7 is odd (and 4 more like this before)"]
+
+
+def test_a_line_about_one_peer_does_not_hide_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lines = 1000.0, []
+    monkeypatch.setattr("shoal.logs.time.monotonic", lambda: now)
+    seldom = Seldom(lambda text, *values: lines.append(text % values), seconds=60.0)
+    for peer in "aabb":
+        seldom("peer %s is odd", peer, about=peer)
+    assert lines == ["peer a is odd", "peer b is odd (and 1 more like this before)"]
+    for number in range(10_000):
+        seldom("peer %s is odd", number, about=number)
+    assert len(lines) == MOST_LINES_OF_A_KIND, "a crowd does not fill the log"
+    assert len(seldom.told["peer %s is odd"]) == MOST_LINES_OF_A_KIND
+    now += 60.0
+    seldom("peer %s is odd", "a", about="a")
+    assert lines[-1] == f"peer a is odd (and {10_000 - 3} more like this before)"

@@ -17,9 +17,12 @@ from tests.interface import check_signature, find
 ROOMS = ("averaging", "compression", "dht", "lightning", "optim", "p2p", "testing", "utils")
 
 ADDED = {
-    "shoal.Optimizer": "*, dht, run_id, target_batch_size, optimizer, model=None",
+    "shoal.Optimizer": """
+        *, dht, run_id, target_batch_size, optimizer, model=None, check_state=None, aggregation=None,
+        state_aggregation=None, peer_momentum=0.0
+    """,
     "shoal.DecentralizedAverager": """
-        averaged_tensors, dht, *, start, prefix, quorum=None, quorum_grace=3.0, tags=None
+        averaged_tensors, dht, *, start, prefix, quorum=None, quorum_grace=3.0, tags=None, aggregation=None
     """,
     "shoal.DecentralizedAverager.step": "self, *, expected_group_size=None, tag=''",
     "shoal.DecentralizedAverager.average_in_group": "self, session, tensors, infos",

@@ -362,7 +362,7 @@ def test_fork_while_another_thread_holds_every_lock_does_not_hang_the_child(port
     locked, release = threading.Event(), threading.Event()
 
     def hold_the_locks() -> None:
-        with Reactor._lock, portal._lock:
+        with Reactor.lock, portal.lock:
             locked.set()
             release.wait(20)
 
@@ -408,7 +408,7 @@ def test_import_starts_no_thread_and_touches_no_signal_handler() -> None:
         before = handlers()
         import shoal.reactor
         assert threading.active_count() == 1
-        assert shoal.reactor.Reactor._current is None
+        assert shoal.reactor.Reactor.current is None
         assert handlers() == before
         portal = shoal.reactor.Portal("test object")
         async def nothing(): pass

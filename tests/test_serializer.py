@@ -118,13 +118,23 @@ def test_registered_classes_travel(point_type):
 
 
 def test_unknown_extensions_stay_bytes_with_a_warning(caplog, monkeypatch):
-    monkeypatch.setattr(serializer, "_warn_seldom", Seldom(serializer.logger.warning))
+    monkeypatch.setattr(serializer, "warn_seldom", Seldom(serializer.logger.warning))
     with caplog.at_level(logging.WARNING, logger="shoal.serializer"):
         assert MSGPackSerializer.loads(msgpack.packb(msgpack.ExtType(0x22, b"raw"))) == b"raw"
         for _ in range(1000):
             MSGPackSerializer.loads(msgpack.packb(msgpack.ExtType(0x23, b"raw")))
     assert "0x22" in caplog.text
     assert len(caplog.records) == 1  # nobody fills a disk with them
+
+
+def test_a_message_of_unknown_extensions_is_refused():
+    """Each costs a call of Python and takes three bytes: a message would keep a loop busy for a tenth of a second."""
+    few, many = ([msgpack.ExtType(0x22, b"") for _ in range(count)] for count in (1024, 1025))
+    assert len(MSGPackSerializer.loads(msgpack.packb(few))) == 1024
+    with pytest.raises(ValueError, match="unknown extension types"):
+        MSGPackSerializer.loads(msgpack.packb(many))
+    with pytest.raises(ValueError, match="unknown extension types"):
+        MSGPackSerializer.loads(MSGPackSerializer.dumps([(each,) for each in many]))
 
 
 def colliding_keys(count):

@@ -1,6 +1,6 @@
 """Train PyTorch models together over the internet, without a server that everybody depends on.
 
-The names below are loaded when they are first used, so that ``import shoal`` itself costs next to nothing.
+The names below load at first use, so ``import shoal`` itself costs next to nothing.
 """
 
 from __future__ import annotations

@@ -1,29 +1,29 @@
 """DHT time: one clock for the swarm, in Unix seconds.
 
-Everything that expires is stamped with this clock. It is the clock of the machine, minus what that one is ahead of the
-swarm: :class:`SwarmClock` finds this out from exchanges with other peers, so that a machine whose clock is off by
-minutes takes part like any other. There is one such clock for each process, because what is off is the clock of the
-machine, whichever swarm it is compared with; in a simulation, one for each simulated machine.
+All expiration times come from this clock. It is the machine's clock minus its offset, the seconds by which it is ahead
+of the swarm. :class:`SwarmClock` learns the offset from exchanges with other peers, so that a machine whose clock is
+off by minutes takes part like any other. A process has one such clock for all its swarms, because the offset is that
+of the machine; in a simulation, each simulated machine has one.
 
 How an offset is found
-    Each exchange with a peer tells two differences: to that peer's own clock, and to what it takes for the time of the
-    swarm. A peer has one vote, from its exchange with the shortest round trip.
+    Each exchange with a peer measures two differences: to the peer's own clock, and to the peer's opinion of the time
+    of the swarm. A peer has one vote, from its exchange with the shortest round trip.
 
-    1. Who knows only the peers through which it joined takes over what most of them take for the time of the swarm.
-    2. If two thirds of all clocks that are known, this machine's included, agree, then they are right. So the machines
-       that are kept right by NTP set the time, whoever came first, and are themselves never corrected.
-    3. Otherwise the time of the swarm is what most peers take for it, this one included, so that there is one even if
-       most clocks are off by different amounts. No single peer is followed.
+    1. A peer that knows only the peers through which it joined adopts the time that most of them hold.
+    2. If two thirds of all known clocks, including this machine's, agree, they are right. So the machines that NTP
+       keeps right set the time, no matter who came first, and are themselves never corrected.
+    3. Otherwise the time is the one that most peers hold, including this one. So there is a time even if most clocks
+       are off by different amounts. No single peer is followed.
     4. Without a majority nothing changes.
 
 How it is applied
-    Differences below a quarter of a second are left alone: they may be errors of measurement. What is found in the
-    first seconds is applied at once. Later on the time does not go back a little, it slows down instead; only if it is
-    more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS`` ahead, so that others misunderstand every record, it is set back.
+    Differences below a quarter of a second are ignored: they may be measurement errors. Offsets found in the first
+    seconds are applied at once. Later the time does not go back by small amounts, it slows down instead. It is set back
+    only if it is more than ``MAX_DHT_TIME_DISCREPANCY_SECONDS`` ahead, because others then misjudge every record.
     When others have agreed with this machine for ten minutes, its time is settled. From then on it moves by at most a
     second per minute, so that a crowd of newcomers cannot take the swarm to another time. Only three things still move
-    it at once: the machine's clock was set, this peer has lost the swarm and come back, or two thirds of those who are
-    known have changed their minds, most of whom agreed before.
+    it at once: the machine's clock was set; this peer has lost the swarm and come back; or two thirds of the known
+    peers say so, most of whom agreed with this machine before.
 """
 
 from __future__ import annotations
@@ -45,44 +45,45 @@ DHTExpiration = float
 
 # Peers whose clocks differ by more than this many seconds cannot share expiration times safely.
 MAX_DHT_TIME_DISCREPANCY_SECONDS = 3.0
-# Smaller differences are not corrected.
+# Differences up to this are not corrected.
 UNNOTICEABLE_SECONDS = 0.25
 
 WORTH_A_WARNING_SECONDS = 1.0
-# Between two looks at the time: half a microsecond, so that what is added to both keeps them apart.
+# Least difference of two readings: half a microsecond, so that they still differ after something is added to both.
 SMALLEST_STEP = 2.0**-21
-# After the first exchange: others tell their time, too, and nothing depends on it yet.
+# Corrections apply at once for so long after the first exchange: peers still report, and nothing depends on it yet.
 SETTLING_SECONDS = 5.0
-# Seconds per second by which the time of the swarm lags behind while it waits for what it was ahead.
+# Seconds per second by which this clock loses while it slows down, until it is not ahead any more.
 SLOW_DOWN = 0.1
-# The time is settled when so many others, or all that are known, have agreed with it for so long.
+# The time is settled when this many others, or all known ones if they are fewer, have agreed with it for so long.
 SETTLED_BY = 3
 SETTLED_AFTER_SECONDS = 600.0
 # Seconds per second by which a settled time moves.
 CREEP = 1 / 60
-# Peers whose clocks are remembered. Who is known keeps its place: a crowd of newcomers outvotes nobody.
+# Peers whose clocks are remembered. Known peers keep their places, so a crowd of newcomers cannot outvote them.
 MAX_SOURCES = 32
-# What was heard longer ago is forgotten.
+MAX_DIFFERING = 256
+# Older samples are forgotten.
 MAX_AGE_SECONDS = 3600.0
-# A slower exchange tells nothing of use.
+# Slower exchanges are too inexact to be used.
 MAX_ROUND_TRIP_SECONDS = 3.0
-# A clock may have drifted since: after this time, a slow exchange replaces a quick one.
+# After this time a slow exchange replaces a quick one, because the clock may have drifted.
 NEWER_IS_BETTER_SECONDS = 600.0
-# Much shorter ones count little more: otherwise who claims to be near could outvote two who are not.
+# Limits the weight of short round trips: otherwise one peer that claims to be near could outvote two that are not.
 _SHORT_ROUND_TRIP = 0.4
 
 
 class _Sample(NamedTuple):
-    """What an exchange with a peer has told, in seconds."""
+    """The result of an exchange with a peer, in seconds."""
 
     ahead_of_clock: float
-    """By how much this machine's clock is ahead of the peer's clock."""
+    """How far this machine's clock is ahead of the peer's clock."""
     ahead_of_swarm: float
-    """By how much it is ahead of what the peer takes for the time of the swarm."""
+    """How far it is ahead of the peer's opinion of the time of the swarm."""
     round_trip: float
     heard_at: float
     has_agreed: bool = False
-    """Once it took for the time what this machine took for it."""
+    """Whether the peer has ever agreed with this machine about the time of the swarm."""
 
 
 class _Vote(NamedTuple):
@@ -91,7 +92,7 @@ class _Vote(NamedTuple):
 
 
 class _Course(NamedTuple):
-    """By how much the machine's clock is ahead of the swarm: from ``begin`` it moves to ``offset``."""
+    """How far the machine's clock is ahead of the swarm; the value moves from ``begin`` to ``offset``."""
 
     offset: float
     begin: float
@@ -106,13 +107,14 @@ class SwarmClock:
 
     Args:
         wall: the clock of the machine, Unix seconds.
-        monotonic: seconds that pass evenly.
+        monotonic: seconds of a clock that is never set.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._wall, self._monotonic = wall, monotonic
         self._course: _Course | None = None  # None: the machine's clock is right
-        self._samples: dict[Hashable, _Sample] = {}
+        self.samples: dict[Hashable, _Sample] = {}
+        """What each source has told last."""
         self._sampled_beyond_monotonic = 0.0
         self._own: dict[Hashable, None] = {}
         self._joined_through: dict[Hashable, None] = {}
@@ -120,6 +122,8 @@ class SwarmClock:
         self._agreed_since: float | None = None
         self._is_settled = False
         self._told_offset = 0.0
+        # Who tells another time than this settled clock, and since when; the first ones are forgotten.
+        self._differing: dict[Hashable, float] = {}
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -136,87 +140,111 @@ class SwarmClock:
 
     @property
     def sources(self) -> dict[Hashable, float]:
-        """By how many seconds the time of each known peer is ahead of the clock of this machine."""
-        return {source: -sample.ahead_of_swarm for source, sample in self._samples.items()}
+        """For each known peer, the seconds by which its time is ahead of the clock of this machine."""
+        return {source: -sample.ahead_of_swarm for source, sample in self.samples.items()}
 
     @property
     def is_disputed(self) -> bool:
-        """There are peers to compare with, but no majority of them agrees."""
-        return bool(self._samples) and self._estimate() is None
+        """Whether there are peers to compare with, but no majority of them agrees."""
+        return bool(self.samples) and self._estimate() is None
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether the user has named peers of a swarm, and nobody has told the time yet."""
+        return bool(self._joined_through) and self._first_heard_at is None
 
     def _offset_on(self, course: _Course, wall: float) -> float:
         now = self._monotonic()
         moved = wall - now - course.wall_beyond_monotonic
         if abs(moved) > WORTH_A_WARNING_SECONDS and abs(moved + course.offset) < WORTH_A_WARNING_SECONDS:
-            # Somebody has put the machine's clock right, by just as much as it was wrong.
-            self._course = None
+            # The machine's clock was set right, by just as much as it was wrong: no correction is left.
+            if self._course is course:  # any thread may ask for the time, and the loop may have set another course
+                self._course = None
             return 0.0
         moved = course.rate * (now - course.since)
         return course.begin + max(-moved, min(moved, course.offset - course.begin))
 
-    # --- listening to others ------------------------------------------------------------------------------------------
+    # --- exchanges with others ----------------------------------------------------------------------------------------
 
     def add_own(self, name: Hashable) -> None:
-        """A peer that reads this very clock: its opinion adds nothing."""
+        """Ignore a peer that reads this very clock: its opinion adds nothing."""
         self._own[name] = None
 
     def remove_own(self, name: Hashable) -> None:
-        """That peer is gone."""
+        """Forget a peer of :meth:`add_own` that is gone."""
         self._own.pop(name, None)
 
     def join_through(self, source: Hashable) -> None:
-        """A peer that the user has named: its time is taken over as long as nobody else is known."""
-        self._joined_through[source] = None
+        """Register a peer that the user has named; its time is adopted as long as no other peer is known."""
+        if source not in self._own:  # from whom nothing will be heard, see add_own
+            self._joined_through[source] = None
 
-    def hear(self, source: Hashable, swarm_time: float, their_offset: float, round_trip: float) -> None:
-        """Take note of an exchange with another peer that has just ended.
+    def hear(self, source: Hashable, swarm_time: float, their_offset: float, round_trip: float) -> float:
+        """Record an exchange with another peer that has just ended.
 
         Args:
             source: the peer.
-            swarm_time: what it took for the time of the swarm when it answered.
+            swarm_time: the time of the swarm in its opinion, when it answered.
             their_offset: seconds by which its own clock was ahead of that.
-            round_trip: seconds that the exchange took, without what the peer needed for its answer.
+            round_trip: seconds that the exchange took, without the time that the peer needed to answer.
+
+        Returns:
+            By how many seconds the peer's time is later than the one that this peer and others have agreed about, if it
+            goes on telling another one; else 0.
         """
         numbers = (swarm_time, their_offset, round_trip)
         if source in self._own or not all(map(math.isfinite, numbers)) or swarm_time <= 0:
-            return
+            return 0.0
         if round_trip > MAX_ROUND_TRIP_SECONDS:
-            return
+            return 0.0
         round_trip = max(0.0, round_trip)
         wall, now = self._wall(), self._monotonic()
         if self._first_heard_at is None:
             self._first_heard_at = now
         if abs(wall - now - self._sampled_beyond_monotonic) > WORTH_A_WARNING_SECONDS:
-            # The machine's clock was set, so they compare others with something that is gone.
-            self._samples.clear()
+            # The machine's clock was set: the samples compare others with a clock that is gone.
+            self.samples.clear()
             self._sampled_beyond_monotonic = wall - now
             self.settle_anew()
         ahead = wall - (swarm_time + round_trip / 2)
         self._note(source, _Sample(ahead - their_offset, ahead, round_trip, now))
         self._note_agreement(now)
-        new = self._samples.get(source)
+        new = self.samples.get(source)
         if new is None:
-            return
+            return self._lasting_difference(source, self.offset - ahead, now)
         if self._course is not None or self._told_offset or not _is_unnoticeable(new):
-            self._decide(now)  # otherwise one more peer says that all is well
+            self._decide(now)  # otherwise no correction is active, and the new sample asks for none
+        return self._lasting_difference(source, self.offset - ahead, now)
+
+    def _lasting_difference(self, source: Hashable, seconds: float, now: float) -> float:
+        """Newcomers with wrong clocks have some time to adopt that of the swarm."""
+        if not self._is_settled or abs(seconds) <= MAX_DHT_TIME_DISCREPANCY_SECONDS:
+            self._differing.pop(source, None)
+            return 0.0
+        since = self._differing.setdefault(source, now)
+        if len(self._differing) > MAX_DIFFERING:
+            del self._differing[next(iter(self._differing))]
+        # Without anybody who agrees, it may be this machine that is wrong.
+        is_right = any(abs(s.ahead_of_swarm - self.offset) <= UNNOTICEABLE_SECONDS for s in self.samples.values())
+        return seconds if is_right and now - since >= SETTLING_SECONDS else 0.0
 
     def settle_anew(self) -> None:
-        """What was agreed upon before may be wrong by now, such as after an outage."""
+        """Let the time be corrected at once again: after an outage, for example, it may be wrong."""
         self._agreed_since, self._is_settled = None, False
 
     def _note_agreement(self, now: float) -> None:
         agreeing, present = 0, self.offset
-        for source, sample in self._samples.items():
+        for source, sample in self.samples.items():
             if abs(sample.ahead_of_swarm - present) <= MAX_DHT_TIME_DISCREPANCY_SECONDS:
                 agreeing += 1
                 if not sample.has_agreed:
-                    self._samples[source] = sample._replace(has_agreed=True)
-        if not agreeing or agreeing < min(SETTLED_BY, len(self._samples)):
+                    self.samples[source] = sample._replace(has_agreed=True)
+        if not agreeing or agreeing < min(SETTLED_BY, len(self.samples)):
             self._agreed_since = None
         elif self._agreed_since is None:
             self._agreed_since = now
         elif now - self._agreed_since >= SETTLED_AFTER_SECONDS:
-            # It stays so, also when nobody agrees any more: that would be how to unsettle it.
+            # It stays settled even if nobody agrees any more: otherwise attackers could unsettle it by disagreeing.
             self._is_settled = True
 
     def _decide(self, now: float) -> None:
@@ -227,19 +255,19 @@ class SwarmClock:
         self._tell()
 
     def _forget_what_is_older(self, oldest: float) -> None:
-        for source, sample in list(self._samples.items()):
+        for source, sample in list(self.samples.items()):
             if sample.heard_at < oldest:
-                del self._samples[source]
+                del self.samples[source]
 
     def _note(self, source: Hashable, new: _Sample) -> None:
-        old = self._samples.get(source)
-        if old is None and len(self._samples) >= MAX_SOURCES:
+        old = self.samples.get(source)
+        if old is None and len(self.samples) >= MAX_SOURCES:
             self._forget_what_is_older(new.heard_at - MAX_AGE_SECONDS)
-            if len(self._samples) >= MAX_SOURCES:
+            if len(self.samples) >= MAX_SOURCES:
                 return
         if old is not None and self._is_better(old, new):
             new = old._replace(ahead_of_swarm=new.ahead_of_swarm)
-        self._samples[source] = new._replace(has_agreed=old is not None and old.has_agreed)
+        self.samples[source] = new._replace(has_agreed=old is not None and old.has_agreed)
 
     @staticmethod
     def _is_better(old: _Sample, new: _Sample) -> bool:
@@ -252,20 +280,20 @@ class SwarmClock:
     # --- deciding -----------------------------------------------------------------------------------------------------
 
     def _estimate(self) -> float | None:
-        if all(source in self._joined_through for source in self._samples):
+        if all(source in self._joined_through for source in self.samples):
             found = self._agreement_of_opinions([])
             return self._agreement_of_clocks() if found is None else found
         found = self._agreement_of_clocks()
-        if found is None and len(self._samples) > 1:
+        if found is None and len(self.samples) > 1:
             found = self._agreement_of_opinions([_Vote(self.offset, 0.0)])
         return found
 
     def _agreement_of_clocks(self) -> float | None:
-        clocks = [_Vote(0.0, 0.0), *(_Vote(each.ahead_of_clock, each.round_trip) for each in self._samples.values())]
+        clocks = [_Vote(0.0, 0.0), *(_Vote(each.ahead_of_clock, each.round_trip) for each in self.samples.values())]
         return _agreement(clocks, math.ceil(len(clocks) * 2 / 3)) if len(clocks) >= 3 else None
 
     def _agreement_of_opinions(self, own: list[_Vote]) -> float | None:
-        opinions = [*own, *(_Vote(each.ahead_of_swarm, each.round_trip) for each in self._samples.values())]
+        opinions = [*own, *(_Vote(each.ahead_of_swarm, each.round_trip) for each in self.samples.values())]
         return _agreement(opinions, len(opinions) // 2 + 1)
 
     def _follow(self, offset: float) -> None:
@@ -281,7 +309,7 @@ class SwarmClock:
             self._course = None
 
     def _rate_towards(self, offset: float, present: float, now: float) -> float:
-        """Seconds per second by which the time moves; 0: at once."""
+        """Seconds per second by which the time moves; 0 = it moves at once."""
         if self._is_settled:
             if not self._have_changed_their_minds(offset):
                 return CREEP
@@ -291,14 +319,14 @@ class SwarmClock:
         return SLOW_DOWN if goes_back_a_little and not is_new else 0.0
 
     def _have_changed_their_minds(self, offset: float) -> bool:
-        """Most of those who are for this offset agreed with this machine before."""
+        """Whether two thirds of the known peers support this offset, most of whom agreed with this machine before."""
         for_it = [
             sample
-            for sample in self._samples.values()
+            for sample in self.samples.values()
             if min(abs(sample.ahead_of_clock - offset), abs(sample.ahead_of_swarm - offset))
             <= MAX_DHT_TIME_DISCREPANCY_SECONDS
         ]
-        is_majority = len(for_it) * 3 >= len(self._samples) * 2
+        is_majority = len(for_it) * 3 >= len(self.samples) * 2
         return is_majority and sum(sample.has_agreed for sample in for_it) * 2 > len(for_it)
 
     def _tell(self) -> None:
@@ -314,7 +342,7 @@ class SwarmClock:
             "for that, other programs do not: turn on NTP (%s)",
             abs(offset),
             "ahead of" if offset > 0 else "behind",
-            len(self._samples),
+            len(self.samples),
             set_the_clock(),
         )
 
@@ -324,7 +352,7 @@ def _is_unnoticeable(sample: _Sample) -> bool:
 
 
 def _agreement(votes: Sequence[_Vote], needed: int) -> float | None:
-    """The middle of the votes that agree, where short round trips count most; ``None`` if fewer than needed agree."""
+    """Weighted median of the votes that agree; short round trips weigh most. ``None`` if too few votes agree."""
     middle = sorted(vote.offset for vote in votes)[(len(votes) - 1) // 2]
     near = sorted(vote for vote in votes if abs(vote.offset - middle) <= MAX_DHT_TIME_DISCREPANCY_SECONDS)
     if len(near) < needed:
@@ -339,11 +367,11 @@ def _agreement(votes: Sequence[_Vote], needed: int) -> float | None:
 
 
 class ProcessClock(SwarmClock):
-    """The clock of a process, of which no two looks give the same time, nor a later one an earlier time.
+    """The clock of a process, whose readings always increase.
 
-    Where the clock of the machine ticks 64 times per second, as on Windows, much happens at one moment; yet what is
-    stored after something else has to expire later. A clock that is set back by more than a moment takes this one with
-    it. Simulations have plain clocks, in which time passes only when nothing is left to do.
+    On Windows the machine's clock ticks only 64 times per second, so much happens at the same reading. Yet a record
+    that is stored after another one must expire later. If the machine's clock is set back by more than a moment, this
+    one follows. Simulations use plain clocks, because there time passes only when nothing is left to do.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -360,25 +388,26 @@ class ProcessClock(SwarmClock):
         return now
 
     def forget_threads(self) -> None:
-        """In a forked child: nobody is there to release what another thread has locked."""
+        """Make a new lock in a forked child, where the thread that held the old one does not exist."""
         self._lock = threading.Lock()
 
 
-_clock_of_process = ProcessClock()
+clock_of_process = ProcessClock()
+"""What all peers of this process go by, outside of simulations."""
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_clock_of_process.forget_threads)
+    os.register_at_fork(after_in_child=clock_of_process.forget_threads)
 
 
 def get_clock() -> SwarmClock:
-    """The clock by which the caller lives: that of the running loop if it has one, else that of this process."""
+    """The caller's clock: that of the running loop if it has one, else that of this process."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
-        return _clock_of_process
+        return clock_of_process
     find_clock: Callable[[], SwarmClock] | None = getattr(loop, "swarm_clock", None)
-    return _clock_of_process if find_clock is None else find_clock()
+    return clock_of_process if find_clock is None else find_clock()
 
 
 def get_dht_time() -> float:
-    """Current DHT time in Unix seconds, which is the same at all peers whatever the clocks of their machines show."""
+    """Current DHT time in Unix seconds. It is the same at all peers, whatever the clocks of their machines show."""
     return get_clock().time()

@@ -5,21 +5,23 @@
     ShoalError
     ├── ReactorError            a blocking call from inside the event loop, a forked child, a closed object
     ├── P2PDaemonError          this side of the network failed: cannot start, listen, dial, or find a handler
-    │   ├── BootstrapError      no bootstrap address answered; one verdict for each address
+    │   ├── BootstrapError      no bootstrap address could be used; one verdict for each address
     │   ├── DialError           one peer could not be connected, with the reason
     │   │   ├── IdentityMismatchError   the address answered, but as another peer
-    │   │   └── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
+    │   │   ├── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
+    │   │   └── NotAMemberError         one of both sides is not a member of the other's run, or has not the role
     │   ├── IdentityTakenError  another process is online with the identity of this peer
-    │   └── StreamClosedError   the connection to a peer ended in the middle of something
+    │   └── StreamClosedError   the connection to a peer ended before an operation was complete
     ├── P2PHandlerError         the other side received the call and its handler raised
-    ├── BusyError               a peer is asked for more than it does for others at the moment
+    ├── BusyError               a peer is asked for more than it can do for others at the moment
     ├── ProtocolError           a peer sent bytes that break the protocol; its connection is dropped
     ├── DHTError                the distributed table refused or failed
     │   └── ValidationError     this node may not join: unreachable, or the time is disputed
     ├── AveragingError
     │   ├── MatchmakingException    no group could be formed
-    │   └── AllreduceException      a group was formed (or not in time) but no result came of it
+    │   └── AllreduceException      a step ended without a result, usually after a group was formed
     │       └── BannedException     a member of the group was excluded from the rest of the round
+    ├── StateRefusedError       raise it in ``check_state`` to refuse a downloaded state, with the reason
     ├── ProcessGroupError       a peer is several processes, and another one of them has ended or failed
     └── SimulationError         a simulation in virtual time cannot go on, or a machine in it is down
 
@@ -41,7 +43,7 @@ class ShoalError(Exception):
 
 
 class ReactorError(ShoalError, RuntimeError):
-    """The background event loop cannot be used from here, or not any more."""
+    """The background event loop cannot be used from here, or has ended."""
 
 
 class P2PDaemonError(ShoalError):
@@ -58,6 +60,19 @@ class IdentityMismatchError(DialError):
 
 class InterruptedDialError(DialError):
     """Something answered, but the connection broke before it could be used: another attempt may succeed."""
+
+
+class NotAMemberError(DialError):
+    """One of both sides is not a member of the other's run, or has not the role that a call needs.
+
+    Attributes:
+        reason: in two words, for counters: ``not a member``, ``another run``, ``expired``, ``revoked``, ``wrong role``
+            or ``broken``.
+    """
+
+    def __init__(self, text: str, *, reason: str = "not a member") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class IdentityTakenError(P2PDaemonError):
@@ -88,7 +103,7 @@ class P2PHandlerError(ShoalError):
 
 
 class BusyError(ShoalError):
-    """This peer does no more of that for others at the moment."""
+    """This peer has reached its limit of such work for others at the moment."""
 
 
 class ProtocolError(ShoalError):
@@ -100,10 +115,10 @@ class DHTError(ShoalError):
 
 
 class ValidationError(DHTError):
-    """This node may not take part in the table: it cannot be reached, or nobody can tell the right time.
+    """This node may not join the table: it cannot be reached, or its initial peers disagree about the time.
 
     Attributes:
-        verdicts: what each bootstrap address has answered, by address; empty if the text speaks of one peer alone.
+        verdicts: the answer of each bootstrap address, by address; empty if the text is about a single peer.
     """
 
     def __init__(self, text: str, verdicts: dict[str, str] | None = None) -> None:
@@ -116,7 +131,7 @@ class ValidationError(DHTError):
 
 
 class AveragingError(ShoalError):
-    """Averaging with other peers failed; local tensors keep their values, unless the error says what has changed."""
+    """Averaging with other peers failed; local tensors keep their values unless the error says what has changed."""
 
 
 class MatchmakingException(AveragingError):
@@ -127,7 +142,7 @@ class AllreduceException(AveragingError):
     """An averaging step ended without a result.
 
     Attributes:
-        share_averaged: which share of the values holds an average nevertheless, because the exchange was cut short.
+        share_averaged: share of the values that hold an average anyway, because the exchange was cut short.
     """
 
     share_averaged: float = 0.0
@@ -137,16 +152,20 @@ class BannedException(AllreduceException):
     """A group member was excluded from the rest of the round."""
 
 
+class StateRefusedError(ShoalError, ValueError):
+    """A user's ``check_state`` does not accept a downloaded state; the text says why, for the log."""
+
+
 class ProcessGroupError(ShoalError, RuntimeError):
-    """Another process of this peer has ended, failed or hangs: this one cannot go on alone."""
+    """Another process of this peer has ended, failed or hangs; this one cannot go on alone."""
 
 
 class SimulationError(ShoalError, RuntimeError):
-    """A simulation in virtual time cannot go on, or was asked for something that a machine in it cannot do."""
+    """A simulation in virtual time cannot go on, or a machine in it was asked for something that it cannot do."""
 
 
 def set_the_clock() -> str:
-    """How to let the machine keep its clock right."""
+    """How to synchronise the machine's clock."""
     if sys.platform == "win32":
         return "w32tm /resync, or Settings > Time & language > Date & time > Set time automatically"
     if sys.platform == "darwin":
@@ -167,24 +186,24 @@ def move_away(path: str | os.PathLike[str]) -> str:
 
 
 def make_folder(path: str | os.PathLike[str]) -> str:
-    """How to make a folder and those that it is in."""
+    """How to make a folder and its parents."""
     return f'mkdir "{path}"' if sys.platform == "win32" else f"mkdir -p {path}"
 
 
 def allow_open_files(count: int) -> str:
-    """How to let programs started from a terminal have more files and sockets open; Windows has no such limit."""
+    """How to allow more open files and sockets for programs started from a terminal; Windows has no such limit."""
     if sys.platform == "darwin":
         return f"ulimit -n {count}, or for all programs: sudo launchctl limit maxfiles {count} unlimited"
     return f"ulimit -n {count}"
 
 
 def end_at_once() -> str:
-    """What ends a process here without a word."""
+    """What kills a process at once on this system."""
     return "TerminateProcess" if sys.platform == "win32" else "SIGKILL"
 
 
 def no_route_to_neighbours() -> str:
-    """What may keep a program from its own network although the way is open; empty where nothing does."""
+    """What may block a program from the local network although the route is open; empty on systems without that."""
     if sys.platform == "darwin":
         return (
             "; macOS says the same if this program may not use the local network: allow your terminal in System "

@@ -1,7 +1,7 @@
-"""What shoal itself hardly needs, and programs for hivemind do: asynchronous iterators, and nested structures.
+"""Helpers that programs for hivemind use and shoal itself hardly needs: asynchronous iterators, nested structures.
 
-Nested structures are lists, tuples, named tuples and dictionaries inside each other, as flat sequences of what they
-hold. Dictionaries are walked in the order of their sorted keys, so that equal ones give equal sequences.
+Nested structures are lists, tuples, named tuples and dictionaries inside each other. They can be flattened to the
+sequence of their values. Dictionaries are walked in the order of their sorted keys, so equal ones give equal sequences.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ anext = builtins.anext
 
 
 async def iter_as_aiter(iterable: Iterable[T]) -> AsyncIterator[T]:
-    """The items of an ordinary iterable."""
+    """Iterate asynchronously over an ordinary iterable."""
     for item in iterable:
         yield item
 
 
 async def as_aiter(*items: T) -> AsyncIterator[T]:
-    """The given items."""
+    """Iterate asynchronously over the given items."""
     for item in items:
         yield item
 
 
 async def azip(*iterables: AsyncIterable[Any]) -> AsyncGenerator[tuple[Any, ...], None]:
-    """Tuples of items at the same place, until the shortest iterable ends."""
+    """Like ``zip``: tuples of items at the same position, until the shortest iterable ends."""
     iterators = [iterable.__aiter__() for iterable in iterables]
     while iterators:
         try:
@@ -45,14 +45,14 @@ async def azip(*iterables: AsyncIterable[Any]) -> AsyncGenerator[tuple[Any, ...]
 
 
 async def achain(*iterables: AsyncIterable[T]) -> AsyncIterator[T]:
-    """The items of one iterable after another."""
+    """Like ``itertools.chain``: the items of one iterable after another."""
     for iterable in iterables:
         async for item in iterable:
             yield item
 
 
 async def aenumerate(iterable: AsyncIterable[T], start: int = 0) -> AsyncIterator[tuple[int, T]]:
-    """The items with their numbers."""
+    """Like ``enumerate``: the items with their numbers."""
     number = start
     async for item in iterable:
         yield number, item
@@ -60,10 +60,10 @@ async def aenumerate(iterable: AsyncIterable[T], start: int = 0) -> AsyncIterato
 
 
 async def asingle(iterable: AsyncIterable[T]) -> T:
-    """The only item.
+    """The only item of an iterable.
 
     Raises:
-        ValueError: there is none, or there are several.
+        ValueError: there is no item, or more than one.
     """
     items = []
     async for item in iterable:
@@ -76,10 +76,10 @@ async def asingle(iterable: AsyncIterable[T]) -> T:
 
 
 async def aiter_with_timeout(iterable: AsyncIterable[T], timeout: float | None) -> AsyncIterator[T]:
-    """The same items, but none may take longer than ``timeout`` seconds.
+    """The same items, but each must come within ``timeout`` seconds.
 
     Raises:
-        TimeoutError: one did.
+        TimeoutError: an item took longer.
     """
     iterator = iterable.__aiter__()
     while True:
@@ -92,7 +92,7 @@ async def aiter_with_timeout(iterable: AsyncIterable[T], timeout: float | None) 
 
 
 async def attach_event_on_finished(iterable: AsyncIterable[T], event: asyncio.Event) -> AsyncIterator[T]:
-    """The same items; the event is set when there are no more, when one failed, or when nobody wants them any more."""
+    """The same items; the event is set at their end, after an error, or when the consumer stops early."""
     try:
         async for item in iterable:
             yield item
@@ -106,16 +106,16 @@ async def amap_in_executor(
     max_prefetch: int = 1,
     executor: Executor | None = None,
 ) -> AsyncIterator[R]:
-    """Apply a blocking function to items at the same place, in threads; results come in the order of the items.
+    """Apply a blocking function to items at the same position, in threads; results come in the order of the items.
 
     Args:
         function: called with one item of each iterable.
         max_prefetch: how many calls may run ahead of the one whose result is awaited.
-        executor: where it runs; the loop's own by default.
+        executor: runs the function; default: the loop's own.
 
     Raises:
         ValueError: ``max_prefetch`` is negative.
-        Exception: whatever the function or an iterable raises, in its turn.
+        Exception: any error of the function or an iterable, after the results of the items before it.
     """
     if max_prefetch < 0:
         raise ValueError(f"max_prefetch must be at least 0, got {max_prefetch}")
@@ -137,7 +137,7 @@ async def amap_in_executor(
                 except StopAsyncIteration:
                     exhausted = True
                 except Exception as e:
-                    # Its turn comes after the results that are still to come.
+                    # Raised in its turn, after the results that are still to come.
                     exhausted = True
                     running.append(loop.create_future())
                     running[-1].set_exception(e)
@@ -151,7 +151,7 @@ async def amap_in_executor(
 
 
 def _children(structure: Any) -> list[Any] | None:
-    """What a structure holds, in order; ``None`` for a value that is no structure."""
+    """The children of a structure, in order; ``None`` for a plain value."""
     if isinstance(structure, (list, tuple)):
         return list(structure)
     if isinstance(structure, dict):
@@ -182,7 +182,7 @@ def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
     """The opposite of :func:`nested_flatten`: put values into a structure like the given one.
 
     Raises:
-        ValueError: too few or too many values.
+        ValueError: there are too few or too many values.
     """
     values = iter(flat)
     packed = _pack(values, structure)
@@ -201,7 +201,7 @@ def _pack(values: Iterator[Any], structure: Any) -> Any:
 
 
 def nested_compare(first: Any, second: Any) -> bool:
-    """Whether two structures have the same form: equal types, lengths and keys at every depth. Values do not count."""
+    """Whether two structures have equal types, lengths and keys at every depth; their values are ignored."""
     ours, theirs = _children(first), _children(second)
     if ours is None or theirs is None:
         return ours is theirs
@@ -219,10 +219,10 @@ def _kind(structure: Any) -> type:
 
 
 def nested_map(function: Callable[..., Any], *structures: Any) -> Any:
-    """Apply a function to the values at the same place of several structures; the results form such a structure.
+    """Apply a function to the values at the same position of several structures; returns a structure of the results.
 
     Raises:
-        ValueError: no structure, or structures of different form.
+        ValueError: no structure is given, or their forms differ.
     """
     if not structures:
         raise ValueError("nested_map needs at least one structure")

@@ -1,4 +1,4 @@
-"""What all objects have in common that users hold: they have a life, and cannot be copied."""
+"""Base class of the objects that users hold: they must be shut down, and cannot be copied."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 Self = TypeVar("Self", bound="Facade")
 Options = TypeVar("Options")
 
-# Who uses a name, by the DHT on which it must be the only one.
+# For each DHT, the object that holds each name; a name must be unique on its DHT.
 _holders: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[str, Facade]] = weakref.WeakKeyDictionary()
 
 
 class Facade:
-    """Has connections and work in the background of this process: ``shutdown`` ends it, a ``with`` block does, too."""
+    """An object with connections and background work, which end with ``shutdown`` or at the end of a ``with`` block."""
 
     instead_of_a_copy: ClassVar[str] = "make a new one"
-    """What users do who want to copy or save such an object."""
+    """What users should do instead of copying or saving such an object."""
 
     def is_alive(self) -> bool:
-        """Whether it is at work."""
+        """Whether it is running."""
         raise NotImplementedError
 
     def shutdown(self) -> None:
-        """End it. Idempotent."""
+        """Stop it. Idempotent."""
         raise NotImplementedError
 
     def __enter__(self: Self) -> Self:
@@ -38,7 +38,7 @@ class Facade:
     ) -> None:
         self.shutdown()
 
-    # Pickle, torch.save, copy.copy and copy.deepcopy ask this.
+    # Called by pickle, torch.save, copy.copy and copy.deepcopy.
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled, copied or saved: it has connections and threads. "
@@ -46,17 +46,17 @@ class Facade:
         )
 
     def be_the_only(self, name: str, dht: Any) -> None:
-        """From now on, and as long as it lives, this object alone has this name on a DHT.
+        """Reserve a name on a DHT for this object, as long as it is alive.
 
         Args:
-            name: what it is and for what, such as ``"an Optimizer with run_id 'my_run'"``.
+            name: kind and purpose of the object, such as ``"an Optimizer with run_id 'my_run'"``.
 
         Raises:
-            ValueError: another one has it.
+            ValueError: another living object holds the name.
         """
         holders = _holders.setdefault(dht, weakref.WeakValueDictionary())
         if _is_held(holders, name, self):
-            gc.collect()  # it may be out of use already
+            gc.collect()  # the holder may be garbage already
         if _is_held(holders, name, self):
             raise ValueError(
                 f"{name} is at work on this DHT already: call its shutdown() before you make another one, as when a "
@@ -71,12 +71,12 @@ def _is_held(holders: weakref.WeakValueDictionary[str, Facade], name: str, wante
 
 
 def options_from(kind: type[Options], arguments: Mapping[str, Any], **resolved: Any) -> Options:
-    """All options of a facade as one object, from the arguments that its constructor got.
+    """Collect the options of a facade in one object, from the arguments of its constructor.
 
     Args:
-        kind: a dataclass; its fields are named as the arguments are.
-        arguments: the constructor's ``locals()``; what is no field is left out.
-        resolved: values that are not those of the arguments.
+        kind: a dataclass whose fields have the names of the arguments.
+        arguments: the constructor's ``locals()``; names that are not fields are ignored.
+        resolved: values that replace those of the arguments.
     """
     assert dataclasses.is_dataclass(kind)
     names = {option.name for option in dataclasses.fields(kind)}

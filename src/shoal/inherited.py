@@ -1,7 +1,6 @@
-"""Import paths that programs know, for what lives elsewhere: one table instead of a file for each path.
+"""Import paths that existing programs use, for names that live elsewhere: one table instead of a file for each path.
 
-A package that had such modules calls :func:`offer_modules`; from then on each of them can be imported. What is in one
-is loaded when it is first used.
+A package with such paths calls :func:`offer_modules`, which makes them importable. Their names load at first use.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class InheritedModule(ModuleType):
 
     Args:
         name: its import path.
-        names_by_home: what it has, by the path of the module where that lives; names are separated by spaces.
+        names_by_home: its names, separated by spaces, by the path of the module where they live.
     """
 
     def __init__(self, name: str, names_by_home: dict[str, str]) -> None:
@@ -86,7 +85,7 @@ class InheritedModule(ModuleType):
         if name not in self._homes:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(self._homes[name]), name)
-        setattr(self, name, value)  # next time it is found without coming here
+        setattr(self, name, value)  # found without this method from now on
         return value
 
     def __dir__(self) -> list[str]:
@@ -94,7 +93,7 @@ class InheritedModule(ModuleType):
 
 
 def offer_modules(package: str) -> None:
-    """Make the modules of the table that lie in a package importable; to be called while that is imported."""
+    """Make the table's modules inside a package importable; call it while the package is being imported."""
     for path, names_by_home in _NAMES_BY_HOME.items():
         if path.startswith(f"{package}."):
             above, _, name = path.rpartition(".")

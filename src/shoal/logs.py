@@ -13,40 +13,42 @@ Environment variables that change what shoal does.
 =================================  ====================================================================================
 ``SHOAL_LOGLEVEL``                 least severe level that is printed; default ``INFO``
 ``SHOAL_COLORS``                   ``true`` or ``false``; default: colors if the error output is a terminal
-``SHOAL_ALWAYS_LOG_CALLER``        ``true``: also lines of level ``INFO`` tell where they come from
-``SHOAL_DHT_NUM_WORKERS``          requests in flight of one search in the table; default 4
-``SHOAL_HOST_MADDRS``              where peers listen that are not told where, such as ``/ip4/127.0.0.1/tcp/0`` for this
-                                   machine alone; several are separated by commas; default: all networks
+``SHOAL_ALWAYS_LOG_CALLER``        ``true``: lines of level ``INFO`` also show where they come from
+``SHOAL_DHT_NUM_WORKERS``          requests in flight of one search in the DHT; default 4
+``SHOAL_HOST_MADDRS``              where peers listen if the program gives no address, such as ``/ip4/127.0.0.1/tcp/0``
+                                   for this machine alone; several are separated by commas; default: all networks
+``SHOAL_TOKEN``                    token of a private run, or the path of a file with it, if the program gives none
 ``SHOAL_LOOP``                     event loop: ``uvloop`` or ``asyncio``; default: uvloop where it is installed
 =================================  ====================================================================================
 
-Each is also understood with ``HIVEMIND_`` instead of ``SHOAL_``. ``USE_LEGACY_BFLOAT16`` has no prefix, see
-:data:`shoal.compression.base.USE_LEGACY_BFLOAT16`. Variables about memory shared between processes have no effect:
-there is none.
+The prefix ``HIVEMIND_`` works as well as ``SHOAL_``. ``USE_LEGACY_BFLOAT16`` has no prefix, see
+:data:`shoal.compression.base.USE_LEGACY_BFLOAT16`. Variables about memory shared between processes have no effect,
+because there is no such memory.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import reprlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from enum import Enum
 from types import NoneType
 
 PACKAGE = "shoal"
-# Of a text that is quoted.
+# The length of a quoted text.
 QUOTED_CHARACTERS = 120
-# Of what another peer says.
+# The length of a text from another peer.
 TOLD_CHARACTERS = 800
+# Lines of one kind in a while, each about another peer: limited, because a stranger can be any number of peers.
+MOST_LINES_OF_A_KIND = 5
 
 
 def setting(name: str, default: str = "") -> str:
-    """The value of an environment variable, by its name without ``SHOAL_``; what is empty counts as not set."""
+    """The value of an environment variable, by its name without ``SHOAL_``; an empty value counts as not set."""
     return os.environ.get(f"SHOAL_{name}") or os.environ.get(f"HIVEMIND_{name}") or default
 
 
@@ -63,12 +65,12 @@ def switch(name: str, default: bool) -> bool:
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of them: "1 peer", "2 peers"."""
+    """A number with its noun: "1 peer", "2 peers"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def quoted(value: object) -> str:
-    """A value as it stands in an error text or a log line: shortened, for strangers send values of any length."""
+    """A value for an error text or a log line, shortened, because strangers send values of any length."""
     if isinstance(value, (str, bytes, bytearray)) and len(value) > QUOTED_CHARACTERS:
         return f"{value[:QUOTED_CHARACTERS]!r}... ({len(value)} long)"
     text = repr(value) if isinstance(value, (str, bytes, bytearray, int, float, NoneType)) else reprlib.repr(value)
@@ -76,33 +78,42 @@ def quoted(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """What another peer says, for a log: in one line, without codes for the terminal, and not too long."""
+    """A text from another peer, for a log: on one line, without terminal codes, and not too long."""
     line = "".join(each if each.isprintable() else " " for each in text[:TOLD_CHARACTERS])
     return f"{line}..." if len(text) > TOLD_CHARACTERS else line
 
 
 class Seldom:
-    """Lets one line of each kind through in a while: what strangers can cause must not fill a disk.
+    """Lets one line of each kind through in a while: lines that strangers can cause must not fill a disk.
+
+    A line about one peer does not suppress a line about another peer, unless there is a crowd of them.
 
     Args:
         log: writes a line, such as the ``warning`` of a logger.
-        seconds: between two lines of one kind.
+        seconds: least time between two lines of one kind about the same peer.
     """
 
     def __init__(self, log: Callable[..., None], seconds: float = 60.0) -> None:
         self._log, self._seconds = log, seconds
-        # When each kind, a text with places for values, was logged last, and how many lines were left out since.
-        self._kinds: dict[str, tuple[float, int]] = {}
+        # By kind (a text with places for values): when a line about each peer was logged, and how many lines were left
+        # out since the last one.
+        self.told: dict[str, dict[Hashable, float]] = {}
+        self._left_out: dict[str, int] = {}
 
-    def __call__(self, kind: str, *values: object) -> None:
-        """Log a line as a logger does, or only count it."""
+    def __call__(self, kind: str, *values: object, about: Hashable = None) -> None:
+        """Log a line as a logger does, or only count it.
+
+        Args:
+            about: the subject of the line, such as a peer.
+        """
         now = time.monotonic()
-        # Without a lock: two threads may at worst log a line too many, and a forked child finds nothing locked.
-        logged_at, left_out = self._kinds.get(kind, (-math.inf, 0))
-        if now - logged_at < self._seconds:
-            self._kinds[kind] = logged_at, left_out + 1
+        # No lock: at worst two threads log one line too many, and a forked child never finds a held lock.
+        told = {whom: at for whom, at in self.told.get(kind, {}).items() if now - at < self._seconds}
+        left_out = self._left_out.get(kind, 0)
+        if about in told or len(told) >= MOST_LINES_OF_A_KIND:
+            self._left_out[kind] = left_out + 1
             return
-        self._kinds[kind] = now, 0
+        self.told[kind], self._left_out[kind] = {**told, about: now}, 0
         if left_out:
             kind, values = f"{kind} (and %d more like this before)", (*values, left_out)
         self._log(kind, *values)
@@ -112,18 +123,18 @@ class HandlerMode(Enum):
     """Which loggers' lines are printed."""
 
     NOWHERE = "nowhere"
-    """None by shoal: they go to whatever handlers the program has set up."""
+    """shoal prints none: lines go to the handlers that the program has set up."""
     IN_HIVEMIND = "in_hivemind"
-    """Those of shoal alone."""
+    """Lines of shoal alone."""
     IN_ROOT_LOGGER = "in_root_logger"
-    """Those of the whole program."""
+    """Lines of the whole program."""
 
 
 _USES_COLORS = switch("COLORS", default=sys.stderr is not None and sys.stderr.isatty())
 
 
 class TextStyle:
-    """Codes that change how a terminal shows what follows; empty if colors are off."""
+    """Terminal codes for colors and bold text; empty if colors are off."""
 
     RESET = "\033[0m" if _USES_COLORS else ""
     BOLD = "\033[1m" if _USES_COLORS else ""
@@ -143,7 +154,7 @@ _STYLES = {
 
 
 class ConsoleFormatter(logging.Formatter):
-    """One line per record: when, how severe, from where unless it is a plain notice, and what."""
+    """One line per record: the time, the level, the caller unless the level is ``INFO``, and the text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +171,7 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class _Installation:
-    """What was changed in a logger, to undo it."""
+    """A handler installed on a logger, and the logger's former settings to restore."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -186,7 +197,7 @@ def use_hivemind_log_handler(where: HandlerMode | str) -> None:
     """Choose which lines are printed: ``"in_hivemind"``, ``"nowhere"`` or ``"in_root_logger"``.
 
     Raises:
-        ValueError: none of these.
+        ValueError: ``where`` is none of these.
     """
     global _mode, _installation
     mode = HandlerMode(where.lower()) if isinstance(where, str) else HandlerMode(where)
@@ -202,7 +213,7 @@ def use_hivemind_log_handler(where: HandlerMode | str) -> None:
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """A standard logger: that of shoal, or the one with this name. From the first call on shoal's lines are printed.
+    """A standard logger: shoal's, or the one with this name. From the first call on, shoal's lines are printed.
 
     A program that wants its own lines in the same form calls ``use_hivemind_log_handler("in_root_logger")``.
     """

@@ -1,7 +1,7 @@
-"""Plain counters of what this process did, in one place, for whoever wants to watch it.
+"""Plain counters of what this process did, in one place, for monitoring.
 
-Every peer owns one :class:`Metrics`. The fields are plain numbers, written by the event loop alone and read from
-anywhere. All but ``clock_offset`` only grow.
+Every peer owns one :class:`Metrics`. Its fields are plain numbers. The code that counts an event writes them, nearly
+always in the event loop; anybody may read them. All but ``clock_offset``, ``peers`` and ``strangers`` only grow.
 """
 
 from __future__ import annotations
@@ -10,12 +10,45 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 
+class Fading:
+    """Counts of which older events count less: half after half an hour."""
+
+    def decay(self, factor: float) -> None:
+        """Scale all counts down, because time has passed."""
+        for name, count in vars(self).items():
+            setattr(self, name, count * factor)
+
+
+@dataclass
+class Deeds(Fading):
+    """What another peer has done, as this one has seen it."""
+
+    came: float = 0.0
+    """Rounds in which it was a member."""
+    delivered: float = 0.0
+    """Rounds in which it did not fail."""
+    excluded: float = 0.0
+    """How often it failed as a reducer or as a leader."""
+
+
+@dataclass
+class Demands(Fading):
+    """What strangers of one host have taken, as far as it is counted."""
+
+    connections: float = 0.0
+    """That this peer has accepted, or refused."""
+    dropped: float = 0.0
+    """Of these, how many it has refused or dropped, for whatever reason."""
+    nbytes: float = 0.0
+    """That arrived on those that are over."""
+
+
 @dataclass
 class Metrics:
     bytes_sent: int = 0
     """Bytes of messages written to other peers, before encryption."""
     bytes_sent_by_handler: Counter[str] = field(default_factory=Counter)
-    """The same by the handler that is called, questions and answers alike; greetings go with the first call."""
+    """The same by the called handler, requests and responses alike; greetings count with the first call."""
     bytes_received: int = 0
     """Bytes of messages read from other peers, after decryption."""
     connections_dialled: int = 0
@@ -23,23 +56,61 @@ class Metrics:
     connections_accepted: int = 0
     """Connections that others opened to this peer and that were authenticated."""
     dials_failed: int = 0
-    """Attempts to reach an address that came to nothing."""
+    """Failed attempts to reach an address."""
     calls_made: int = 0
     calls_failed: int = 0
     calls_served: int = 0
     calls_refused: Counter[str] = field(default_factory=Counter)
     """Calls of others that this peer did not serve, by reason."""
+    members_refused: Counter[str] = field(default_factory=Counter)
+    """Peers, and calls of members, that this peer refused in a private run, by reason: ``not a member``,
+    ``another run``, ``expired``, ``revoked``, ``wrong role`` or ``broken``."""
     connections_dropped: Counter[str] = field(default_factory=Counter)
     """Connections that this peer refused or dropped, by reason."""
     hops_to_records: Counter[int] = field(default_factory=Counter)
     """Gets that found a record, by the number of answers in the chain that led there; 0 = this node had it itself."""
+    records_refused: Counter[str] = field(default_factory=Counter)
+    """Records that this node did not store because one peer or network had too many here, by reason."""
+    records_evicted: int = 0
+    """Records that this node dropped before they expired, because there was no room."""
+    node_ids_refused: int = 0
+    """Answers of DHT nodes that others had told of under wrong ids."""
     clock_offset: float = 0.0
-    """Seconds by which the clock of this machine is ahead of the swarm, for which shoal corrects; 0 if it is right."""
+    """Seconds by which this machine's clock is ahead of the swarm; shoal corrects for it. 0 if the clock is right."""
     rounds_succeeded: int = 0
-    """Averaging rounds that brought a result, whole or in part."""
+    """Averaging rounds that brought a result, complete or partial."""
     rounds_failed: int = 0
-    """Averaging rounds that brought none."""
+    """Averaging rounds that brought no result."""
     seconds_averaging: float = 0.0
     """Time spent in the all-reduce of successful rounds."""
+    states_refused: int = 0
+    """Downloaded states that were not adopted: they did not fit, or the user's ``check_state`` refused them."""
+    donors_left: Counter[str] = field(default_factory=Counter)
+    """Donors whose state this peer did not download to the end, by reason."""
+    newcomers_turned_away: int = 0
+    """Requests for this peer's state that found no free place."""
+    newcomers_dropped: int = 0
+    """Downloads of this peer's state that were ended because they took hardly anything while others waited."""
+    members_untrue: int = 0
+    """Lies of group members, about what they send or about the averages they made, as far as they were noticed."""
     members_lost: int = 0
     """Group members that failed during an all-reduce, as sender or as reducer."""
+    troubles: Counter[str] = field(default_factory=Counter)
+    """Warnings to the user by kind, including those that were suppressed as repetitions:
+
+    ``alone``: a round or a step without any other peer, although others are known;
+    ``waited in vain``: a peer that says it takes part did not come;
+    ``values that are not finite``: values of another member were left out;
+    ``epochs that cannot be``: other peers claimed impossible epochs;
+    ``no place for a connection``: another peer found all places taken;
+    ``reducers without a share``: their averages did not arrive;
+    ``averages that did not come``: a round took long because a reducer gave none;
+    ``weights that cannot be``: members claimed more than they can have brought;
+    ``clocks that differ``: peers told another time than the settled one;
+    ``states that differ``: donors did not have the state that most donors of that epoch have;
+    ``leaders not followed``: they accepted followers and did not start the group, or understated somebody's weight."""
+    peers: dict[str, Deeds] = field(default_factory=dict)
+    """By peer id, what is known of the peers that took part in rounds; a few thousand at most."""
+    strangers: dict[str, Demands] = field(default_factory=dict)
+    """By public network (/24 in IPv4, /48 in IPv6), or by peer id where there is none: what those have taken who have
+    connected, and whom this peer neither calls nor knows from rounds; the last few hundred."""

@@ -1,11 +1,11 @@
 """The background event loop of this process, and the only bridge between threads and coroutines.
 
 One daemon thread runs one event loop (uvloop where it exists) for all DHTs, averagers and trackers of the process.
-It starts at first use, never at import, touches no signal handler, and belongs to one process: after ``fork`` the
-child gets a new one at first use, while objects made by the parent refuse to work there at once instead of hanging.
+It starts at first use, never at import, and touches no signal handler. It belongs to one process: after ``fork`` the
+child gets a new one at first use, and objects made by the parent raise an error there instead of hanging.
 
-Facades talk to the loop through a :class:`Portal` of their own, which remembers what they have in flight so that
-closing the facade resolves every future that it handed out.
+Each facade talks to the loop through a :class:`Portal` of its own. The portal keeps track of what is in flight, so
+closing the facade resolves every future that it has handed out.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from shoal.logs import setting
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# What ``SHOAL_LOOP`` may be.
+# Valid values of ``SHOAL_LOOP``.
 LOOPS = ("uvloop", "asyncio")
 
-# How long interpreter exit waits for open objects to say goodbye to other peers.
+# How long interpreter exit waits for open objects to leave their swarms.
 EXIT_GRACE_SECONDS = 1.0
 
-# How long the loop, on its way out, waits for cancelled tasks to clean up.
+# How long the loop waits at its end for cancelled tasks to clean up.
 TASK_GRACE_SECONDS = 0.2
 
 
-# After this time a wait looks around and goes on.
+# A blocking wait wakes up this often, so that an interrupt gets noticed.
 SECONDS_AT_A_TIME = 0.5
 
 
 class AwaitableFuture(concurrent.futures.Future[T]):
-    """A result that will be there later. Safe to use from any thread, and can be awaited in any event loop.
+    """A future that can be used from any thread and awaited in any event loop.
 
     Cancelling a task that awaits it cancels the future too; ``asyncio.shield`` prevents that.
     """
 
     def result(self, timeout: float | None = None) -> T:
-        """As ever, but an interrupt (Ctrl-C) that comes in the moment before the wait begins is noticed soon, too.
+        """Like the base class, but soon notices even an interrupt (Ctrl-C) that comes just before the wait begins.
 
-        Python itself notices such an interrupt only when the wait is over.
+        Python itself would notice such an interrupt only when the wait is over.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self.done():
@@ -72,11 +72,11 @@ class AwaitableFuture(concurrent.futures.Future[T]):
 
     @classmethod
     def reset_backend(cls) -> None:
-        """Nothing to reset: these futures live in one process, and need no thread or pipe of their own."""
+        """Does nothing: these futures live in one process, and need no thread or pipe of their own."""
 
 
 def in_thread(work: Callable[[], T]) -> AwaitableFuture[T]:
-    """Do something in a thread of its own that does not keep the interpreter from leaving."""
+    """Run a function in a new thread that does not keep the interpreter from exiting."""
     outcome: AwaitableFuture[T] = AwaitableFuture()
 
     def run() -> None:
@@ -92,22 +92,23 @@ def in_thread(work: Callable[[], T]) -> AwaitableFuture[T]:
 
 
 MPFuture = AwaitableFuture
-"""The name under which users of this field know it."""
+"""The name that users of this field know."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A new event loop: the one that ``SHOAL_LOOP`` asks for, else uvloop where it exists.
+    """A new event loop: the one that ``SHOAL_LOOP`` names, else uvloop where it exists.
 
-    Without uvloop it is the one of the system on which shoal works best, whatever the policy of the process says: on
-    Windows, Jupyter chooses a loop that can have no more than 512 sockets.
+    Without uvloop it is the system's loop that suits shoal best. The event loop policy of the process is ignored: on
+    Windows, Jupyter's policy chooses a loop with at most 512 sockets.
 
     Raises:
-        ValueError: ``SHOAL_LOOP`` names no such loop, or one that is not installed.
+        ValueError: ``SHOAL_LOOP`` names an unknown loop, or one that is not installed.
     """
-    return _loop_factory()()
+    return loop_factory()()
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """What makes the loop that the user has asked for."""
     wanted = setting("LOOP")
     if wanted not in ("", *LOOPS):
         raise ValueError(f"SHOAL_LOOP must be one of {', '.join(LOOPS)}, got {wanted!r}")
@@ -125,7 +126,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def switch_to_uvloop() -> asyncio.AbstractEventLoop:
-    """A new event loop, of uvloop where it exists, that is the current one of this thread from now on."""
+    """Make a new event loop (uvloop where it exists), and make it the current one of this thread."""
     loop = new_event_loop()
     asyncio.set_event_loop(loop)
     return loop
@@ -140,10 +141,9 @@ async def _end_remaining_tasks() -> None:
 
 
 def _report(loop: asyncio.AbstractEventLoop, report: dict[str, Any]) -> None:
-    """Errors that reach nobody are logged as ever, but for one that is no error.
+    """Log errors that nobody has caught in the usual way, except for one that is harmless.
 
-    uvloop cannot write what TLS still has to say when a connection has ended a moment ago. Its stream is told of the
-    end all the same.
+    uvloop fails to write the last TLS data when the connection has just ended. The stream learns of the end anyway.
     """
     error = report.get("exception")
     if report.get("message") == "Fatal error on SSL protocol" and isinstance(error, RuntimeError):
@@ -155,27 +155,27 @@ def _report(loop: asyncio.AbstractEventLoop, report: dict[str, Any]) -> None:
 class Reactor:
     """The loop and its thread. Use :meth:`get`; do not construct."""
 
-    _current: ClassVar[Reactor | None] = None
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    current: ClassVar[Reactor | None] = None
+    """That of this process, if there is one."""
+    lock: ClassVar[threading.Lock] = threading.Lock()
+    """Held while it is made."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.portals: weakref.WeakSet[Portal] = weakref.WeakSet()
         self.portal_numbers = itertools.count()
         made: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-        self.thread = threading.Thread(
-            target=self._run, args=(_loop_factory(), made), name="shoal-reactor", daemon=True
-        )
+        self.thread = threading.Thread(target=self._run, args=(loop_factory(), made), name="shoal-reactor", daemon=True)
         self.thread.start()
         self.loop = made.result()
 
     @classmethod
     def get(cls) -> Reactor:
-        """The reactor of this process, started if there is none."""
-        with cls._lock:
-            if cls._current is None or not cls._current.thread.is_alive():
-                cls._current = cls()
-            return cls._current
+        """The reactor of this process; starts one if there is none."""
+        with cls.lock:
+            if cls.current is None or not cls.current.thread.is_alive():
+                cls.current = cls()
+            return cls.current
 
     def _run(
         self,
@@ -184,7 +184,8 @@ class Reactor:
     ) -> None:
         """Make the loop and run it.
 
-        It is made here because the one of Windows, made in the main thread, takes what wakes that thread for Ctrl-C.
+        It is made in this thread because on Windows a loop made in the main thread takes over that thread's wake-up for
+        Ctrl-C.
         """
         try:
             loop = make_loop()
@@ -197,38 +198,38 @@ class Reactor:
         made.set_result(loop)
         try:
             loop.run_forever()
-            # Without this each would complain when it is collected.
+            # Otherwise asyncio would complain about each task when it is collected.
             loop.run_until_complete(_end_remaining_tasks())
         finally:
             loop.close()
 
     def in_loop_thread(self) -> bool:
-        """Whether the caller already runs inside the loop, where blocking would deadlock."""
+        """Whether the caller runs inside the loop, where blocking would deadlock."""
         return threading.get_ident() == self.thread.ident
 
     def stop(self, grace: float = EXIT_GRACE_SECONDS) -> None:
-        """Close everything that is still open and end the thread. Called at interpreter exit and by tests."""
+        """Close all open portals and end the thread. Called at interpreter exit and by tests."""
         if self.pid != os.getpid() or not self.thread.is_alive():
             return
         deadline = time.monotonic() + grace
         portals = [portal for portal in self.portals if not portal.closed]
-        # Averagers before their DHT.
+        # Newest first, so that averagers close before their DHT.
         for portal in sorted(portals, key=lambda portal: portal.number, reverse=True):
             left = deadline - time.monotonic()
-            # Leave time for the others.
+            # At most half of the time left, so that the others get some, too.
             concurrent.futures.wait([portal.begin_close()], timeout=max(0.0, left / 2))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(max(2 * TASK_GRACE_SECONDS, deadline - time.monotonic()))
 
 
 def _forget_after_fork() -> None:
-    Reactor._current = None
-    Reactor._lock = threading.Lock()
+    Reactor.current = None
+    Reactor.lock = threading.Lock()
 
 
 def _stop_at_exit() -> None:
-    if Reactor._current is not None:
-        Reactor._current.stop()
+    if Reactor.current is not None:
+        Reactor.current.stop()
 
 
 if hasattr(os, "register_at_fork"):
@@ -241,13 +242,13 @@ async def _no_goodbye() -> None:
 
 
 def _run_in(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T]) -> AwaitableFuture[T]:
-    """Run a coroutine in the loop of another thread; like ``run_coroutine_threadsafe``, but it can be awaited."""
+    """Run a coroutine in another thread's loop; like ``run_coroutine_threadsafe``, but the future can be awaited."""
     future: AwaitableFuture[T] = AwaitableFuture()
 
     def start() -> None:
         task = loop.create_task(coro)
         task.add_done_callback(functools.partial(_resolve, future))
-        # No cycle: it would keep results alive.
+        # Without a reference cycle, which would keep results alive.
         future.add_done_callback(functools.partial(_cancel, loop, task))
 
     loop.call_soon_threadsafe(start)
@@ -272,10 +273,10 @@ def _resolve(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> Non
 
 
 class Portal:
-    """One object's door into the reactor.
+    """One object's access to the reactor.
 
     Args:
-        owner: how error messages call the object, such as ``"DHT"``.
+        owner: name of the object in error messages, such as ``"DHT"``.
     """
 
     def __init__(self, owner: str) -> None:
@@ -284,8 +285,8 @@ class Portal:
         self.number = next(self.reactor.portal_numbers)
         self.reactor.portals.add(self)
         self._pending: set[concurrent.futures.Future[Any]] = set()
-        # A finaliser may close this portal in the middle of a submit of the same thread.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Re-entrant, because a finaliser may close this portal while the same thread is inside :meth:`submit`."""
         self._goodbye: Callable[[], Coroutine[Any, Any, None]] = _no_goodbye
         self._closing: concurrent.futures.Future[None] | None = None
 
@@ -299,7 +300,7 @@ class Portal:
         self._goodbye = goodbye
 
     def check(self) -> None:
-        """Raise :class:`ReactorError` if the loop cannot be used from this process, or not any more."""
+        """Raise :class:`ReactorError` if the loop belongs to another process or has ended."""
         if self.reactor.pid != os.getpid():
             raise ReactorError(
                 f"this {self.owner} was made in process {self.reactor.pid} before fork and cannot work in process "
@@ -309,21 +310,21 @@ class Portal:
             raise ReactorError(f"this {self.owner} is closed: the background loop has ended")
 
     def check_open(self) -> None:
-        """Raise :class:`ReactorError` if the owner was shut down, or as :meth:`check`."""
+        """Like :meth:`check`, but raise :class:`ReactorError` also if the owner was shut down."""
         self.check()
         if self._closing is not None:
             raise ReactorError(f"this {self.owner} is shut down: create a new one")
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> AwaitableFuture[T]:
-        """Run a coroutine in the loop; cancelling the returned future cancels it. Any other loop may await it.
+        """Run a coroutine in the loop. Cancelling the returned future cancels it; any loop may await the future.
 
         Raises:
             ReactorError: the owner was shut down, or belongs to the parent of this forked process.
         """
         try:
-            # Before the lock: in a forked child nobody may be left to release it.
+            # Before taking the lock: in a forked child its holder may not exist any more.
             self.check()
-            with self._lock:
+            with self.lock:
                 self.check_open()
                 future = _run_in(self.reactor.loop, coro)
                 self._pending.add(future)
@@ -339,8 +340,8 @@ class Portal:
         """Run a coroutine in the loop and wait for its result.
 
         Raises:
-            ReactorError: as :meth:`submit`, or called from inside the loop, where it would wait for itself.
-            TimeoutError: not done in time; the coroutine is cancelled.
+            ReactorError: as for :meth:`submit`, or the caller runs inside the loop, which would wait for itself.
+            TimeoutError: the coroutine was not done in time; it is cancelled.
         """
         if self.reactor.pid == os.getpid() and self.reactor.in_loop_thread():
             coro.close()
@@ -356,15 +357,15 @@ class Portal:
             raise
 
     def begin_close(self) -> concurrent.futures.Future[None]:
-        """Start closing: cancel what is in flight, then run the goodbye. Idempotent."""
+        """Start closing: cancel all that is in flight, then run the goodbye. Idempotent."""
         if self.reactor.pid != os.getpid() or not self.reactor.thread.is_alive():
             closed: concurrent.futures.Future[None] = concurrent.futures.Future()
-            # No lock here: after a fork it may be held by a thread that does not exist.
+            # No lock here: after a fork a thread that does not exist may hold it.
             closed.set_result(None)
             return closed
-        with self._lock:
+        with self.lock:
             if self._closing is None:
-                # Resolved at once, even if the loop is busy.
+                # Cancelled from here, so that they resolve at once even if the loop is busy.
                 for future in list(self._pending):
                     future.cancel()
                 self._closing = asyncio.run_coroutine_threadsafe(self._close(), self.reactor.loop)

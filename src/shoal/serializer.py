@@ -1,15 +1,16 @@
-"""Plain Python values to msgpack and back, for what users put into the DHT.
+"""Turns plain Python values into msgpack and back, for the values that users put into the DHT.
 
-Tuples survive as tuples: they travel as an extension type of their own, so that a tuple key and a list key differ.
-Nothing but plain values and registered types is ever created from bytes.
+Tuples stay tuples: they have an extension type of their own, so that a tuple key and a list key differ. Decoding
+creates nothing but plain values and registered types.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import msgpack
@@ -18,22 +19,24 @@ from shoal.logs import Seldom
 
 logger = logging.getLogger(__name__)
 
-# Deeper ones would exhaust the stack of whoever reads them.
+# More deeply nested tuples would exhaust the reader's stack.
 _MAX_DEPTH = 64
 
 
-_warn_seldom = Seldom(logger.warning)
-# A dictionary with so many keys, or more, of one hash takes time in the square of their number.
+warn_seldom = Seldom(logger.warning)
+# Each costs a call of Python; a newer version may know a few that this one does not.
+_MAX_UNKNOWN_EXTENSIONS = 1024
+# A dictionary with this many keys of one hash is refused: building it takes time in the square of their number.
 _MAX_KEYS_OF_A_HASH = 64
 
 
 def check_keys(keys: Sequence[Hashable]) -> None:
     """Refuse keys that were chosen to have the same hash.
 
-    The hashes of tuples and numbers are known to everybody, those of texts and bytes are different in each process.
+    Anybody can compute hashes of tuples and numbers; those of strings and bytes differ in each process.
 
     Raises:
-        ValueError: many of these have the same one.
+        ValueError: many of the keys have the same hash.
     """
     if len(keys) >= _MAX_KEYS_OF_A_HASH and max(Counter(map(hash, keys)).values()) >= _MAX_KEYS_OF_A_HASH:
         raise ValueError(f"at least {_MAX_KEYS_OF_A_HASH} of {len(keys)} keys have the same hash")
@@ -58,7 +61,7 @@ class SerializerBase(ABC):
 
 
 class ExtSerializable(Protocol):
-    """What :meth:`MSGPackSerializer.ext_serializable` asks of a class."""
+    """The methods that :meth:`MSGPackSerializer.ext_serializable` requires of a class."""
 
     def packb(self) -> bytes: ...
 
@@ -115,13 +118,15 @@ class MSGPackSerializer(SerializerBase):
         )
 
     @classmethod
-    def _decode_ext(cls, code: int, data: bytes, depth: int) -> Any:
+    def _decode_ext(cls, code: int, data: bytes, depth: int, unknown: Iterator[int]) -> Any:
         if code == cls._TUPLE_CODE:
-            return tuple(cls._loads(data, depth + 1))
+            return tuple(cls._loads(data, depth + 1, unknown))
         known = cls._ext_type_codes.get(code)
         if known is not None:
             return known.unpackb(data)
-        _warn_seldom("unknown msgpack extension code %#x: the value is kept as raw bytes", code)
+        if next(unknown) >= _MAX_UNKNOWN_EXTENSIONS:
+            raise ValueError(f"more than {_MAX_UNKNOWN_EXTENSIONS} values of unknown extension types")
+        warn_seldom("unknown msgpack extension code %#x: the value is kept as raw bytes", code)
         return data
 
     @classmethod
@@ -140,20 +145,20 @@ class MSGPackSerializer(SerializerBase):
         Raises:
             ValueError: the bytes are not exactly one msgpack value, or are nested too deeply.
         """
-        return cls._loads(buf, 0)
+        return cls._loads(buf, 0, itertools.count())
 
     @classmethod
-    def _loads(cls, buf: bytes, depth: int) -> Any:
+    def _loads(cls, buf: bytes, depth: int, unknown: Iterator[int]) -> Any:
         if depth > _MAX_DEPTH:
             raise ValueError(f"tuples are nested more than {_MAX_DEPTH} deep")
         try:
             return msgpack.loads(
                 buf,
-                ext_hook=lambda code, data: cls._decode_ext(code, data, depth),
+                ext_hook=lambda code, data: cls._decode_ext(code, data, depth, unknown),
                 object_pairs_hook=_as_dictionary,
                 raw=False,
                 strict_map_key=False,
             )
         except (TypeError, ValueError, msgpack.exceptions.UnpackException) as e:
-            # Unhashable keys, truncated, too long.
+            # Unhashable keys, or bytes that are truncated or too many.
             raise ValueError(f"not a valid msgpack value: {type(e).__name__}: {e}") from e

@@ -1,4 +1,4 @@
-"""Running coroutines: several together, until the first is done, until they have really ended, in a worker thread."""
+"""Helpers to run coroutines together, to wait for them or cancel them, and to do blocking work in threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def all_of(*work: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines together; the failure of one cancels the others."""
+    """Run coroutines together; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.gather(*tasks)
@@ -26,16 +26,16 @@ async def run_in_worker(function: Callable[..., T], *args: Any) -> T:
     try:
         future = asyncio.get_running_loop().run_in_executor(None, function, *args)
     except RuntimeError:
-        # The interpreter is on its way out and takes no new work for threads.
+        # The interpreter is shutting down and accepts no new work for threads.
         return function(*args)
     return await future
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> bool:
-    """Cancel tasks and wait until all of them have really ended; their errors are theirs.
+    """Cancel tasks and wait until all of them have really ended; their errors are not raised here.
 
     Returns:
-        Whether all of them ended by being cancelled.
+        Whether all of them were cancelled.
     """
     for task in tasks:
         task.cancel()
@@ -44,39 +44,37 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> bool:
 
 
 async def await_cancelled(awaitable: Awaitable[Any]) -> bool:
-    """Wait until a task or future has ended, and tell whether it was cancelled; its errors are its own."""
+    """Wait until a task or future has ended, and return whether it was cancelled; its error is not raised here."""
     task = asyncio.ensure_future(awaitable)
     await asyncio.wait([task])
     if not task.cancelled():
-        task.exception()  # it has been seen
+        task.exception()  # marks it as retrieved, so that asyncio does not log it
     return task.cancelled()
 
 
 async def first_completed(*awaitables: Awaitable[Any], timeout: float | None = None) -> None:
-    """Wait until one of several awaitables is done or the time is up; what is left is cancelled."""
+    """Wait until one of several awaitables is done or the time is up; the others are cancelled."""
     tasks = [asyncio.ensure_future(a) for a in awaitables]
     try:
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
 
 
 @asynccontextmanager
 async def enter_asynchronously(context: AbstractContextManager[T, Any]) -> AsyncIterator[T]:
-    """Enter a context whose ``__enter__`` may block, without blocking the loop; it is left in the loop's thread.
+    """Enter a context whose ``__enter__`` may block, without blocking the loop. It exits in the loop's thread.
 
-    Any number of coroutines may wait: each has a thread of its own while it does, because the few threads of an
-    executor might all wait for locks whose holders are in the queue behind them. A lock that knows its owner, such as
-    ``threading.RLock``, does not work: it is taken in another thread than released.
+    Any number of coroutines may wait, each in a thread of its own. An executor would not do: its few threads might all
+    wait for locks whose holders are queued behind them. A lock that knows its owner, such as ``threading.RLock``, does
+    not work here, because one thread takes it and another one releases it.
     """
     entered: concurrent.futures.Future[T] = concurrent.futures.Future()
     threading.Thread(target=_enter, args=(context, entered), name="shoal-enter", daemon=True).start()
     try:
         value = await asyncio.wrap_future(entered)
     except asyncio.CancelledError:
-        # It was entered at the same moment.
+        # The context may have been entered just before the cancellation: leave it again.
         if not entered.cancel() and entered.exception() is None:
             context.__exit__(None, None, None)
         raise
@@ -94,5 +92,5 @@ def _enter(context: AbstractContextManager[T, Any], entered: concurrent.futures.
         return
     if entered.set_running_or_notify_cancel():
         entered.set_result(value)
-    else:  # nobody waits for it any more
+    else:  # the caller was cancelled: leave the context again
         context.__exit__(None, None, None)

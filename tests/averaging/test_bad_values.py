@@ -16,6 +16,7 @@ from shoal.compression import CompressionInfo, Float16Compression, NoCompression
 from tests.averaging.swarm import Swarm, make_control
 from tests.compression.codecs import ALL, name_of
 from tests.device import on_cpu_only
+from tests.dht.virtual_time import alone_in_virtual_time
 
 pytestmark = on_cpu_only  # all values are in host memory here
 
@@ -44,7 +45,7 @@ async def start(tensors, **settings):
     averages = settings.pop("averages", [average_once] * len(tensors))
     modes = settings.pop("modes", [NODE] * len(tensors))
     for each, average, mode in zip(tensors, averages, modes, strict=True):
-        await swarm.add(each, average, mode=mode, **{"part_size_bytes": 4000, **settings})
+        await swarm.add(each, average=average, mode=mode, **{"part_size_bytes": 4000, **settings})
     return swarm
 
 
@@ -67,6 +68,7 @@ def warnings_of(caplog, text):
 
 @pytest.mark.parametrize("codec", ALL, ids=name_of)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@alone_in_virtual_time
 async def test_the_others_get_their_own_mean_and_so_does_the_bad_one(codec, bad, caplog):
     tensors = make_tensors(4)
     mean = sum(each[0].double() for each in tensors[1:]) / 3
@@ -91,6 +93,7 @@ async def test_the_others_get_their_own_mean_and_so_does_the_bad_one(codec, bad,
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@alone_in_virtual_time
 async def test_tensors_of_all_types_beside_empty_and_whole_ones(dtype):
     tensors = [[torch.full((500,), 4.0 + 2 * i).to(dtype), torch.empty(0), torch.arange(9) + 2 * i] for i in range(3)]
     tensors[0][0][499] = torch.nan
@@ -104,6 +107,7 @@ async def test_tensors_of_all_types_beside_empty_and_whole_ones(dtype):
 
 
 @pytest.mark.parametrize("codec", [NoCompression(), Float16Compression()], ids=name_of)
+@alone_in_virtual_time
 async def test_the_warning_comes_once_until_the_values_are_sound_again(codec, caplog):
     tensors = make_tensors(2)
     swarm = await start(tensors, compression=codec)
@@ -116,6 +120,7 @@ async def test_the_warning_comes_once_until_the_values_are_sound_again(codec, ca
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.25])
+@alone_in_virtual_time
 async def test_who_moves_part_of_the_way_takes_the_average_where_its_own_values_are_bad(alpha):
     tensors = [[torch.full((SIZE,), float(i))] for i in range(3)]
     tensors[0][0][5] = torch.nan
@@ -128,6 +133,7 @@ async def test_who_moves_part_of_the_way_takes_the_average_where_its_own_values_
 
 
 @pytest.mark.parametrize("codec", [NoCompression(), Float16Compression(), Uniform8BitQuantization()], ids=name_of)
+@alone_in_virtual_time
 async def test_if_all_are_bad_there_is_no_average_and_nothing_changes(codec):
     tensors = make_tensors(3)
     for each in tensors:
@@ -143,6 +149,7 @@ async def test_if_all_are_bad_there_is_no_average_and_nothing_changes(codec):
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_clients_and_auxiliaries():
     tensors = [[torch.full((SIZE,), float(i))] for i in range(4)]
     tensors[0][0][0] = torch.nan
@@ -156,6 +163,7 @@ async def test_clients_and_auxiliaries():
 
 @pytest.mark.parametrize("are_all_bad", [False, True])
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
+@alone_in_virtual_time
 async def test_who_is_late_and_bad_gets_the_result(late, are_all_bad):
     tensors = [[torch.full((SIZE,), float(i))] for i in range(4)]
     for index in range(4) if are_all_bad else [late]:
@@ -180,6 +188,7 @@ async def test_who_is_late_and_bad_gets_the_result(late, are_all_bad):
 
 
 @pytest.mark.parametrize("codec", ALL, ids=name_of)
+@alone_in_virtual_time
 async def test_what_arrives_bad_is_left_out_and_its_sender_is_named(codec, caplog):
     """Some codecs turn bad values into 0: then they count as such."""
     tensors = make_tensors(4)
@@ -200,9 +209,12 @@ async def test_what_arrives_bad_is_left_out_and_its_sender_is_named(codec, caplo
         assert control.round.share_averaged == 1
         assert not control.round.failed_peers
     assert len(warnings_of(caplog, f"left out values of {bad}")) == 3 * len(expected)
+    troubles = [node.p2p.metrics.troubles["values that are not finite"] for node in swarm.nodes]
+    assert sum(troubles) == 3 * len(expected)
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_bad_values_of_weight_zero_are_nobody_s_concern(caplog):
     tensors = make_tensors(3)
     mean = (tensors[1][0] + tensors[2][0]) / 2
@@ -217,6 +229,7 @@ async def test_bad_values_of_weight_zero_are_nobody_s_concern(caplog):
     assert not warnings_of(caplog, "")
 
 
+@alone_in_virtual_time
 async def test_who_has_sent_bad_values_is_refused_for_a_while(monkeypatch):
     monkeypatch.setattr("shoal.averaging.groups.leading.SEEN_SEARCHES", 2)
     tensors = make_tensors(4)
@@ -243,6 +256,7 @@ async def test_who_has_sent_bad_values_is_refused_for_a_while(monkeypatch):
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_who_sees_it_tells_the_others_through_the_coordinator():
     """They take it for true for one round: what a single peer says may be a lie."""
     tensors = make_tensors(4)
@@ -251,7 +265,7 @@ async def test_who_sees_it_tells_the_others_through_the_coordinator():
     bad = swarm.nodes[0].p2p.peer_id
     controls = await run_round(swarm)
     assert all(control.round.not_finite_peers == (bad,) for control in controls[1:])
-    seen = [node for node in swarm.nodes[1:] if node.lanes[""].matchmaking.refusals._left[bad] == SEEN_SEARCHES]
+    seen = [node for node in swarm.nodes[1:] if node.lanes[""].matchmaking.refusals.left[bad] == SEEN_SEARCHES]
     assert len(seen) == 1
     searches = [node.lanes[""].matchmaking.refusals.next_search for node in swarm.nodes[1:]]
     assert all(bad in search() for search in searches)
@@ -263,6 +277,7 @@ async def test_who_sees_it_tells_the_others_through_the_coordinator():
 
 
 @pytest.mark.parametrize("weights", [(2.0**53,) * 3, (1e-320, 1e-320, 1e-320), (1e15, 1e15, 1e15)])
+@alone_in_virtual_time
 async def test_equal_weights_of_any_size_give_the_same_bits(weights):
     results = []
     for each in (weights, (1.0, 1.0, 1.0)):
@@ -275,6 +290,7 @@ async def test_equal_weights_of_any_size_give_the_same_bits(weights):
     assert torch.equal(*results)
 
 
+@alone_in_virtual_time
 async def test_a_tiny_weight_beside_a_huge_one_counts_nothing():
     tensors = make_tensors(3)
     mean = (tensors[0][0] + tensors[2][0]) / 2
@@ -288,6 +304,7 @@ async def test_a_tiny_weight_beside_a_huge_one_counts_nothing():
 @pytest.mark.parametrize("codec", ALL, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
+@alone_in_virtual_time
 async def test_the_mean_of_huge_values_is_finite(codec, dtype, alpha):
     largest = torch.finfo(dtype).max
     tensors = [[torch.full((200,), largest, dtype=dtype)] for _ in range(3)]
@@ -301,6 +318,7 @@ async def test_the_mean_of_huge_values_is_finite(codec, dtype, alpha):
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_a_difference_is_refused_where_there_can_be_none(monkeypatch):
     """Of whole numbers averages travel as they are: a reducer that says otherwise has failed, and no more."""
     tensors = [[torch.full((SIZE,), 10 * i)] for i in range(2)]

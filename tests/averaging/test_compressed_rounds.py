@@ -19,6 +19,7 @@ from shoal.compression import (
 from shoal.compression.adaptive import AdaptiveCompressionBase
 from tests.averaging.swarm import Swarm, make_control
 from tests.compression.codecs import ALL, LOSSY, name_of
+from tests.dht.virtual_time import alone_in_virtual_time
 
 SHAPES = [(100, 260), (7,), (), (0, 5), (5, 1)]
 TOLERANCE = {"BFloat16Compression": 0.01, "BlockwiseQuantization": 0.05, "Blockwise4BitQuantization": 0.3}
@@ -37,6 +38,7 @@ async def average(tensors, **settings):
 
 @pytest.mark.parametrize("codec", ALL, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@alone_in_virtual_time
 async def test_every_codec_averages(codec, dtype):
     torch.manual_seed(0)
     tensors = [[torch.randn(shape).to(dtype) for shape in SHAPES] for _ in range(3)]
@@ -52,6 +54,7 @@ async def test_every_codec_averages(codec, dtype):
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=name_of)
+@alone_in_virtual_time
 async def test_members_that_agree_stay_where_they_are(codec):
     """Whatever a codec does to values far out: it does so to all members' values, and that cancels out."""
     torch.manual_seed(0)
@@ -64,6 +67,7 @@ async def test_members_that_agree_stay_where_they_are(codec):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.complex64, torch.float64], ids=str)
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
+@alone_in_virtual_time
 async def test_exact_tensors_of_any_type_beside_lossy_ones(dtype, alpha):
     codec = PerTensorCompression([Uniform8BitQuantization(), NoCompression()])
     tensors = [[torch.full((1000,), 1.0 + i), torch.full((1000,), 10 + 8 * i).to(dtype)] for i in range(2)]
@@ -85,6 +89,7 @@ class Recorder(Uniform8BitQuantization):
 
 
 @pytest.mark.parametrize("kind", ["by size", "by key"])
+@alone_in_virtual_time
 async def test_the_codec_of_each_tensor_gets_parts_of_the_size_that_was_asked_for(kind):
     torch.manual_seed(0)
     recorder = Recorder()
@@ -121,6 +126,7 @@ class Clipped(AdaptiveCompressionBase):
         return super().compress(tensor.clamp(-1, 1), info, allow_inplace)
 
 
+@alone_in_virtual_time
 async def test_an_adaptive_codec_with_its_own_compress_is_asked_for_every_part():
     codec = Clipped()
     tensors = [[torch.full((100,), value), torch.full((5_000,), value)] for value in (0.5, 3.0)]

@@ -24,7 +24,7 @@ def make_search(group, pending):
     future = asyncio.get_running_loop().create_future()
     if group is not None:
         future.set_result(SimpleNamespace(peer_ids=group))
-    return SimpleNamespace(group=future, pending=pending, offers={})
+    return SimpleNamespace(group=future, pending=pending, unseen={}, offers={})
 
 
 async def test_members_of_the_group_end_them_and_others_are_cut_off(peers, monkeypatch):

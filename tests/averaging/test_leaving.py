@@ -9,16 +9,18 @@ import torch
 
 from shoal.errors import DHTError
 from tests.averaging.swarm import Swarm, make_control, until
+from tests.dht.virtual_time import alone_in_virtual_time
 
 
 async def start_a_search(node):
     """The averager looks for a group, and has told the table so."""
     step = asyncio.ensure_future(node.run_step(make_control(node)))
     matchmaking = node.lanes[""].matchmaking
-    await until(lambda: matchmaking._search is not None and matchmaking._search.declared.is_set())
+    await until(lambda: matchmaking.search is not None and matchmaking.search.declared.is_set())
     return step
 
 
+@alone_in_virtual_time
 async def test_an_averager_that_closes_while_it_looks_for_a_group_has_withdrawn():
     swarm = Swarm()
     get = swarm.table.get
@@ -40,6 +42,7 @@ async def test_an_averager_that_closes_while_it_looks_for_a_group_has_withdrawn(
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_a_table_that_is_closed_before_is_no_failure_that_nobody_has_seen():
     swarm = Swarm()
     unseen: list[str] = []
@@ -53,7 +56,7 @@ async def test_a_table_that_is_closed_before_is_no_failure_that_nobody_has_seen(
     swarm.table.store = refuse
     step.cancel()
     await asyncio.wait([step])
-    await until(lambda: not node.lanes[""].matchmaking._background)
+    await until(lambda: not node.lanes[""].matchmaking.background)
     gc.collect()
     assert unseen == []
     del swarm.table.store
@@ -69,11 +72,12 @@ async def make_leader_and_follower(swarm, **options):
     leading = asyncio.ensure_future(leader.run_step(control))
     following = asyncio.ensure_future(follower.run_step(follower_control))
     matchmaking = leader.lanes[""].matchmaking
-    await until(lambda: matchmaking._search is not None and matchmaking._search.followers)
-    await until(lambda: follower.lanes[""].matchmaking._search.leader is not None)
+    await until(lambda: matchmaking.search is not None and matchmaking.search.followers)
+    await until(lambda: follower.lanes[""].matchmaking.search.leader is not None)
     return leader, leading, control, following, follower_control
 
 
+@alone_in_virtual_time
 async def test_a_follower_that_gives_up_is_in_no_group():
     """If its connection had broken, it would be expected to come back."""
     swarm = Swarm()
@@ -81,8 +85,8 @@ async def test_a_follower_that_gives_up_is_in_no_group():
     third = await swarm.add([torch.full((4,), 2.0)], min_matchmaking_time=9.0)
     matchmaking = leader.lanes[""].matchmaking
     following.cancel()
-    await until(lambda: not matchmaking._search.followers)
-    assert not matchmaking._search.lost
+    await until(lambda: not matchmaking.search.followers)
+    assert not matchmaking.search.lost
     control.expected_group_size = 2
     await third.run_step(make_control(third, expected_group_size=2))
     await leading
@@ -91,18 +95,19 @@ async def test_a_follower_that_gives_up_is_in_no_group():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_a_follower_that_gives_up_while_the_group_starts_is_not_waited_for():
     swarm = Swarm()
     patience = {"sender_timeout": 300.0, "reducer_timeout": 600.0}  # longer than a test may take
     leader, leading, control, following, follower_control = await make_leader_and_follower(swarm, **patience)
     matchmaking = leader.lanes[""].matchmaking
-    start = matchmaking._start_group
+    start = matchmaking.start_group
 
     def start_and_lose_the_follower(search):
         start(search)
         following.cancel()
 
-    matchmaking._start_group = start_and_lose_the_follower
+    matchmaking.start_group = start_and_lose_the_follower
     control.expected_group_size = follower_control.expected_group_size = 2
     await asyncio.wait([leading])
     assert control.round is None or control.round.failed_peers

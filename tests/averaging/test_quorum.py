@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from shoal.averaging import DecentralizedAverager
-from shoal.averaging.allreduce.exchange import Delivery
+from shoal.averaging.allreduce.delivery import Delivery
 from shoal.averaging.control import AveragingMode
 from shoal.compression import Float16Compression
 from shoal.dht import DHT
 from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
-from tests.dht.virtual_time import in_virtual_time
+from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
 SIZE = 30_000
 
@@ -45,6 +45,7 @@ def check(controls, swarm, tensors, before, contributors, late):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@alone_in_virtual_time
 async def test_who_is_triggered_late_gets_the_result(seed):
     """The order of the members differs from seed to seed: whoever coordinates may be the late one."""
     swarm, tensors = await start(seed)
@@ -62,23 +63,25 @@ async def test_who_is_triggered_late_gets_the_result(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@alone_in_virtual_time
 async def test_who_sends_too_slowly_gets_the_result(monkeypatch, seed):
     swarm, tensors = await start(seed, part_size_bytes=2**12)
     before = [tensor.clone() for tensor in tensors]
-    send_parts = Delivery._send_parts
+    send_parts = Delivery.send_parts
 
     async def slow(self, call):
         if owner_of(swarm, self._traffic.vector) is swarm.nodes[0]:
             await asyncio.Event().wait()  # for ever, it must be interrupted
         await send_parts(self, call)
 
-    monkeypatch.setattr(Delivery, "_send_parts", slow)
+    monkeypatch.setattr(Delivery, "send_parts", slow)
     controls = [make_control(node, expected_group_size=4) for node in swarm.nodes]
     await asyncio.gather(*[node.run_step(c) for node, c in zip(swarm.nodes, controls, strict=True)])
     check(controls, swarm, tensors, before, (1, 2, 3), late=0)
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_nobody_is_late_if_all_deliver_within_the_grace():
     swarm, tensors = await start(0, quorum=2, quorum_grace=15.0)
     before = [tensor.clone() for tensor in tensors]
@@ -87,10 +90,11 @@ async def test_nobody_is_late_if_all_deliver_within_the_grace():
         asyncio.gather(*[node.run_step(c) for node, c in zip(swarm.nodes, controls, strict=True)]), 10
     )  # not even the grace is waited for
     check(controls, swarm, tensors, before, (0, 1, 2, 3), late=None)
-    await until(lambda: all(len(node._rounds) == 0 for node in swarm.nodes))
+    await until(lambda: all(len(node.rounds) == 0 for node in swarm.nodes))
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_the_late_one_may_be_in_client_mode():
     swarm = Swarm(1)
     tensors = [torch.full((50,), float(i)) for i in range(3)]
@@ -107,6 +111,7 @@ async def test_the_late_one_may_be_in_client_mode():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_a_lossy_result_reaches_the_late_one_within_its_precision():
     swarm, tensors = await start(2, compression=Float16Compression())
     before = [tensor.clone() for tensor in tensors]
@@ -129,7 +134,7 @@ async def test_the_result_is_not_kept_for_ever(monkeypatch):
     ]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     await asyncio.gather(*running[1:])
-    await until(lambda: not any(len(node._rounds) for node in swarm.nodes[1:]))
+    await until(lambda: not any(len(node.rounds) for node in swarm.nodes[1:]))
     mine = tensors[0].clone()
     controls[0].allow_allreduce()
     await running[0]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 
 import pytest
 import torch
 
+from shoal.averaging import Aggregation, CenteredClip
+from shoal.averaging.allreduce.combining import HEAVY_VALUES, Combiner
 from shoal.averaging.allreduce.parts import Part, Segment
 from shoal.averaging.allreduce.reducer import OwnAverage, PartReducer, weighted_mean
 from shoal.compression import (
@@ -17,25 +20,29 @@ from shoal.compression import (
     Uniform8BitQuantization,
     deserialize_torch_tensor,
 )
-from shoal.errors import ProtocolError
+from shoal.errors import AllreduceException, ProtocolError
 from tests.device import on_cpu_only
+from tests.dht.virtual_time import alone_in_virtual_time
 
 pytestmark = on_cpu_only  # all values are in host memory here
 
 EXACT = NoCompression()
 
 
-def make_reducer(parts, senders, *, local=True, weight=1.0, codec=EXACT, role=TensorRole.UNSPECIFIED):
+def make_reducer(parts, senders, *, local=True, weight=1.0, codec=EXACT, role=TensorRole.UNSPECIFIED, rule=None):
     """Each tensor is a part."""
     infos = [CompressionInfo.from_tensor(part, key=0, part_size=part.numel(), role=role) for part in parts]
     described = [
         Part((Segment(index, 0, len(part)),), len(part), 0, codec, info)
         for index, (part, info) in enumerate(zip(parts, infos, strict=True))
     ]
-    return PartReducer(described, senders, (lambda part: part.of(parts)) if local else None, 0, {0: weight})
+    combiner = None if rule is None else Combiner(rule, sum(map(len, parts)), {}, pytest.fail)
+    own_values = (lambda part: part.of(parts)) if local else None
+    return PartReducer(described, senders, own_values, 0, {0: weight}, combiner=combiner)
 
 
 @pytest.mark.parametrize("num_parts", [0, 1, 100])
+@alone_in_virtual_time
 async def test_mean_is_exact_for_any_interleaving(num_parts):
     rng = random.Random(num_parts)
     values = {i: [torch.randn(k + 1) for k in range(num_parts)] for i in range(4)}
@@ -69,6 +76,7 @@ async def test_mean_is_exact_for_any_interleaving(num_parts):
         assert torch.equal(a[index], d[index])
 
 
+@alone_in_virtual_time
 async def test_result_does_not_depend_on_who_is_faster():
     values = [torch.randn(1000) for _ in range(5)]
     results = []
@@ -81,6 +89,7 @@ async def test_result_does_not_depend_on_who_is_faster():
     assert torch.equal(*results)
 
 
+@alone_in_virtual_time
 async def test_banned_sender_is_excluded_from_what_it_has_not_delivered():
     local, sent = [torch.zeros(3), torch.zeros(3)], torch.ones(3)
     reducer = make_reducer(local, [1, 2])
@@ -97,6 +106,7 @@ async def test_banned_sender_is_excluded_from_what_it_has_not_delivered():
     assert reducer.banned == {1: "gone"}
 
 
+@alone_in_virtual_time
 async def test_ban_while_an_early_part_waits_does_not_hang():
     reducer = make_reducer([torch.zeros(1), torch.zeros(1)], [1, 2])
     for sender in (1, 2):
@@ -109,6 +119,7 @@ async def test_ban_while_an_early_part_waits_does_not_hang():
     assert torch.allclose((await reducer.average(1)).values, torch.full((1,), 2 / 3))  # what it had delivered counts
 
 
+@alone_in_virtual_time
 async def test_all_weights_zero_means_no_average():
     reducer = make_reducer([torch.ones(2)], [1], weight=0.0)
     reducer.begin(1, 0.0)
@@ -117,6 +128,7 @@ async def test_all_weights_zero_means_no_average():
     assert await reducer.average(0) == OwnAverage(None, is_delta=False, is_shared=True)
 
 
+@alone_in_virtual_time
 async def test_sender_cannot_run_far_ahead(monkeypatch):
     monkeypatch.setattr("shoal.averaging.allreduce.reducer.WINDOW_BYTES", 0)
     reducer = make_reducer([torch.zeros(1)] * 5, [1, 2])
@@ -149,6 +161,7 @@ def test_mean_of_integers_is_rounded():
     assert mean.tolist() == [2, 2, -6]
 
 
+@alone_in_virtual_time
 async def test_who_was_excluded_does_not_take_what_others_still_need():
     reducer = make_reducer([torch.zeros(3)], [1, 2, 3], local=False)
     for sender in (1, 2):
@@ -164,6 +177,7 @@ async def test_who_was_excluded_does_not_take_what_others_still_need():
 
 @pytest.mark.parametrize("is_similar", [True, False])
 @pytest.mark.parametrize("role", [TensorRole.GRADIENT, TensorRole.PARAMETER])
+@alone_in_virtual_time
 async def test_own_values_count_as_the_others_do_if_they_are_much_the_same(role, is_similar):
     codec = Uniform8BitQuantization()
     own, noise = torch.randn(2, 1000).unbind()
@@ -182,6 +196,7 @@ async def test_own_values_count_as_the_others_do_if_they_are_much_the_same(role,
         torch.testing.assert_close(average.values, (sent - counted) / 2)
 
 
+@alone_in_virtual_time
 async def test_whose_values_come_first_makes_no_difference():
     own, unlike = torch.randn(2, 1000).unbind()
     sent = {1: own + 0.01, 2: unlike}
@@ -215,6 +230,7 @@ def test_what_has_no_weight_is_left_out():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("number", [3, 7, 10])
+@alone_in_virtual_time
 async def test_mean_of_the_largest_values_is_finite(dtype, number):
     """Shares as a third are rounded, and may add up to more than 1."""
     largest = torch.full((5,), torch.finfo(dtype).max, dtype=dtype)
@@ -226,6 +242,7 @@ async def test_mean_of_the_largest_values_is_finite(dtype, number):
     torch.testing.assert_close(average, largest)
 
 
+@alone_in_virtual_time
 async def test_values_that_changed_after_they_were_checked_do_not_count():
     """Somebody writes into tensors that are being averaged: this peer's own part is left out, and it gets the mean."""
     own = torch.tensor([1.0, torch.nan])
@@ -236,3 +253,103 @@ async def test_values_that_changed_after_they_were_checked_do_not_count():
     average = await reducer.average(0)
     assert not average.is_delta
     assert average.values.tolist() == [1.5, 1.5]
+
+
+class HeldUp(Aggregation):
+    """Averages when it is told to, and says where."""
+
+    def __init__(self, *, held_up=True):
+        self.began, self.may_go_on, self.threads = threading.Event(), threading.Event(), []
+        if not held_up:
+            self.may_go_on.set()
+
+    def combine(self, values, weights, share):
+        self.threads.append(threading.current_thread())
+        self.began.set()
+        assert threading.current_thread() is not threading.main_thread() or self.may_go_on.is_set(), "hangs"
+        self.may_go_on.wait()
+        return values.mean(0)
+
+
+LARGE = HEAVY_VALUES
+
+
+async def deliver_all(reducer, senders, *, parts=1):
+    for sender in senders:
+        reducer.begin(sender, 1.0)
+        for index in range(parts):
+            reducer.deliver(sender, index, torch.full((LARGE,), float(sender)))
+
+
+async def test_the_loop_goes_on_while_a_rule_is_at_work():
+    rule = HeldUp()
+    reducer = make_reducer([torch.zeros(LARGE)], [1, 2], rule=rule)
+    await deliver_all(reducer, [1])
+    reducer.ban(2, "late")
+    await asyncio.get_running_loop().run_in_executor(None, rule.began.wait)
+    finishing = asyncio.ensure_future(reducer.finish())
+    reducer.deliver(2, 0, torch.full((LARGE,), 100.0))  # does not count any more
+    reducer.ban(1, "gone")  # what it has delivered counts
+    await asyncio.sleep(0)
+    assert reducer.finished.is_set()
+    assert not reducer.is_averaged(0)
+    assert not finishing.done()
+    rule.may_go_on.set()
+    assert torch.equal((await reducer.average(0)).values, torch.full((LARGE,), 0.5))
+    await finishing
+    assert len(rule.threads) == 1
+    with pytest.raises(ProtocolError, match="averaged without"):
+        await reducer.reply(0, 2)
+
+
+async def test_a_rule_works_on_one_part_after_another_and_gives_what_it_gives_in_the_loop():
+    values = [torch.randn(LARGE) for _ in range(3)]
+    rule = CenteredClip(1.0)
+    reducer = make_reducer([values[0]] * 3, [1, 2], rule=rule)
+    for sender in (1, 2):
+        reducer.begin(sender, 1.0)
+        for index in range(3):
+            reducer.deliver(sender, index, values[sender])
+    assert not reducer.is_averaged(0)
+    expected = rule.aggregate(values, [1.0] * 3, [1.0] * 3, 1 / 3)
+    for index in range(3):
+        assert torch.equal((await reducer.average(index)).values, expected)
+
+
+async def test_the_mean_and_small_parts_are_averaged_at_once():
+    mean = make_reducer([torch.zeros(LARGE)], [1])
+    await deliver_all(mean, [1])
+    assert mean.is_averaged(0)
+    rule = HeldUp(held_up=False)
+    reducer = make_reducer([torch.zeros(100)], [1], rule=rule)
+    reducer.begin(1, 1.0)
+    reducer.deliver(1, 0, torch.ones(100))
+    assert reducer.is_averaged(0)
+    assert rule.threads == [threading.main_thread()]
+
+
+async def test_a_rule_that_fails_beside_the_loop_is_the_fault_of_who_reduces():
+    class Broken(Aggregation):
+        def combine(self, values, weights, share):
+            raise RuntimeError("no memory")
+
+    reducer = make_reducer([torch.zeros(LARGE)] * 2, [1], rule=Broken())
+    await deliver_all(reducer, [1], parts=2)
+    with pytest.raises(AllreduceException, match="no memory"):
+        await reducer.finish()
+    with pytest.raises(AllreduceException, match="no memory"):
+        await reducer.peek(1)
+
+
+async def test_who_gives_up_a_round_does_not_wait_for_its_rule():
+    rule = HeldUp()
+    reducer = make_reducer([torch.zeros(LARGE)], [1], rule=rule)
+    await deliver_all(reducer, [1])
+    await asyncio.get_running_loop().run_in_executor(None, rule.began.wait)
+    finishing = asyncio.ensure_future(reducer.finish())
+    await asyncio.sleep(0)
+    finishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await finishing
+    rule.may_go_on.set()
+    assert not reducer.is_averaged(0)

@@ -13,7 +13,7 @@ from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
-from tests.dht.virtual_time import in_virtual_time
+from tests.dht.virtual_time import alone_in_virtual_time
 
 NODE, CLIENT, AUX = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 SHAPES = [(1000, 13), (7,), (), (0, 5)]
@@ -45,6 +45,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@alone_in_virtual_time
 async def test_weighted_mean_is_exact(case):
     modes, weights, bandwidths, options = CASES[case]
     swarm = Swarm()
@@ -73,6 +74,7 @@ async def test_weighted_mean_is_exact(case):
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_only_auxiliaries_finish_and_change_nothing():
     swarm = Swarm()
     tensors = [random_tensors(i) for i in range(3)]
@@ -87,6 +89,7 @@ async def test_only_auxiliaries_finish_and_change_nothing():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_an_auxiliary_does_not_take_the_place_of_somebody_who_is_expected():
     swarm = Swarm()
     for index, mode in enumerate([NODE, NODE, AUX, NODE]):
@@ -94,13 +97,14 @@ async def test_an_auxiliary_does_not_take_the_place_of_somebody_who_is_expected(
     controls = [make_control(node, expected_group_size=3) for node in swarm.nodes]
     early = asyncio.gather(*[node.run_step(c) for node, c in zip(swarm.nodes[:3], controls[:3], strict=True)])
     searches = [node.lanes[""].matchmaking for node in swarm.nodes[:3]]
-    await until(lambda: any(len(s._search.followers) == 2 for s in searches if s._search is not None))
+    await until(lambda: any(len(s.search.followers) == 2 for s in searches if s.search is not None))
     await swarm.nodes[3].run_step(controls[3])
     await early
     assert all(len(control.result()) == 4 for control in controls)
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_weights_of_zero_everywhere_change_nothing():
     swarm = Swarm()
     tensors = [random_tensors(i) for i in range(3)]
@@ -115,6 +119,7 @@ async def test_weights_of_zero_everywhere_change_nothing():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_half_precision_stays_within_its_rounding():
     """What comes back is a difference, which is exact where peers agree: only what was sent has been rounded."""
     swarm = Swarm()
@@ -130,6 +135,7 @@ async def test_half_precision_stays_within_its_rounding():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_several_rounds_in_a_row_reuse_connections():
     swarm = Swarm()
     for i in range(3):
@@ -139,12 +145,13 @@ async def test_several_rounds_in_a_row_reuse_connections():
         await run_round(swarm, controls)
         assert all(len(control.result()) == 3 for control in controls)
     for node in swarm.nodes:
-        assert node.p2p._pool.in_use_count == 0
-        await until(lambda node=node: len(node._rounds) == 0)  # they end politely in the background
+        assert node.p2p.pool.in_use_count == 0
+        await until(lambda node=node: len(node.rounds) == 0)  # they end politely in the background
         assert node.p2p.metrics.rounds_succeeded == 10
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_too_few_peers_fail_in_time():
     swarm = Swarm()
     node = await swarm.add(random_tensors(0), min_matchmaking_time=0.1)
@@ -155,6 +162,7 @@ async def test_too_few_peers_fail_in_time():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_group_without_expectation_starts_at_the_promised_time():
     swarm = Swarm()
     for i in range(3):
@@ -165,6 +173,7 @@ async def test_group_without_expectation_starts_at_the_promised_time():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_target_group_size_is_respected():
     swarm = Swarm()
     for i in range(4):
@@ -175,6 +184,7 @@ async def test_target_group_size_is_respected():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_peers_with_other_settings_refuse_and_say_why():
     swarm = Swarm()
     await swarm.add(random_tensors(0), min_matchmaking_time=0.2)
@@ -188,6 +198,7 @@ async def test_peers_with_other_settings_refuse_and_say_why():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_triggers_are_waited_for():
     swarm = Swarm()
     for i in range(4):
@@ -207,6 +218,7 @@ async def test_triggers_are_waited_for():
 
 
 @pytest.mark.parametrize("limit", [None, 2])
+@alone_in_virtual_time
 async def test_cancelled_steps_leave_the_others_to_meet(limit):
     swarm = Swarm()
     modes = [NODE, CLIENT, NODE, CLIENT]
@@ -228,6 +240,7 @@ async def test_cancelled_steps_leave_the_others_to_meet(limit):
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_groups_of_two_reach_the_global_mean_in_three_rounds():
     swarm = Swarm()
     tensors = [[torch.randn(100, dtype=torch.float64)] for _ in range(8)]
@@ -254,7 +267,7 @@ class Fault:
             where = "sending" if usual is self.parts_out else "reducing"
             if fault.hits(self, where):
                 if where == "sending":
-                    for _ in range(usual._count // 2):
+                    for _ in range(usual.count // 2):
                         await usual.send_next(call)
                 await fault.fail(self)
             await original(self, call, usual, calls)
@@ -268,16 +281,16 @@ class Fault:
         if self.kind.startswith("stall"):
             await asyncio.sleep(math.inf)
         node = owner_of(self.swarm, traffic.vector)
-        for each in list(node.p2p._serving):  # what the kernel does to a killed process: every connection ends
+        for each in node.p2p.server.tasks():  # what the kernel does to a killed process: every connection ends
             if each is not asyncio.current_task():
                 each.cancel()
-        node.p2p._pool.close()
-        node.p2p._handlers.clear()  # nor does it answer anybody who connects again
+        node.p2p.pool.close()
+        node.p2p.server.handlers.clear()  # nor does it answer anybody who connects again
         raise ConnectionAbortedError("killed")
 
 
 @pytest.mark.parametrize("kind", ["kill sending", "kill reducing", "stall sending", "stall reducing", "before"])
-@in_virtual_time
+@alone_in_virtual_time
 async def test_survivors_finish_the_round_when_two_of_five_fail(monkeypatch, kind):
     swarm = Swarm()
     tensors = [[torch.randn(20_000)] for _ in range(5)]
@@ -288,7 +301,7 @@ async def test_survivors_finish_the_round_when_two_of_five_fail(monkeypatch, kin
     Fault(monkeypatch, swarm, kind, (0, 1))
     if kind == "before":
         for i in (0, 1):
-            monkeypatch.setattr(swarm.nodes[i], "_average", None)
+            monkeypatch.setattr(swarm.nodes[i], "average", None)
     controls = [make_control(node, expected_group_size=5, allow_retries=False) for node in swarm.nodes]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     await asyncio.gather(*running[2:])

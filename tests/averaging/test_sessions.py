@@ -8,13 +8,19 @@ import pytest
 import torch
 
 from shoal.averaging.allreduce.parts import rescale_shares
-from shoal.averaging.allreduce.session import MAX_REMEMBERED_ROUNDS, MAX_UNKNOWN_ROUNDS, MAX_WAITING_CALLS, Rounds
+from shoal.averaging.allreduce.session import (
+    MAX_REMEMBERED_ROUNDS,
+    MAX_UNKNOWN_ROUNDS,
+    MAX_WAITING_CALLS,
+    RoundIsCommitted,
+    Rounds,
+)
 from shoal.averaging.messages import RoundStatus
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.errors import AllreduceException
 from shoal.p2p import PeerID
 from tests.averaging.swarm import Swarm, make_control, until
-from tests.dht.virtual_time import in_virtual_time
+from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
 GROUP, PEER = b"g" * 20, PeerID(b"peer")
 
@@ -35,6 +41,7 @@ class Squares:
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 5)])
+@alone_in_virtual_time
 async def test_second_phase_sees_the_average_of_the_first(weights):
     swarm, steps = Swarm(), [Squares() for _ in weights]
     tensors = [torch.randn(5000, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -55,7 +62,7 @@ async def test_second_phase_sees_the_average_of_the_first(weights):
         assert torch.equal(tensor, tensors[0])
         assert control.round.share_averaged == 1
         assert control.round.failed_peers == ()
-    await until(lambda: all(len(node._rounds) == 0 for node in swarm.nodes))
+    await until(lambda: all(len(node.rounds) == 0 for node in swarm.nodes))
     await swarm.close()
 
 
@@ -92,6 +99,7 @@ async def test_a_member_that_fails_between_phases_is_left_out_of_the_next():
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
+@alone_in_virtual_time
 async def test_nobody_waits_for_a_member_that_has_left_before_it_sent_anything(leaver):
     """There is one part: the other member may have nothing to send, and only wait for what will never come."""
     swarm, waited = Swarm(), []
@@ -135,6 +143,7 @@ class StopsAfter:
 
 
 @pytest.mark.parametrize("phases", [0, 1])
+@alone_in_virtual_time
 async def test_an_attempt_that_has_changed_the_tensors_is_the_last_one(phases):
     swarm, steps = Swarm(), [StopsAfter(phases) for _ in range(2)]
     tensors = [[torch.full((100,), float(i)), torch.full((30,), float(i))] for i in range(2)]
@@ -155,6 +164,7 @@ async def test_an_attempt_that_has_changed_the_tensors_is_the_last_one(phases):
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_peers_with_other_phases_do_not_meet():
     swarm = Swarm()
     await swarm.add([torch.zeros(1)])
@@ -167,6 +177,7 @@ async def test_peers_with_other_phases_do_not_meet():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_rounds_with_different_tags_run_at_the_same_time():
     """Each all-reduce begins only when the other one has begun, too: one after the other would never end."""
     swarm, begun = Swarm(), [asyncio.Event(), asyncio.Event()]
@@ -213,6 +224,8 @@ def test_an_empty_split_does_not_fit_values():
 class ShortRound:
     """A round that ends when it is told to."""
 
+    is_committed = False
+
     def __init__(self):
         self.has_result, self.may_finish = asyncio.Event(), asyncio.Event()
 
@@ -224,8 +237,11 @@ class ShortRound:
         await self.may_finish.wait()
 
 
-async def test_a_call_may_come_before_its_round():
+@pytest.mark.parametrize("is_committed", [True, False])
+@alone_in_virtual_time
+async def test_a_call_may_come_before_its_round(is_committed):
     rounds, current = Rounds(), ShortRound()
+    current.is_committed = is_committed
     early = asyncio.ensure_future(rounds.find(GROUP + b"\x01", PEER, patience=60))
     await asyncio.sleep(0)
     assert rounds.status(GROUP + b"\x01") is RoundStatus.UNKNOWN
@@ -238,8 +254,8 @@ async def test_a_call_may_come_before_its_round():
     assert rounds.status(GROUP + b"\x01") is RoundStatus.FINISHED
     assert await rounds.find(GROUP + b"\x01", PEER, patience=60) is current  # it still has to end politely
     current.may_finish.set()
-    await asyncio.gather(*[task for _, task in rounds._lingering.values()])
-    with pytest.raises(AllreduceException, match="finished"):
+    await asyncio.gather(*[task for _, task in rounds.lingering.values()])
+    with pytest.raises(RoundIsCommitted) if is_committed else pytest.raises(AllreduceException, match="has left it"):
         await rounds.find(GROUP + b"\x01", PEER, patience=60)
     assert rounds.status(GROUP + b"\x02") is RoundStatus.UNKNOWN  # a later phase may still come
     later = asyncio.ensure_future(rounds.find(GROUP + b"\x02", PEER, patience=60))
@@ -273,21 +289,47 @@ async def test_one_member_takes_few_of_the_places_for_early_calls():
     await asyncio.wait([again])
 
 
+@in_virtual_time
 async def test_calls_for_rounds_that_never_come_leave_nothing():
     rounds = Rounds()
     ids = [(i.to_bytes(21, "big"), PeerID(i.to_bytes(2, "big"))) for i in range(MAX_WAITING_CALLS)]
     calls = [asyncio.ensure_future(rounds.find(*each, patience=0.05)) for each in ids]
     await asyncio.sleep(0)
-    with pytest.raises(AllreduceException, match="too many calls"):
+    with pytest.raises(TimeoutError):
         await rounds.find(GROUP, PEER, patience=0.05)
     results = await asyncio.gather(*calls, return_exceptions=True)
-    assert {type(result) for result in results} <= {TimeoutError, TimeoutError}
+    assert [type(result) for result in results] == [AllreduceException] + [TimeoutError] * (MAX_WAITING_CALLS - 1)
+    assert "too many calls" in str(results[0])
     assert len(rounds) == 0
     for i in range(2 * MAX_REMEMBERED_ROUNDS):
         rounds.leave_group(i.to_bytes(20, "big"))
-    assert len(rounds._finished) == MAX_REMEMBERED_ROUNDS
+    assert len(rounds.finished) == MAX_REMEMBERED_ROUNDS
 
 
+@alone_in_virtual_time
+async def test_a_crowd_does_not_keep_members_from_calling_early():
+    members = {PeerID(b"member %d" % i) for i in range(2)}
+    rounds, current = Rounds(members.__contains__), ShortRound()
+    early = [asyncio.ensure_future(rounds.find(GROUP + b"0", peer, patience=50)) for peer in members]
+    crowd = [
+        asyncio.ensure_future(rounds.find(i.to_bytes(21, "big"), PeerID(i.to_bytes(2, "big")), patience=50))
+        for i in range(2 * MAX_WAITING_CALLS)
+    ]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not any(call.done() for call in early)
+    assert sum(call.done() for call in crowd) == len(crowd) + len(early) - MAX_WAITING_CALLS
+    running = asyncio.ensure_future(rounds.run(GROUP + b"0", current))
+    assert await asyncio.gather(*early) == [current, current]
+    current.has_result.set()
+    current.may_finish.set()
+    await running
+    for call in crowd:
+        call.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+
+
+@alone_in_virtual_time
 async def test_holders_of_different_tensors_do_not_exclude_each_other():
     lock, order = TensorLock(), []
 
@@ -315,4 +357,4 @@ async def test_holders_of_different_tensors_do_not_exclude_each_other():
     with lock.hold():
         pass
     assert order == ["0 and 1", "2", "3"]
-    assert lock._tickets == []
+    assert lock.tickets == []

@@ -16,6 +16,7 @@ from shoal.compression import CompressionInfo, CompressionType, NoCompression, U
 from shoal.compression.base import TensorMetadata
 from shoal.errors import ProtocolError
 from shoal.p2p.transport import MAX_HEADER_BYTES, Kind, pack
+from tests.dht.virtual_time import alone_in_virtual_time
 
 LENGTHS = {
     "less than a slice": 10,
@@ -93,6 +94,7 @@ async def receive(incoming, message, payload):
 @pytest.mark.parametrize("codec", [EXACT, Uniform8BitQuantization()])
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("connections", [1, 3])
+@alone_in_virtual_time
 async def test_parts_arrive_as_they_were(codec, length, connections):
     tensor = torch.randn(2 * length, generator=torch.Generator().manual_seed(0))
     vector, wires = vector_of(tensor, codec=codec), [Wire() for _ in range(connections)]
@@ -110,6 +112,7 @@ async def test_parts_arrive_as_they_were(codec, length, connections):
         assert torch.equal(found[index], expected)
 
 
+@alone_in_virtual_time
 async def test_connections_share_a_part():
     vector, wires = vector_of(torch.zeros(4 * SLICE_BYTES)), [Wire(), Wire()]
     await send(vector, wires, in_slices=True)
@@ -128,6 +131,7 @@ async def test_connections_share_a_part():
         *[{"parts": [PartHeader(int(PartStatus.VALUES), METADATA, size)]} for size in (SLICE_BYTES, -1, 2**60, 0)],
     ],
 )
+@alone_in_virtual_time
 async def test_slices_that_are_not_due_are_refused(change):
     vector, wire = vector_of(torch.zeros(SLICE_BYTES)), Wire()
     await send(vector, [wire], in_slices=True)
@@ -138,6 +142,7 @@ async def test_slices_that_are_not_due_are_refused(change):
         await receive(incoming, msgspec.structs.replace(second, **change), second_payload)
 
 
+@alone_in_virtual_time
 async def test_a_slice_that_comes_twice_is_refused():
     vector, wire = vector_of(torch.zeros(SLICE_BYTES)), Wire()
     await send(vector, [wire], in_slices=True)
@@ -149,6 +154,7 @@ async def test_a_slice_that_comes_twice_is_refused():
         await receive(incoming, wire.sent[1][0], wire.sent[1][1] + b"\0")
 
 
+@alone_in_virtual_time
 async def test_one_connection_carries_first_of_all_what_others_wait_for():
     vector = vector_of(torch.zeros(SLICE_BYTES))
     there, wire = [asyncio.Event(), asyncio.Event()], Wire()
@@ -194,6 +200,7 @@ class FreeFormat(NoCompression):
         (FreeFormat(), False, 49),
     ],
 )
+@alone_in_virtual_time
 async def test_small_parts_travel_together(codec, in_slices, messages):
     vector = vector_of(*small_tensors(), codec=codec, part_size_bytes=2**20)
     wire, incoming = Wire(), Incoming(vector, vector.parts[0])
@@ -212,6 +219,7 @@ async def test_small_parts_travel_together(codec, in_slices, messages):
 
 
 @pytest.mark.slow
+@alone_in_virtual_time
 async def test_any_number_of_tiny_parts_fits_into_headers():
     vector, wire = vector_of(torch.zeros(100_000), part_size_bytes=4), Wire()
     await send(vector, [wire], in_slices=False)
@@ -219,6 +227,7 @@ async def test_any_number_of_tiny_parts_fits_into_headers():
     assert all(len(pack(Kind.ITEM, message)) < MAX_HEADER_BYTES / 10 for message, _ in wire.sent)
 
 
+@alone_in_virtual_time
 async def test_a_bundle_holds_what_is_there():
     vector, wire = vector_of(*[torch.zeros(2)] * 5, part_size_bytes=2**10), Wire()
     there = [asyncio.Event() for _ in vector.parts[0]]
@@ -233,6 +242,7 @@ async def test_a_bundle_holds_what_is_there():
     assert [(message.index, len(message.parts)) for message, _ in wire.sent] == [(0, 2), (2, 3)]
 
 
+@alone_in_virtual_time
 async def test_parts_without_an_average_travel_with_others():
     vector, wire = vector_of(*[torch.ones(2)] * 3, part_size_bytes=2**10), Wire()
 
@@ -248,6 +258,7 @@ async def test_parts_without_an_average_travel_with_others():
 
 
 @pytest.mark.parametrize("what", ["too much", "beyond the end", "before the beginning", "too few bytes", "one twice"])
+@alone_in_virtual_time
 async def test_bundles_that_are_not_due_are_refused(what):
     length = BUNDLE_BYTES // 4 if what == "too much" else 2
     vector = vector_of(*[torch.zeros(length)] * 3, part_size_bytes=2**20)
@@ -261,6 +272,7 @@ async def test_bundles_that_are_not_due_are_refused(what):
         await receive(incoming, PartMessage(first, headers), payload)
 
 
+@alone_in_virtual_time
 async def test_what_is_urgent_goes_first():
     vector, wire = vector_of(torch.zeros(BUNDLE_BYTES // 2)), Wire()
     averages = outgoing_of(vector, is_average=True, is_urgent=lambda index: index == 0)

@@ -13,14 +13,10 @@ import torch
 
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.state import donor as state_sharing
-from shoal.averaging.state.donor import (
-    MAX_DOWNLOADS,
-    WITHDRAWAL_SECONDS,
-    WORTH_SHARING_BYTES,
-    StateSharing,
-)
+from shoal.averaging.state.donor import WITHDRAWAL_SECONDS, StateSharing
 from shoal.averaging.state.download import (
     MIN_CHUNK_BYTES,
+    Arrivals,
     Chunks,
     Download,
     OwnedState,
@@ -29,6 +25,8 @@ from shoal.averaging.state.download import (
     hash_of,
     version_of,
 )
+from shoal.averaging.state.gathering import WORTH_SHARING_BYTES
+from shoal.averaging.state.places import MAX_DOWNLOADS
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, base
 from shoal.errors import P2PHandlerError
 from shoal.p2p import Identity
@@ -49,7 +47,7 @@ async def add_donors(swarm, states, **changes):
     donors = [await swarm.add([torch.zeros(1)], get_state=state, **changes) for state in states]
     for donor in donors:
         donor.state_sharing.set(allowed=True)
-        await donor.state_sharing._declare(True)
+        await donor.state_sharing.declare(True)
     return donors
 
 
@@ -67,9 +65,9 @@ def chunks_sent_by(monkeypatch):
 
 def start_together(monkeypatch, number):
     """The first chunk leaves when so many donors have been asked for one."""
-    send_chunks, asked, all_asked = StateSharing._send_chunks, set(), asyncio.Event()
+    send_chunks, asked, all_asked = StateSharing.send_chunks, set(), asyncio.Event()
 
-    async def patient(self, call, snapshot):
+    async def patient(self, call, snapshot, place):
         send = call.send
 
         async def send_together(message, *payload, **options):
@@ -81,9 +79,9 @@ def start_together(monkeypatch, number):
             await send(message, *payload, **options)
 
         monkeypatch.setattr(call, "send", send_together)
-        await send_chunks(self, call, snapshot)
+        await send_chunks(self, call, snapshot, place)
 
-    monkeypatch.setattr(StateSharing, "_send_chunks", patient)
+    monkeypatch.setattr(StateSharing, "send_chunks", patient)
 
 
 def assert_is_state(found, seed, sizes=(LARGE, 7, 0, 1000)):
@@ -141,12 +139,12 @@ async def test_metadata_may_differ_between_donors_of_one_version():
 
 def spoil(monkeypatch, donors, chunks_before, what):
     """After some chunks, these donors do something wrong instead of sending the next one."""
-    send_chunks, sent = StateSharing._send_chunks, dict.fromkeys(map(id, donors), 0)
+    send_chunks, sent = StateSharing.send_chunks, dict.fromkeys(map(id, donors), 0)
 
-    async def spoiled(self, call, snapshot):
+    async def spoiled(self, call, snapshot, place):
         donor = next(donor for donor in self_donors if donor.state_sharing is self)
         if donor not in donors:
-            return await send_chunks(self, call, snapshot)
+            return await send_chunks(self, call, snapshot, place)
         send = call.send
 
         async def send_or_fail(message, *payload, **options):
@@ -157,10 +155,10 @@ def spoil(monkeypatch, donors, chunks_before, what):
             return await send(message, *payload, **options)
 
         monkeypatch.setattr(call, "send", send_or_fail)
-        return await send_chunks(self, call, snapshot)
+        return await send_chunks(self, call, snapshot, place)
 
     self_donors = donors[0].all_donors
-    monkeypatch.setattr(StateSharing, "_send_chunks", spoiled)
+    monkeypatch.setattr(StateSharing, "send_chunks", spoiled)
 
 
 async def die(send, message, *payload):
@@ -207,13 +205,16 @@ class Donor:
         self._sending = await self._asked.get()
         return message_type(index=self._sending)
 
-    async def read_payload_into(self, *pieces):
+    async def read_payload_into(self, *pieces, arrived):
         if self._gets_stuck:
             pieces[0][:100] = bytes(100)
             self.is_stuck.set()
             await asyncio.sleep(math.inf)
-        for piece, sent in zip(pieces, self._snapshot.chunk(self._sending), strict=True):
-            piece[:] = sent
+        sent = b"".join(self._snapshot.chunk(self._sending))
+        for piece in pieces:
+            piece[:], sent = sent[: len(piece)], sent[len(piece) :]
+            arrived(len(piece))
+        assert not sent
 
 
 async def test_what_one_donor_is_stuck_with_comes_from_another_one_at_once():
@@ -223,11 +224,27 @@ async def test_what_one_donor_is_stuck_with_comes_from_another_one_at_once():
     )
     download = Download(header, snapshot.hashes, math.inf)
     stuck = Donor(snapshot, gets_stuck=True)
-    waiting = asyncio.ensure_future(download.fetch_from(stuck))
+    waiting = asyncio.ensure_future(download.fetch_from(stuck, Arrivals(0.0)))
     await stuck.is_stuck.wait()
-    await asyncio.wait_for(download.fetch_from(Donor(snapshot, gets_stuck=False)), 30)
+    await asyncio.wait_for(download.fetch_from(Donor(snapshot, gets_stuck=False), Arrivals(0.0)), 30)
     await cancel_and_wait(waiting)
     assert_is_state(download.result(), 5)
+
+
+async def test_donors_of_a_large_swarm_are_found_whatever_each_believes_about_its_size():
+    swarm = Swarm()
+    donors = await add_donors(swarm, [lambda: state_of(5, (3,))] * 2)
+    newcomer = await swarm.add([torch.zeros(1)])
+    newcomer.state_sharing.depth = lambda: 6
+    assert_is_state(await newcomer.state_sharing.download(), 5, (3,))
+    for donor in donors:
+        donor.state_sharing.depth = lambda: 3
+        await donor.state_sharing.declare(True)
+    found = set()
+    for _ in range(20):
+        found |= {peer for _, peer in await newcomer.state_sharing.find_donors()}
+    assert found == {donor.p2p.peer_id for donor in donors}
+    await swarm.close()
 
 
 async def test_a_download_goes_on_with_a_donor_of_lower_rank(monkeypatch):
@@ -236,7 +253,7 @@ async def test_a_download_goes_on_with_a_donor_of_lower_rank(monkeypatch):
     for donor in donors:
         donor.all_donors = donors
     donors[0].state_sharing.set(priority=3.0)
-    await donors[0].state_sharing._declare(True)
+    await donors[0].state_sharing.declare(True)
     spoil(monkeypatch, donors[:1], 10, die)
     newcomer = await swarm.add([torch.zeros(1)])
     assert_is_state(await newcomer.state_sharing.download(), 5)
@@ -296,20 +313,20 @@ async def test_newcomers_beyond_the_limit_wait_for_their_turn(monkeypatch):
 
     (donor,) = await add_donors(swarm, [state])
     newcomers = [await swarm.add([torch.zeros(1)]) for _ in range(MAX_DOWNLOADS + 4)]
-    most, serve = 0, donor.state_sharing._send_chunks
+    most, serve = 0, donor.state_sharing.send_chunks
 
-    async def watched(call, snapshot):
+    async def watched(call, snapshot, place):
         nonlocal most
-        most = max(most, sum(sharing.users for sharing in donor.state_sharing._sharings))
-        assert len(donor.state_sharing._sharings) <= 2
-        await serve(call, snapshot)
+        most = max(most, sum(not place.has_all for place in donor.state_sharing.places))
+        assert len(donor.state_sharing.places.sharings) <= 2
+        await serve(call, snapshot, place)
 
-    monkeypatch.setattr(donor.state_sharing, "_send_chunks", watched)
+    monkeypatch.setattr(donor.state_sharing, "send_chunks", watched)
     for state in await asyncio.gather(*[newcomer.state_sharing.download() for newcomer in newcomers]):
         assert_is_state(state, 5, (3 * MIN_CHUNK_BYTES,))
     assert 1 < most <= MAX_DOWNLOADS
     assert len(taken) < len(newcomers)  # several shared one copy
-    assert donor.state_sharing._sharings == []
+    await until(lambda: donor.state_sharing.places.sharings == [])
     await swarm.close()
 
 
@@ -324,7 +341,7 @@ async def test_a_donor_whose_state_cannot_be_made_is_skipped_and_stays_usable():
     (donor,) = await add_donors(swarm, [state])
     newcomer = await swarm.add([torch.zeros(1)])
     assert await newcomer.state_sharing.download() is None
-    assert donor.state_sharing._sharings == []
+    await until(lambda: donor.state_sharing.places.sharings == [])
     fails[0] = False
     assert_is_state(await newcomer.state_sharing.download(), 5, (3,))
     await swarm.close()
@@ -335,8 +352,8 @@ async def test_chunks_that_do_not_exist_are_refused(index):
     swarm = Swarm()
     (donor,) = await add_donors(swarm, [lambda: state_of(5, (3,))])
     newcomer = await swarm.add([torch.zeros(1)])
-    await newcomer.state_sharing._find_donors()  # learns the address
-    async with newcomer._stub(donor.p2p.peer_id).rpc_download_state() as call:
+    await newcomer.state_sharing.find_donors()  # learns the address
+    async with newcomer.stub(donor.p2p.peer_id).rpc_download_state() as call:
         await call.send(DownloadRequest())
         header = await call.receive(StateHeader)
         assert header is not None
@@ -360,13 +377,13 @@ async def test_hostile_headers_are_refused(monkeypatch, case):
     swarm = Swarm()
     await add_donors(swarm, [lambda: state_of(5, (3,))])
 
-    async def hostile(self, call, snapshot):
+    async def hostile(self, call, snapshot, place):
         fields = {"metadata": snapshot.metadata, "tensors": snapshot.tensors, **HOSTILE_HEADERS[case]}
         await call.send(StateHeader(allowed=True, **fields), snapshot.hashes)
         while (request := await call.receive(ChunkRequest)) is not None:
             await call.send(StateChunk(index=request.index), bytes(16))
 
-    monkeypatch.setattr(StateSharing, "_send_chunks", hostile)
+    monkeypatch.setattr(StateSharing, "send_chunks", hostile)
     newcomer = await swarm.add([torch.zeros(1)])
     assert await newcomer.state_sharing.download() is None
     await swarm.close()

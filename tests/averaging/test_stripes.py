@@ -8,14 +8,14 @@ import itertools
 import pytest
 import torch
 
-from shoal.averaging.allreduce.exchange import MAX_STRIPES, SECONDS_PER_STRIPE, Delivery, Intake
+from shoal.averaging.allreduce.delivery import MAX_STRIPES, SECONDS_PER_STRIPE, Delivery, Intake
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.messages import BeginReduce, PartMessage, PartStatus, describe_part
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import P2PHandlerError
 from shoal.p2p import P2P, Call
 from tests.averaging.swarm import Swarm, make_control, owner_of, until
-from tests.dht.virtual_time import in_virtual_time
+from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
 SIZE = 40_000
 
@@ -31,13 +31,13 @@ def far_away(monkeypatch):
 
 
 def count_stripes(monkeypatch):
-    seen, run_stripe = set(), Delivery._run_stripe
+    seen, run_stripe = set(), Delivery.run_stripe
 
     async def counted(self, begin):
         seen.add((begin.stripe, begin.stripes))
         await run_stripe(self, begin)
 
-    monkeypatch.setattr(Delivery, "_run_stripe", counted)
+    monkeypatch.setattr(Delivery, "run_stripe", counted)
     return seen
 
 
@@ -56,6 +56,7 @@ async def run(swarm, **changes):
 
 
 @pytest.mark.parametrize(("round_trip", "stripes"), [(0.0, 1), (0.03, 1), (0.06, 2), (0.1, 4), (5.0, MAX_STRIPES)])
+@alone_in_virtual_time
 async def test_longer_links_get_more_stripes(monkeypatch, far_away, round_trip, stripes):
     far_away(round_trip)
     seen = count_stripes(monkeypatch)
@@ -71,6 +72,7 @@ async def test_longer_links_get_more_stripes(monkeypatch, far_away, round_trip, 
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_few_parts_take_one_connection(monkeypatch, far_away):
     far_away(1.0)
     seen = count_stripes(monkeypatch)
@@ -83,10 +85,11 @@ async def test_few_parts_take_one_connection(monkeypatch, far_away):
 
 
 @pytest.mark.parametrize("round_trip", [0.0, 4 * SECONDS_PER_STRIPE])
+@alone_in_virtual_time
 async def test_over_long_links_every_call_carries_parts_and_averages(monkeypatch, far_away, round_trip):
     far_away(round_trip)
     by_callers, by_callees, giving = set(), set(), set()
-    give, send = Intake._give_averages, Call.send
+    give, send = Intake.give_averages, Call.send
 
     async def note_kind(self, header, *payload, **options):
         if isinstance(header, PartMessage) and header.parts:
@@ -97,7 +100,7 @@ async def test_over_long_links_every_call_carries_parts_and_averages(monkeypatch
         giving.add(asyncio.current_task())
         await give(self, call)
 
-    monkeypatch.setattr(Intake, "_give_averages", note_callee)
+    monkeypatch.setattr(Intake, "give_averages", note_callee)
     monkeypatch.setattr(Call, "send", note_kind)
     swarm, tensors = await start()
     await run(swarm)
@@ -109,6 +112,7 @@ async def test_over_long_links_every_call_carries_parts_and_averages(monkeypatch
 
 
 @pytest.mark.parametrize("broken_stripe", [0, 1, 3])
+@alone_in_virtual_time
 async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far_away, broken_stripe):
     """The others end with the same bytes, and each value is a mean over those who delivered it to its reducer.
 
@@ -117,7 +121,7 @@ async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far
     far_away(4 * SECONDS_PER_STRIPE)
     swarm, tensors = await start(4)
     before = [tensor.clone() for tensor in tensors]
-    send_parts, calls = Delivery._send_parts, {}
+    send_parts, calls = Delivery.send_parts, {}
 
     async def break_one(self, call):
         stripe = calls[self] = calls.get(self, -1) + 1
@@ -127,7 +131,7 @@ async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far
             raise ConnectionAbortedError("killed")
         await send_parts(self, call)
 
-    monkeypatch.setattr(Delivery, "_send_parts", break_one)
+    monkeypatch.setattr(Delivery, "send_parts", break_one)
     controls = [make_control(node, expected_group_size=4, allow_retries=False) for node in swarm.nodes]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     await asyncio.gather(*running)
@@ -153,6 +157,7 @@ async def test_a_stripe_that_breaks_costs_no_more_than_a_member(monkeypatch, far
         {"stripe": 1, "stripes": 2, "weight": 2.0},
     ],
 )
+@alone_in_virtual_time
 async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
     swarm, _ = await start(2, sender_timeout=50.0, reducer_timeout=50.0)
     refused = []
@@ -162,16 +167,14 @@ async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
         async with self._open_call() as first_call, self._open_call() as second_call:
             common = {"round_id": begin.round_id, "weight": begin.weight}
             await first_call.send(BeginReduce(**common, stripe=0, stripes=2))
-            await until(
-                lambda: other._rounds._running and next(iter(other._rounds._running.values()))._allreduce._intakes
-            )
+            await until(lambda: other.rounds.running and next(iter(other.rounds.running.values())).allreduce.intakes)
             await second_call.send(BeginReduce(**{**common, **second}))
             try:
                 await second_call.receive(PartMessage)
             except P2PHandlerError as e:
                 refused.append(str(e))
 
-    monkeypatch.setattr(Delivery, "_run_stripe", contradict)
+    monkeypatch.setattr(Delivery, "run_stripe", contradict)
     running = asyncio.create_task(run(swarm, allow_retries=False))
     await until(lambda: refused)
     running.cancel()  # it would wait for stripes that never come
@@ -183,7 +186,7 @@ async def test_stripes_that_make_no_sense_are_refused(monkeypatch, second):
 async def test_a_member_that_opens_only_some_of_its_stripes_is_given_up(monkeypatch, far_away):
     far_away(2 * SECONDS_PER_STRIPE)
     swarm, tensors = await start(3, sender_timeout=1.0, reducer_timeout=2.0)
-    victim, run_stripe = swarm.nodes[0].p2p.peer_id, Delivery._run_stripe
+    victim, run_stripe = swarm.nodes[0].p2p.peer_id, Delivery.run_stripe
 
     async def half(self, begin):
         if owner_of(swarm, self._traffic.vector) is not swarm.nodes[0] or begin.stripe == 0:
@@ -191,7 +194,7 @@ async def test_a_member_that_opens_only_some_of_its_stripes_is_given_up(monkeypa
         else:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(Delivery, "_run_stripe", half)
+    monkeypatch.setattr(Delivery, "run_stripe", half)
     controls = [make_control(node, expected_group_size=3, allow_retries=False) for node in swarm.nodes]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     await asyncio.gather(*running[1:])
@@ -219,9 +222,10 @@ def test_averages_are_applied_in_order():
 
 
 @pytest.mark.parametrize("what", ["twice", "too few", "of nobody"])
+@alone_in_virtual_time
 async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, what):
     swarm, tensors = await start(3)
-    send_parts = Delivery._send_parts
+    send_parts = Delivery.send_parts
 
     async def wrong(self, call):
         if owner_of(swarm, self._traffic.vector) is not swarm.nodes[0]:
@@ -232,7 +236,7 @@ async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, wha
             await call.send(PartMessage(index, [header]), *payload)
         await call.send(PartMessage())
 
-    monkeypatch.setattr(Delivery, "_send_parts", wrong)
+    monkeypatch.setattr(Delivery, "send_parts", wrong)
     controls = [make_control(node, expected_group_size=3, allow_retries=False) for node in swarm.nodes]
     await asyncio.gather(*[node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)])
     for i in (1, 2):
@@ -242,13 +246,14 @@ async def test_parts_that_are_not_due_cost_the_sender_its_place(monkeypatch, wha
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_connections_are_made_while_the_trigger_is_awaited(far_away):
     far_away(1.0)
     swarm, _ = await start(3)
     controls = [make_control(node, expected_group_size=3, triggered=False) for node in swarm.nodes]
     running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
     needed = 2 * 3  # to two others: at least two stripes, and one call for the end of the round
-    await until(lambda: all(node.p2p._pool.idle_count >= needed and not node._connecting for node in swarm.nodes))
+    await until(lambda: all(node.p2p.pool.idle_count >= needed and not node.connecting for node in swarm.nodes))
     dialled = [node.p2p.metrics.connections_dialled for node in swarm.nodes]
     for control in controls:
         control.allow_allreduce()

@@ -14,6 +14,7 @@ from shoal.averaging.messages import PartHeader, PartMessage, PartStatus
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError
 from tests.device import on_cpu_only
+from tests.dht.virtual_time import alone_in_virtual_time
 
 pytestmark = on_cpu_only  # all values are in host memory here
 
@@ -78,6 +79,7 @@ class Sides:
         return await self.traffic.receive(Incoming(*messages), lambda: 5.0)
 
 
+@alone_in_virtual_time
 async def test_a_part_that_overtakes_the_beginning_waits_for_the_weight():
     sides = Sides()
     part = sides.message(4.0, is_average=False)
@@ -91,6 +93,7 @@ async def test_a_part_that_overtakes_the_beginning_waits_for_the_weight():
     assert (await sides.reducer.average(0)).values.tolist() == [3.0] * 10
 
 
+@alone_in_virtual_time
 async def test_an_average_that_is_not_waited_for_any_more_changes_nothing():
     sides = Sides()
     sides.traffic.stop()
@@ -100,6 +103,7 @@ async def test_an_average_that_is_not_waited_for_any_more_changes_nothing():
     assert sides.vector.held == [0, 0]
 
 
+@alone_in_virtual_time
 async def test_averages_are_applied():
     sides = Sides()
     assert await sides.receive(sides.message(4.0, is_average=True)) is None
@@ -108,6 +112,7 @@ async def test_averages_are_applied():
 
 
 @pytest.mark.parametrize("is_average", [False, True])
+@alone_in_virtual_time
 async def test_nothing_comes_twice(is_average):
     sides = Sides()
     sides.begin()
@@ -116,6 +121,7 @@ async def test_nothing_comes_twice(is_average):
         await sides.receive(message, message)
 
 
+@alone_in_virtual_time
 async def test_it_is_noticed_when_nothing_more_comes_although_something_is_missing():
     sides = Sides()
     sides.traffic.begin(2, own=True)

@@ -32,7 +32,7 @@ from shoal.errors import ProtocolError
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST, decode_header
 from tests.averaging.swarm import Swarm, make_control
-from tests.dht.virtual_time import in_virtual_time
+from tests.dht.virtual_time import alone_in_virtual_time, in_virtual_time
 
 TRUE = {
     JoinRequest: {"group_key": "run.0b", "settings": {}, "expiration": 2e9, "mode": 0},
@@ -119,6 +119,7 @@ async def test_who_lies_to_those_who_ask_to_be_led_keeps_nobody_from_averaging(l
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_an_answer_that_makes_no_sense_is_an_error_of_the_protocol():
     swarm = Swarm()
     node = await swarm.add([torch.zeros(4)])
@@ -127,12 +128,14 @@ async def test_an_answer_that_makes_no_sense_is_an_error_of_the_protocol():
     await swarm.close()
 
 
+@alone_in_virtual_time
 async def test_a_group_fits_into_the_message_that_describes_it():
     swarm = Swarm()
     node = await swarm.add([torch.zeros(4)])
     peers = [PeerID(bytes([i])) for i in range(20)]
     request = JoinRequest("run.0b", {}, 2e9, 0, gathered=bytes(MAX_GATHERED_BYTES))
-    search = SimpleNamespace(followers={}, settings=SimpleNamespace(target_group_size=None), group_bytes=0)
+    settings = SimpleNamespace(target_group_size=None)
+    search = SimpleNamespace(followers={}, settings=settings, group_bytes=0, has_time_for=lambda peer: True)
     for peer in peers:
         if is_full(search, node.p2p, peer, request):
             break
@@ -153,6 +156,7 @@ def test_a_refusal_tells_only_what_was_asked():
     assert difference_of(own, dict(own)) == ""
 
 
+@alone_in_virtual_time
 async def test_more_to_gather_than_fits_is_refused_before_anything_is_sent():
     dht = DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
     averager = DecentralizedAverager([torch.zeros(4)], dht, prefix="run", start=True)

@@ -226,9 +226,9 @@ def test_descriptor_makes_zeros_alike():
     assert zeros.abs().sum() == 0
 
 
-@pytest.mark.parametrize("piece_bytes", [base._COPY_BYTES, 64])
+@pytest.mark.parametrize("piece_bytes", [base.COPY_BYTES, 64])
 def test_copies_of_a_state_are_its_own(monkeypatch, piece_bytes):
-    monkeypatch.setattr(base, "_COPY_BYTES", piece_bytes)
+    monkeypatch.setattr(base, "COPY_BYTES", piece_bytes)
     tensors = [torch.randn(1000), torch.randn(30, 20).T, torch.tensor(3), torch.zeros(0), torch.ones(7).double()]
     tensors += [torch.randn(50, requires_grad=True), torch.randn(100)[::2]]
     copies = base.copies_of(tensors)

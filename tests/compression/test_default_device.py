@@ -13,8 +13,8 @@ from tests.compression.codecs import ALL, FLOATING, name_of, restored
 TABLES = [
     BlockwiseQuantization.table,
     Blockwise4BitQuantization.table,
-    quantization._pairs_of_levels,
-    quantization._cell_values,
+    quantization.pairs_of_levels,
+    quantization.cell_values,
 ]
 
 

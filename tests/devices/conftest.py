@@ -12,9 +12,9 @@ import pytest
 
 from tests.device import DEVICE_TYPE
 from tests.fake_device import FakeDevice, load_or_skip
-from tests.optim.conftest import closing, make_dhts, make_trainers
+from tests.optim.conftest import closing, make_dhts, make_trainers, network
 
-__all__ = ["closing", "make_dhts", "make_trainers"]
+__all__ = ["closing", "make_dhts", "make_trainers", "network"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

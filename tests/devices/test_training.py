@@ -174,14 +174,15 @@ def test_parameters_of_another_stream_are_averaged_as_they_are_after_the_step(fa
         parameter.grad = torch.ones_like(parameter)
     loaded = threading.Event()
     seen: list[torch.Tensor] = []
-    load = averager._contents.load_into_averaged
+    contents = averager._contents
+    load = contents.load_into_averaged
 
     def load_and_keep(**options) -> None:
         load(**options)
-        seen.extend(tensor.clone() for tensor in averager._contents.averaged)
+        seen.extend(tensor.clone() for tensor in contents.averaged)
         loaded.set()
 
-    averager._contents.load_into_averaged = load_and_keep
+    contents.load_into_averaged = load_and_keep
     with fake.late(LATE_MS), torch.fake.stream(torch.fake.Stream()):
         averager.step(optimizer_step=True, averaging_round=True, delay_averaging=True, averaging_opts={"timeout": 0.1})
         assert loaded.wait(20)

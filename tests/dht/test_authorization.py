@@ -30,8 +30,9 @@ from shoal.dht.authorization import (
 from shoal.dht.crypto import PrivateKey
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import FindRequest, StoreRequest, StoreResponse
-from shoal.errors import BootstrapError, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.errors import BootstrapError, NotAMemberError, P2PDaemonError, P2PHandlerError, ProtocolError
 from shoal.p2p import Call, Header, P2PContext, ServicerBase
+from shoal.p2p.tokens import Token
 from shoal.p2p.transport import decode_header
 from tests.dht.members import Authority, Member
 from tests.dht.swarm import Swarm
@@ -200,7 +201,7 @@ async def test_a_request_must_be_of_now(age: float, is_accepted: bool):
     await sender.sign_request(request, CALL)
     assert request.auth is not None
     request.auth.time = get_dht_time() - age
-    signed = authorization._signed_bytes(authorization._REQUEST_PURPOSE, CALL, request)
+    signed = authorization.signed_bytes(authorization.REQUEST_PURPOSE, CALL, request)
     request.auth.signature = sender._local_private_key.sign(signed)
     assert await receiver.validate_request(request, CALL) is is_accepted
 
@@ -518,6 +519,23 @@ async def test_nobody_else_is_answered(kind):
         assert server.p2p.metrics.calls_refused["not a member"] == 3
 
 
+@in_virtual_time
+async def test_in_a_private_run_a_badge_is_needed_as_well():
+    swarm, authority, token = Swarm(), Authority(), Token.new_run("private").text
+    server = await swarm.node(authorizer=Member(authority), token=token)
+    secret = await serve_secret(server)
+    member = await swarm.node(authorizer=Member(authority), token=token)
+    note = await stub_at(server, member.p2p).rpc_tell(Note("me"))
+    assert note.text == "for me"
+    without_badge = await swarm.node(initial_peers=[], authorizer=Member(authority))
+    with pytest.raises(NotAMemberError, match="this peer has no token"):
+        await stub_at(server, without_badge.p2p).rpc_tell(Note("me"))
+    without_authority = await swarm.node(initial_peers=[], token=token)
+    with pytest.raises(P2PHandlerError, match="only members"):
+        await stub_at(server, without_authority.p2p).rpc_tell(Note("me"))
+    assert secret.callers == [member.peer_id]
+
+
 @pytest.mark.parametrize("is_open", [True, False])
 @in_virtual_time
 async def test_a_member_tells_nothing_to_who_is_none(is_open):
@@ -539,7 +557,7 @@ async def test_an_answer_without_proof_is_not_believed(monkeypatch):
     async def forget_to_sign(*_: Any) -> None:
         return None
 
-    monkeypatch.setattr(server.protocol._authorizer, "sign_response", forget_to_sign)
+    monkeypatch.setattr(server.protocol.authorizer, "sign_response", forget_to_sign)
     with pytest.raises(P2PDaemonError, match="does not prove that it is a member"):
         await stub_at(server, caller.p2p).rpc_tell(Note("you"))
 
@@ -553,7 +571,7 @@ async def test_who_falls_silent_before_it_lets_this_peer_in_is_not_waited_for_wi
     swarm.fall_silent(server)
     with pytest.raises(P2PDaemonError, match="has not let this peer in within 15 s"):
         await stub_at(server, caller.p2p).rpc_tell(Note("you"))
-    assert caller.p2p._pool.in_use_count == 0
+    assert caller.p2p.pool.in_use_count == 0
 
 
 @in_virtual_time

@@ -447,13 +447,13 @@ def test_validators_added_to_running_peers(two):
     assert not one.store("unknown", 5, later(31))
     assert {k: v.value for k, v in other.get("run_counts", latest=True).value.items()} == {subkey: 5}
     one.add_validators([SchemaValidator(Counts, prefix="another")])
-    assert len(one.node.protocol.record_validator._validators) == 2
+    assert len(one.node.protocol.record_validator.validators) == 2
 
     async def add(dht, node):
         dht.add_validators([SchemaValidator(Counts, prefix="third")])
 
     one.run_coroutine(add)
-    assert len(one.node.protocol.record_validator._validators[0]._schemas) == 3
+    assert len(one.node.protocol.record_validator.validators[0].schemas) == 3
 
 
 # --- forking ----------------------------------------------------------------------------------------------------------

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
 from shoal.clock import get_dht_time
-from shoal.dht import DHTID, DHTNode
-from shoal.dht.records import FindRequest, FindResponse, FindResult, Found, NodeContact, pack_contact
+from shoal.dht import DHTID, DHTNode, lookup
+from shoal.dht.records import (
+    FindRequest,
+    FindResponse,
+    FindResult,
+    Found,
+    NodeContact,
+    StoreRequest,
+    StoreResponse,
+    pack_contact,
+)
+from shoal.logs import Seldom
 from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
+from shoal.serializer import MSGPackSerializer
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
 
@@ -16,7 +29,7 @@ KEY = DHTID.generate("key")
 
 
 class Liar:
-    """A peer that tells everybody who asks of the same made-up nodes."""
+    """A peer that tells everybody who asks of the same made-up nodes, and keeps nothing of what it accepts."""
 
     def __init__(self, p2p: P2P, node_id: DHTID, told: dict[DHTID, msgspec.Raw]) -> None:
         self.p2p, self.node_id = p2p, node_id
@@ -32,6 +45,9 @@ class Liar:
                     contacts=list(told.values()),
                     node_id=node_id.to_bytes(),
                 )
+
+            async def rpc_store(_, request: StoreRequest, context: P2PContext) -> StoreResponse:
+                return StoreResponse(accepted=[True] * len(request.keys), node_id=node_id.to_bytes())
 
         self.servicer = DHTProtocol()
 
@@ -138,3 +154,73 @@ async def test_hops_are_counted():
     assert (await holder.get(keys[holder])).value == 1
     assert await holder.get("missing") is None
     assert [node.p2p.metrics.hops_to_records for node in nodes] == [{0: 1}, {1: 1}, {2: 1}]
+
+
+# --- ids that were chosen ---------------------------------------------------------------------------------------------
+
+
+def contact_of(p2p: P2P) -> msgspec.Raw:
+    return pack_contact(NodeContact(p2p.peer_id.to_bytes(), [str(a) for a in p2p.get_addresses(p2p.peer_id)]))
+
+
+async def swarm_with_censors(size: int = 12, count: int = 20) -> Swarm:
+    swarm = Swarm(seed=5)
+    await swarm.grow(size)
+    peers = [await swarm.p2p() for _ in range(count)]
+    told = {near_key(number): contact_of(p2p) for number, p2p in enumerate(peers)}
+    for number, p2p in enumerate(peers):
+        await Liar(p2p, near_key(number), told).join(*swarm.nodes)
+    return swarm
+
+
+@in_virtual_time
+async def test_nodes_that_chose_their_places_next_to_a_key_hide_nothing():
+    swarm = await swarm_with_censors()
+    assert await swarm.nodes[3].store("key", 1, get_dht_time() + 100)
+    honest = sorted(swarm.nodes, key=lambda node: KEY ^ node.node_id)
+    assert [KEY in node.protocol.storage for node in honest] == [True] * 5 + [False] * 7
+    found = await asyncio.gather(*(node.get("key", latest=True) for node in swarm.nodes))
+    assert [item.value for item in found] == [1] * 12
+    [nearest] = (await swarm.nodes[7].find_nearest_nodes([KEY], k_nearest=20)).values()
+    assert list(nearest)[:12] == [node.node_id for node in honest]
+    assert list(nearest)[12:] == [near_key(number) for number in range(8)]
+
+
+@in_virtual_time
+async def test_a_node_of_chosen_id_holds_records_where_there_is_nobody_else():
+    swarm = Swarm(seed=6)
+    nodes = [await swarm.node(node_id=near_key(number)) for number in range(3)]
+    assert await nodes[0].store("key", 1, get_dht_time() + 100)
+    assert all(KEY in node.protocol.storage for node in nodes)
+    follower = await swarm.node(num_replicas=1)
+    assert await follower.store("key", 2, get_dht_time() + 200)
+    assert follower.protocol.storage.get(KEY).value == MSGPackSerializer.dumps(2)
+    assert KEY in follower.protocol.storage, "although it is the farthest"
+
+
+@in_virtual_time
+async def test_nobody_hides_an_honest_node_by_telling_of_it_under_another_peer():
+    swarm = Swarm(seed=7)
+    target, asker = await swarm.node(), await swarm.node(initial_peers=[])
+    lie = pack_contact(NodeContact(PeerID(b"nobody").to_bytes(), ["/memory/1"]))
+    liar = await swarm.p2p()
+    truth = DHTID(target.node_id ^ 2)
+    told = {target.node_id: lie, truth: contact_of(truth_teller := await swarm.p2p())}
+    await Liar(liar, DHTID(target.node_id ^ 1), told).join(asker)
+    # Heard of after the lie, from one of whom the liar has told.
+    await Liar(truth_teller, truth, {target.node_id: contact_of(target.p2p)}).join()
+    [found] = (await asker.find_nearest_nodes([target.node_id], k_nearest=5)).values()
+    assert found[target.node_id] == target.peer_id
+    assert asker.p2p.metrics.node_ids_refused == 0
+
+
+@in_virtual_time
+async def test_an_answer_under_another_id_is_counted_and_told_once(caplog, monkeypatch):
+    monkeypatch.setattr(lookup, "warn_seldom", Seldom(lookup.logger.warning))
+    swarm, liar = await swarm_with_liar()
+    for _ in range(3):
+        await swarm.nodes[0].find_nearest_nodes([KEY], k_nearest=20)
+    assert swarm.nodes[0].p2p.metrics.node_ids_refused >= 1
+    lines = [r.getMessage() for r in caplog.records if "an id that it does not have" in r.getMessage()]
+    assert len(lines) == 1
+    assert str(liar.p2p.peer_id) in lines[0]

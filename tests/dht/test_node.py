@@ -282,7 +282,7 @@ async def test_odd_keys_and_values(key, value):
         assert (await other.get("dictionary", latest=True)).value[subkey].value == value
 
 
-@pytest.mark.parametrize("expiration_time", [math.nan, math.inf, -1.0, -math.inf])
+@pytest.mark.parametrize("expiration_time", [math.nan, math.inf, -1.0, -math.inf, 10**400])
 @in_virtual_time
 async def test_impossible_expirations_are_refused(expiration_time):
     node = await Swarm().node()

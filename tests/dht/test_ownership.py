@@ -97,7 +97,7 @@ async def test_others_write_beside_it_under_their_own_mark():
 def signed_by(validator: SignatureValidator, record: NewRecord, value: bytes) -> bytes:
     """The value with this validator's signature, whoever the owner is."""
     message = DHTRecord(record.key_id.to_bytes(), record.subkey, value, record.expiration_time)
-    signature = validator._private_keys[validator.local_public_key].sign(validator._signed_bytes(message, value))
+    signature = validator._private_keys[validator.local_public_key].sign(validator.signed_bytes(message, value))
     return value + b"[signature:" + signature + b"]"
 
 

@@ -117,7 +117,7 @@ async def test_those_who_were_excused_are_remembered_up_to_a_limit():
     reception = Reception()
     for number in range(MAX_EXCUSED + 10):
         ask(reception, number, answers=False)
-    assert len(reception._excused) == MAX_EXCUSED
+    assert len(reception.excused) == MAX_EXCUSED
 
 
 @pytest.mark.parametrize("is_beating", [True, False], ids=["while the heart beats", "before it can"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from shoal.clock import get_dht_time
@@ -15,6 +13,7 @@ from shoal.dht.store import make_record
 from shoal.dht.validation import MAX_LIFETIME_SECONDS, PLAIN_VALUE, WHOLE_DICTIONARY, check_expiration, check_subkey
 from shoal.logs import Seldom
 from shoal.serializer import MSGPackSerializer
+from shoal.testing import Link, Network, start_dht_nodes
 from tests.dht.virtual_time import in_virtual_time
 
 
@@ -24,30 +23,6 @@ def later(seconds: float) -> float:
 
 def plain(number: int, size: int, seconds: float, in_cache: bool = False) -> NewRecord:
     return NewRecord(DHTID(number), PLAIN_VALUE, b"x" * size, later(seconds), in_cache)
-
-
-@in_virtual_time
-async def test_a_node_that_is_full_refuses_records_until_some_expire(monkeypatch, caplog):
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES_IN_MEMORY", 10_000)
-    here = LocalRecords(cache_size=None, record_validator=None)
-    kept = [here.keep(plain(number, 1000, 10 + number, in_cache=number % 2 == 1)) for number in range(12)]
-    assert kept == [True] * 7 + [False] * 5
-    assert "refuses more" in caplog.text
-    assert len(here.storage) + len(here.cache) == 7
-    await asyncio.sleep(11.5)
-    assert here.keep(plain(20, 1000, 10)), "two have expired"
-    assert here.keep(plain(21, 1000, 10))
-    assert not here.keep(plain(22, 1000, 10))
-
-
-@in_virtual_time
-async def test_replacing_records_takes_no_room(monkeypatch):
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES_IN_MEMORY", 10_000)
-    here = LocalRecords(cache_size=None, record_validator=None)
-    for number in range(100):
-        assert here.keep(plain(1, 1000, 10 + number))
-        assert here.keep(NewRecord(DHTID(2), MSGPackSerializer.dumps("s"), b"y" * 100, later(10 + number)))
-        await asyncio.sleep(1)
 
 
 def test_requests_are_neither_too_large_nor_too_many():
@@ -67,6 +42,37 @@ def test_packing_values():
     marker, packed = pack_value(dictionary)
     assert marker == WHOLE_DICTIONARY
     assert DictionaryDHTValue.unpackb(packed).get("s") == dictionary.get("s")
+
+
+def test_of_a_dictionary_that_is_too_large_the_newest_entries_are_sent(monkeypatch, caplog):
+    monkeypatch.setattr(records, "warn_seldom", Seldom(records.logger.warning))
+    dictionary: DictionaryDHTValue[bytes] = DictionaryDHTValue()
+    for number in range(100):
+        # Who claims to live longest does not stay for that.
+        dictionary.store(number, b"v" * 100, later(1000 if number < 50 else 10))
+    dictionary.store(3, b"v" * 100, later(1001))
+    for _ in range(3):
+        marker, packed = pack_value(dictionary, 5000)
+    part = DictionaryDHTValue.unpackb(packed)
+    assert marker == WHOLE_DICTIONARY
+    assert len(packed) <= 5000
+    assert len(part) > 30
+    kept = [number for number, _ in part.items()]
+    assert kept == [*range(101 - len(part), 100), 3], "in the order in which they were stored"
+    assert caplog.text.count("only the newest ones are sent") == 1
+
+
+@in_virtual_time
+async def test_a_key_with_thousands_of_entries_is_found():
+    network = Network(Link(delay=0.01))
+    nodes = await start_dht_nodes(network, 5)
+    key, value = DHTID.generate("many"), MSGPackSerializer.dumps(b"v" * 500)
+    for node in nodes[:4]:
+        for number in range(2500):
+            node.protocol.storage.store_subkey(key, number, value, later(60))
+    found = await nodes[4].get("many", latest=True)
+    assert 1200 < len(found.value) < 2500
+    assert max(found.value) == 2499
 
 
 def test_expirations_of_any_number_type():
@@ -129,7 +135,7 @@ async def test_what_lives_longer_is_not_believed():
 @in_virtual_time
 async def test_who_wants_more_is_told_once(caplog, monkeypatch):
     # Another test may have caused that line already.
-    monkeypatch.setattr(store, "_warn_seldom", Seldom(store.logger.warning))
+    monkeypatch.setattr(store, "warn_seldom", Seldom(store.logger.warning))
     made = [make_record("key", None, 1, get_dht_time() + 1e9, None) for _ in range(3)]
     assert {record.expiration_time for record in made} == {get_dht_time() + MAX_LIFETIME_SECONDS}
     [line] = [record.getMessage() for record in caplog.records]

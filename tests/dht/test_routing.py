@@ -299,3 +299,59 @@ def test_lookups_of_what_is_not_there():
 def test_senseless_sizes_are_refused(bucket_size, depth_modulo):
     with pytest.raises(ValueError, match="at least 1"):
         RoutingTable(DHTID(0), bucket_size, depth_modulo)
+
+
+# --- ids that were chosen ---------------------------------------------------------------------------------------------
+
+
+def test_chosen_ids_come_after_all_others():
+    rng, key = random.Random(1), DHTID.generate("key")
+    table = RoutingTable(DHTID.generate(rng=rng), 20, 5)
+    for number in range(60):
+        table.add_or_update_node(DHTID.of_peer(peer(number)), peer(number))
+    for number in range(100, 110):
+        table.add_or_update_node(DHTID(key ^ (number - 99)), peer(number))
+    nearest = table.get_nearest_neighbors(key, 1000)
+    honest = [node_id for node_id, who in nearest if node_id == DHTID.of_peer(who)]
+    chosen = [node_id for node_id, _ in nearest[len(honest) :]]
+    assert [node_id for node_id, _ in nearest[: len(honest)]] == sorted(honest, key=key.xor_distance)
+    assert chosen == [DHTID(key ^ number) for number in range(1, 11)]
+    assert table.get_nearest_neighbors(key, 20) == nearest[:20]
+    assert table.get_nearest_neighbors(key, 20, exclude=honest[0]) == nearest[1:21]
+    assert table.get_nearest_neighbors(key, len(nearest), exclude=chosen[3])[-6:] == nearest[-6:]
+
+
+def test_who_takes_an_id_that_was_chosen_before_is_believed():
+    table, honest = RoutingTable(DHTID(0), 20, 5), DHTID.of_peer(peer(1))
+    table.add_or_update_node(honest, peer(2))
+    assert honest in table.chosen
+    del table[honest]
+    table.add_or_update_node(honest, peer(1))
+    assert honest not in table.chosen
+    table.add_or_update_node(DHTID(5), peer(1))
+    assert 5 in table.chosen, "this peer has another id now, of its own choice"
+
+
+def test_chosen_ids_make_way_in_a_full_bucket():
+    table = RoutingTable(DHTID(0), bucket_size=4, depth_modulo=1)
+    far = [number for number in range(100) if DHTID.of_peer(peer(number)) >= 2**159]
+    for number in range(6):
+        table.add_or_update_node(DHTID(2**159 + number), peer(1000 + number))
+    assert len(table.bucket_of(2**159).nodes_to_peer_id) == 4
+    for count, number in enumerate(far[:6], start=1):
+        table.add_or_update_node(DHTID.of_peer(peer(number)), peer(number))
+        members = table.bucket_of(2**159).nodes_to_peer_id
+        assert len(members) == 4
+        assert sum(member not in table.chosen for member in members) == min(count, 4)
+    assert all(peer(number) in table.peer_id_to_node for number in far[:4])
+    table.add_or_update_node(DHTID(2**159 + 50), peer(2000))
+    assert DHTID(2**159 + 50) not in table.bucket_of(2**159).nodes_to_peer_id, "it gets nobody's place"
+
+
+def test_chosen_ids_that_are_gone_are_forgotten():
+    table = RoutingTable(DHTID(0), 20, 5)
+    table.note_choice(DHTID(0), peer(0))
+    for number in range(1, 2000):
+        table.add_or_update_node(DHTID(2**159 + number), peer(1))
+        assert len(table.chosen) < 40
+    assert table.chosen >= {0, 2**159 + 1999}

@@ -192,8 +192,8 @@ def test_merging_the_same_schema_again_costs_nothing():
     merged = SchemaValidator(SampleSchema)
     for _ in range(100):
         merged.merge_with(SchemaValidator(SampleSchema))
-    assert len(merged._schemas) == 1
-    assert all(len(fields) == 1 for fields in merged._fields_by_key.values())
+    assert len(merged.schemas) == 1
+    assert all(len(fields) == 1 for fields in merged.fields_by_key.values())
     assert not merged.merge_with(SignatureValidator(PrivateKey()))
 
 
@@ -201,7 +201,7 @@ def test_checked_records_are_not_checked_again(monkeypatch):
     validator = SchemaValidator(SampleSchema)
     assert validator.validate(record("even", 4))
     assert not validator.validate(record("even", 5))
-    monkeypatch.setattr("shoal.dht.schema._fits", lambda *args: pytest.fail("checked again"))
+    monkeypatch.setattr("shoal.dht.schema.fits", lambda *args: pytest.fail("checked again"))
     assert validator.validate(record("even", 4))
 
 

@@ -68,7 +68,7 @@ def test_validators_are_merged_where_they_can_be_and_sorted_where_not():
     journal: list[str] = []
     composite = CompositeValidator([Mergeable("first", 5, journal)])
     composite.extend([Mergeable("second", 1, journal), Stamp("low", 0, journal)])
-    assert [validator.name for validator in composite._validators] == ["low", "first"]  # type: ignore[attr-defined]
+    assert [validator.name for validator in composite.validators] == ["low", "first"]  # type: ignore[attr-defined]
     assert journal == ["merge second"]
 
 
@@ -82,7 +82,7 @@ def test_what_is_no_validator_is_refused_and_nothing_is_added():
     composite = CompositeValidator()
     with pytest.raises(TypeError, match="must derive from RecordValidatorBase"):
         composite.extend([Stamp("", 0, []), "validator"])  # type: ignore[list-item]
-    assert composite._validators == []
+    assert composite.validators == []
 
 
 def test_the_base_class_merges_with_nobody():

@@ -19,14 +19,14 @@ from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolErr
 from shoal.metrics import Metrics
 from shoal.p2p import P2P, Call, Header, Identity, Multiaddr
 from shoal.p2p.connection import Connection, Hello
-from shoal.p2p.handshake import ALPN, proof_message, prove_to_listener, verify_dialler
+from shoal.p2p.handshake import ALPN, PROOF_BYTES, proof_message, prove_to_listener, verify_dialler, with_badge
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.tcp_stream import TcpStream
 from shoal.p2p.transport import decode_header
 from tests.fuzz.fuzzing import Target
 from tests.fuzz.mutation import Mutator
-from tests.fuzz.samples import IDENTITY, KEYS, PACKED_HEADERS, calls, messages, validator
+from tests.fuzz.samples import BADGES, IDENTITY, KEYS, PACKED_HEADERS, RUN, calls, messages, validator
 from tests.p2p.peers import ScriptedStream
 
 LISTENER = Identity.generate()
@@ -81,8 +81,9 @@ async def _proof_to_listener(proof: bytes) -> str:
 
 def _make_proof(mutator: Mutator) -> bytes:
     """Right but for the nonce, and then changed."""
-    signature = IDENTITY.sign(proof_message(LISTENER.peer_id, CERTIFICATE, bytes(32)))
-    return mutator.bytes(IDENTITY.public_key + signature, [IDENTITY.public_key])
+    badge = mutator.one_of([b"", *BADGES])
+    signature = IDENTITY.sign(proof_message(LISTENER.peer_id, CERTIFICATE, bytes(32), badge))
+    return mutator.bytes(with_badge(IDENTITY.public_key + signature, badge), [IDENTITY.public_key, *BADGES])
 
 
 async def _listener_to_dialler(hostile: tuple[str | None, bytes, bytes]) -> str:
@@ -94,14 +95,16 @@ async def _listener_to_dialler(hostile: tuple[str | None, bytes, bytes]) -> str:
     try:
         await prove_to_listener(stream, IDENTITY, ADDRESS, LISTENER.peer_id)
     except (DialError, StreamClosedError) as e:
+        assert not stream.written, "nothing is told to a listener that is refused"
         return type(e).__name__
-    assert bytes(CERTIFICATE) == certificate or len(stream.written) == 96
+    assert bytes(CERTIFICATE) == certificate or len(stream.written) == PROOF_BYTES
     return "proven"
 
 
 def _make_listener(mutator: Mutator) -> tuple[str | None, bytes, bytes]:
     protocol = mutator.one_of([ALPN] * 8 + [None, "h2"])
-    return protocol, mutator.bytes(CERTIFICATE) if mutator.rng.random() < 0.7 else CERTIFICATE, mutator.bytes(bytes(32))
+    certificate = mutator.bytes(CERTIFICATE) if mutator.rng.random() < 0.7 else CERTIFICATE
+    return protocol, certificate, mutator.bytes(with_badge(bytes(32), mutator.one_of([b"", *BADGES])), BADGES)
 
 
 # --- a node -----------------------------------------------------------------------------------------------------------
@@ -113,6 +116,7 @@ class Victim:
     def __init__(self) -> None:
         self.node: DHTNode | None = None
         self.answers: list[Header] = []
+        self.private = PrivatePeer()
 
     async def start_afresh(self) -> None:
         await self.end()
@@ -120,11 +124,12 @@ class Victim:
         self.node = await DHTNode.create(p2p=p2p, record_validator=validator())
 
     async def end(self) -> None:
+        await self.private.end()
         if self.node is not None:
             await self.node.shutdown()
             await self.node.p2p.shutdown()
-            assert not self.node.p2p._server.tasks()
-            assert self.node.p2p._header_memory.total == 0
+            assert not self.node.p2p.server.tasks()
+            assert self.node.p2p.header_memory.total == 0
             self.node = None
 
     @property
@@ -135,12 +140,12 @@ class Victim:
     @property
     def handlers(self) -> list[str]:
         assert self.node is not None
-        return sorted(self.node.p2p._server.handlers)
+        return sorted(self.node.p2p.server.handlers)
 
     async def converse(self, script: bytes) -> str:
         """Serve a stranger who says all this and leaves."""
         assert self.node is not None
-        server, dropped = self.node.p2p._server, self.node.p2p.metrics.connections_dropped
+        server, dropped = self.node.p2p.server, self.node.p2p.metrics.connections_dropped
         before = dropped.copy()
         server.accept(ScriptedStream(script, SOMEBODY))
         while tasks := server.tasks():
@@ -178,6 +183,37 @@ class Victim:
         return "found" if any(each.value is not None for each in found.records.values()) else "nothing found"
 
 
+class PrivatePeer:
+    """A peer of a private run, and strangers with badges that nobody has granted them."""
+
+    def __init__(self) -> None:
+        self.p2p: P2P | None = None
+
+    async def start_afresh(self) -> None:
+        await self.end()
+        self.p2p = await P2P.create(transport=MemoryNetwork().transport(), token=RUN.text)
+
+    async def end(self) -> None:
+        if self.p2p is not None:
+            await self.p2p.shutdown()
+
+    async def converse(self, hostile: tuple[bytes, bytes]) -> str:
+        """Let a stranger show a badge, and say all this."""
+        assert self.p2p is not None
+        badge, script = hostile
+        server, refused = self.p2p.server, self.p2p.metrics.members_refused
+        before = refused.copy()
+        stream = ScriptedStream(script, SOMEBODY)
+        stream.shown_badge = badge
+        server.accept(stream)
+        while tasks := server.tasks():
+            await asyncio.wait(tasks)
+        [reason] = refused - before
+        assert self.p2p.metrics.calls_served == 0
+        assert SOMEBODY not in self.p2p.address_book
+        return reason
+
+
 def _make_answer(mutator: Mutator) -> tuple[str, bytes]:
     kind, header_type = mutator.one_of([("ping", PingResponse), ("store", StoreResponse), ("find", FindResponse)])
     return kind, mutator.packed(PACKED_HEADERS[header_type])
@@ -199,4 +235,10 @@ def targets(victim: Victim) -> list[Target]:
         Target("node, any conversation", lambda m: m.messages(parts), victim.converse, victim.start_afresh),
         Target("node, nearly right calls", lambda m: _make_call(m, whole_calls), victim.converse, victim.start_afresh),
         Target("node, answers to its questions", _make_answer, victim.ask, victim.start_afresh),
+        Target(
+            "private run, strangers",
+            lambda m: (m.bytes(m.one_of(BADGES), BADGES), m.messages(parts)),
+            victim.private.converse,
+            victim.private.start_afresh,
+        ),
     ]

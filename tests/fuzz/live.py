@@ -20,7 +20,8 @@ from shoal.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import StreamClosedError
 from shoal.p2p import P2P, Identity, Multiaddr
-from shoal.p2p.handshake import dialler_context
+from shoal.p2p.badges import MAX_BADGE_BYTES
+from shoal.p2p.handshake import CHALLENGE_BYTES, PROOF_BYTES, dialler_context, with_badge
 from shoal.p2p.limits import Limits
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.tcp import TcpTransport
@@ -94,9 +95,10 @@ async def prove_nothing(address: Multiaddr, proof: bytes) -> None:
         "127.0.0.1", int(str(address["tcp"])), ssl=dialler_context(), server_hostname=""
     )
     try:
-        await reader.readexactly(32)
+        await reader.readexactly(CHALLENGE_BYTES)
         writer.write(proof)
-        if len(proof) >= 96:
+        claimed = int.from_bytes(proof[PROOF_BYTES - 2 : PROOF_BYTES])
+        if len(proof) >= PROOF_BYTES and (claimed > MAX_BADGE_BYTES or len(proof) >= PROOF_BYTES + claimed):
             await read_to_the_end(lambda: reader.read(4096))
     finally:
         writer.close()
@@ -219,7 +221,7 @@ class Fortress:
 
         def attack(number: int) -> Callable[[], Awaitable[None]]:
             if number % 2:
-                proof = mutator.bytes(self.rng.randbytes(96))
+                proof = mutator.bytes(with_badge(self.rng.randbytes(96), self.rng.randbytes(9)))
                 return lambda: prove_nothing(self.address, proof)
             data = mutator.bytes(greeting)
             return lambda: speak_no_tls(self.address, data)

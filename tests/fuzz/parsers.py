@@ -9,15 +9,20 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from shoal.clock import get_dht_time
 from shoal.dht.crypto import PublicKey
-from shoal.dht.records import FindRequest, unpack_contact
+from shoal.dht.quotas import Payer, Room
+from shoal.dht.records import FindRequest, LocalRecords, NewRecord, peer_of_contact, unpack_contact
+from shoal.dht.routing import DHTID
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import DHTRecord
-from shoal.errors import ProtocolError
+from shoal.errors import NotAMemberError, ProtocolError
 from shoal.p2p import Header, Identity, Multiaddr, PeerID
+from shoal.p2p.badges import Badge, RevocationList, read_badge
 from shoal.p2p.handshake import peer_id_of_certificate
 from shoal.p2p.identity import verify_signature
 from shoal.p2p.joining import parse_peer_addresses
+from shoal.p2p.tokens import Token
 from shoal.p2p.transport import decode_header
 from shoal.serializer import MSGPackSerializer
 from tests.dht.members import Authority, Member
@@ -25,12 +30,17 @@ from tests.fuzz.fuzzing import Target
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.samples import (
     ADDRESSES,
+    BADGE_TOKEN,
+    BADGES,
     CONTACT,
     IDENTITY,
+    INVITATION,
     KEYS,
     OWNER,
     PACKED_HEADERS,
     RECORDS,
+    REVOCATIONS,
+    RUN,
     SCHEMA,
     VALUES,
     validator,
@@ -38,9 +48,12 @@ from tests.fuzz.samples import (
 
 PEER = str(IDENTITY.peer_id)
 BINARY_ADDRESSES = [Multiaddr(address).to_bytes() for address in [*ADDRESSES, f"/p2p/{PEER}"]]
+# What was granted to the guest's invitation is a badge for the key of the invitation.
+GRANTED = [*(read_badge(RUN.run_key, badge) for badge in BADGES), INVITATION.content]
+TOKENS = [RUN.text, INVITATION.text, BADGE_TOKEN.text]
 FULL_ADDRESSES = [f"{address}/p2p/{PEER}" for address in ADDRESSES]
 
-for room in ("dht.records", "dht.authorization", "p2p.joining"):
+for room in ("dht.records", "dht.authorization", "p2p.joining", "p2p.revocation"):
     importlib.import_module(f"shoal.{room}")  # where types of headers are defined
 
 
@@ -118,6 +131,22 @@ def _validated(hostile: DHTRecord, validate: Callable[[DHTRecord], bool]) -> str
     return "accepted" if is_accepted else "refused"
 
 
+class Keeper:
+    """A node with room for a few records."""
+
+    room = Room(20_000, 20_000, 100, 20_000, 100)
+
+    def __init__(self) -> None:
+        self._records = LocalRecords(None, None, room=self.room)
+
+    def feed(self, hostile: DHTRecord) -> str:
+        where = DHTID.generate(hostile.subkey + hostile.value[:1])
+        record = NewRecord(where, hostile.subkey, hostile.value, get_dht_time() + hostile.expiration_time % 3600)
+        is_kept = self._records.keep(record, Payer(hostile.subkey[-1:], "host"))
+        assert self._records.nbytes <= self.room.nbytes
+        return "kept" if is_kept else "refused"
+
+
 def _certificates() -> Sequence[bytes]:
     from cryptography import x509
 
@@ -151,6 +180,24 @@ class MembersOnly:
         return "accepted"
 
 
+def _badge(data: bytes) -> Badge:
+    badge = read_badge(RUN.run_key, data)
+    assert badge in GRANTED, "a badge that nobody has granted"
+    return badge
+
+
+def _revocations(data: bytes) -> RevocationList:
+    found = RevocationList.from_bytes(RUN.run_key, data)
+    assert found == REVOCATIONS, "a list that the run has not signed"
+    return found
+
+
+def _token(text: str) -> Token:
+    token = Token.parse(text)
+    assert token.text == text
+    return token
+
+
 def targets() -> list[Target]:
     members = MembersOnly()
     certificates = _certificates()
@@ -171,6 +218,12 @@ def targets() -> list[Target]:
         parser("msgpack value", lambda m: m.packed(m.one_of(VALUES), VALUES), MSGPackSerializer.loads),
         parser("dictionary", lambda m: m.packed(VALUES[len(RECORDS)], VALUES), DictionaryDHTValue.unpackb),
         parser("contact", lambda m: m.packed(bytes(CONTACT)), unpack_contact),
+        parser("peer of a contact", lambda m: m.packed(bytes(CONTACT)), lambda data: peer_of_contact(data) or None),
+        parser("badge, bytes", lambda m: m.bytes(m.one_of(BADGES), BADGES), _badge, NotAMemberError),
+        parser("badge, fields", lambda m: m.packed(m.one_of(BADGES), BADGES), _badge, NotAMemberError),
+        parser("revocations", lambda m: m.packed(REVOCATIONS.to_bytes(), BADGES), _revocations),
+        parser("token", lambda m: m.text(m.one_of(TOKENS)), _token),
+        Target("record to be kept", record, Keeper().feed),
         Target("record, signatures", record, lambda hostile: _validated(hostile, OWNER.validate)),
         Target("record, schema", record, lambda hostile: "accepted" if SCHEMA.validate(hostile) else "refused"),
         Target("record, all validators", record, lambda hostile: _validated(hostile, composite.validate)),

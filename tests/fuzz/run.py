@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator
 
-from tests.fuzz import conversations, parsers
+from tests.fuzz import conversations, members, parsers, rounds
 from tests.fuzz.fuzzing import Outcome, fuzz
 
 
@@ -24,7 +24,8 @@ async def fuzz_all(inputs: int, seed: int, only: str = "") -> AsyncIterator[Outc
     victim = conversations.Victim()
     try:
         await victim.start_afresh()
-        targets = [each for each in parsers.targets() + conversations.targets(victim) if only in each.name]
+        found = [*parsers.targets(), *members.targets(), *rounds.targets(), *conversations.targets(victim)]
+        targets = [each for each in found if only in each.name]
         for target in targets:
             yield await fuzz(target, -(-inputs // len(targets)), random.Random(f"{seed} {target.name}"))
             assert not reported, f"{target.name}: errors that reached nobody: {reported[:3]}"

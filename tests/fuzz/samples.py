@@ -26,12 +26,16 @@ from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
 from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, CompositeValidator, DHTRecord
 from shoal.p2p import Header, Identity
+from shoal.p2p.badges import ANY_ROLE, RevocationList, Roles, encode_badge
 from shoal.p2p.connection import Failure, Hello, Open
+from shoal.p2p.tokens import RUN as RUN_KIND
+from shoal.p2p.tokens import Token
 from shoal.p2p.transport import Kind, pack
 from shoal.serializer import MSGPackSerializer
 
 _rng = random.Random(0)
 _LATER = 4e9
+RUN_IDENTITY = Identity.generate(_rng)
 
 
 class Progress(pydantic.BaseModel):
@@ -46,6 +50,11 @@ class Schema(pydantic.BaseModel):
 
 
 IDENTITY = Identity.generate(_rng)
+RUN = Token(RUN_KIND, "friends", RUN_IDENTITY.public_key, (), RUN_IDENTITY, ANY_ROLE)
+INVITATION = RUN.invite(ANY_ROLE, int(_LATER), name="a guest")
+BADGE_TOKEN = INVITATION.invite(Roles.TRAIN, int(_LATER), peer=IDENTITY.peer_id)
+BADGES = [encode_badge(BADGE_TOKEN.chain), encode_badge(RUN.chain_for(IDENTITY, _LATER))]
+REVOCATIONS = RevocationList.make(RUN_IDENTITY, [IDENTITY.public_key, bytes(32)], 7, None)
 ADDRESSES = [
     "/ip4/127.0.0.1/tcp/31337",
     "/ip6/2001:db8::1/tcp/1",
@@ -110,7 +119,7 @@ HEADERS: list[Header] = [
         node_id=_NODE_ID,
     ),
     StoreResponse(accepted=[True] * 7, node_id=_NODE_ID),
-    FindRequest(keys=KEYS, node_id=_NODE_ID, neighbors=30),
+    FindRequest(keys=KEYS, node_id=_NODE_ID, neighbors=30, known=bytes(range(32))),
     FindResponse(
         results=[
             FindResult(Found.PLAIN, RECORDS[0].value, _LATER, [0, 1]),

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.optim.conftest import closing, make_dhts, make_trainers
+from tests.optim.conftest import closing, make_dhts, make_trainers, network
 
-__all__ = ["closing", "make_dhts", "make_trainers"]
+__all__ = ["closing", "make_dhts", "make_trainers", "network"]

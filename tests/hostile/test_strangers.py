@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from unittest.mock import Mock
 
 import pytest
@@ -39,9 +38,10 @@ def test_a_stranger_changes_nothing(trainers, make_dhts, closing, attack, caplog
     check_identical(trainers)
     assert stranger.is_alive()
     assert not any(trainer.loads.called for trainer in trainers), "nobody was behind"
-    # The batch that the stranger may claim in each epoch, and those that the others stop short of the end.
+    # The batch that the stranger may claim in each epoch, and those that the others stop short of the end: one each on
+    # a busy machine, where they overrate what the others have made meanwhile.
     made = [trainer.samples - before for trainer, before in zip(trainers, made, strict=True)]
-    assert sum(made) >= EPOCHS * (TARGET - (1 + PEERS / 2) * 8)
+    assert sum(made) >= EPOCHS * (TARGET - (1 + PEERS) * 8)
     rounds = {trainer.opt.grad_averager.last_round.group_id for trainer in trainers}
     assert len(rounds) == 1
     lines = [record for record in caplog.records if record.name.startswith("shoal")]
@@ -49,18 +49,30 @@ def test_a_stranger_changes_nothing(trainers, make_dhts, closing, attack, caplog
 
 
 def test_when_it_is_gone_nothing_is_left(trainers, make_dhts, caplog):
+    """Epochs are full again, everybody is in every round, nobody else is, and nobody is waited for in vain."""
     (dht,) = make_dhts(1)
     stranger = claims_samples(dht, BEFORE)
     in_parallel(*(lambda t=t: t.train_until(BEFORE + 3) for t in trainers))
     stranger.shutdown()
     for trainer in trainers:
         wait_until(lambda t=trainer: t.opt.tracker.global_progress.num_peers == PEERS, "the stranger has left")
-    started, made = time.monotonic(), [trainer.samples for trainer in trainers]
-    in_parallel(*(lambda t=t: t.train_until(BEFORE + 6) for t in trainers))
+    caplog.clear()
+    honest = {trainer.opt.dht.peer_id for trainer in trainers}
+    made, rounds = [trainer.samples for trainer in trainers], set()
+    for epoch in range(BEFORE + 4, BEFORE + 7):
+        in_parallel(*(lambda t=t, epoch=epoch: t.train_until(epoch) for t in trainers))
+        for trainer in trainers:
+            last, tracker = trainer.opt.grad_averager.last_round, trainer.opt.tracker
+            assert set(last.peers) == honest
+            assert not last.failed_peers
+            assert tracker.expected_members(epoch) <= honest
+            rounds.add(last.group_id)
     check_identical(trainers)
+    assert len(rounds) == 3, "one for each epoch"
     made = [trainer.samples - before for trainer, before in zip(trainers, made, strict=True)]
-    assert sum(made) >= 3 * (TARGET - PEERS / 2 * 8)
-    assert time.monotonic() - started < 60
+    assert sum(made) >= 3 * (TARGET - PEERS * 8)
+    assert not any(trainer.loads.called for trainer in trainers)
+    assert not [record for record in caplog.records if record.name.startswith("shoal")]
 
 
 @pytest.mark.parametrize("key", ["run_state_averager.all_averagers", "run_progress"])

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.errors import BootstrapError
 from shoal.optim.progress import PerformanceEMA
+from shoal.p2p.tokens import Token
 from tests.device import DEVICE_TYPE
 from tests.lightning.models import (
     BATCH,
@@ -437,3 +439,14 @@ def test_subclasses_are_strategies_too(pl: ModuleType, tmp_path: Path) -> None:
     assert isinstance(own, Own)
     assert make_trainer(pl, tmp_path, strategy=own).strategy is own
     own.dht.shutdown()
+
+
+def test_a_private_run(make: Make) -> None:
+    secret = Token.new_run("friends")
+    strategy = make(token=secret.text)
+    membership = strategy.dht.p2p.membership
+    assert membership is not None
+    assert membership.token.run == secret.run
+    [address, *_] = map(str, strategy.dht.get_visible_maddrs())
+    with pytest.raises(BootstrapError, match="private run, and this peer has no token"):
+        make(initial_peers=[address])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import torch
 
 from shoal.dht import DHT
 from shoal.optim import Optimizer
+from shoal.optim.progress_exchange import HOLDERS_READ_AT_START
+from shoal.p2p.memory import MemoryNetwork
 from tests.device import chosen_device
 
 may_use_sequential_schedules = pytest.mark.filterwarnings(
@@ -24,22 +27,35 @@ PATIENCE = 60.0
 """Seconds after which a condition that should have come true makes a test fail."""
 
 
+over_sockets = pytest.mark.parametrize("network", [None], ids=["sockets"])
+"""Mark of tests whose peers reach each other as users' peers do."""
+
+
 @pytest.fixture
-def make_dhts() -> Iterator[Callable[..., list[DHT]]]:
+def network() -> MemoryNetwork | None:
+    """Peers of a test meet in memory: what encryption and sockets take is most of what a short training takes."""
+    return MemoryNetwork()
+
+
+@pytest.fixture
+def make_dhts(network: MemoryNetwork | None) -> Iterator[Callable[..., list[DHT]]]:
     """Make connected DHTs: ``make_dhts(3)``, with a client as the last one: ``make_dhts(3, clients=1)``."""
     made: list[DHT] = []
+    gc.freeze()  # optimizers look for modules among all objects that are not frozen: no test needs those made before it
 
     def make(count: int, clients: int = 0) -> list[DHT]:
         dhts = []
         for index in range(count):
             initial_peers = made[0].get_visible_maddrs() if made else None
-            dhts.append(DHT(initial_peers=initial_peers, start=True, client_mode=index >= count - clients))
+            options = {} if network is None else {"transport": network.transport()}
+            dhts.append(DHT(initial_peers, start=True, client_mode=index >= count - clients, **options))
             made.append(dhts[-1])
         return dhts
 
     yield make
     for dht in reversed(made):
         dht.shutdown()
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -109,8 +125,13 @@ class Trainer:
         self.opt.step(batch_size=self.batch_size)
         self.samples += self.batch_size
 
-    def train_until(self, epoch: int, pace: float = 0.005) -> None:
-        """Train at a bounded pace, so that others can keep up on a busy machine."""
+    def train_until(self, epoch: int, pace: float = 0.02) -> None:
+        """Train until this epoch has been reached.
+
+        Args:
+            pace: seconds from batch to batch. Epochs must take longer than news of them, which on a busy machine are
+                tens of milliseconds old when they come: otherwise peers lose each other, and say so.
+        """
         pause = threading.Event()
         while self.opt.local_epoch < epoch:
             self.step()
@@ -139,18 +160,18 @@ def make_trainers(make_dhts, closing) -> Callable[..., list[Trainer]]:
 
 def meet(*trainers: Trainer) -> None:
     """Contribute a first batch each, and wait until all know all others, even those at the next epoch."""
-    begun, pause = [], threading.Event()
 
     def begin(trainer: Trainer) -> None:
-        trainer.step()
-        begun.append(trainer)
-        # Who is done with its batch is believed to make more. Another one that is slow to begin may then think that the
-        # epoch is over, and wait for this one.
-        while len(begun) < len(trainers):
-            trainer.opt.step(batch_size=0)
-            pause.wait(0.01)
+        # Its speed is not measured: by that others, slow to begin, would think that the epoch is over, and wait for it.
+        with trainer.opt.tracker.performance_ema.pause():
+            trainer.step()
 
     in_parallel(*(lambda t=t: begin(t) for t in trainers))
+    for trainer in trainers:
+        wait_until(lambda b=trainer.opt.tracker.board: b.introduced, "its record is in the table")
+    for trainer in trainers:
+        # Without a speed it would read again after half a minute; a client hears of nobody else by then.
+        trainer.opt.dht.portal.call(trainer.opt.tracker.exchange.fetch(HOLDERS_READ_AT_START))
     for trainer in trainers:
         others = trainer.opt.tracker.expected_members
         wait_until(lambda f=others: len(f(until_epoch=10)) == len(trainers) - 1, "all peers know each other")

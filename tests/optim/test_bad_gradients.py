@@ -103,7 +103,7 @@ def test_nobody_suffers_whatever_the_options(make_trainers, options):
     trainers = make_trainers(3, **options)
     recorders = [Recorder(trainer, [1, 2] if i == 0 else []) for i, trainer in enumerate(trainers)]
     meet(*trainers)
-    in_parallel(*(functools.partial(t.train_until, 5) for t in trainers))
+    in_parallel(*(functools.partial(t.train_until, 4) for t in trainers))
     check_finite(trainers)
     for trainer, recorder in zip(trainers, recorders, strict=True):
         assert not torch.equal(values(trainer.model), recorder.steps[1][0])

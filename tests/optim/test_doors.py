@@ -48,7 +48,7 @@ def dht() -> Iterator[DHT]:
 
 
 def handlers_of(dht: DHT) -> set[str]:
-    return set(dht.node.p2p._handlers)
+    return set(dht.node.p2p.server.handlers)
 
 
 def make(dht: Any, **options: Any) -> Optimizer:

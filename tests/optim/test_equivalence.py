@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
 from shoal.compression import BlockwiseQuantization, NoCompression, Uniform8BitQuantization
 from shoal.optim import Optimizer
@@ -16,7 +15,7 @@ from tests.optim.conftest import in_parallel, wait_until
 
 pytestmark = pytest.mark.timeout(300)  # so long only on a machine that has other things to do
 
-EPOCHS = 12
+EPOCHS = 7
 PEERS = 4
 EQUAL, UNEQUAL = [[8]] * PEERS, [[2], [1, 5], [10], [4, 4, 6]]
 """For each peer the sizes of its batches in every epoch; 32 samples together."""
@@ -209,6 +208,8 @@ def reading_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def digits() -> torch.Tensor:
+    from sklearn.datasets import load_digits  # takes a second, and only what is slow needs it
+
     found = load_digits()
     pictures = torch.tensor(found.data, dtype=torch.float32) / 16
     return torch.cat([pictures, torch.tensor(found.target, dtype=torch.float32)[:, None]], dim=1)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 
+from shoal.logs import MOST_LINES_OF_A_KIND
 from shoal.optim.evidence import Evidence
 from shoal.optim.progress import Companion, LocalTrainingProgress
 from shoal.p2p.addresses import host_of
-from shoal.p2p.identity import Identity
+from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 
 NOW, OWN, BATCH = 1e9, b"own", 8
@@ -41,6 +43,12 @@ def veteran(*friends: bytes, seconds: float = 10.0) -> Evidence:
     return evidence
 
 
+def count(evidence: Evidence, record: LocalTrainingProgress, now: float) -> LocalTrainingProgress:
+    """What counts of the progress of one peer."""
+    [limited] = evidence.limited([record], now, BATCH)
+    return limited
+
+
 def believed(
     evidence: Evidence, companions: dict[bytes, Companion], own: int, now: float, end: float = math.inf
 ) -> set:
@@ -51,7 +59,7 @@ def believed(
 def test_before_the_first_round_claims_count_as_they_are():
     evidence = newcomer()
     record = claim(LIAR, samples=10**9, speed=1e9).record
-    assert evidence.limited(record, NOW, BATCH) is record
+    assert count(evidence, record, NOW) is record
     assert evidence.is_proven(LIAR)
     assert evidence.whom_to_wait_for({LIAR}, NOW) == {LIAR}
     assert believed(evidence, claims(2), 0, NOW) == {FRIEND}
@@ -64,12 +72,12 @@ def test_samples_count_up_to_twice_what_was_delivered_and_a_batch():
     evidence = veteran(FRIEND)
     now = NOW + 30
     honest = claim(FRIEND, samples=90, speed=11.0).record
-    assert evidence.limited(honest, now, BATCH) is honest
-    limited = evidence.limited(claim(FRIEND, samples=10**9, speed=1e9).record, now, BATCH)
-    assert (limited.samples_accumulated, limited.samples_per_second) == (208, pytest.approx(20))
-    later = evidence.limited(claim(FRIEND, samples=10**9).record, now + 100, BATCH)
-    assert later.samples_accumulated == 2008, "the epoch may have become longer"
-    limited = evidence.limited(claim(LIAR, samples=10**9, speed=1e9).record, now, BATCH)
+    assert count(evidence, honest, now) is honest
+    limited = count(evidence, claim(FRIEND, samples=10**9, speed=1e9).record, now)
+    assert (limited.samples_accumulated, limited.samples_per_second) == (208, pytest.approx(200 / 9))
+    later = count(evidence, claim(FRIEND, samples=10**9).record, now + 100)
+    assert later.samples_accumulated == BATCH + 2 * 100 * 100 // 9, "the epoch may have become longer"
+    limited = count(evidence, claim(LIAR, samples=10**9, speed=1e9).record, now)
     assert (limited.samples_accumulated, limited.samples_per_second) == (BATCH, 0.0)
 
 
@@ -77,7 +85,7 @@ def test_where_weights_are_no_samples_they_are_not_limited():
     evidence = newcomer()
     evidence.note_round({OWN: math.inf, FRIEND: math.inf}, NOW + 10)
     record = claim(FRIEND, samples=10**9, speed=1e9).record
-    assert evidence.limited(record, NOW + 10, BATCH) is record
+    assert count(evidence, record, NOW + 10) is record
 
 
 def test_a_round_in_which_nothing_counted_proves_nothing():
@@ -128,6 +136,20 @@ def test_an_epoch_is_over_for_all_when_one_says_so_after_half_of_it():
         assert evidence.called_end({peer: caller}, 2, end, NOW + 31) == math.inf
 
 
+def test_who_is_beyond_this_epoch_counts_in_the_estimate_of_its_end_with_its_speed():
+    evidence = veteran(FRIEND)
+    seen = []
+
+    def estimate(companions: dict[bytes, Companion]) -> float:
+        seen.append(companions[FRIEND].record)
+        return math.inf
+
+    evidence.credible({FRIEND: claim(FRIEND, 4, samples=5, speed=9.0)}, 3, NOW + 35, estimate)
+    [record] = seen
+    assert (record.epoch, record.samples_accumulated, record.samples_per_second) == (3, 0, 9.0)
+    assert record.time == NOW + 30, "when this epoch began"
+
+
 def test_clients_lead_nobody():
     assert believed(veteran(FRIEND), {LIAR: claim(LIAR, 10**6, client=True)}, 3, NOW + 31) == {LIAR}
 
@@ -142,7 +164,8 @@ def test_who_never_comes_is_waited_for_seldom(caplog):
     assert evidence.whom_to_wait_for({FRIEND, LIAR}, now + 119) == {FRIEND}
     assert evidence.whom_to_wait_for({FRIEND, LIAR}, now + 121) == {FRIEND, LIAR}, "twenty times the three seconds"
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("waited in vain for peer")
+    assert line.startswith(f"waited in vain for peer {PeerID(LIAR)} in 1 round running")
+    assert evidence.troubles == Counter({"waited in vain": 1})
 
 
 def test_who_comes_no_more_loses_trust_and_wins_it_back(caplog):
@@ -153,7 +176,9 @@ def test_who_comes_no_more_loses_trust_and_wins_it_back(caplog):
         evidence.begin_to_wait(friends, NOW + 40 + missed, 3.0)
         evidence.note_round(dict.fromkeys([OWN, *friends[1:]], 1.0), NOW + 41 + missed)
     assert not evidence.is_proven(FRIEND)
-    assert len(caplog.records) == 1
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"waited in vain for peer {PeerID(FRIEND)} in 3 rounds running")
+    assert evidence.troubles == Counter({"waited in vain": 3})
     evidence.note_round(dict.fromkeys([OWN, *friends], 1.0), NOW + 50)
     assert evidence.is_proven(FRIEND)
 
@@ -166,12 +191,38 @@ def test_if_nobody_came_it_may_be_the_own_line():
     assert evidence.is_proven(FRIEND)
 
 
+def test_who_is_alone_although_others_are_there_is_told_once(caplog):
+    evidence = veteran(FRIEND)
+    evidence.note_round({}, NOW + 40, {FRIEND: claim(FRIEND, 3)}, 3)
+    evidence.note_round({}, NOW + 50, {FRIEND: claim(FRIEND, 4)}, 3)
+    evidence.note_round({}, NOW + 60, {FRIEND: claim(FRIEND, 3)}, 3)
+    assert not caplog.records, "one step may fail, and nobody else may be there"
+    for number in range(3):
+        evidence.note_round({}, NOW + 70 + number, {FRIEND: claim(FRIEND, 3)}, 3)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("this peer has made 2 steps without anybody, although 1 other peer could have been there")
+    assert str(PeerID(FRIEND)) in line
+    assert evidence.troubles == Counter({"alone": 5})
+    evidence.note_round({OWN: 1.0, FRIEND: 1.0}, NOW + 80, {FRIEND: claim(FRIEND, 3)}, 3)
+    for number in range(2):
+        evidence.note_round({}, NOW + 90 + number, {FRIEND: claim(FRIEND, 3)}, 3)
+    assert len(caplog.records) == 2
+
+
+def test_a_second_liar_is_named_too(caplog):
+    evidence = veteran(FRIEND)
+    companions = {FRIEND: claim(FRIEND, 3), **{liar: claim(liar, 10**6) for liar in PEERS[4:]}}
+    assert believed(evidence, companions, 3, NOW + 31) == {FRIEND}
+    assert all(str(PeerID(liar)) in caplog.text for liar in PEERS[4:])
+    assert evidence.troubles == Counter({"epochs that cannot be": 2})
+
+
 def test_a_crowd_of_liars_does_not_fill_the_log(caplog):
     evidence = veteran(FRIEND)
     for number in range(5000):
         liar = b"liar %d" % number
         assert believed(evidence, {FRIEND: claim(FRIEND, 3), liar: claim(liar, 10**6)}, 3, NOW + 31) == {FRIEND}
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == MOST_LINES_OF_A_KIND
 
 
 @pytest.mark.parametrize(
@@ -190,3 +241,186 @@ def test_a_host_is_a_network_of_public_addresses(one, other, is_one_host):
     first, second = (Identity.generate().peer_id for _ in range(2))
     same = host_of(first, [Multiaddr(one)]) == host_of(second, [Multiaddr(other)])
     assert same is is_one_host
+
+
+def test_strangers_who_hold_up_rounds_have_no_more_time_than_those_who_do_not_come(caplog):
+    evidence, now = veteran(FRIEND), NOW + 40
+    evidence.note_failures([], 2.0, now)
+    assert evidence.has_time_for(LIAR, now)
+    evidence.note_failures([LIAR], 12.0, now)
+    assert not evidence.has_time_for(LIAR, now + 199)
+    assert not evidence.has_time_for(PEERS[1], now + 199), "another name costs nothing"
+    assert evidence.has_time_for(FRIEND, now)
+    assert evidence.whom_to_wait_for({FRIEND, LIAR}, now + 199) == {FRIEND}
+    assert evidence.has_time_for(LIAR, now + 201), "twenty times the ten seconds more than usual"
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("waited in vain")
+
+
+def test_one_of_the_known_that_fails_costs_newcomers_nothing():
+    evidence, now = veteran(FRIEND), NOW + 40
+    evidence.note_failures([FRIEND], 12.0, now)
+    assert evidence.has_time_for(LIAR, now)
+
+
+def test_a_leader_must_know_what_was_brought_to_its_last_round():
+    evidence = veteran(FRIEND, PEERS[1])
+    assert evidence.least_limit(FRIEND, OWN) == evidence.least_limit(FRIEND, PEERS[1]) == 100
+    assert evidence.least_limit(FRIEND, LIAR) == 0, "it was not there"
+    assert evidence.least_limit(LIAR, FRIEND) == 0, "nobody knows what this leader has seen"
+    honest = veteran(OWN, PEERS[1])
+    assert honest.largest_weight(PEERS[1], NOW + 30, BATCH) >= evidence.least_limit(FRIEND, PEERS[1])
+    evidence.note_round({OWN: math.inf, FRIEND: math.inf}, NOW + 40)
+    assert evidence.least_limit(FRIEND, OWN) == 0
+
+
+# --- where a fifth of all may lie -------------------------------------------------------------------------------------
+
+CROWD = [Identity.generate().peer_id.to_bytes() for _ in range(10)]
+
+
+def crowd(epoch: int, samples: int = 50, speed: float = 5.0) -> dict[bytes, Companion]:
+    return {peer: claim(peer, epoch, samples, speed) for peer in CROWD}
+
+
+def test_a_fifth_of_all_ends_no_epoch():
+    evidence, end, now = veteran(*CROWD), NOW + 40, NOW + 36
+    for callers, expected in ((2, math.inf), (3, now)):
+        companions = crowd(3)
+        for peer in CROWD[:callers]:
+            companions[peer].end = now
+        assert evidence.called_end(companions, 3, end, now) == expected
+        ahead = crowd(3) | {peer: claim(peer, 4) for peer in CROWD[:callers]}
+        assert (set(CROWD[:callers]) <= believed(evidence, ahead, 3, now, end)) is (expected == now)
+
+
+def test_names_on_one_host_are_one_voice():
+    evidence = Evidence(OWN, lambda peer: b"one host" if peer in CROWD[:4] else peer, NOW)
+    evidence.note_round(dict.fromkeys([OWN, *CROWD], 100.0), NOW + 10)
+    companions = crowd(0)
+    for peer in CROWD[:4]:
+        companions[peer].end = NOW + 16
+    assert evidence.called_end(companions, 0, NOW + 20, NOW + 16) == math.inf
+
+
+def test_in_a_long_epoch_a_fifth_of_all_do_not_seem_to_have_gone_on():
+    evidence, now = veteran(*CROWD), NOW + 300
+    ahead = crowd(3) | {peer: claim(peer, 9) for peer in CROWD[:2]}
+    assert believed(evidence, ahead, 3, now) == set(CROWD[2:])
+    ahead = crowd(3) | {peer: claim(peer, 9) for peer in CROWD[:3]}
+    assert believed(evidence, ahead, 3, now) == set(CROWD), "an epoch takes ten seconds: it may have been away"
+
+
+def test_who_comes_to_a_run_under_way_is_not_deceived_by_a_fifth():
+    companions = crowd(7) | {peer: claim(peer, 7, 10**9, 1e9) for peer in CROWD[:2]}
+    records = [companion.record for companion in companions.values()]
+    evidence = newcomer()
+    assert evidence.limited(records, NOW, BATCH) == records, "in the first epoch of a run nobody knows better"
+    evidence.note_epoch(0, 7, NOW, with_others=True)
+    limited = evidence.limited(records, NOW, BATCH)
+    assert max(record.samples_accumulated for record in limited) == 2 * 50 + BATCH
+    assert max(record.samples_per_second for record in limited) == 2 * 5.0
+
+
+def test_who_was_deceived_in_the_first_epoch_is_not_again():
+    records = [claim(peer, 0, 10**9 if peer is CROWD[0] else 50).record for peer in CROWD]
+    evidence = newcomer()
+    evidence.note_round({}, NOW + 5, crowd(0))
+    assert max(record.samples_accumulated for record in evidence.limited(records, NOW, BATCH)) == 2 * 50 + BATCH
+
+
+def test_who_waits_for_others_does_not_seem_slower():
+    """An epoch that lasts ten seconds, and a round for which one waits for as long."""
+    evidence = newcomer()
+    evidence.begin_to_wait(PEERS, NOW + 10, 10.0)
+    evidence.note_round(dict.fromkeys([OWN, *PEERS], 100.0), NOW + 20)
+    honest = claim(FRIEND, 1, 100, 15.0).record
+    assert count(evidence, honest, NOW + 30) is honest
+
+
+# --- runs of several groups -------------------------------------------------------------------------------------------
+
+
+def member_of_one_group_among_several() -> Evidence:
+    evidence = newcomer()
+    evidence.full_group = 3
+    for epoch in range(3):
+        now = NOW + 10 * epoch + 10
+        evidence.begin_to_wait(PEERS, now - 1, 5.0)
+        evidence.note_round({OWN: 100.0, PEERS[0]: 100.0, PEERS[1]: 100.0}, now)
+        evidence.note_epoch(epoch, epoch + 1, now, with_others=True)
+    return evidence
+
+
+def test_of_whom_it_cannot_have_met_a_peer_believes_what_others_do():
+    evidence = member_of_one_group_among_several()
+    honest, liar = claim(PEERS[3], 3, 90, 9.0).record, claim(LIAR, 3, 10**9, 1e9).record
+    assert count(evidence, honest, NOW + 35) == honest
+    most = count(evidence, liar, NOW + 35)
+    assert most.samples_accumulated <= 2 * 100 + BATCH
+    assert most.samples_per_second <= 2 * 100 / 9
+
+
+def test_nobody_is_missed_who_may_be_in_another_group(caplog):
+    evidence = member_of_one_group_among_several()
+    assert evidence.whom_to_wait_for(set(PEERS), NOW + 35) == set(PEERS)
+    assert "waited in vain" not in caplog.text
+    assert not evidence.is_proven(LIAR), "nor does it end epochs for others"
+
+
+def test_whoever_is_known_counts_for_the_number_of_groups():
+    """Who met only two others in its first round, because most came later, knows the others no less."""
+    evidence = newcomer()
+    evidence.full_group = 8
+    evidence.note_round(dict.fromkeys([OWN, *CROWD[:2]], 100.0), NOW + 10, crowd(0))
+    late = claim(CROWD[5], 1, 90, 9.0).record
+    assert count(evidence, late, NOW + 20) is late
+
+
+def test_where_all_fit_into_one_group_each_is_known_by_its_deeds():
+    evidence = newcomer()
+    evidence.full_group = 16
+    evidence.begin_to_wait([FRIEND], NOW + 9, 5.0)
+    evidence.note_round({OWN: 100.0, FRIEND: 100.0}, NOW + 10)
+    assert count(evidence, claim(LIAR, 0, 1000, 100.0).record, NOW + 15).samples_accumulated == BATCH
+
+
+def pair_among(others: dict[bytes, Companion], friend: bytes = FRIEND, own: int = 3) -> Evidence:
+    """A newcomer that has made its first round with another one, while these went their way."""
+    evidence = newcomer()
+    evidence.begin_to_wait([friend, *others], NOW + 5, 5.0)
+    evidence.note_round({OWN: 100.0, friend: 100.0}, NOW + 10, others, own)
+    return evidence
+
+
+def test_who_was_left_behind_by_most_takes_them_for_the_run():
+    others = {peer: claim(peer, epoch=4) for peer in PEERS[1:]}
+    evidence = pair_among(others)
+    assert evidence.whom_to_wait_for({FRIEND, *others}, NOW + 10) == {FRIEND, *others}
+    assert all(evidence.is_proven(peer) for peer in others)
+    record = claim(PEERS[1], samples=90, speed=11.0).record
+    assert count(evidence, record, NOW + 15) is record, "otherwise its epoch would always end too late"
+    limited = count(evidence, claim(PEERS[1], samples=10**9).record, NOW + 15)
+    assert limited.samples_accumulated == 208, "as much as if it had been in the round"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {peer: claim(peer, epoch=4) for peer in PEERS[1:3]},
+        {peer: claim(peer, epoch=3) for peer in PEERS[1:]},
+        {peer: claim(peer, epoch=10**6) for peer in PEERS[1:]},
+        {peer: claim(peer, epoch=4, client=True) for peer in PEERS[1:]},
+    ],
+    ids=["no more than were in the round", "at the same epoch", "at one that cannot be", "that cannot be called"],
+)
+def test_others_do_not_prove_themselves_by_saying_that_they_went_on(others):
+    evidence = pair_among(others)
+    assert evidence.is_proven(FRIEND)
+    assert not any(evidence.is_proven(peer) for peer in others)
+
+
+def test_those_that_left_one_behind_have_a_vote_per_host():
+    evidence = newcomer(lambda peer: "one host" if peer in PEERS[1:] else peer)
+    evidence.note_round({OWN: 100.0, FRIEND: 100.0}, NOW + 10, {peer: claim(peer, epoch=4) for peer in PEERS[1:]}, 3)
+    assert not any(evidence.is_proven(peer) for peer in PEERS[1:])

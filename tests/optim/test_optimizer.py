@@ -28,6 +28,7 @@ from tests.optim.conftest import (
     make_model,
     may_use_sequential_schedules,
     meet,
+    over_sockets,
     sgd,
     values,
     wait_until,
@@ -62,6 +63,7 @@ def test_speed_is_measured_and_epochs_take_their_time(make_trainers):
     assert 0 < trainer.opt.tracker.performance_ema.samples_per_second <= 1.1 * 8 / 0.02  # clocks are not exact
 
 
+@over_sockets
 @pytest.mark.parametrize(
     "options",
     [
@@ -79,7 +81,7 @@ def test_speed_is_measured_and_epochs_take_their_time(make_trainers):
 def test_peers_stay_identical(make_trainers, options):
     trainers = make_trainers(3, **options)
     meet(*trainers)
-    in_parallel(*(lambda t=t: t.train_until(4) for t in trainers))
+    in_parallel(*(lambda t=t: t.train_until(3) for t in trainers))
     check_identical(trainers)
     assert not torch.equal(values(trainers[0].model), values(make_model()))
     for trainer in trainers:
@@ -89,7 +91,7 @@ def test_peers_stay_identical(make_trainers, options):
 def test_who_has_missed_a_round_downloads_at_once_instead_of_going_on_alone(make_trainers, caplog):
     """In short epochs there is no time to ask others; what they have told is enough."""
     ahead, late = make_trainers(2, delay_state_averaging=False)
-    late.opt.tracker._exchange.on_fetch = lambda: None
+    late.opt.tracker.exchange.on_fetch = lambda: None
     meet(ahead, late)
     in_parallel(lambda: ahead.train_until(2), lambda: late.train_until(2))
     with late.opt.tracker.pause_updates():
@@ -142,6 +144,7 @@ def test_peers_of_different_speed_make_their_steps_together(make_trainers):
     assert fast.samples > medium.samples > slow.samples
 
 
+@over_sockets
 def test_a_client_takes_part(make_trainers):
     trainers = make_trainers(3, clients=1)
     meet(*trainers)
@@ -320,6 +323,7 @@ def test_a_newcomer_without_a_donor_starts_from_its_own_state(make_trainers):
     assert trainer.opt.local_epoch == 1
 
 
+@over_sockets
 def test_the_record_of_a_dead_peer_does_not_hold_up_a_newcomer(make_trainers):
     (first,) = make_trainers(1)
     first.train_until(5)
@@ -454,9 +458,11 @@ def test_who_leaves_after_its_last_epoch_still_averages_its_parameters(make_trai
     leaves, late = make_trainers(2, seeds=[0, 1], averaging_timeout=60.0, delay_state_averaging=True)
     meet(leaves, late)
     is_leaving = threading.Event()
-    let_go, update = leaves.opt.state_averager.let_go_of_searches, late.opt.global_step._update_state
+    let_go, schedule = leaves.opt.state_averager.let_go_of_searches, late.opt.state_averager.schedule_step
     monkeypatch.setattr(leaves.opt.state_averager, "let_go_of_searches", lambda: (is_leaving.set(), let_go()))
-    monkeypatch.setattr(late.opt.global_step, "_update_state", lambda *args: (is_leaving.wait(60), update(*args)))
+    monkeypatch.setattr(
+        late.opt.state_averager, "schedule_step", lambda **options: is_leaving.wait(60) and schedule(**options)
+    )
 
     def train_and_leave() -> None:
         leaves.train_until(1)
@@ -471,11 +477,11 @@ def test_a_member_that_leaves_between_the_two_rounds_of_a_step_is_not_waited_for
     stays, leaves = make_trainers(2, averaging_timeout=60.0, delay_state_averaging=False)
     meet(stays, leaves)
 
-    def leave(*_):
+    def leave(**_):
         leaves.opt.shutdown()
         raise InterruptedError
 
-    monkeypatch.setattr(leaves.opt.global_step, "_update_state", leave)
+    monkeypatch.setattr(leaves.opt.state_averager, "schedule_step", leave)
 
     def train_and_leave() -> None:
         with pytest.raises(InterruptedError):
@@ -659,3 +665,38 @@ def test_the_buffers_of_another_setting_are_refused(make_trainers, caplog):
     assert newcomer.opt.load_state_from_peers(timeout=10) is False
     assert "refused" in caplog.text
     assert torch.equal(values(newcomer.model), before)
+
+
+@pytest.mark.parametrize("verdict", [False, True])
+def test_a_newcomer_may_refuse_the_state_of_the_run(make_trainers, verdict, caplog):
+    (first,) = make_trainers(1)
+    first.train_until(3)
+    seen = []
+
+    def check_state() -> bool:
+        seen.append((newcomer.opt.local_epoch, values(newcomer.model), threading.current_thread()))
+        return verdict
+
+    (newcomer,) = make_trainers(1, seeds=[5], check_state=check_state)
+    before = values(newcomer.model)
+    assert newcomer.opt.load_state_from_peers(timeout=20) is verdict
+    assert torch.equal(values(newcomer.model), values(first.model) if verdict else before)
+    assert newcomer.opt.local_epoch == newcomer.opt.tracker.local_progress.epoch == (3 if verdict else 0)
+    [(epoch, model, thread)] = seen
+    assert (epoch, thread) == (3, threading.current_thread())
+    assert torch.equal(model, values(first.model))
+    told = f"check_state returned False. It is of {first.opt.dht.peer_id}"
+    assert caplog.text.count(told) == (0 if verdict else 1)
+
+
+@pytest.mark.parametrize("averager_opts", [{}, {"target_group_size": 2}])
+def test_what_donors_say_about_themselves_does_not_count(make_trainers, averager_opts):
+    first, liar = make_trainers(2, averager_opts=averager_opts)
+    liar.opt.state_averager.state_sharing_priority = 1e12
+    in_parallel(lambda: first.train_until(3), lambda: liar.train_until(3))
+    liar.opt.state_averager.state_sharing_priority = 1e12
+    sharing = first.opt.state_averager.node.state_sharing
+    wait_until(lambda: first.opt.tracker.board.time_of_record(liar.opt.dht.peer_id.to_bytes()), "they know each other")
+    [(rank, peer)] = first.opt.dht.portal.call(sharing.find_donors())
+    assert peer == liar.opt.dht.peer_id
+    assert -rank <= 4

@@ -1,4 +1,4 @@
-"""Optimizer and scheduler state: made to exist without side effects, sent, and put into another peer's."""
+"""Optimizer state: made to exist without side effects, sent, and put into another peer's."""
 
 from __future__ import annotations
 
@@ -7,32 +7,16 @@ import logging
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CosineAnnealingLR,
-    ExponentialLR,
-    LambdaLR,
-    LinearLR,
-    MultiStepLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim.lr_scheduler import StepLR
 
 from shoal.optim.optimizer_state import (
-    catch_up,
-    check_scheduler,
     dump_optimizer_state,
-    dump_scheduler_state,
     has_statistics,
     initialize_optimizer_state_,
     load_optimizer_state,
-    load_scheduler_state,
-    scheduled_hyperparameters,
 )
+from shoal.optim.schedules import scheduled_hyperparameters
 from shoal.serializer import MSGPackSerializer
-from tests.optim.conftest import may_use_sequential_schedules
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
@@ -136,69 +120,6 @@ def test_own_hyperparameters_stay_unless_a_schedule_moves_them(caplog):
     load_optimizer_state(own, metadata, tensors, scheduled_hyperparameters(StepLR(own, 5)))
     assert own.param_groups[0]["lr"] == 0.5
     assert own.param_groups[0]["momentum"] == 0.9
-
-
-SCHEDULERS = {
-    "lambda": lambda o: LambdaLR(o, lambda step: 1 / (1 + step)),
-    "step": lambda o: StepLR(o, 1, gamma=0.5),
-    "multi": lambda o: MultiStepLR(o, [2, 5], gamma=0.1),
-    "exponential": lambda o: ExponentialLR(o, 0.9),
-    "cosine": lambda o: CosineAnnealingLR(o, 20),
-    "one_cycle": lambda o: OneCycleLR(o, max_lr=1.0, total_steps=50),
-    "sequential": lambda o: SequentialLR(o, [LinearLR(o, total_iters=3), StepLR(o, 2)], milestones=[3]),
-    "chained": lambda o: ChainedScheduler([LinearLR(o, total_iters=3), ExponentialLR(o, 0.9)]),
-}
-
-
-def learning_rates(scheduler, optimizer, steps: int) -> list[float]:
-    found = []
-    for _ in range(steps):
-        scheduler.step()
-        found.append(optimizer.param_groups[0]["lr"])
-    return found
-
-
-@may_use_sequential_schedules
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_joiner_continues_the_schedule(name):
-    donor = torch.optim.SGD(make_parameters(), lr=0.1, momentum=0.9)
-    joiner = torch.optim.SGD(make_parameters(), lr=0.1, momentum=0.9)
-    donor_schedule, schedule = SCHEDULERS[name](donor), SCHEDULERS[name](joiner)
-    catch_up(donor_schedule, 4)
-    sent = MSGPackSerializer.loads(MSGPackSerializer.dumps(dump_scheduler_state(donor_schedule)))
-    metadata, tensors = dump_optimizer_state(donor)
-    load_optimizer_state(joiner, metadata, tensors, scheduled_hyperparameters(schedule))
-    load_scheduler_state(schedule, sent)
-    catch_up(schedule, 4)
-    assert joiner.param_groups[0]["lr"] == donor.param_groups[0]["lr"]
-    assert learning_rates(schedule, joiner, 6) == learning_rates(donor_schedule, donor, 6)
-
-
-def test_catching_up_only_goes_forward():
-    optimizer = torch.optim.SGD(make_parameters(), lr=1.0)
-    schedule = SCHEDULERS["lambda"](optimizer)
-    catch_up(schedule, 9)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    catch_up(schedule, 3)
-    assert schedule.last_epoch == 9
-
-
-def test_a_hostile_schedule_cannot_replace_methods_or_forms():
-    optimizer = torch.optim.SGD(make_parameters(), lr=1.0)
-    schedule = SCHEDULERS["step"](optimizer)
-    hostile = {"step": 5, "optimizer": 1, "__class__": "x", "last_epoch": "many", "base_lrs": [1, 2, 3], "gamma": [1]}
-    load_scheduler_state(schedule, hostile)
-    load_scheduler_state(schedule, "nonsense")
-    assert schedule.last_epoch == 0
-    assert schedule.optimizer is optimizer
-    schedule.optimizer._opt_called = True
-    schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_schedules_that_need_a_metric_are_refused():
-    with pytest.raises(ValueError, match="metric"):
-        check_scheduler(ReduceLROnPlateau(torch.optim.SGD(make_parameters(), lr=1.0)))
 
 
 def test_statistics_are_made_for_a_few_parameters_at_a_time(monkeypatch):

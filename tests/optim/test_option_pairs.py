@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.averaging import ClipToMedianNorm, TrimmedMean
 from shoal.compression import Float16Compression
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings
@@ -39,6 +40,10 @@ VALUES: dict[str, list[Any]] = {
     "grad_compression": [None, Float16Compression()],
     "state_averaging_compression": [None, Float16Compression()],
     "group_of_two": [False, True],
+    "aggregation": [None, ClipToMedianNorm()],
+    "state_aggregation": [None, TrimmedMean(0.3)],
+    "peer_momentum": [0.0, 0.9],
+    "verify_reducers": [False, True],
 }
 """Of each option; ``client_mode`` is that of the second peer."""
 
@@ -50,12 +55,24 @@ CONTRADICTIONS: list[Row] = [
     {"delay_grad_averaging": True, "delay_optimizer_step": False},
     {"delay_grad_averaging": True, "offload_optimizer": False},
     {"delay_optimizer_step": True, "offload_optimizer": False},
+    {"use_local_updates": True, "aggregation": VALUES["aggregation"][1]},
+    {"use_local_updates": True, "peer_momentum": 0.9},
+    # The optimizer has no momentum that could be averaged.
+    {"peer_momentum": 0.9, "average_opt_statistics": ("momentum_buffer",)},
+    # What a lossy codec makes of the averages differs between members.
+    {"verify_reducers": True, "grad_compression": VALUES["grad_compression"][1]},
+    {"verify_reducers": True, "state_averaging_compression": VALUES["state_averaging_compression"][1]},
 ]
 LOW_RANK = {
     "PowerSGD": PowerSGDGradientAverager.get_factory(averager_rank=2, min_compression_ratio=0.0),
     "PowerEF": PowerEFGradientAverager.get_factory(averager_rank=2, min_compression_ratio=0.0),
 }
 EPOCHS = 4
+OF_AVERAGERS = {"group_of_two", "verify_reducers"}
+
+
+def without_momentum(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)
 
 
 def contradicts_itself(row: Row) -> bool:
@@ -70,8 +87,9 @@ def resolve(row: Row) -> OptimizerSettings:
 
 
 def test_whatever_contradicts_itself_is_refused_and_nothing_else() -> None:
-    names = [name for name in VALUES if name in OptimizerSettings.__annotations__ or name == "grad_averager"]
-    assert len(names) == 10
+    others = ("grad_averager", "aggregation")
+    names = [name for name in VALUES if name in OptimizerSettings.__annotations__ or name in others]
+    assert len(names) == 12
     for combination in itertools.product(*(VALUES[name] for name in names)):
         row = dict(zip(names, combination, strict=True))
         if contradicts_itself(row):
@@ -152,7 +170,7 @@ def _hashable(row: Row) -> set[tuple[str, Any]]:
 
 @pytest.mark.parametrize("row", ROWS, ids=range(len(ROWS)))
 def test_two_peers_stay_together(make_trainers, caplog, row):
-    options = {name: value for name, value in row.items() if name not in ("client_mode", "group_of_two")}
+    options = {name: value for name, value in row.items() if name not in OF_AVERAGERS | {"client_mode"}}
     options["grad_averager"] = LOW_RANK.get(options["grad_averager"], options["grad_averager"])
     if row["scheduler"]:
         options["scheduler"] = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -160,6 +178,10 @@ def test_two_peers_stay_together(make_trainers, caplog, row):
         del options["scheduler"]
     if row["group_of_two"]:
         options["averager_opts"] = {"target_group_size": 2}
+    if row["verify_reducers"]:
+        options["averager_opts"] = {**options.get("averager_opts", {}), "verify_reducers": True}
+    if row["peer_momentum"]:
+        options["optimizer"] = without_momentum
     caplog.set_level(logging.WARNING, logger="shoal")
     first, second = make_trainers(
         2,

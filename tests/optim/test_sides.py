@@ -9,7 +9,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from shoal.averaging import RoundResult
-from shoal.optim.lineage import LAST_ROUNDS, MAX_KEPT, MAX_LINEAGE_BYTES, PARTING_LIFETIME, Lineage, RoundHistory
+from shoal.optim.lineage import (
+    BEGINNING,
+    LAST_ROUNDS,
+    MAX_KEPT,
+    MAX_LINEAGE_BYTES,
+    PARTING_LIFETIME,
+    Lineage,
+    Parting,
+    RoundHistory,
+)
 from shoal.optim.progress import Companion, LocalTrainingProgress
 from shoal.optim.sides import Kinship, Standing, Verdict, settle
 from shoal.p2p import PeerID
@@ -168,18 +177,88 @@ def test_losers_may_come_one_after_the_other_while_both_sides_go_on(count):
     assert run.verdict() == Verdict()
 
 
-def test_what_was_never_one_run_follows_whoever_is_further():
+def test_what_was_never_one_run_follows_the_greater_number():
+    """Epochs and rounds are easily invented."""
     run = Run(10, 10, 10)
     *two, one = run.peers
     run.steps(9, *two)
     run.steps(20, one)
-    assert run.verdict().winners == ids(one)
+    assert run.verdict().winners == ids(*two)
+
+
+def test_of_runs_of_the_same_size_that_were_never_one_the_one_that_is_further_goes_on():
+    run = Run(10, 10, 10, 10)
+    two, one = run.peers[:2], run.peers[2:]
+    run.steps(9, *two)
+    run.steps(20, *one)
+    assert run.verdict().winners == ids(*one)
     run.steps(10, *two)
     stable = run.verdict().winners
     for _ in range(6):
-        run.step(one)
+        run.step(*one)
         assert run.verdict().winners == stable
         run.step(*two)
+
+
+# --- liars ------------------------------------------------------------------------------------------------------------
+
+
+class Liar(Peer):
+    """It tells whatever lineage it likes."""
+
+    def __init__(self, peer_id: PeerID, lineage: Lineage, epoch: int) -> None:
+        super().__init__(peer_id)
+        self.told, self.epoch = lineage, epoch
+
+    def standing(self, now: float) -> Standing:
+        return Standing(self.id, self.epoch, self.told, True)
+
+    def seen(self, now: float) -> Companion:
+        return Companion(self.progress(), now + 60, lineage=self.told, lineage_time=now)
+
+
+INVENTED = tuple(bytes([9, 9, 9, number]) for number in range(LAST_ROUNDS))
+
+
+def losers_with(run: Run, *liars: Liar) -> set[frozenset[bytes]]:
+    """Who has lost, in the eyes of all honest peers."""
+    honest = list(run.peers)
+    run.peers += liars
+    return {run.verdict_of(peer).losers for peer in honest}
+
+
+@pytest.mark.parametrize("partings", [(), (Parting.of(BEGINNING, 1.0, INVENTED[0]),)])
+def test_a_stranger_with_invented_rounds_takes_nobody_away(partings):
+    run = Run(10, 10, 10)
+    run.steps(20, *run.peers)
+    liar = Liar(PEERS[5], Lineage(INVENTED, partings), 10**6)
+    assert losers_with(run, liar) == {ids(liar)}
+
+
+@pytest.mark.parametrize("claim", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("allies", [0, 1])
+def test_a_member_that_claims_all_of_the_common_round_takes_nobody_away(claim, allies):
+    run = Run(10, 10, 10, 10)
+    *three, gone = run.peers
+    run.steps(5, *run.peers)
+    common = gone.kinship.lineage(run.now).rounds[-1]
+    run.steps(9, *three)
+    run.peers.remove(gone)
+    told = Lineage((common, *INVENTED[1:]), (Parting.of(common, claim, INVENTED[1]),))
+    liars = [Liar(peer, told, 10**6) for peer in (gone.peer_id, *PEERS[4 : 4 + allies])]
+    assert losers_with(run, *liars) == {ids(*liars)}
+
+
+def test_a_crowd_on_one_network_counts_once():
+    run = Run(10, 10, 10)
+    run.steps(20, *run.peers)
+    crowd = [Standing(b"crowd %d" % i, 10**6, Lineage(INVENTED), True) for i in range(20)]
+    standings = [*crowd, *(peer.standing(run.now) for peer in run.peers)]
+    assert settle(standings, lambda peer: b"crowd" if peer.startswith(b"crowd") else peer).winners == ids(*run.peers)
+    assert settle(standings).losers == ids(*run.peers)
+
+
+# --- who can go on ----------------------------------------------------------------------------------------------------
 
 
 def test_a_side_that_has_nobody_to_download_from_gives_way():
@@ -281,7 +360,7 @@ def test_parameter_averaging_makes_up_for_gradients_that_failed():
 
 @settings(max_examples=100, deadline=None, phases=[Phase.generate, Phase.shrink])
 @given(st.data())
-def test_after_any_history_all_choose_the_same_side_and_then_there_is_only_one(data):
+def test_after_any_history_one_side_gives_way_to_the_other_and_then_there_is_only_one(data):
     """Peers split into groups at random, again and again; some rounds fail, some peers sleep, some take over states."""
     samples = data.draw(st.lists(st.sampled_from([5.0, 10.0, 25.0]), min_size=2, max_size=6))
     run = Run(*samples, seed=data.draw(st.integers(0, 1000)))
@@ -298,15 +377,24 @@ def test_after_any_history_all_choose_the_same_side_and_then_there_is_only_one(d
             for _ in range(data.draw(st.integers(0, 14))):
                 failed = tuple(peer for peer in members if run.rng.random() < 0.05)
                 run.step(*members, failed=failed)
-    first = run.verdict()  # the same for all
-    assert not first.winners & first.losers
-    assert bool(first.winners) == bool(first.losers)
-    front = [peer for peer in run.peers if peer.id in first.winners and peer.epoch == first.epoch]
-    assert bool(front) == bool(first.winners)
-    for peer in run.peers:
-        if first.winners and peer not in front and (peer.id in first.losers or peer.epoch < first.epoch - 1):
-            run.take_over(peer, run.rng.choice(front))
+    for _ in range(ROUNDS_OF_GIVING_WAY):
+        for peer in run.peers:
+            give_way(run, peer)
     assert run.verdict() == Verdict(), "one side is left, and nobody goes back"
+
+
+ROUNDS_OF_GIVING_WAY = 3
+
+
+def give_way(run: Run, peer: Peer) -> None:
+    """Let a peer do what follows from what it sees."""
+    verdict = run.verdict_of(peer)
+    assert not verdict.winners & verdict.losers
+    assert bool(verdict.winners) == bool(verdict.losers)
+    front = [other for other in run.peers if other.id in verdict.winners and other.epoch == verdict.epoch]
+    assert bool(front) == bool(verdict.winners)
+    if front and peer not in front and (peer.id in verdict.losers or peer.epoch < verdict.epoch - 1):
+        run.take_over(peer, run.rng.choice(front))
 
 
 @settings(max_examples=60, deadline=None)
@@ -366,7 +454,7 @@ def test_it_stays_small_however_many_peers_are_lost():
         made.note_round(lost * 2 + bytes(16), {b"me": 1.0, b"a": 1.0, lost: 1.0}, number, 0.0)
     packed = made.lineage(0.0).pack()
     assert len(packed) <= MAX_LINEAGE_BYTES < 100
-    assert len(made._past) <= LAST_ROUNDS + MAX_KEPT
+    assert len(made.past) <= LAST_ROUNDS + MAX_KEPT
 
 
 @given(st.binary(max_size=MAX_LINEAGE_BYTES + 2))

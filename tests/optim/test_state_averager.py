@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from shoal.averaging import DecentralizedAverager
+from shoal.averaging.state.download import State
 from shoal.dht.crypto import tag_of
+from shoal.errors import StateRefusedError
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.state_averager import TrainingStateAverager
 from shoal.optim.training_state import latest_epoch
+from shoal.p2p import PeerID
 from tests.optim.conftest import in_parallel, wait_until
 
-OPTIONS = {"prefix": "state", "min_matchmaking_time": 5.0, "start": True}
+OPTIONS = {"prefix": "state", "min_matchmaking_time": 30.0, "start": True}
 MODES = {
     "default": {},
     "reuse": {"reuse_tensors": True},
@@ -39,6 +43,11 @@ def adam(groups) -> torch.optim.Optimizer:
 
 def values(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
+
+
+def take_over(joiner: TrainingStateAverager, metadata: object, tensors: list[torch.Tensor]) -> None:
+    """As at the end of a download."""
+    joiner._take_over(State(metadata, tensors))
 
 
 def set_grads(model: torch.nn.Module, value: float) -> None:
@@ -304,7 +313,7 @@ def test_a_newcomer_gets_everything(make_averagers, mode):
         set_grads(models[0], 1.0)
         donor.step(increment_epoch=True, optimizer_step=True)
     wait_for_donor(joiner, donor)
-    assert joiner.load_state_from_peers(timeout=10) is True
+    assert joiner.load_state_from_peers(timeout=50) is True
     assert joiner.local_epoch == 3
     assert joiner.optimizer.param_groups[0]["lr"] == donor.optimizer.param_groups[0]["lr"] == 0.0125
     assert extras[1].tolist() == [0.0, 0.0]
@@ -321,7 +330,7 @@ def test_schedules_follow_the_epoch(make_averagers):
     donor, joiner = make_averagers(models, scheduler=lambda o: LambdaLR(o, lambda step: 1 / max(step, 1)))
     donor.local_epoch = 1337
     wait_for_donor(joiner, donor)
-    assert joiner.load_state_from_peers(timeout=10)
+    assert joiner.load_state_from_peers(timeout=50)
     assert joiner.local_epoch == 1337
     assert joiner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 1337)
 
@@ -334,23 +343,34 @@ def test_states_that_would_ruin_this_peer_are_refused(make_averagers, caplog):
     before = values(models[1])
     with torch.no_grad(), donor.get_tensors():
         models[0].weight[0, 0] = torch.nan
-    assert joiner.load_state_from_peers(timeout=10) is False
+    assert joiner.load_state_from_peers(timeout=50) is False
     assert "values of its parameter 0 are NaN or infinite" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(values(models[1]), before, strict=True))
     with torch.no_grad(), joiner.get_tensors():
         models[1].weight[0, 0] = torch.nan
-    assert joiner.load_state_from_peers(timeout=10) is True, "its own is no better"
+    assert joiner.load_state_from_peers(timeout=50) is True, "its own is no better"
     joiner.lineage_keeper = Mock(global_epoch=7)
     donor.local_epoch = 10**6
-    assert joiner.load_state_from_peers(timeout=10) is False
+    assert joiner.load_state_from_peers(timeout=50) is False
     assert "it is of epoch 1000000, where the run, at epoch 7, cannot be yet" in caplog.text
     assert joiner.local_epoch == 0
 
 
-def test_nobody_follows_a_member_to_an_epoch_where_the_run_cannot_be():
-    assert latest_epoch([3, 5, None, True, "7"], None) == 5
-    assert latest_epoch([3, 10**6, 5], Mock(global_epoch=4)) == 5
-    assert latest_epoch([10**6], Mock(global_epoch=4)) == 0
+def test_nobody_follows_a_member_to_an_epoch_where_the_run_cannot_be(caplog):
+    peers, troubles = [PeerID(b"member %d" % number) for number in range(5)], Counter()
+
+    def latest(epochs, run):
+        return latest_epoch(dict(zip(peers, epochs, strict=False)), run, troubles)
+
+    assert latest([3, 5, None, True, "7"], None) == 5
+    assert not troubles
+    assert latest([3, 10**6, 5], Mock(global_epoch=4)) == 5
+    assert latest([3, 10**6, 5], Mock(global_epoch=4)) == 5
+    assert latest([10**6], Mock(global_epoch=4)) == 0
+    assert troubles == {"epochs that cannot be": 3}
+    lines = [record.getMessage() for record in caplog.records]
+    assert [str(peer) in line for peer, line in zip([peers[1], peers[0]], lines, strict=True)] == [True, True]
+    assert "the next epoch is 1000000, and the run cannot be beyond epoch 6" in lines[0]
 
 
 def test_older_and_foreign_states_are_refused(make_averagers, caplog):
@@ -360,7 +380,7 @@ def test_older_and_foreign_states_are_refused(make_averagers, caplog):
     before = values(models[1])
     joiner.local_epoch = 5
     with caplog.at_level(logging.WARNING):
-        assert joiner.load_state_from_peers(timeout=10) is False
+        assert joiner.load_state_from_peers(timeout=50) is False
         assert "older" in caplog.text
         donor.local_epoch = 9
         metadata, tensors, _ = donor.get_current_state()
@@ -372,22 +392,24 @@ def test_older_and_foreign_states_are_refused(make_averagers, caplog):
             ({**metadata, "epoch": -1}, tensors),
             ({**metadata, "epoch": 2**70}, tensors),
             ({**metadata, "optimizer_metadata": None}, tensors),
+            ({**metadata, "optimizer_metadata": {**metadata["optimizer_metadata"], "values": [1]}}, tensors),
             (metadata, tensors[:1]),
             (metadata, tensors[::-1]),
             (metadata, [torch.zeros(10**6), *tensors[1:]]),
         ]
         for given_metadata, given_tensors in hostile:
-            assert joiner._load_state(given_metadata, given_tensors) is False
+            with pytest.raises(ValueError, match=r"."):
+                take_over(joiner, given_metadata, given_tensors)
     assert joiner.local_epoch == 5
     assert all(torch.equal(a, b) for a, b in zip(values(models[1]), before, strict=True))
-    assert joiner._load_state({**metadata, "scheduler": "nonsense"}, tensors) is True
+    take_over(joiner, {**metadata, "scheduler": "nonsense"}, tensors)
     assert joiner.local_epoch == 9
 
 
 def test_without_a_donor_nothing_changes(make_averagers):
     (averager,) = make_averagers([make_model()])
-    assert averager.load_state_from_peers(timeout=10) is False
-    assert averager.load_state_from_peers(wait=False, timeout=10).result(10) is False
+    assert averager.load_state_from_peers(timeout=50) is False
+    assert averager.load_state_from_peers(wait=False, timeout=50).result(50) is False
 
 
 def test_a_download_in_the_background_cannot_be_cancelled_once_it_has_begun(make_averagers, monkeypatch):
@@ -406,7 +428,7 @@ def test_a_download_in_the_background_cannot_be_cancelled_once_it_has_begun(make
     assert began.wait(10)
     assert not outcome.cancel()
     release.set()
-    assert outcome.result(10) is False
+    assert outcome.result(50) is False
     for thread in set(threading.enumerate()) - others:
         thread.join(10)
     assert not crashes
@@ -512,3 +534,135 @@ def test_an_optimizer_that_could_be_captured_is_offloaded_all_the_same(make_aver
     before = values(model)
     averager.step(optimizer_step=True)
     assert not any(torch.equal(now, old) for now, old in zip(values(model), before, strict=True))
+
+
+# --- a state is tried -------------------------------------------------------------------------------------------------
+
+
+def everything(averager: TrainingStateAverager, extra: torch.Tensor) -> list[object]:
+    """All that a download changes."""
+    state = averager.optimizer.state_dict()
+    statistics = [value.clone() for each in state["state"].values() for value in each.values()]
+    tensors = [*(p.detach().clone() for p in averager.main_parameters), *statistics, extra.clone()]
+    with averager.get_tensors() as averaged:
+        assert all(float(tensor.abs().max()) < 1e5 for tensor in averaged)
+    lr, scheduler = state["param_groups"][0]["lr"], averager.scheduler
+    return [[tensor.tolist() for tensor in tensors], averager.local_epoch, lr, scheduler.last_epoch, scheduler._last_lr]
+
+
+@pytest.fixture
+def make_three(make_averagers):
+    """A liar, which newcomers ask first, an honest donor, and a peer that has trained a bit."""
+
+    def make(check_state, mode="default"):
+        models = [make_model(seed) for seed in range(3)]
+        extras = [torch.full((2,), float(seed)) for seed in range(3)]
+        averagers = []
+        options = {"scheduler": lambda o: StepLR(o, 1, gamma=0.5), "declare_state_period": 1, **MODES[mode]}
+        for index, (model, extra) in enumerate(zip(models, extras, strict=True)):
+            hook = {"check_state": check_state, "allow_state_sharing": False} if index == 2 else {}
+            averagers += make_averagers([model], extra_tensors=[extra], **options, **hook)
+        liar, donor, joiner = averagers
+        for averager, model, steps in zip(averagers, models, (5, 5, 2), strict=True):
+            for _ in range(steps):
+                set_grads(model, 1.0)
+                averager.step(increment_epoch=True, optimizer_step=True)
+        with torch.no_grad(), liar.get_tensors(), liar._state_access():
+            for parameter in liar.optimizer_parameters:
+                parameter.fill_(1e6)
+        liar.state_sharing_priority = 10
+        wait_for_donor(joiner, liar)
+        wait_for_donor(joiner, donor)
+        return liar, donor, joiner, extras[2]
+
+    return make
+
+
+@pytest.mark.parametrize("mode", ["default", "reuse", "offload"])
+def test_a_state_that_the_user_refuses_is_undone_and_the_next_donor_is_asked(make_three, mode, caplog):
+    seen = []
+
+    def check_state() -> bool:
+        largest = max(float(p.detach().abs().max()) for p in joiner.main_parameters)
+        seen.append((largest > 1e5, joiner.local_epoch, extra.tolist(), threading.current_thread()))
+        return largest < 1e5
+
+    liar, donor, joiner, extra = make_three(check_state, mode)
+    everything_before = everything(joiner, extra)
+    assert joiner.load_state_from_peers(timeout=50) is True
+    this = threading.current_thread()
+    assert seen == [(True, 5, [0.0, 0.0], this), (False, 5, [1.0, 1.0], this)]
+    assert caplog.text.count(f"check_state returned False. It is of {liar.peer_id}") == 1
+    for mine, theirs in zip(joiner.main_parameters, donor.main_parameters, strict=True):
+        assert torch.equal(mine, theirs)
+    assert joiner.dht.p2p.metrics.states_refused == 1
+    # Until it has trained for an epoch.
+    assert joiner.restore_own_state() is True
+    assert everything(joiner, extra) == everything_before
+    assert joiner.restore_own_state() is False
+    assert joiner.load_state_from_peers(timeout=50) is False, "both donors are left out"
+    assert everything(joiner, extra) == everything_before
+
+
+@pytest.mark.parametrize(
+    "error", [StateRefusedError("loss 80 instead of 3"), ZeroDivisionError("a mistake"), ValueError("a mistake")]
+)
+def test_when_the_check_raises_this_peer_has_what_it_had(make_three, error, caplog):
+    _, _, joiner, extra = make_three(Mock(side_effect=error))
+    before = everything(joiner, extra)
+    if isinstance(error, StateRefusedError):
+        assert joiner.load_state_from_peers(timeout=50) is False
+        assert caplog.text.count("refused: loss 80 instead of 3. It is of") == 2
+    else:
+        with pytest.raises(type(error), match="a mistake"):
+            joiner.load_state_from_peers(timeout=50)
+    assert everything(joiner, extra) == before
+    assert joiner.restore_own_state() is False
+
+
+@pytest.mark.parametrize("verdict", [None, True, torch.tensor(True), 1])
+def test_what_is_not_refused_is_taken(make_three, verdict):
+    liar, _, joiner, _ = make_three(lambda: verdict)
+    assert joiner.load_state_from_peers(timeout=50) is True
+    assert torch.equal(joiner.main_parameters[0], liar.main_parameters[0])
+
+
+def test_what_was_there_before_is_kept_for_one_epoch(make_three):
+    _, _, joiner, extra = make_three(None)
+    before = everything(joiner, extra)
+    assert joiner.load_state_from_peers(timeout=50) is True
+    for p in joiner.main_parameters:
+        p.grad = torch.ones_like(p)
+    joiner.step(increment_epoch=True, optimizer_step=True)
+    assert joiner.restore_own_state() is True
+    assert everything(joiner, extra) == before
+    assert joiner.load_state_from_peers(timeout=50) is True, "the other donor"
+    for _ in range(2):
+        joiner.step(increment_epoch=True)
+    assert joiner.restore_own_state() is False
+
+
+def test_a_state_that_cannot_be_put_in_place_changes_nothing(make_averagers):
+    """The schedule ends before the epoch of the donor."""
+    models = [make_model(seed) for seed in range(2)]
+    extra = torch.zeros(1)
+    donor, joiner = (
+        make_averagers([model], scheduler=lambda o: OneCycleLR(o, max_lr=1.0, total_steps=50), extra_tensors=[extra])[0]
+        for model in models
+    )
+    set_grads(models[1], 1.0)
+    joiner.step(increment_epoch=True, optimizer_step=True)
+    before = everything(joiner, extra)
+    metadata, tensors, _ = donor.get_current_state()
+    with pytest.raises(ValueError, match="50"):
+        take_over(joiner, {**metadata, "epoch": 10**9}, tensors)
+    assert everything(joiner, extra) == before
+
+
+def test_nobody_holds_the_state_for_long_by_claiming_an_epoch(make_averagers):
+    models = [make_model(seed) for seed in range(2)]
+    donor, joiner = make_averagers(models, scheduler=lambda o: LambdaLR(o, lambda step: 1 / (1 + step)))
+    metadata, tensors, _ = donor.get_current_state()
+    take_over(joiner, {**metadata, "epoch": 10**9}, tensors)
+    assert joiner.local_epoch == joiner.scheduler.last_epoch == 10**9
+    assert joiner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1e-9)

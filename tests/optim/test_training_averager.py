@@ -41,7 +41,7 @@ def train(averager: TrainingAverager, seed: int) -> None:
 
 
 def run_round(averagers: list[TrainingAverager], **options) -> list:
-    options = {"expected_group_size": len(averagers), "timeout": 20, **options}
+    options = {"expected_group_size": len(averagers), "timeout": 50, **options}
     return in_parallel(*(lambda a=a: a.step(**options) for a in averagers))
 
 
@@ -53,7 +53,7 @@ def test_everything_chosen_is_averaged_by_weight(make_averagers):
     assert len(local[0]) == 6
     results = in_parallel(
         *(
-            lambda a=a, w=w: a.step(weight=w, gather=w, expected_group_size=2, timeout=20)
+            lambda a=a, w=w: a.step(weight=w, gather=w, expected_group_size=2, timeout=50)
             for a, w in zip(averagers, (1.0, 3.0), strict=True)
         )
     )
@@ -89,16 +89,16 @@ def test_training_goes_on_meanwhile(make_averagers):
     averagers = make_averagers(2)
     before = [[p.detach().clone() for p in parameters(a)] for a in averagers]
     locks = [threading.Lock() for _ in averagers]
-    futures = [averagers[0].step(locks[0], wait=False, expected_group_size=2, timeout=20)]
+    futures = [averagers[0].step(locks[0], wait=False, expected_group_size=2, timeout=50)]
     wait_until(averagers[0]._step_lock.locked, "the step has begun")
     with locks[0], torch.no_grad():
         for parameter in parameters(averagers[0]):
             parameter += 10
     late_or_early = [(p - b).mean().item() for p, b in zip(parameters(averagers[0]), before[0], strict=True)]
     assert late_or_early == pytest.approx([10, 10])
-    futures.append(averagers[1].step(locks[1], wait=False, expected_group_size=2, timeout=20))
+    futures.append(averagers[1].step(locks[1], wait=False, expected_group_size=2, timeout=50))
     for future in futures:
-        assert len(future.result(30)) == 2
+        assert len(future.result(50)) == 2
     for mine, other, a, b in zip(parameters(averagers[0]), parameters(averagers[1]), *before, strict=True):
         read = a if torch.allclose(other, (a + b) / 2, atol=1e-3) else a + 10
         torch.testing.assert_close(other.detach(), (read + b) / 2)
@@ -112,14 +112,14 @@ def test_a_newcomer_takes_over_the_state(make_averagers):
             train(averager, number)
         run_round(averagers)
     (newcomer,) = make_averagers(1)
-    assert newcomer.load_state_from_peers(timeout=20) is True
+    assert newcomer.load_state_from_peers(timeout=50) is True
     assert newcomer.local_step == 3
     donor = averagers[0]
     for mine, theirs in zip(parameters(newcomer), parameters(donor), strict=True):
         assert torch.equal(mine, theirs)
         assert torch.equal(newcomer.opt.state[mine]["exp_avg"], donor.opt.state[theirs]["exp_avg"])
     (first,) = make_averagers(1, prefix="another")
-    assert first.load_state_from_peers(wait=False, timeout=20).result(20) is False
+    assert first.load_state_from_peers(wait=False, timeout=50).result(50) is False
 
 
 def test_arguments_are_checked(make_averagers):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -25,9 +25,18 @@ def section(title: str) -> str:
 def logged() -> Iterator[str]:
     """Every text in the source that could be the message of a log line."""
     for path in (ROOT / "src" / "shoal").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+        yield from texts_in(compile(path.read_text(encoding="utf-8"), path, "exec"))
+
+
+def texts_in(constant: object) -> Iterator[str]:
+    """Of a constant of compiled code, at any depth."""
+    if isinstance(constant, str):
+        yield constant
+    elif isinstance(constant, CodeType):
+        constant = constant.co_consts
+    if isinstance(constant, (tuple, frozenset)):
+        for each in constant:
+            yield from texts_in(each)
 
 
 LINES = re.findall(r"^\| `(.+?)` \|", section("What the log says"), re.MULTILINE)

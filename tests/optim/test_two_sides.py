@@ -27,14 +27,14 @@ class Cut:
             self._guard(dht.p2p)
 
     def _guard(self, p2p) -> None:
-        acquire = p2p._pool.acquire
+        acquire = p2p.pool.acquire
 
         async def acquire_on_this_side(peer):
             if self._group.get(peer) != self._group.get(p2p.peer_id):
                 raise P2PDaemonError(f"{peer} is on the other side of the cut")
             return await acquire(peer)
 
-        p2p._pool.acquire = acquire_on_this_side
+        p2p.pool.acquire = acquire_on_this_side
 
     def between(self, *groups: list[Trainer]) -> None:
         self._group = {trainer.opt.dht.peer_id: index for index, group in enumerate(groups) for trainer in group}

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import StreamClosedError
-from shoal.p2p import P2P, Call, Header, P2PContext, PeerID, ServicerBase
+from shoal.p2p import P2P, Call, Header, P2PContext, PeerID, ServicerBase, patient
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.transport import Buffer, Stream
 
@@ -134,6 +134,22 @@ class Service(ServicerBase):
         await call.read_payload_into(memoryview(self.received))
         await call.send(Number(value=sum(self.received)))
 
+    @patient
+    async def rpc_take_patiently(self, call: Call, context: P2PContext) -> None:
+        """The same, however long it takes."""
+        await self.rpc_take(call, context)
+
+    @patient
+    async def rpc_wait_in_vain(self, call: Call, context: P2PContext) -> None:
+        """It is about something that does not exist."""
+        await call.receive(Number)
+        call.is_premature = True
+        await self._hang()
+
+    async def rpc_swap(self, request: Pair, context: P2PContext) -> Pair:
+        """Numbers change their places, and what comes along is dropped."""
+        return Pair(left=request.right, right=request.left)
+
     async def rpc_fail_after(self, call: Call, context: P2PContext) -> None:
         """Some messages, and then an error."""
         request = await call.receive(Number)
@@ -168,9 +184,9 @@ async def until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
 def assert_clean(*peers: P2P) -> None:
     """Nothing of a call is left at these peers but idle connections."""
     for p2p in peers:
-        pool = p2p._pool
+        pool = p2p.pool
         assert (pool.in_use_count, pool.dialling_count, pool.waiting_count) == (0, 0, 0)
-        assert p2p._header_memory.total == 0
+        assert p2p.header_memory.total == 0
 
 
 async def end_of(task: Awaitable[Any]) -> BaseException | None:

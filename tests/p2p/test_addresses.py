@@ -40,7 +40,7 @@ def test_interfaces_in_the_order_in_which_others_should_try_them(monkeypatch: py
     monkeypatch.setattr(ifaddr, "get_adapters", lambda: adapters)
     monkeypatch.setattr(
         addresses,
-        "_source_of_default_route",
+        "source_of_default_route",
         lambda family: routed["ip4" if family == addresses.socket.AF_INET else "ip6"],
     )
     found = addresses.look_at_interfaces()
@@ -162,13 +162,13 @@ async def test_a_peer_that_has_moved_ends_dead_connections_and_greets_anew() -> 
         await stub(mover, friend).rpc_square(Number(value=2))
         assert friend.get_addresses(mover.peer_id)[0]["ip4"] == "127.0.0.1"
         hanging = asyncio.ensure_future(stub(mover, friend).rpc_hang(Number(value=0)))
-        await until(lambda: mover._pool.in_use_count == 1)
+        await until(lambda: mover.pool.in_use_count == 1)
 
         machine.addresses = [OwnAddress("127.0.0.8", ROUTED)]
         await mover.get_visible_maddrs(latest=True)
         with pytest.raises(Exception, match="this side closed the connection"):
             await hanging
-        assert mover._pool.idle_count == 0
+        assert mover.pool.idle_count == 0
         await stub(mover, friend).rpc_square(Number(value=2))
         assert [each["ip4"] for each in friend.get_addresses(mover.peer_id)] == ["127.0.0.8"]
 
@@ -218,9 +218,9 @@ async def test_default_is_every_network(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("SHOAL_HOST_MADDRS")
     p2p = await P2P.create()
     try:
-        bound = {listener.address[0] for listener in p2p.transport._listeners}
+        bound = {listener.address[0] for listener in p2p.transport.listeners}
         assert "0.0.0.0" in bound
         assert bound <= {"0.0.0.0", "::"}
-        assert len({listener.address[1] for listener in p2p.transport._listeners}) == 1
+        assert len({listener.address[1] for listener in p2p.transport.listeners}) == 1
     finally:
         await p2p.shutdown()

@@ -111,7 +111,7 @@ async def only_this_task() -> None:
 async def nothing_left(*peers: P2P) -> None:
     """Counters are back at zero, and the only tasks left serve idle connections."""
     for p2p in peers:
-        await until(lambda: not p2p._dialler._tasks)  # noqa: B023
+        await until(lambda: not p2p.dialler.tasks)  # noqa: B023
         assert_clean(p2p)
 
 
@@ -128,7 +128,7 @@ async def test_dial(way: str) -> None:
     try:
         for address in await listening.listen(Multiaddr("/dns4/localhost/tcp/0"), accepted.append):
             target = Multiaddr(f"/dns4/localhost/tcp/{address['tcp']}")
-        own_sockets = dict(tcp_stream._owners)
+        own_sockets = dict(tcp_stream.owners)
         places: set[str] = set()
         async for was_cancelled, stream in every_suspension(
             way, lambda: dialling.dial(target, identity.peer_id), places
@@ -137,8 +137,8 @@ async def test_dial(way: str) -> None:
                 stream.abort()
         assert places >= {"_resolve", "connect", "prove_to_listener", "TcpStream.read_exactly_into"}
         await until(lambda: all(stream.closed for stream in accepted))
-        await until(lambda: len(listening._shaking_hands) == len(listening._silent) == 0)
-        await until(lambda: tcp_stream._owners == own_sockets)
+        await until(lambda: len(listening.shaking_hands) == len(listening.silent) == 0)
+        await until(lambda: tcp_stream.owners == own_sockets)
     finally:
         await listening.close()
     await only_this_task()
@@ -146,14 +146,14 @@ async def test_dial(way: str) -> None:
 
 async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the room for handshakes is full, or the peer is shut down."""
-    original = TcpTransport._shake_hands
+    original = TcpTransport.shake_hands
     attempts: list[CancelAt] = []
 
     async def shake_hands(self: TcpTransport, *args: Any) -> None:
         attempts.append(CancelAt(original(self, *args), len(attempts), way))
         await attempts[-1]
 
-    monkeypatch.setattr(TcpTransport, "_shake_hands", shake_hands)
+    monkeypatch.setattr(TcpTransport, "shake_hands", shake_hands)
     identity = Identity.generate()
     listening = TcpTransport(identity)
     accepted: list[Stream] = []
@@ -165,7 +165,7 @@ async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPat
                 dialled.append(await TcpTransport(Identity.generate()).dial(address, identity.peer_id))
             except ShoalError:
                 assert attempts[-1].reached
-            await until(lambda: len(listening._shaking_hands) == 0)
+            await until(lambda: len(listening.shaking_hands) == 0)
         places = {place for attempt in attempts for place in attempt.place}
         assert places >= {"verify_dialler", "TcpStream.read_exactly_into"}
         assert len(attempts) > 2
@@ -175,7 +175,7 @@ async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPat
         await listening.close()
         for stream in (*accepted, *dialled):
             stream.abort()
-    await until(lambda: not tcp_stream._owners)
+    await until(lambda: not tcp_stream.owners)
     await only_this_task()
 
 
@@ -198,10 +198,9 @@ async def test_unary_call(way: str, kind: str, connected: bool) -> None:
             if connected:
                 await call()
             else:
-                for connection in list(caller._pool._idle_since):
-                    caller._pool._end_idle(connection)
+                caller.pool.renew()  # closes what is idle
         assert await call() == Number(value=9)
-        await until(lambda: server._server.connection_count == caller._pool.idle_count)
+        await until(lambda: server.server.connection_count == caller.pool.idle_count)
     await only_this_task()
 
 
@@ -229,7 +228,7 @@ async def test_stream_with_payloads(way: str, kind: str) -> None:
         assert "Connection.receive" in places
         assert kind == "memory" or "Call.read_payload" in places
         assert await echo() == "done"
-        await until(lambda: server._server.connection_count == caller._pool.idle_count)
+        await until(lambda: server.server.connection_count == caller.pool.idle_count)
         await nothing_left(server)
     await only_this_task()
 
@@ -255,7 +254,7 @@ async def test_more_than_the_network_takes(way: str, kind: str) -> None:
             await nothing_left(caller)
         assert places >= {"Connection.send", "TcpStream.write" if kind == "tcp" else "PipeEnd.write"}
         assert await send() == "done"
-        await until(lambda: server._server.connection_count == caller._pool.idle_count)
+        await until(lambda: server.server.connection_count == caller.pool.idle_count)
         await nothing_left(server)
     await only_this_task()
 
@@ -281,7 +280,7 @@ async def test_call_that_waits_for_its_turn(way: str, kind: str, monkeypatch: py
         async for _ in every_suspension(way, call_in_a_crowd):
             assert await asyncio.gather(*others) == [Number(value=9)] * 4
             await nothing_left(caller)
-            assert caller._pool.idle_count <= 2
+            assert caller.pool.idle_count <= 2
     await only_this_task()
 
 
@@ -307,7 +306,7 @@ async def test_everybody_in_a_queue_gives_up(way: str, kind: str, monkeypatch: p
 @pytest.mark.parametrize("kind", KINDS)
 async def test_serving(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other side of a call: the task that serves it is cancelled, as by the end of its connection."""
-    original = Server._serve
+    original = Server.serve
     attempts: list[CancelAt] = []
 
     async def serve(self: Server, connection: Any) -> None:
@@ -317,7 +316,7 @@ async def test_serving(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         service = await serving(server)
-        monkeypatch.setattr(Server, "_serve", serve)
+        monkeypatch.setattr(Server, "serve", serve)
 
         async def echo() -> None:
             async with stub(caller, server).rpc_echo() as call:
@@ -332,12 +331,11 @@ async def test_serving(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
             error = await end_of(echo())
             assert error is None or isinstance(error, ShoalError), error
             assert error is None or attempts[-1].reached
-            for connection in list(caller._pool._idle_since):
-                caller._pool._end_idle(connection)
-            await until(lambda: server._server.connection_count == 0)
+            caller.pool.renew()  # closes what is idle
+            await until(lambda: server.server.connection_count == 0)
             await nothing_left(caller, server)
-            assert not server._server._by_peer
-            assert not server._server._idle_since
+            assert server.server.peers == []
+            assert server.server.idle_count == 0
         assert len(attempts) > 3
         assert service.running == 0
     await only_this_task()
@@ -357,9 +355,9 @@ async def test_start(way: str, tmp_path: Path) -> None:
         ):
             if not was_cancelled:
                 await p2p.shutdown()
-            await until(lambda: first._server.connection_count == 0)
+            await until(lambda: first.server.connection_count == 0)
         await nothing_left(first)
-    await until(lambda: not tcp_stream._owners)
+    await until(lambda: not tcp_stream.owners)
     await only_this_task()
 
 

@@ -56,7 +56,7 @@ async def test_the_time_that_an_answer_takes_does_not_count():
     two = await Two.start(ahead=42.0)
     await two.call()
     assert two.caller.clock.sources == {two.server.peer_id: pytest.approx(42, abs=1e-5)}
-    [sample] = two.caller.clock._samples.values()
+    [sample] = two.caller.clock.samples.values()
     assert sample.round_trip == pytest.approx(2 * ONE_WAY, abs=1e-5)
     assert two.server.clock.sources == {}, "who was called has not measured anything"
     await two.end()
@@ -65,13 +65,13 @@ async def test_the_time_that_an_answer_takes_does_not_count():
 @in_virtual_time
 async def test_connections_are_renewed_so_that_times_are_compared_again():
     two = await Two.start()
-    accepted = two.server._server
+    accepted = two.server.server
     began = asyncio.get_running_loop().time()
     while asyncio.get_running_loop().time() < began + 2.5 * MAX_AGE_SECONDS:
         await two.call()
         await asyncio.sleep(20)  # less than after which idle connections are closed
         assert accepted.connection_count <= 1
-        heard = next(iter(two.caller.clock._samples.values())).heard_at
+        heard = next(iter(two.caller.clock.samples.values())).heard_at
         assert asyncio.get_running_loop().time() - heard < MAX_AGE_SECONDS + 60
     await two.end()
 
@@ -81,7 +81,7 @@ async def test_connections_are_renewed_so_that_times_are_compared_again():
 @in_virtual_time
 async def test_nonsense_in_a_greeting_does_no_harm(waited: float | None, time: float):
     two = await Two.start()
-    greeting = two.caller._on_hello
+    greeting = two.caller.on_hello
 
     def nonsense(connection, hello: Hello) -> None:
         if connection.round_trip is not None:
@@ -90,7 +90,7 @@ async def test_nonsense_in_a_greeting_does_no_harm(waited: float | None, time: f
         hello.clock_offset = time
         greeting(connection, hello)
 
-    two.caller._on_hello = nonsense
+    two.caller.on_hello = nonsense
     for _ in range(2):
         await two.call()
     assert two.caller.clock.offset == 0

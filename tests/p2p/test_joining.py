@@ -101,7 +101,7 @@ async def test_who_was_called_knows_who_has_called(no_listen: bool) -> None:
     async with Peers("tcp") as peers:
         first = await peers.start()
         second = await peers.start(initial_peers=await first.get_visible_maddrs(), no_listen=no_listen)
-        await until(lambda: bool(first._server.peers))
+        await until(lambda: bool(first.server.peers))
         await first.wait_for_at_least_n_peers(1)
         assert [info.peer_id for info in await first.list_peers()] == [second.peer_id]
         with pytest.raises(P2PDaemonError, match="no handler"):
@@ -110,7 +110,7 @@ async def test_who_was_called_knows_who_has_called(no_listen: bool) -> None:
         assert await first.list_peers() == [PeerInfo(second.peer_id, addresses)]
         assert bool(addresses) is not no_listen
         await second.shutdown()
-        await until(lambda: not first._server.peers)
+        await until(lambda: not first.server.peers)
         assert len(await first.list_peers()) == bool(addresses), "whose address is known may be called again"
 
 
@@ -182,7 +182,7 @@ async def test_identity_that_is_free_again(tmp_path: Path) -> None:
             await stub_of(p2p, witness)
             assert witness.get_addresses(p2p.peer_id) == p2p.get_addresses(p2p.peer_id)
             await p2p.shutdown()
-            await until(lambda: witness._server.connection_count == 0)
+            await until(lambda: witness.server.connection_count == 0)
 
 
 async def stub_of(caller: P2P, server: P2P) -> None:
@@ -203,6 +203,26 @@ def test_hearsay_does_not_push_out_what_is_certain() -> None:
     assert book.get(STRANGER)[:2] == [known[-1], good]
     book.replace(STRANGER, ["/ip4/192.0.2.2/tcp/2", "/ip4/nonsense/tcp/1", "/a-newer-kind/1"])
     assert [str(each) for each in book.get(STRANGER)] == ["/ip4/192.0.2.2/tcp/2", "/a-newer-kind/1"]
+
+
+def test_who_announces_only_what_this_version_cannot_dial_stays_where_it_was() -> None:
+    book, newer = AddressBook(lambda address: "tcp" in address), ["/a-newer-kind/1", "/another/2"]
+    book.replace(STRANGER, ["/ip4/nonsense/tcp/1"])
+    assert STRANGER not in book
+    book.replace(STRANGER, ["/ip4/192.0.2.1/tcp/1"])
+    book.add(STRANGER, ["/ip4/198.51.100.1/tcp/1"])
+    for _ in range(2):
+        book.replace(STRANGER, [*newer, "/ip4/nonsense/tcp/1"])
+        known = [str(each) for each in book.get(STRANGER)]
+        assert known == ["/ip4/192.0.2.1/tcp/1", "/ip4/198.51.100.1/tcp/1", *newer], "others may know them"
+    assert book.changes == 3
+    book.replace(STRANGER, ["/a-newer-kind/1", "/ip4/192.0.2.2/tcp/2"])
+    assert [str(each) for each in book.get(STRANGER)] == ["/a-newer-kind/1", "/ip4/192.0.2.2/tcp/2"]
+    book.replace(STRANGER, ["/ip4/nonsense/tcp/1"])
+    assert len(book.get(STRANGER)) == 1
+    book.replace(STRANGER, [f"/a-newer-kind/{number}" for number in range(20)])
+    assert len(book.get(STRANGER)) == MAX_ADDRESSES_PER_PEER
+    assert str(book.get(STRANGER)[0]) == "/ip4/192.0.2.2/tcp/2"
 
 
 def test_a_book_counts_its_changes() -> None:
@@ -236,11 +256,11 @@ class Relay:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> str:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"/ip4/127.0.0.1/tcp/{self._server.sockets[0].getsockname()[1]}/p2p/{self.peer.peer_id}"
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"/ip4/127.0.0.1/tcp/{self.server.sockets[0].getsockname()[1]}/p2p/{self.peer.peer_id}"
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
+        self.server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections import Counter
 from dataclasses import dataclass
 from statistics import median, quantiles
 from types import ModuleType
@@ -14,14 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.averaging.node import AveragerNode
+from shoal.dht.authorization import MembersOnly
+from shoal.dht.protocol import DHTProtocol
 from shoal.errors import DialError, P2PDaemonError, ShoalError, StreamClosedError
 from shoal.p2p import P2P, Identity
-from shoal.p2p.connection import Call, Open
+from shoal.p2p.connection import Call, Connection, Open
+from shoal.p2p.joining import Checkup
 from shoal.p2p.limits import HeaderMemory, Limits
+from shoal.p2p.service import methods_of
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.tcp_listener import HostRates, WaitingRoom, host_of
-from shoal.p2p.transport import READ_STEP_BYTES, Kind, pack
-from tests.p2p.peers import KINDS, Empty, Number, Peers, Service, assert_clean, end_of, serving, stub, until
+from shoal.p2p.transport import MAX_HEADER_BYTES, READ_STEP_BYTES, Kind, pack
+from shoal.testing import Network, run, start_peers
+from tests.p2p.peers import KINDS, Empty, Number, Pair, Peers, Service, assert_clean, end_of, serving, stub, until
 from tests.p2p.test_tcp import Listening
 
 
@@ -109,7 +116,7 @@ def test_rates_do_not_remember_everybody() -> None:
     rates = HostRates(per_second=10, burst=3)
     for number in range(10_000):
         rates.spend(str(number), now=0.0)
-    assert len(rates._left) <= 4096
+    assert len(rates) <= 4096
 
 
 @pytest.mark.parametrize(
@@ -173,7 +180,7 @@ async def test_no_sockets_left() -> None:
     resource = resource_limits()
     async with Listening() as listening:
         reader, writer = await asyncio.open_connection("127.0.0.1", listening.port)
-        await until(lambda: len(listening.transport._silent) == 1)
+        await until(lambda: len(listening.transport.silent) == 1)
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         spare = socket.socket()
         free = spare.fileno()
@@ -189,7 +196,7 @@ async def test_no_sockets_left() -> None:
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
         writer.transport.abort()
-        await until(lambda: len(listening.transport._silent) == 1)
+        await until(lambda: len(listening.transport.silent) == 1)
         client.close()
 
 
@@ -250,10 +257,10 @@ async def test_ten_thousand_strangers_do_not_keep_honest_peers_out() -> None:
         assert len(seconds["call of a newcomer"]) >= 3
         dropped = server.metrics.connections_dropped
         assert dropped["too many handshakes at once"] > crowd // 2
-        assert server._server.connection_count <= 2
+        assert server.server.connection_count <= 2
         transport = server.transport
         assert isinstance(transport, TcpTransport)
-        await until(lambda: len(transport._silent) == len(transport._shaking_hands) == 0)
+        await until(lambda: len(transport.silent) == len(transport.shaking_hands) == 0)
 
 
 # --- greedy peers -----------------------------------------------------------------------------------------------------
@@ -303,7 +310,7 @@ async def _send_much(caller: P2P, server: P2P) -> None:
 
 
 @both_kinds
-async def test_too_many_connections_in_total(kind: str) -> None:
+async def test_too_many_connections_in_total(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     async with Peers(kind) as peers:
         server, first = await peers.two(limits=Limits(connections=2))
         service = await serving(server)
@@ -313,11 +320,19 @@ async def test_too_many_connections_in_total(kind: str) -> None:
         hanging = await hang(second, server, service, 1)
         hanging += await hang(third, server, service, 1)
         assert server.metrics.connections_dropped == {"idle while others wanted to connect": 1}
-        await until(lambda: first._pool.idle_count == 0)
-        with pytest.raises(DialError, match="too many connections: the limit is 2, and all are in use"):
-            await stub(first, server).rpc_square(Number(value=2), timeout=5)
+        await until(lambda: first.pool.idle_count == 0)
+        for _ in range(2):
+            with pytest.raises(DialError, match="too many connections: the limit is 2, and all are in use"):
+                await stub(first, server).rpc_square(Number(value=2), timeout=5)
+        lines = [record.getMessage() for record in caplog.records if record.name == "shoal.p2p.server"]
+        assert [line.partition(":")[0] for line in lines] == [f"no place for a connection of peer {first.peer_id}"]
+        assert server.metrics.troubles == {"no place for a connection": 2}
+        taken = server.metrics.strangers[str(first.peer_id)]
+        assert (taken.connections, taken.dropped) == pytest.approx((3, 3), abs=0.5)
+        assert taken.nbytes > 50, "of the call that was over"
+        assert server.metrics.strangers[str(second.peer_id)].dropped == 0
         await cancel(hanging)
-        await until(lambda: server._server.connection_count < 2)
+        await until(lambda: server.server.connection_count < 2)
         assert (await stub(first, server).rpc_square(Number(value=2))).value == 4
 
 
@@ -335,6 +350,28 @@ async def test_strangers_leave_places_for_peers_that_are_called_from_here(kind: 
         with pytest.raises(DialError, match="too many connections: the limit is 3, and all are in use"):
             await stub(stranger, server).rpc_square(Number(value=2), timeout=5)
         assert (await stub(server, friend).rpc_square(Number(value=3))).value == 9
+        assert (await stub(friend, server).rpc_square(Number(value=2))).value == 4
+        await cancel(hanging)
+
+
+@both_kinds
+async def test_who_was_of_use_keeps_its_place(kind: str) -> None:
+    """A peer that trains with this one is closed last, and gets one of the places that strangers leave."""
+    async with Peers(kind) as peers:
+        server, friend = await peers.two(limits=Limits(connections=4))
+        service = await serving(server)
+        server.behaviour.note_round([friend.peer_id], failed=[], reducers=[], withheld=[], seconds=1.0)
+        strangers = [await peers.start() for _ in range(3)]
+        for caller in (friend, *strangers):
+            assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
+        await until(lambda: strangers[0].pool.idle_count == 0)
+        assert server.connections_from(friend.peer_id), "it has been idle for longest"
+        hanging: list[asyncio.Task[object]] = []
+        for stranger in strangers:
+            hanging += await hang(stranger, server, service, 1)
+        assert not server.connections_from(friend.peer_id)
+        with pytest.raises(DialError, match="too many connections: the limit is 3, and all are in use"):
+            await stub(await peers.start(), server).rpc_square(Number(value=2), timeout=5)
         assert (await stub(friend, server).rpc_square(Number(value=2))).value == 4
         await cancel(hanging)
 
@@ -357,15 +394,15 @@ async def test_more_refusals_than_can_be_told(kind: str, monkeypatch: pytest.Mon
         server, greedy = await peers.two(limits=Limits(connections_per_peer=1))
         service = await serving(server)
         hanging = await hang(greedy, server, service, 1)
-        told = await greedy._connect(server.peer_id)
-        await until(lambda: len(server._server._refusals) == 1)
-        not_told = await greedy._connect(server.peer_id)
+        told = await greedy.dial(server.peer_id)
+        await until(lambda: server.server.refusal_count == 1)
+        not_told = await greedy.dial(server.peer_id)
         with pytest.raises(StreamClosedError):
             await not_told.receive()
         with pytest.raises(DialError, match="too many connections"):
             await Call(told).receive(Number)
         told.abort()
-        await until(lambda: not server._server._refusals)
+        await until(lambda: server.server.refusal_count == 0)
         await cancel(hanging)
 
 
@@ -379,7 +416,7 @@ async def test_own_connections_to_one_peer_are_limited(monkeypatch: pytest.Monke
         waiting = asyncio.ensure_future(stub(caller, server).rpc_square(Number(value=2)))
         await asyncio.wait([waiting], timeout=0.1)
         assert not waiting.done()
-        assert caller._pool.waiting_count == 1
+        assert caller.pool.waiting_count == 1
         await cancel(hanging[:1])
         assert await waiting == Number(value=4)
         await cancel(hanging)
@@ -406,31 +443,54 @@ def test_memory_for_headers() -> None:
     memory.give_back(first, 100)
     memory.give_back(second, 50)
     assert memory.total == 0
-    assert not memory._by_peer
+    assert not memory.by_peer
     assert memory.take(first, 100)
 
 
 @both_kinds
 async def test_large_headers_that_never_arrive(kind: str) -> None:
-    """Each takes the memory that it announces; when there are too many of them, the next one is dropped."""
+    """Each takes the memory of what has arrived; when that is too much, the next one is dropped."""
     size = 4 * READ_STEP_BYTES
     begun = pack(Kind.OPEN, Open(handler="x" * size))[: size // 2]
     async with Peers(kind) as peers:
-        server, greedy = await peers.two(limits=Limits(header_bytes_per_peer=3 * size))
+        server, greedy = await peers.two(limits=Limits(header_bytes_per_peer=2 * READ_STEP_BYTES))
         other = await peers.start()
         await serving(server)
         connections = []
         for number in range(1, 3):
-            connections.append(await greedy._connect(server.peer_id))
+            connections.append(await greedy.dial(server.peer_id))
             await connections[-1].stream.write(begun)
-            await until(lambda: server._header_memory.total > size * number)  # noqa: B023
-        connections.append(await greedy._connect(server.peer_id))
+            # The first step is everybody's.
+            await until(lambda: server.header_memory.total == READ_STEP_BYTES * number)  # noqa: B023
+        connections.append(await greedy.dial(server.peer_id))
         await connections[-1].stream.write(begun)
         await until(lambda: server.metrics.connections_dropped["broke the protocol"] == 1)
         assert (await stub(other, server).rpc_square(Number(value=2))).value == 4
         for connection in connections:
             connection.abort()
-        await until(lambda: server._header_memory.total == 0)
+        await until(lambda: server.header_memory.total == 0)
+
+
+@both_kinds
+async def test_announcements_hold_nobody_up(kind: str) -> None:
+    """A crowd announces more than all that others may take, and sends nothing: large calls are answered at once."""
+    limits = Limits(header_bytes_per_peer=MAX_HEADER_BYTES, header_bytes=MAX_HEADER_BYTES, seconds_for_header=0.5)
+    announcement = pack(Kind.OPEN, Open(handler="x" * (MAX_HEADER_BYTES - 100)))[:20]
+    async with Peers(kind) as peers:
+        server, honest = await peers.two(limits=limits)
+        await serving(server)
+        strangers = []
+        for _ in range(4):
+            crowd = await peers.start()
+            for _ in range(4):
+                strangers.append(await crowd.dial(server.peer_id))
+                await strangers[-1].stream.write(announcement)
+        await until(lambda: sum(each.header_since > 0 for each in server.server.connections()) == len(strangers))
+        large = Pair(left=1, right=2, labels={"": [bytes(MAX_HEADER_BYTES - 1000)]})
+        assert await stub(honest, server).rpc_swap(large) == Pair(left=2, right=1)
+        assert server.metrics.connections_dropped == {}
+        await until(lambda: server.metrics.connections_dropped == {"too slow with a header": len(strangers)})
+        assert (await stub(honest, server).rpc_square(Number(value=2))).value == 4
 
 
 @both_kinds
@@ -439,10 +499,10 @@ async def test_memory_grows_with_what_arrives(kind: str) -> None:
     async with Peers(kind) as peers:
         server, greedy = await peers.two()
         await serving(server)
-        connection = await greedy._connect(server.peer_id)
+        connection = await greedy.dial(server.peer_id)
         await connection.stream.write(pack(Kind.OPEN, Open(handler="x" * 10**6))[:100_000])
-        await until(lambda: server._header_memory.total > 0)
-        [task] = server._server.tasks()
+        await until(lambda: server.header_memory.total > 0)
+        [task] = server.server.tasks()
         await asyncio.sleep(0.01)
         assert _bytearrays_in(task) < 300_000
         connection.abort()
@@ -466,7 +526,7 @@ async def test_slow_header(kind: str) -> None:
     async with Peers(kind) as peers:
         server, slow = await peers.two(limits=Limits(seconds_for_header=0.2))
         await serving(server)
-        connection = await slow._connect(server.peer_id)
+        connection = await slow.dial(server.peer_id)
         ended = asyncio.Event()
         connection.stream.on_closed(ended.set)
         message = pack(Kind.OPEN, Open(handler="Service.rpc_square"))
@@ -481,6 +541,121 @@ async def test_slow_header(kind: str) -> None:
         assert server.metrics.connections_dropped == {"too slow with a header": 1}
 
 
+async def _open_silently(caller: P2P, server: P2P, handler: str = "Service.rpc_square") -> Connection:
+    """A call that nothing is said about."""
+    connection = await caller.dial(server.peer_id)
+    connection.open_call(handler)
+    await connection.flush()
+    return connection
+
+
+@both_kinds
+async def test_calls_about_nothing_yield_their_places(kind: str) -> None:
+    """One stranger after another opens all the calls that it may; a newcomer is served at once."""
+    async with Peers(kind) as peers:
+        server = await peers.start(limits=Limits(connections=8, connections_per_peer=3))
+        service = await serving(server)
+        busy = await peers.start()
+        hanging = await hang(busy, server, service, 1)
+        silent = []
+        for _ in range(3):
+            stranger = await peers.start()
+            silent += [await _open_silently(stranger, server) for _ in range(3)]
+        await until(lambda: server.metrics.connections_dropped == {"idle while others wanted to connect": 4})
+        await until(lambda: server.server.connection_count == 6)
+        newcomer = await peers.start()
+        assert (await stub(newcomer, server).rpc_square(Number(value=2), timeout=50)).value == 4
+        assert not hanging[0].done(), "a call that is being served is not idle"
+        await cancel(hanging)
+        for connection in silent:
+            connection.abort()
+
+
+@both_kinds
+async def test_calls_about_what_does_not_exist_yield_their_places(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, stranger = await peers.two(limits=Limits(connections=4))
+        service = await serving(server)
+        calls = [stub(stranger, server).rpc_wait_in_vain() for _ in range(3)]
+        async with contextlib.AsyncExitStack() as stack:
+            for number, each in enumerate(calls):
+                call = await stack.enter_async_context(each)
+                await call.send(Number(value=number))
+            await until(lambda: service.running == 3)
+            newcomer = await peers.start()
+            assert (await stub(newcomer, server).rpc_square(Number(value=2), timeout=50)).value == 4
+            await until(lambda: service.running == 2)
+        assert server.metrics.connections_dropped == {"idle while others wanted to connect": 1}
+
+
+@both_kinds
+async def test_calls_begin_with_a_message_in_time(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, silent = await peers.two(limits=Limits(seconds_for_first_message=0.2))
+        service = await serving(server)
+        honest = await peers.start()
+        hanging = await hang(honest, server, service, 1)
+        ended = asyncio.Event()
+        for handler in ("Service.rpc_square", "Service.rpc_echo"):
+            connection = await _open_silently(silent, server, handler)
+            ended.clear()
+            connection.stream.on_closed(ended.set)
+            for byte in pack(Kind.ITEM, Number(value=3)):
+                if ended.is_set():
+                    break
+                with contextlib.suppress(ShoalError):
+                    await connection.stream.write(bytes([byte]))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), 0.1)
+            await asyncio.wait_for(ended.wait(), 50)
+        assert server.metrics.connections_dropped == {"silent in a call": 2}
+        assert not hanging[0].done(), "it has said what it wants"
+        await cancel(hanging)
+
+
+def test_silence_inside_a_call() -> None:
+    """A caller that is waited for must say something within a minute, unless the handler is patient."""
+
+    async def main() -> tuple[dict[str, float], Counter[str]]:
+        server, caller = await start_peers(Network(), 2)
+        await serving(server)
+        caller.add_addresses(server.peer_id, server.get_addresses(server.peer_id))
+        lasted: dict[str, float] = {}
+
+        async def hold(method: str, pause: float) -> None:
+            began = asyncio.get_running_loop().time()
+            async with getattr(stub(caller, server), method)() as call:
+                ended = asyncio.Event()
+                call.connection.stream.on_closed(ended.set)
+                # A payload that never comes to its end.
+                await call.connection.stream.write(pack(Kind.OPEN, Open(handler=f"Service.{method}")))
+                await call.connection.stream.write(pack(Kind.ITEM, Number(value=1000), 1000))
+                while not ended.is_set() and asyncio.get_running_loop().time() < began + 500:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(ended.wait(), pause)
+                    with contextlib.suppress(StreamClosedError):
+                        await call.connection.stream.write(bytes(1))
+            lasted[f"{method}, a byte in {pause:.0f} s"] = asyncio.get_running_loop().time() - began
+
+        await asyncio.gather(hold("rpc_take", 30), hold("rpc_take", 1000), hold("rpc_take_patiently", 400))
+        return lasted, server.metrics.connections_dropped
+
+    lasted, dropped = run(main())
+    assert 60 < lasted.pop("rpc_take, a byte in 1000 s") < 70
+    assert list(lasted) == ["rpc_take, a byte in 30 s", "rpc_take_patiently, a byte in 400 s"]
+    assert min(lasted.values()) >= 500
+    assert dropped == {"silent in a call": 1}
+
+
+def test_who_waits_long_on_purpose_says_so() -> None:
+    """Handlers that take part in a conversation, and limit its pauses themselves."""
+    patient = {method.name for method in methods_of(AveragerNode) if method.is_patient}
+    conversations = {method.name for method in methods_of(AveragerNode) if method.request_type is None}
+    assert patient == conversations
+    for servicer in (DHTProtocol, Checkup, MembersOnly):
+        assert not any(method.is_patient for method in methods_of(servicer))
+
+
 @both_kinds
 async def test_caller_that_does_not_read(kind: str) -> None:
     async with Peers(kind) as peers:
@@ -493,7 +668,7 @@ async def test_caller_that_does_not_read(kind: str) -> None:
                 with contextlib.suppress(ShoalError, TimeoutError):
                     await asyncio.wait_for(call.send(Number(value=value), bytes(2**20)), 5)
             await until(lambda: server.metrics.connections_dropped["does not read"] == 1)
-            await until(lambda: server._server.connection_count == 0)
+            await until(lambda: server.server.connection_count == 0)
 
 
 @both_kinds
@@ -504,7 +679,7 @@ async def test_idle_connections_of_others(kind: str) -> None:
         hanging = await hang(caller, server, service, 1)
         assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
         await until(lambda: server.metrics.connections_dropped == {"idle for too long": 1})
-        await until(lambda: caller._pool.idle_count == 0)
+        await until(lambda: caller.pool.idle_count == 0)
         assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
         assert not hanging[0].done(), "a call in progress is not idle"
         await cancel(hanging)
@@ -517,9 +692,9 @@ async def test_own_idle_connections(kind: str) -> None:
         await serving(server)
         caller = await peers.start(idle_timeout=0.1)
         assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
-        assert caller._pool.idle_count == 1
-        await until(lambda: caller._pool.idle_count == 0)
-        await until(lambda: server._server.connection_count == 0)
+        assert caller.pool.idle_count == 1
+        await until(lambda: caller.pool.idle_count == 0)
+        await until(lambda: server.server.connection_count == 0)
         assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
         assert server.metrics.connections_dropped == {}
 
@@ -530,7 +705,7 @@ async def test_connection_that_is_accepted_while_shutting_down(kind: str) -> Non
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         await serving(server)
-        connection = await caller._connect(server.peer_id)
+        connection = await caller.dial(server.peer_id)
         await server.shutdown()
         error = await end_of(connection.receive())
         assert isinstance(error, StreamClosedError)

@@ -85,8 +85,8 @@ async def test_a_stream_of_answers(kind: str, method: str) -> None:
         call = getattr(Streams.get_stub(caller, server.peer_id), method)
         assert [answer.value async for answer in call(Number(value=3))] == [1, 3, 9, 27, 81]
         assert [answer.value async for answer in await call(Number(value=2))] == [1, 2, 4, 8, 16]
-        await until(lambda: caller._pool.in_use_count == 0)
-        assert caller._pool.idle_count == 1, "the connection is used again"
+        await until(lambda: caller.pool.in_use_count == 0)
+        assert caller.pool.idle_count == 1, "the connection is used again"
         assert caller.metrics.calls_failed == 0
         assert_clean(server, caller)
 
@@ -165,7 +165,7 @@ async def test_who_has_heard_enough_ends_the_handler(kind: str, method: str, way
         del answers
         gc.collect()
         await until(lambda: service.ended == [method.removeprefix("rpc_").replace("_", " ")])
-        await until(lambda: caller._pool.in_use_count == 0)
+        await until(lambda: caller.pool.in_use_count == 0)
 
 
 async def test_a_time_limit(kind: str) -> None:
@@ -178,7 +178,7 @@ async def test_a_time_limit(kind: str) -> None:
 
         with pytest.raises(TimeoutError):
             await Streams.get_stub(caller, server.peer_id).rpc_sum(requests(), timeout=0.05)
-        await until(lambda: caller._pool.in_use_count == 0)
+        await until(lambda: caller.pool.in_use_count == 0)
 
 
 async def test_what_is_no_message_is_refused(kind: str) -> None:

@@ -61,8 +61,8 @@ async def test_one_connection_serves_call_after_call(kind: str) -> None:
         await serving(server)
         for value in range(50):
             assert (await stub(caller, server).rpc_square(Number(value=value))).value == value**2
-        assert server._server.connection_count == 1
-        assert caller._pool.idle_count == 1
+        assert server.server.connection_count == 1
+        assert caller.pool.idle_count == 1
 
 
 async def test_connections_are_ready_before_they_are_needed(kind: str) -> None:
@@ -71,10 +71,10 @@ async def test_connections_are_ready_before_they_are_needed(kind: str) -> None:
         await serving(server)
         await caller.prepare(server.peer_id, 3)
         await asyncio.gather(*[caller.prepare(server.peer_id, 3) for _ in range(3)])
-        assert caller._pool.idle_count == 3
+        assert caller.pool.idle_count == 3
         calls = [stub(caller, server).rpc_square(Number(value=value)) for value in range(3)]
         assert [answer.value for answer in await asyncio.gather(*calls)] == [0, 1, 4]
-        assert caller._pool.idle_count == 3
+        assert caller.pool.idle_count == 3
         with pytest.raises(DialError):
             await caller.prepare(Identity.generate().peer_id, 1)
         assert_clean(server, caller)
@@ -142,7 +142,7 @@ async def test_stream_from_the_server(kind: str) -> None:
                 values.append(number.value)
             assert await call.receive(Number) is None, "an end stays an end"
         assert values == list(range(100))
-        assert caller._pool.idle_count == 1
+        assert caller.pool.idle_count == 1
 
 
 async def test_stream_to_the_server(kind: str) -> None:
@@ -156,7 +156,7 @@ async def test_stream_to_the_server(kind: str) -> None:
             await call.send_end()
             assert await call.receive(Number) == Number(value=4950)
             assert await call.receive(Number) is None
-        assert caller._pool.idle_count == 1
+        assert caller.pool.idle_count == 1
 
 
 async def test_messages_back_and_forth_at_the_same_time(kind: str) -> None:
@@ -191,7 +191,7 @@ async def test_a_call_that_begins_with_listening(kind: str) -> None:
         async with Talker.get_stub(caller, server.peer_id).rpc_talk() as call:
             assert await call.receive(Text) == Text(text="hello")
             await call.send_end()
-        assert caller._pool.idle_count == 1
+        assert caller.pool.idle_count == 1
 
 
 async def test_handler_that_reads_nothing(kind: str) -> None:
@@ -204,9 +204,9 @@ async def test_handler_that_reads_nothing(kind: str) -> None:
                 await call.send(Number(value=value), bytes(100_000))
             await call.send_end()
             assert await call.receive(Number) is None
-        assert caller._pool.idle_count == 1
+        assert caller.pool.idle_count == 1
         assert (await stub(caller, server).rpc_square(Number(value=2))).value == 4
-        assert server._server.connection_count == 1
+        assert server.server.connection_count == 1
 
 
 async def test_misuse_of_a_call(kind: str) -> None:
@@ -242,7 +242,7 @@ async def test_large_payload_straight_into_a_buffer(kind: str, megabytes: int) -
             assert await call.receive(Number) == Number(value=sum(payload))
             assert await call.receive(Number) is None
         assert service.received == payload
-        assert caller._pool.idle_count == 1
+        assert caller.pool.idle_count == 1
 
 
 async def test_payload_of_several_buffers(kind: str) -> None:
@@ -348,7 +348,7 @@ async def test_error_of_a_handler_reaches_the_caller(kind: str) -> None:
         assert "Traceback" not in str(error.value)
         assert "peers.py" not in str(error.value)
         assert caller.metrics.calls_failed == 1
-        assert caller._pool.idle_count == 1, "the connection is as good as before"
+        assert caller.pool.idle_count == 1, "the connection is as good as before"
         assert (await stub(caller, server).rpc_square(Number(value=3))).value == 9
 
 
@@ -492,7 +492,7 @@ async def test_request_of_another_type(kind: str) -> None:
             await caller.call(server.peer_id, "Service.rpc_square", Text(text="two"), Number)
         assert service.contexts == []
         await until(lambda: server.metrics.connections_dropped["broke the protocol"] == 1)
-        assert server._server.connection_count == 0
+        assert server.server.connection_count == 0
         assert (await stub(caller, server).rpc_square(Number(value=3))).value == 9
 
 
@@ -572,7 +572,7 @@ async def test_cancelling_a_call_cancels_its_handler(kind: str, shape: str) -> N
         calling.cancel()
         assert isinstance(await end_of(calling), asyncio.CancelledError)
         await asyncio.wait_for(service.cancelled.wait(), PATIENCE)
-        await until(lambda: server._server.connection_count == 0)
+        await until(lambda: server.server.connection_count == 0)
         assert_clean(server, caller)
 
 

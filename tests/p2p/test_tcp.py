@@ -26,12 +26,14 @@ from shoal.p2p import handshake as handshake_module
 from shoal.p2p import tcp as tcp_module
 from shoal.p2p.handshake import (
     ALPN,
+    CHALLENGE_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
     dialler_context,
     explain,
     listener_context,
     proof_message,
+    with_badge,
 )
 from shoal.p2p.limits import Limits
 from shoal.p2p.tcp import TcpTransport
@@ -232,10 +234,10 @@ async def test_a_writer_waits_for_a_slow_reader() -> None:
 async def test_what_waits_unsent_is_limited() -> None:
     async with pair() as (near, _):
         assert isinstance(near, TcpStream)
-        assert near._transport is not None
+        assert near.transport is not None
         writing = asyncio.ensure_future(write_forever(near, 2**12))
-        await until(lambda: near._write_paused)  # what the system takes, it has taken
-        assert 2**14 < near._transport.get_write_buffer_size() <= WRITE_HIGH_WATER + 2**13
+        await until(lambda: near.write_paused)  # what the system takes, it has taken
+        assert 2**14 < near.transport.get_write_buffer_size() <= WRITE_HIGH_WATER + 2**13
         writing.cancel()
         await end_of(writing)
 
@@ -246,26 +248,27 @@ async def test_what_waits_unsent_can_be_limited_further() -> None:
     limit = 2**13
     async with pair() as (near, far):
         assert isinstance(near, TcpStream)
-        assert near._transport is not None
+        assert near.transport is not None
+        descriptor = near.transport.get_extra_info("socket").fileno()
         near.limit_backlog(limit)
         unsent: list[int] = []
 
         def note() -> None:
-            assert near._transport is not None
-            unsent.append(near._transport.get_write_buffer_size() + unsent_in_kernel(near._descriptor))
+            assert near.transport is not None
+            unsent.append(near.transport.get_write_buffer_size() + unsent_in_kernel(descriptor))
 
         writing = asyncio.ensure_future(write_forever(near, 2**14, note))
-        await until(lambda: near._writer is not None)
+        await until(lambda: near.is_held_up)
         before = len(unsent)
         await read(far, 2**21)
-        await until(lambda: near._writer is not None)
+        await until(lambda: near.is_held_up)
         assert len(unsent) - before > 64
         assert max(unsent) < limit
         writing.cancel()
         await end_of(writing)
         near.limit_backlog(None)
         writing = asyncio.ensure_future(write_forever(near, 2**14, note))
-        await until(lambda: near._write_paused)
+        await until(lambda: near.write_paused)
         assert max(unsent) > limit
         near.abort()
         await end_of(writing)
@@ -520,7 +523,7 @@ async def open_tls(listening: Listening) -> tuple[Reader, Writer, bytes, bytes]:
         "127.0.0.1", listening.port, ssl=dialler_context(), server_hostname=""
     )
     certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    return reader, writer, certificate, await reader.readexactly(NONCE_BYTES)
+    return reader, writer, certificate, (await reader.readexactly(CHALLENGE_BYTES))[:NONCE_BYTES]
 
 
 async def prove(listening: Listening, make_proof: Callable[[bytes, bytes], bytes]) -> str:
@@ -539,7 +542,7 @@ VICTIM = Identity.generate()
 
 
 def signed(message: bytes, signer: Identity = DIALLER, claimed: Identity = DIALLER) -> bytes:
-    return claimed.public_key + signer.sign(message)
+    return with_badge(claimed.public_key + signer.sign(message), b"")
 
 
 async def test_right_proof_by_hand() -> None:
@@ -565,7 +568,9 @@ async def test_forged_proofs() -> None:
         lambda certificate, nonce: signed(proof_message(me, certificate, bytes(NONCE_BYTES))),
         lambda certificate, nonce: signed(proof_message(VICTIM.peer_id, certificate, nonce)),
         lambda certificate, nonce: signed(proof_message(me, certificate, nonce)[1:]),
-        lambda certificate, nonce: DIALLER.public_key + bytes(64),
+        lambda certificate, nonce: signed(proof_message(me, certificate, nonce, b"a badge that is not shown")),
+        lambda certificate, nonce: signed(proof_message(me, certificate, nonce))[:-2] + b"\x00\x01x",
+        lambda certificate, nonce: with_badge(DIALLER.public_key + bytes(64), b""),
         lambda certificate, nonce: bytes(PROOF_BYTES),
         lambda certificate, nonce: b"\xff" * PROOF_BYTES,
     ]
@@ -596,7 +601,7 @@ async def test_proof_cannot_be_passed_on() -> None:
 
         async def relay(reader: Reader, writer: Writer) -> None:
             bank_reader, bank_writer, _, nonce = await open_tls(bank)
-            writer.write(nonce)
+            writer.write(with_badge(nonce, b""))
             bank_writer.write(await reader.readexactly(PROOF_BYTES))
             with contextlib.suppress(ConnectionResetError):
                 await bank_reader.read()
@@ -731,7 +736,7 @@ async def test_connections_within_a_host_are_not_paced() -> None:
         dialled = await dialler.dial(server.address, server.peer_id)
         for stream in (dialled, await server.streams.get()):
             assert isinstance(stream, TcpStream)
-            assert stream._transport is not None
-            connection = stream._transport.get_extra_info("socket")
+            assert stream.transport is not None
+            connection = stream.transport.get_extra_info("socket")
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"reno\0")
         dialled.abort()

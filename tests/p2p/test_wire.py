@@ -200,11 +200,11 @@ def test_serving(scripts: list[bytes]) -> None:
         server = await P2P.create(transport=MemoryNetwork().transport())
         await serving(server)
         for script in scripts:
-            server._server.accept(ScriptedStream(script, SOMEBODY))
-        await until(lambda: not server._server.tasks())
-        assert server._server.connection_count == 0
-        assert not server._server._by_peer
-        assert server._header_memory.total == 0
+            server.server.accept(ScriptedStream(script, SOMEBODY))
+        await until(lambda: not server.server.tasks())
+        assert server.server.connection_count == 0
+        assert server.server.peers == []
+        assert server.header_memory.total == 0
         await server.shutdown()
         return failures
 
@@ -218,8 +218,8 @@ def test_addresses_in_a_greeting(addresses: list[str]) -> None:
 
     async def greet() -> None:
         server = await P2P.create(transport=MemoryNetwork().transport())
-        server._server.accept(ScriptedStream(pack(Kind.HELLO, Hello(addresses=addresses)), SOMEBODY))
-        await until(lambda: not server._server.tasks())
+        server.server.accept(ScriptedStream(pack(Kind.HELLO, Hello(addresses=addresses)), SOMEBODY))
+        await until(lambda: not server.server.tasks())
         known = {str(address) for address in server.get_addresses(SOMEBODY)}
         assert known >= set(addresses[:8]) & {"/ip4/127.0.0.1/tcp/1", "/ip4/1.2.3.4/tcp/2"}
         assert len(known) <= 8

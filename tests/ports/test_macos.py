@@ -30,7 +30,7 @@ class BrokenSocket:
 
 async def test_options_cannot_be_set_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as (near, far):
-        transport = far._transport
+        transport = far.transport
         real = transport.get_extra_info
 
         class Transport:
@@ -40,7 +40,7 @@ async def test_options_cannot_be_set_after_a_reset(monkeypatch: pytest.MonkeyPat
             def __getattr__(self, name: str) -> object:
                 return getattr(transport, name)
 
-        far._transport = Transport()
+        far.transport = Transport()
         reading = asyncio.ensure_future(read(far, 1))
         await asyncio.sleep(0)
         far.limit_backlog(2**13)

@@ -100,7 +100,7 @@ def test_the_loop_is_made_in_the_thread_in_which_it_runs(monkeypatch: pytest.Mon
     """Made in the main thread, the loop of Windows takes the wake-up descriptor: Ctrl-C is lost."""
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("only the main thread has one")
-    monkeypatch.setattr("shoal.reactor._loop_factory", lambda: PretendedProactorLoop)
+    monkeypatch.setattr("shoal.reactor.loop_factory", lambda: PretendedProactorLoop)
     before = signal.set_wakeup_fd(-1)
     reactor = Reactor()
     try:
@@ -138,7 +138,7 @@ def test_an_unknown_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_LOOP", "trio")
     with pytest.raises(ValueError, match="SHOAL_LOOP must be one of uvloop, asyncio, got 'trio'"):
         new_event_loop()
-    monkeypatch.setattr(Reactor, "_current", None)
+    monkeypatch.setattr(Reactor, "current", None)
     with pytest.raises(ValueError, match="'trio'"):
         Portal("object")
 
@@ -164,7 +164,7 @@ async def test_who_is_gone_is_noticed_while_nobody_reads() -> None:
         near = await TcpTransport(Identity.generate()).dial(listening.address, listening.peer_id)
         far = await listening.streams.get()
         writing = asyncio.ensure_future(near.write(bytes(2**26)))
-        await until(lambda: far._read_paused)
+        await until(lambda: far.read_paused)
         near.abort()
         await until(lambda: far.closed)
         await end_of(writing)
@@ -175,12 +175,12 @@ async def test_silent_strangers_cost_no_tls() -> None:
     """The standard library takes 256 KiB for each of them."""
     async with Listening() as listening:
         _, writer = await asyncio.open_connection("127.0.0.1", listening.port)
-        await until(lambda: len(listening.transport._silent) == 1)
-        assert len(listening.transport._shaking_hands) == 0
+        await until(lambda: len(listening.transport.silent) == 1)
+        assert len(listening.transport.shaking_hands) == 0
         writer.write(b"\x16")
-        await until(lambda: len(listening.transport._shaking_hands) == 1)
+        await until(lambda: len(listening.transport.shaking_hands) == 1)
         writer.transport.abort()
-        await until(lambda: len(listening.transport._shaking_hands) == 0)
+        await until(lambda: len(listening.transport.shaking_hands) == 0)
 
 
 @on_proactor
@@ -300,7 +300,7 @@ def test_commands_for_a_dead_process_are_not_heard(tmp_path) -> None:
         flush = close = lambda self, *_: self.write(b"")
 
     peer = PeerProcess.__new__(PeerProcess)
-    peer._process = type("Process", (), {"stdin": Broken()})()
+    peer.process = type("Process", (), {"stdin": Broken()})()
     with contextlib.nullcontext():
         peer.tell(Leave())
         peer.hang_up()

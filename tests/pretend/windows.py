@@ -23,7 +23,7 @@ NO_MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "pty", "uvloop")
 NOT_IN_OS = frozenset(
     """
     O_CLOEXEC O_NOFOLLOW O_NONBLOCK WNOHANG chown fchmod fork forkpty getgid getloadavg getpgid getsid getuid
-    geteuid killpg mkfifo openpty register_at_fork sched_getaffinity setsid sysconf uname wait4
+    geteuid killpg mkfifo openpty register_at_fork sched_getaffinity setsid sysconf uname wait4 waitid
     """.split()
 )
 NOT_IN_SOCKET = frozenset(

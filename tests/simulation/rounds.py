@@ -64,11 +64,18 @@ Interfere = Callable[[Network, list[Member]], None]
 
 
 def run_round(
-    seed: int, size: int, *, link: Link = WIDE_AREA, interfere: Interfere | None = None, **settings: Any
+    seed: int,
+    size: int,
+    *,
+    link: Link = WIDE_AREA,
+    interfere: Interfere | None = None,
+    linger: float = 0.0,
+    **settings: Any,
 ) -> list[Member]:
     """Let peers begin a step at about the same time, and wait until all living ones are done.
 
     Args:
+        linger: seconds for which all go on after that.
         settings: of the averagers.
     """
     settings = {"min_matchmaking_time": WINDOW, "part_size_bytes": PART_BYTES, **settings}
@@ -85,6 +92,7 @@ def run_round(
         if interfere is not None:
             interfere(network, members)
         await asyncio.gather(*(_take_part(network, member) for member in members))
+        await asyncio.sleep(linger)
         return members
 
     return run(main(), seed=seed, time_limit=600)
@@ -95,7 +103,7 @@ def when_all_average(members: list[Member], then: Callable[[list[AllReduce]], No
     loop = asyncio.get_running_loop()
 
     def look() -> None:
-        rounds = [current._allreduce for member in members for current in member.node._rounds._running.values()]
+        rounds = [current.allreduce for member in members for current in member.node.rounds.running.values()]
         if len(rounds) == len(members):
             then(rounds)
         else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.averaging.allreduce.coordinator import Recovery
 from shoal.averaging.allreduce.exchange import AllReduce
+from shoal.averaging.allreduce.recovery import Recovery
 from shoal.averaging.allreduce.session import GroupSession
 from shoal.compression import Float16Compression, NoCompression
 from shoal.testing import Link
@@ -94,14 +94,14 @@ def test_averages_that_are_not_finite_are_not_applied_and_their_sender_is_named(
 
 def lie(monkeypatch, liar, victims):
     """Let one member send NaN wherever others want averages of it."""
-    init, obtain = AllReduce.__init__, Recovery._obtain
+    init, obtain = AllReduce.__init__, Recovery.obtain
 
     def init_liar(self, *args, **kwargs):
         init(self, *args, **kwargs)
         peers = self.group.peer_ids
         if peers[self.own_index] != liar:
             return
-        reply, encode = self._reducer.reply, self.vector.encode
+        reply, encode = self.reducer.reply, self.vector.encode
 
         async def spoilt_reply(index, sender):
             encoded, is_delta = await reply(index, sender)
@@ -113,7 +113,7 @@ def lie(monkeypatch, liar, victims):
             index = self.vector.parts[part.reducer].index(part)
             return spoilt(part) if index < self.vector.held[part.reducer] else encode(part)
 
-        self._reducer.reply, self.vector.encode = spoilt_reply, spoilt_encode
+        self.reducer.reply, self.vector.encode = spoilt_reply, spoilt_encode
 
     async def spoilt_obtain(self, key):
         average = await obtain(self, key)
@@ -121,7 +121,7 @@ def lie(monkeypatch, liar, victims):
         return average * torch.nan if is_liar and average is not None else average
 
     monkeypatch.setattr(AllReduce, "__init__", init_liar)
-    monkeypatch.setattr(Recovery, "_obtain", spoilt_obtain)
+    monkeypatch.setattr(Recovery, "obtain", spoilt_obtain)
 
 
 def spoilt(part):

@@ -171,15 +171,14 @@ def test_two_peers_live_by_the_time_of_the_first():
 
 def lie(swarm: ClockSwarm, node: DHTNode, seconds: float) -> None:
     """Let a node tell others another time than it has, in whatever way."""
-    greet = node.p2p._hello
+    greet = node.p2p.hello
 
     def greet_wrongly() -> object:
         hello = greet()
         hello.time += seconds
         return hello
 
-    node.p2p._hello = greet_wrongly
-    node.p2p._greet.__self__._hello = greet_wrongly
+    node.p2p.hello = greet_wrongly
 
 
 @pytest.mark.parametrize("seconds", [1e9, 100.0, -100.0, 2.5, float("nan"), float("inf")])

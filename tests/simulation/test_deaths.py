@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.averaging.allreduce import exchange
+from shoal.averaging.allreduce.coordinator import Coordination
 from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.allreduce.reducer import PartReducer
 from shoal.errors import AllreduceException
@@ -21,7 +22,15 @@ from tests.simulation.deaths import (
     deaths,
     run_round_with_deaths,
 )
-from tests.simulation.rounds import STAGGER, WIDE_AREA, WINDOW, assert_same_bytes, run_round, when_all_average
+from tests.simulation.rounds import (
+    STAGGER,
+    WIDE_AREA,
+    WINDOW,
+    assert_same_bytes,
+    own_value,
+    run_round,
+    when_all_average,
+)
 
 NO_LOSS = Link(delay=WIDE_AREA.delay, jitter=0.01)
 
@@ -72,7 +81,7 @@ def test_who_freezes_after_sending_everything_costs_no_more_either(sender_timeou
 
         def look(rounds):
             victims = rounds[0].roster.coordinators[::7]  # the one who would notice, and another one
-            waiting = set().union(*(each._reducer.waiting_for for each in rounds if each.own_index not in victims))
+            waiting = set().union(*(each.reducer.waiting_for for each in rounds if each.own_index not in victims))
             if waiting.intersection(victims):
                 loop.call_later(0.001, look, rounds)
                 return
@@ -139,16 +148,33 @@ def test_who_was_taken_for_dead_and_comes_back_has_the_same_bytes_as_the_others(
     assert_same_bytes(complete)
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_two_that_come_back_after_the_commit_average_nothing_again(monkeypatch, is_kept):
+    """They get the result, if it is kept; else what they lacked stays as it was: the others have something else."""
+    if not is_kept:
+        monkeypatch.setattr(Coordination, "_some_may_return", lambda self: False)
+    members = run_round(2, 7, link=Link(delay=WIDE_AREA.delay, jitter=0.05, break_rate=0.05))
+    whole = [member for member in members if member.result.share_averaged == 1]
+    assert len(whole) == (7 if is_kept else 5)
+    assert_same_bytes(whole)
+    for member in members:
+        if member not in whole:
+            own = torch.tensor([own_value(member.index)]).item()
+            assert set(member.values.tolist()) <= {own, whole[0].values[0].item()}, (
+                "local values, or what the others have"
+            )
+
+
 def test_who_cannot_average_a_part_fails_alone(monkeypatch):
     """It is not the fault of whoever has sent the last values."""
-    reduce = PartReducer._reduce
+    reduce = PartReducer.reduce
 
     def fail_sometimes(self, state, index):
         if self._local_index == 1 and index == 1:
             raise RuntimeError("can't allocate memory")
         reduce(self, state, index)
 
-    monkeypatch.setattr(PartReducer, "_reduce", fail_sometimes)
+    monkeypatch.setattr(PartReducer, "reduce", fail_sometimes)
     members = run_round(1, 4, link=NO_LOSS)
     failed = [member for member in members if member.step.exception() is not None]
     assert len(failed) == 1
@@ -173,7 +199,7 @@ def test_who_died_in_one_phase_is_not_waited_for_in_the_next(kind):
 
     def interfere(network, members):
         for member in members:
-            member.node._average = average
+            member.node.average = average
 
         def then(rounds):
             host = network.host_of(rounds[0].group.peer_ids[2])

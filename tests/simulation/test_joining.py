@@ -22,7 +22,7 @@ async def ask(swarm: Swarm, request: JoinRequest, *, by: int, at: int) -> JoinRe
     """Ask an averager to lead another one; returns its first answer."""
 
     async def call() -> JoinReply:
-        stub = swarm.nodes[by]._stub(swarm.nodes[at].p2p.peer_id)
+        stub = swarm.nodes[by].stub(swarm.nodes[at].p2p.peer_id)
         async with stub.rpc_join_group() as line:
             await line.send(request, end=True)
             reply = await line.receive(JoinReply)
@@ -135,7 +135,7 @@ async def invite(swarm: Swarm, *, by: int, to: int, expiration: float, key: str 
     """Invite an averager as another one would; returns its answer, an empty one if it just ends the call."""
 
     async def call() -> InvitationReply:
-        async with swarm.nodes[by]._stub(swarm.nodes[to].p2p.peer_id).rpc_invite() as line:
+        async with swarm.nodes[by].stub(swarm.nodes[to].p2p.peer_id).rpc_invite() as line:
             await line.send(Invitation(group_key=key, expiration=expiration))
             reply = await line.receive(InvitationReply) or InvitationReply()
             await line.send_end()

@@ -1,4 +1,4 @@
-"""Downloads from donors on slow, long links: all of them work until the end, and a slow one holds nobody up."""
+"""Downloads on slow, long links: all donors work until the end, and nobody who is slow or lies holds others up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import asyncio
 import pytest
 import torch
 
+from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk
+from shoal.averaging.node import AveragerNode
+from shoal.averaging.state.download import MIN_CHUNK_BYTES, Snapshot, open_state
+from shoal.averaging.state.places import MAX_DOWNLOADS, Place
+from shoal.errors import StreamClosedError
+from shoal.p2p import Call, Header
+from shoal.p2p.transport import Buffer
+from shoal.tasks import cancel_and_wait
 from shoal.testing import Link, Network, SharedTable, run, start_averager
 
 RATE = 2.5e6
@@ -24,7 +32,7 @@ def seconds_from(*rates: float) -> float:
             donor = await start_averager(network.add_host(), [torch.arange(float(VALUES))], table)
             network.host_of(donor.p2p.peer_id).uplink = rate
             donor.state_sharing.set(allowed=True)
-            await donor.state_sharing._declare(True)
+            await donor.state_sharing.declare(True)
         newcomer = await start_averager(network.add_host(), [torch.zeros(1)], table)
         began = asyncio.get_running_loop().time()
         state = await network.host_of(newcomer.p2p.peer_id).run(newcomer.state_sharing.download())
@@ -44,3 +52,333 @@ def test_three_donors_are_nearly_three_times_as_fast_as_one() -> None:
 @pytest.mark.parametrize("slow", [RATE / 5, RATE / 20])
 def test_a_slow_donor_holds_nobody_up(slow: float) -> None:
     assert seconds_from(RATE, RATE, slow) < LIMIT * RATE / (2 * RATE + slow) * 1.15
+
+
+# --- donors and newcomers that hold others up -------------------------------------------------------------------------
+
+SMALL = 3 * 2**19
+"""Values of a state of 24 chunks."""
+DAWDLING_SECONDS = 8.0
+
+
+class Swarm:
+    """Donors, of which some dawdle, and newcomers."""
+
+    def __init__(self, **settings: float) -> None:
+        self.network, self.table, self.settings = (
+            Network(Link(delay=0.03)),
+            SharedTable(),
+            {"chunk_timeout": 30.0, **settings},
+        )
+
+    async def add(self, values: torch.Tensor, rate: float | None = RATE) -> AveragerNode:
+        node = await start_averager(self.network.add_host(), [values], self.table, **self.settings)
+        self.network.host_of(node.p2p.peer_id).uplink = rate
+        # All are at the same epoch, whatever they say about themselves.
+        node.state_sharing.rank_donors = lambda peers: dict.fromkeys(peers, 7.0)
+        return node
+
+    async def add_donor(
+        self, fill: float = 1.0, rate: float | None = RATE, priority: float = 0.0, dawdles: bool = False
+    ) -> AveragerNode:
+        donor = await self.add(torch.full((SMALL,), fill), rate)
+        donor.state_sharing.set(allowed=True, priority=priority)
+        if dawdles:
+            dawdle(donor)
+        await donor.state_sharing.declare(True)
+        return donor
+
+    async def download(self, newcomer: AveragerNode) -> tuple[float | None, float]:
+        """The value in the state that it gets, if any, and how many seconds that takes."""
+        began = asyncio.get_running_loop().time()
+        state = await self.network.host_of(newcomer.p2p.peer_id).run(newcomer.state_sharing.download())
+        if state is not None:
+            assert torch.equal(state.tensors[0], torch.full((SMALL,), float(state.tensors[0][0])))
+        value = None if state is None else float(state.tensors[0][0])
+        return value, asyncio.get_running_loop().time() - began
+
+
+def dawdle(donor: AveragerNode) -> None:
+    """From now on it waits before each chunk."""
+    send_chunks = donor.state_sharing.send_chunks
+
+    async def send_slowly(call: Call, snapshot: Snapshot, place: Place) -> None:
+        send = call.send
+
+        async def send_later(message: Header, *payload: Buffer, end: bool = False) -> None:
+            if isinstance(message, StateChunk):
+                await asyncio.sleep(DAWDLING_SECONDS)
+            await send(message, *payload, end=end)
+
+        call.send = send_later  # type: ignore[method-assign]
+        await send_chunks(call, snapshot, place)
+
+    donor.state_sharing.send_chunks = send_slowly  # type: ignore[method-assign]
+
+
+async def ask_slowly(stranger: AveragerNode, donor: AveragerNode, chunks: int, pause: float = DAWDLING_SECONDS) -> None:
+    """Take a place at a donor, some chunks at once, and then another one every now and then."""
+    async with stranger.stub(donor.p2p.peer_id).rpc_download_state() as call:
+        await call.send(DownloadRequest())
+        header, _ = await open_state(call, 2**30, 60.0)
+        assert header.allowed
+        for index in range(sum(header.tensor_bytes) // MIN_CHUNK_BYTES):
+            if index >= chunks:
+                await asyncio.sleep(pause)
+            await call.send(ChunkRequest(index=index))
+            if await call.receive(StateChunk) is None:
+                return
+            await call.read_payload(MIN_CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_state_that_most_donors_show_is_taken(seed: int) -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        for _ in range(2):
+            await swarm.add_donor(fill=666.0, rate=None, priority=1e12)
+        for _ in range(3):
+            await swarm.add_donor()
+        value, seconds = await swarm.download(await swarm.add(torch.zeros(1)))
+        assert value == 1.0
+        assert seconds < 5
+
+    run(main(), seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_so_are_the_plain_values_in_it(seed: int) -> None:
+    """Epoch, schedule and the like are not part of the version."""
+
+    async def main() -> None:
+        swarm = Swarm()
+        for number in range(4):
+            donor = await swarm.add_donor(rate=RATE if number else None)
+            epoch = 5 if number else 10**9
+            donor.state_sharing.get_state = lambda epoch=epoch: ({"epoch": epoch}, [torch.ones(SMALL)])
+        newcomer = await swarm.add(torch.zeros(1))
+        state = await newcomer.state_sharing.download()
+        assert state is not None
+        assert state.metadata == {"epoch": 5}
+
+    run(main(), seed=seed)
+
+
+def test_a_few_who_agree_do_not_outvote_many_who_differ() -> None:
+    """Where all donors differ a bit, as with buffers that each has for itself, two liars count no more than one."""
+
+    async def main() -> None:
+        swarm, taken = Swarm(), []
+        for fill in range(1, 6):
+            await swarm.add_donor(fill=float(fill))
+        for _ in range(2):
+            await swarm.add_donor(fill=666.0, rate=None)
+        for _ in range(6):
+            value, _ = await swarm.download(await swarm.add(torch.zeros(1)))
+            taken.append(value)
+        assert taken.count(666.0) <= 4
+        assert len(set(taken)) > 1
+
+    run(main())
+
+
+def test_many_peers_of_one_host_have_one_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        liars = {(await swarm.add_donor(fill=666.0, rate=None)).p2p.peer_id for _ in range(4)}
+        for _ in range(2):
+            await swarm.add_donor()
+        newcomer = await swarm.add(torch.zeros(1))
+        monkeypatch.setattr(newcomer.p2p, "host_of", lambda peer: "one" if peer in liars else peer)
+        assert (await swarm.download(newcomer))[0] == 1.0
+
+    run(main())
+
+
+def test_a_frozen_donor_holds_up_the_vote_for_a_moment_only() -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        frozen, _ = [await swarm.add_donor() for _ in range(2)]
+        swarm.network.host_of(frozen.p2p.peer_id).power_off()
+        value, seconds = await swarm.download(await swarm.add(torch.zeros(1)))
+        assert value == 1.0
+        assert seconds < 6
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("same", [True, False])
+def test_a_donor_that_dawdles_locks_nobody_out(same: bool, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whether or not others have the same state. With another one, the newcomer may have luck at the first attempt."""
+
+    async def main() -> float:
+        swarm = Swarm()
+        slow = [await swarm.add_donor(fill=1.0 if same else 2.0, dawdles=True) for _ in range(2)]
+        if not same:
+            slow[1].state_sharing.set(allowed=False)
+            await slow[1].state_sharing.declare(False)
+        await swarm.add_donor(fill=1.0)
+        newcomer = await swarm.add(torch.zeros(1))
+        value, seconds = await swarm.download(newcomer)
+        assert value == 1.0
+        assert seconds < 30
+        if seconds > 10 and not same:
+            assert newcomer.p2p.metrics.donors_left["slow"] == 1
+            assert f"donor {slow[0].p2p.peer_id} is left for" in caplog.text
+        # The next time it knows.
+        value, again = await swarm.download(newcomer)
+        assert value == 1.0
+        return again if seconds > 10 else 0.0
+
+    assert run(main(), seed=seed) < 10
+
+
+def test_the_last_donor_may_take_its_time() -> None:
+    """A chunk takes it longer than it may be silent."""
+
+    async def main() -> None:
+        swarm = Swarm(chunk_timeout=5.0)
+        await swarm.add_donor(rate=MIN_CHUNK_BYTES / 20)
+        value, seconds = await swarm.download(await swarm.add(torch.zeros(1)))
+        assert value == 1.0
+        assert seconds > 400
+
+    run(main())
+
+
+def test_a_donor_with_another_state_is_not_preferred_because_it_is_quick() -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        for _ in range(3):
+            await swarm.add_donor(rate=RATE / 100)
+        await swarm.add_donor(fill=666.0, rate=None)
+        value, seconds = await swarm.download(await swarm.add(torch.zeros(1)))
+        assert value == 1.0
+        assert seconds > 20
+
+    run(main())
+
+
+@pytest.mark.parametrize("chunks", [0, 3])
+def test_strangers_that_dawdle_do_not_occupy_all_places(chunks: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        donor = await swarm.add_donor()
+        strangers = [await swarm.add(torch.zeros(1)) for _ in range(2 * MAX_DOWNLOADS)]
+        for stranger in strangers:
+            await stranger.state_sharing.find_donors()
+        asking = [asyncio.ensure_future(ask_slowly(stranger, donor, chunks)) for stranger in strangers[:MAX_DOWNLOADS]]
+        await asyncio.sleep(5)
+        newcomers = [await swarm.add(torch.zeros(1)) for _ in range(2)]
+        outcomes = await asyncio.gather(*map(swarm.download, newcomers))
+        assert [value for value, _ in outcomes] == [1.0, 1.0]
+        assert max(seconds for _, seconds in outcomes) < 45
+        metrics = donor.p2p.metrics
+        assert metrics.newcomers_dropped == 2
+        assert metrics.newcomers_turned_away >= 2
+        assert newcomers[0].p2p.metrics.donors_left["busy"] >= 1
+        assert caplog.text.count("was given to another one") == 1  # seldom
+        assert caplog.text.count(f"donor {donor.p2p.peer_id} serves as many others as it can") == 2
+        # Nobody wants the places of the others.
+        await asyncio.sleep(60)
+        assert sum(task.done() for task in asking) == 2
+        assert all(isinstance(task.exception(), StreamClosedError) for task in asking if task.done())
+        await cancel_and_wait(*asking)
+
+    run(main())
+
+
+def test_who_has_half_of_the_state_keeps_its_place() -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        donor = await swarm.add_donor()
+        strangers = [await swarm.add(torch.zeros(1)) for _ in range(MAX_DOWNLOADS)]
+        for stranger in strangers:
+            await stranger.state_sharing.find_donors()
+        asking = [asyncio.ensure_future(ask_slowly(stranger, donor, chunks=14)) for stranger in strangers]
+        await asyncio.sleep(40)
+        value, seconds = await swarm.download(await swarm.add(torch.zeros(1)))
+        assert value == 1.0
+        assert seconds > 30
+        assert donor.p2p.metrics.newcomers_dropped == 0
+        await asyncio.gather(*asking)
+
+    run(main())
+
+
+def test_newcomers_on_slow_lines_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them use what they are given, however little that is."""
+    monkeypatch.setattr("shoal.p2p.memory.WINDOW_BYTES", 2**16)  # as TCP, which waits until the line has taken it
+
+    async def main() -> None:
+        swarm = Swarm()
+        donor = await swarm.add_donor(rate=8 * 40e3)
+        newcomers = [await swarm.add(torch.zeros(1)) for _ in range(MAX_DOWNLOADS)]
+        downloads = [asyncio.ensure_future(swarm.download(newcomer)) for newcomer in newcomers]
+        await asyncio.sleep(45)
+        late = await swarm.add(torch.zeros(1))
+        assert (await swarm.download(late))[0] is None
+        assert [value for value, _ in await asyncio.gather(*downloads)] == [1.0] * MAX_DOWNLOADS
+        assert donor.p2p.metrics.newcomers_dropped == 0
+
+    run(main())
+
+
+def test_a_full_donor_names_those_who_have_its_state() -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        donor = await swarm.add_donor()
+        first = await swarm.add(torch.full((SMALL,), 1.0))
+        assert (await swarm.download(first))[0] == 1.0
+        first.state_sharing.set(allowed=True)  # without a word in the table
+        strangers = [await swarm.add(torch.zeros(1)) for _ in range(MAX_DOWNLOADS)]
+        for stranger in strangers:
+            await stranger.state_sharing.find_donors()
+        asking = [asyncio.ensure_future(ask_slowly(stranger, donor, chunks=0)) for stranger in strangers]
+        await asyncio.sleep(1)
+        newcomer = await swarm.add(torch.zeros(1))
+        value, seconds = await swarm.download(newcomer)
+        assert value == 1.0
+        assert seconds < 5
+        assert first.p2p.metrics.bytes_sent > 4 * SMALL
+        await cancel_and_wait(*asking)
+
+    run(main())
+
+
+def test_a_state_that_was_refused_is_not_downloaded_again() -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        await swarm.add_donor(fill=666.0)
+        newcomer = await swarm.add(torch.zeros(1))
+        sharing = newcomer.state_sharing
+        state = await sharing.download()
+        assert state is not None
+        sharing.leave_out(state.donor, state.version)
+        assert await sharing.download() is None
+        await swarm.add_donor(fill=666.0)
+        assert await sharing.download() is None
+        await swarm.add_donor(fill=1.0)
+        assert (await swarm.download(newcomer))[0] == 1.0
+        assert newcomer.p2p.metrics.states_refused == 1
+
+    run(main())
+
+
+def test_a_donor_whose_state_did_not_fit_is_the_last_hope() -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        bad = await swarm.add_donor(fill=2.0)
+        newcomer = await swarm.add(torch.zeros(1))
+        newcomer.state_sharing.leave_out(bad.p2p.peer_id, None)
+        assert (await swarm.download(newcomer))[0] == 2.0
+        for _ in range(3):
+            await swarm.add_donor(fill=2.0)
+        good = await swarm.add_donor(fill=1.0)
+        for _, peer in await newcomer.state_sharing.find_donors():
+            if peer != good.p2p.peer_id:
+                newcomer.state_sharing.leave_out(peer, None)
+        assert (await swarm.download(newcomer))[0] == 1.0
+
+    run(main())

@@ -7,12 +7,15 @@ import asyncio
 import pytest
 import torch
 
-from shoal.averaging import RoundResult
+from shoal.averaging import RoundResult, StepControl
+from shoal.averaging.groups.candidates import Search
+from shoal.averaging.messages import Code, JoinReply
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
-from shoal.testing import Network, run, start_averagers, start_step
+from shoal.testing import Link, Network, run, start_averagers, start_step
 
 SECONDS = 5.0
+LINK = Link(delay=(0.01, 0.1), jitter=0.01)
 
 
 def one_round(seed: int, *, largest_weight: float | None = None, expects: int = 3) -> tuple[list[float], list, float]:
@@ -65,4 +68,179 @@ def test_nobody_weighs_more_than_its_leader_can_believe(seed):
 def test_a_group_does_not_wait_for_those_whom_a_stranger_expects(seed):
     _, results, seconds = one_round(seed, expects=10**6)
     assert [len(result.peers) for result in results] == [3, 3, 3]
+    assert seconds < SECONDS
+
+
+def meet_newcomers(seed: int, members: int, newcomers: int) -> tuple[list[RoundResult | None], float]:
+    """Members who know each other from rounds meet newcomers, who promise to start earlier, and whom nobody knows.
+
+    Returns:
+        What came of the round at each of them, and how many seconds it took.
+    """
+
+    async def main() -> tuple[list[RoundResult | None], float]:
+        network, count = Network(LINK), members + newcomers
+        tensors = [[torch.full((3000,), float(value))] for value in range(count)]
+        nodes = await start_averagers(network, tensors, min_matchmaking_time=SECONDS)
+        known = {node.p2p.peer_id for node in nodes[:members]}
+        for node in nodes:
+            is_member = node.p2p.peer_id in known
+            node.trust.is_proven = lambda peer, is_member=is_member: peer in known or not is_member
+        now, loop = network.hosts[0].dht_time(), asyncio.get_running_loop()
+        started = loop.time()
+        steps = [
+            start_step(network, node, scheduled_time=now + 2 * SECONDS - index, expected_group_size=count)
+            for index, node in enumerate(nodes)
+        ]
+        await asyncio.gather(*map(asyncio.wrap_future, steps))
+        return [node.last_round for node in nodes], loop.time() - started
+
+    return run(main(), seed=seed)
+
+
+@pytest.mark.parametrize(("members", "newcomers"), [(3, 1), (1, 1), (2, 2), (1, 3)])
+@pytest.mark.parametrize("seed", range(8))
+def test_newcomers_and_members_meet_although_members_do_not_know_them(members, newcomers, seed):
+    results, seconds = meet_newcomers(seed, members, newcomers)
+    assert [len(result.peers) for result in results] == [members + newcomers] * (members + newcomers)
+    assert len({result.group_id for result in results}) == 1
+    assert seconds < SECONDS, "nobody has waited for a promised time"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stranger_that_promises_to_start_first_is_not_asked_to_lead(seed, monkeypatch):
+    """If strangers have wasted what time there is for them. Nobody changes plans because of it either."""
+    go_before, went = Search.go_before_unfit_leaders, []
+    monkeypatch.setattr(Search, "go_before_unfit_leaders", lambda self: went.append(go_before(self)) or went[-1])
+
+    async def main() -> tuple[list[RoundResult | None], int, float]:
+        network, asked = Network(LINK), []
+        nodes = await start_averagers(
+            network, [[torch.zeros(3000)] for _ in range(4)], min_matchmaking_time=SECONDS, request_timeout=3.0
+        )
+        stranger = nodes[3]
+
+        async def keep_silent(call, request, remote):
+            asked.append(remote)
+            await call.send(JoinReply(code=Code.ACCEPTED, expiration=float(MOST)))
+            await asyncio.Event().wait()
+
+        stranger.lanes[""].matchmaking.answer_join = keep_silent
+        for node in nodes[:3]:
+            node.trust.is_proven = node.trust.has_time_for = lambda peer: peer != stranger.p2p.peer_id
+        now, loop = network.hosts[0].dht_time(), asyncio.get_running_loop()
+        started = loop.time()
+        first = start_step(network, stranger, scheduled_time=now + SECONDS)
+        steps = [
+            start_step(network, node, scheduled_time=now + SECONDS + 1, expected_group_size=3) for node in nodes[:3]
+        ]
+        await asyncio.gather(*map(asyncio.wrap_future, steps))
+        first.cancel()
+        return [node.last_round for node in nodes[:3]], len(asked), loop.time() - started
+
+    results, asked, seconds = run(main(), seed=seed)
+    assert [len(result.peers) for result in results] == [3, 3, 3]
+    assert not asked
+    assert not any(went), "it would not be let in as a follower"
+    assert seconds < SECONDS
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_follows_a_leader_that_says_less_of_a_member_than_it_has_seen(seed, victim, caplog):
+    """The last of four members would lead, and lets one of the others weigh next to nothing."""
+
+    async def main() -> tuple[list[float], list[RoundResult | None], float]:
+        network = Network()
+        tensors = [torch.full((3000,), float(value)) for value in range(4)]
+        nodes = await start_averagers(network, [[tensor] for tensor in tensors], min_matchmaking_time=SECONDS)
+        peers = [node.p2p.peer_id for node in nodes]
+        for node in nodes[:3]:
+            node.trust.largest_weight = lambda peer: 20.0
+            node.trust.least_limit = lambda leader, peer: 10.0
+        nodes[3].trust.largest_weight = lambda peer: 0.5 if peer == peers[victim] else 20.0
+
+        def start_steps(*expected: int) -> list[StepControl]:
+            now = network.hosts[0].dht_time()
+            return [
+                start_step(
+                    network,
+                    node,
+                    scheduled_time=now + SECONDS + (0 if node is nodes[3] else 1 + index),
+                    weight=10.0,
+                    expected_group_size=size,
+                    timeout=20.0,
+                )
+                for index, (node, size) in enumerate(zip(nodes, expected, strict=True))
+            ]
+
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        steps = start_steps(4, 4, 4, 4)
+        await asyncio.gather(*map(asyncio.wrap_future, steps[:3]))
+        seconds = loop.time() - started
+        results = [node.last_round for node in nodes[:3]]
+        assert all(node.p2p.metrics.members_untrue == 1 for node in nodes[:3])
+        # It is not followed the next time either.
+        steps[3].cancel()
+        steps = start_steps(3, 3, 3, 4)
+        await asyncio.gather(*map(asyncio.wrap_future, steps[:3]))
+        steps[3].cancel()
+        assert all(node.p2p.metrics.members_untrue == 1 for node in nodes[:3])
+        assert all(len(node.last_round.peers) == 3 for node in nodes[:3])
+        return [tensor[0].item() for tensor in tensors[:3]], results, seconds
+
+    averages, results, seconds = run(main(), seed=seed)
+    assert averages == [1.0] * 3
+    assert all(result is not None and result.weights == (10.0,) * 3 for result in results)
+    assert seconds < 2 * SECONDS
+    assert "who has brought 10 to their last round" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_strangers_do_not_stand_for_members_that_are_on_their_way(seed):
+    """Three peers that know each other wait for each other, however many others come first."""
+
+    async def main() -> tuple[list[RoundResult | None], float]:
+        network = Network(LINK)
+        nodes = await start_averagers(network, [[torch.zeros(3000)] for _ in range(6)], min_matchmaking_time=SECONDS)
+        members = {node.p2p.peer_id for node in nodes[:3]}
+        for node in nodes[:3]:
+            node.trust.is_proven = members.__contains__
+        loop = asyncio.get_running_loop()
+        began, when = loop.time(), network.hosts[0].dht_time() + SECONDS
+        steps = []
+        for index in (0, 3, 4, 5, 1, 2):
+            node = nodes[index]
+            await asyncio.sleep(0.5)
+            # Nobody but the first one would lead.
+            steps.append(start_step(network, node, scheduled_time=when + index))
+            if index < 3:
+                steps[-1].expect(members - {node.p2p.peer_id})
+        await asyncio.gather(*map(asyncio.wrap_future, steps))
+        return [node.last_round for node in nodes], loop.time() - began
+
+    results, seconds = run(main(), seed=seed)
+    assert [len(result.peers) for result in results] == [6] * 6, "members are all there, and strangers are let in"
+    assert seconds < SECONDS, "who is there need not wait for a promised time"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_newcomer_that_is_waited_for_stands_for_itself(seed):
+    async def main() -> tuple[list[RoundResult | None], float]:
+        network = Network(LINK)
+        nodes = await start_averagers(network, [[torch.zeros(3000)] for _ in range(4)], min_matchmaking_time=SECONDS)
+        peers = {node.p2p.peer_id for node in nodes}
+        for node in nodes[:3]:
+            node.trust.is_proven = {each.p2p.peer_id for each in nodes[:3]}.__contains__
+        loop = asyncio.get_running_loop()
+        began, when = loop.time(), network.hosts[0].dht_time() + SECONDS
+        steps = [start_step(network, node, scheduled_time=when + index) for index, node in enumerate(nodes)]
+        for node, step in zip(nodes, steps, strict=True):
+            step.expect(peers - {node.p2p.peer_id})
+        await asyncio.gather(*map(asyncio.wrap_future, steps))
+        return [node.last_round for node in nodes], loop.time() - began
+
+    results, seconds = run(main(), seed=seed)
+    assert [len(result.peers) for result in results] == [4] * 4
     assert seconds < SECONDS

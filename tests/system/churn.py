@@ -76,8 +76,8 @@ def run(peers: int, rounds: int, megabytes: float, kill_every: float, seed: int 
             _check_end(peer, churn)
         for peer in protected:
             peer.tell("leave")
-            peer.wait_for("done", 60)
-            assert peer.wait(30) == 0, peer.errors()
+            peer.wait_for("done", 120)
+            assert peer.wait(120) == 0, peer.errors()
     finally:
         for peer in living:
             peer.close()

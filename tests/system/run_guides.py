@@ -20,7 +20,7 @@ import torch
 import shoal
 
 ROOT = Path(__file__).parents[2]
-GUIDES = ("compression.md", "gradients.md")
+GUIDES = ("compression.md", "gradients.md", "robust-averages.md")
 SAMPLES = 64
 
 

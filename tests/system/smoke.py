@@ -14,19 +14,19 @@ from tests.system.swarm import Peer, Swarm
 PEERS, EPOCHS = 4, 5
 
 
-def smoke(delay_state_averaging: bool = False, timeout: float = 60) -> None:
+def smoke(delay_state_averaging: bool = False, timeout: float = 200) -> None:
     """Four peers make five global steps together and leave nothing behind.
 
     Raises:
         AssertionError: anything of it did not happen.
     """
-    options = ["--epochs", EPOCHS] + ["--delay-state-averaging"] * delay_state_averaging
+    options = ["--epochs", EPOCHS, "--matchmaking-time", 10] + ["--delay-state-averaging"] * delay_state_averaging
     with Swarm("train.py", PEERS, *options) as swarm:
         deadline = time.monotonic() + timeout
         for peer in swarm.peers:
             peer.wait_for("left", max(0.1, deadline - time.monotonic()))
         for peer in swarm.peers:
-            assert peer.wait(60) == 0, peer.errors()
+            assert peer.wait(120) == 0, peer.errors()
             check_peer(peer)
         check_agreement(swarm.peers, delay_state_averaging)
 

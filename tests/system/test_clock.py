@@ -10,9 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal import DHT, get_dht_time
+from shoal import DHT, clock, get_dht_time
 
+pytestmark = pytest.mark.timeout(240)
 PROGRAM = Path(__file__).with_name("live_by_another_clock.py")
+
+
+@pytest.fixture(autouse=True)
+def clock_without_a_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process remembers for an hour whose clocks it has compared, also those of other tests."""
+    monkeypatch.setattr(clock, "clock_of_process", clock.ProcessClock())
 
 
 @pytest.mark.parametrize("offset", [300.0, -300.0])
@@ -35,7 +42,7 @@ def test_a_process_whose_clock_is_off(offset: float, companions: int) -> None:
             assert process.stdout is not None
             line = process.stdout.readline()
             found = dhts[-1].get("from the odd one", latest=True)
-            _, errors = process.communicate("\n", timeout=30)
+            _, errors = process.communicate("\n", timeout=120)
         finally:
             process.kill()
             process.communicate()

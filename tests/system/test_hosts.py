@@ -10,7 +10,7 @@ import pytest
 
 from tests.system.hosts import NEEDS_HOSTS, Host, Network
 
-pytestmark = NEEDS_HOSTS
+pytestmark = [NEEDS_HOSTS, pytest.mark.timeout(400)]
 
 ECHO = """
 import socket, sys
@@ -28,7 +28,7 @@ except OSError as e:
 else:
     print("open")
 """
-LIMIT = 60
+LIMIT = 120
 
 
 @pytest.fixture

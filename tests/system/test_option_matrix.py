@@ -13,7 +13,7 @@ import pytest
 
 from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.leaves_something]  # processes that go on to the next test
+pytestmark = [pytest.mark.timeout(500), pytest.mark.leaves_something]  # processes that go on to the next test
 
 EPOCHS, LEARNING_RATE = 30, 0.03
 STALE_EPOCHS, STALE_LEARNING_RATE = 60, 0.02
@@ -45,11 +45,11 @@ class Crew:
                 peer.tell(json.dumps({"task": task, "epochs": epochs, "lr": lr, "options": options}))
             self._wait("ready", task, START_LIMIT_SECONDS)
             self._tell("go")
-            self._wait("met", task, 60)
+            self._wait("met", task, 120)
             self._tell("train")
-            *trainers, auxiliary = self._wait("done", task, 120)
+            *trainers, auxiliary = self._wait("done", task, 240)
             self._tell("leave")
-            self._wait("left", task, 60)
+            self._wait("left", task, 120)
         except BaseException:
             self.close()
             raise

@@ -11,9 +11,11 @@ import pytest
 from tests.system.smoke import smoke
 from tests.system.swarm import Peer, Swarm
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals to other processes")
 MANY_EPOCHS = 10_000
+LIMIT_SECONDS = 120
+"""For what comes at once, on a machine that does other things, too."""
 INTERRUPT_LIMIT_SECONDS = 15.0  # takes 1 s; half of the shortest time that a peer here would wait for another
 
 
@@ -31,14 +33,14 @@ def test_others_go_on_when_one_of_four_is_killed() -> None:
     with Swarm("train.py", 4, "--epochs", MANY_EPOCHS, "--averaging-timeout", 10) as swarm:
         victim, *others = swarm.peers[1:] + swarm.peers[:1]
         for peer in swarm.peers:
-            peer.wait_for("epoch", 60, lambda event: len(event["group"]) == 4)
+            peer.wait_for("epoch", LIMIT_SECONDS, lambda event: len(event["group"]) == 4)
         victim_id = victim.wait_for("peer_id", 1)["peer_id"]
         victim.process.kill()
         at_death = max(epoch_of(peer) for peer in swarm.peers)
         for peer in others:
             later = peer.wait_for(
                 "epoch",
-                60,
+                LIMIT_SECONDS,
                 lambda event: event["epoch"] >= at_death + 3 and len(event["group"]) == 3,
             )
             assert victim_id not in later["group"]
@@ -50,7 +52,8 @@ def interrupt(peer: Peer) -> int:
     children = peer.children()
     pressed = time.monotonic()
     peer.process.send_signal(signal.SIGINT)
-    status = peer.wait(60)  # longer than the limit: torch takes up to seconds for unloading, on a busy machine
+    # Longer than the limit below: torch takes up to seconds for unloading, on a busy machine.
+    status = peer.wait(LIMIT_SECONDS)
     took = peer.wait_for("gone", 1)["gone"] - pressed - sum(e["looked_for_leaks"] for e in peer.all("left"))
     assert took < INTERRUPT_LIMIT_SECONDS, f"took {took:.1f} s\n{peer.errors()}"
     orphans = [child for child in children if child.is_running()]
@@ -62,7 +65,7 @@ def interrupt(peer: Peer) -> int:
 def test_ctrl_c_during_training_ends_a_script_that_catches_it_without_a_word() -> None:
     with Swarm("train.py", 2, "--epochs", MANY_EPOCHS, "--catch-interrupt") as swarm:
         for peer in swarm.peers:
-            peer.wait_for("epoch", 60, lambda event: len(event["group"]) == 2)
+            peer.wait_for("epoch", LIMIT_SECONDS, lambda event: len(event["group"]) == 2)
         for peer in swarm.peers:
             assert interrupt(peer) == 0
             assert peer.wait_for("left", 1)["left"] == []
@@ -74,7 +77,7 @@ def test_ctrl_c_during_training_ends_a_script_that_knows_nothing_of_it() -> None
     """Python itself then prints where the script was; nothing of shoal's threads or exit handlers may come on top."""
     with Swarm("train.py", 2, "--epochs", MANY_EPOCHS) as swarm:
         for peer in swarm.peers:
-            peer.wait_for("epoch", 60, lambda event: len(event["group"]) == 2)
+            peer.wait_for("epoch", LIMIT_SECONDS, lambda event: len(event["group"]) == 2)
         for peer in swarm.peers:
             assert interrupt(peer) == -signal.SIGINT
             errors = peer.errors()
@@ -89,8 +92,8 @@ def test_ctrl_c_ends_a_script_that_waits_for_a_stalled_peer() -> None:
     with Swarm("train.py", 2, "--epochs", MANY_EPOCHS, "--catch-interrupt", "--report-steps", *patience) as swarm:
         stalled, waiting = swarm.peers
         for peer in swarm.peers:
-            peer.wait_for("epoch", 60, lambda event: len(event["group"]) == 2)
+            peer.wait_for("epoch", LIMIT_SECONDS, lambda event: len(event["group"]) == 2)
         stalled.process.send_signal(signal.SIGSTOP)
-        waiting.wait_until_quiet("step", seconds=1.5, timeout=60)
+        waiting.wait_until_quiet("step", seconds=1.5, timeout=LIMIT_SECONDS)
         assert interrupt(waiting) == 0
         assert "Traceback" not in waiting.errors(), waiting.errors()

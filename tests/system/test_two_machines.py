@@ -235,7 +235,7 @@ def test_two_computers_run_the_code_of_the_guides(hosts: list[Host]) -> None:
             event = peer.wait_for("block", LIMIT, lambda event, number=number: event["block"] == number)
             assert event["peers"] == 2
         number, count = number + 1, event["of"]
-    assert count == 4
+    assert count == 6
     for peer in peers:
         peer.tell("leave")
         assert peer.wait(LIMIT) == 0

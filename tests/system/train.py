@@ -62,7 +62,7 @@ def left_behind() -> list[str]:
 def train(args: argparse.Namespace, opt: Optimizer, model: nn.Module) -> None:
     prototypes = torch.randn(CLASSES, PIXELS, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(args.seed)
-    epoch, known_round = opt.local_epoch, None
+    epoch, known_round, began = opt.local_epoch, None, time.monotonic()
     while epoch < args.epochs:
         pictures, labels = digits(generator, args.batch_size, prototypes)
         loss = nn.functional.cross_entropy(model(pictures), labels)
@@ -80,10 +80,11 @@ def train(args: argparse.Namespace, opt: Optimizer, model: nn.Module) -> None:
                 loss=loss.item(),
                 parameters=fingerprint(model),
                 group=sorted(map(str, last_round.peers)) if new_round else [],
+                seconds=time.monotonic() - began,
                 peers=opt.tracker.global_progress.num_peers,
                 peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             )
-            known_round = last_round
+            known_round, began = last_round, time.monotonic()
 
 
 def main() -> None:

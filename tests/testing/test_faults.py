@@ -64,7 +64,7 @@ def test_a_closed_connection_does_not_break_any_more():
             near, _ = await connect(a, b)
             near.close()
         await asyncio.sleep(1)
-        assert sum(not timer.cancelled() for _, _, timer in asyncio.get_running_loop()._timers) == 0
+        assert sum(not timer.cancelled() for _, _, timer in asyncio.get_running_loop().timers) == 0
 
     run(main())
 
@@ -147,7 +147,7 @@ def test_what_waits_to_be_sent_dies_with_the_machine():
             await asyncio.sleep(4)
             getattr(a, death)()
             await asyncio.sleep(100)
-            assert 3000 <= sum(map(len, far._inbox)) <= 5600
+            assert 3000 <= sum(map(len, far.inbox)) <= 5600
 
     run(main())
 
@@ -185,7 +185,7 @@ def test_partition_holds_messages_until_it_is_healed():
         await far.write(b"back")
         await other_near.write(b"c is in no group")
         assert await read(other_far, 16) == b"c is in no group"
-        assert not far._inbox
+        assert not far.inbox
         listener = await Listener(b).start()
         with pytest.raises(DialError, match="no answer"):
             await listener.dial_from(a)
@@ -211,12 +211,12 @@ def test_a_new_partition_replaces_the_old_one():
         network.partition([a, c], [b])
         network.partition([a], [b, c])  # before anything has come through
         await asyncio.sleep(1)
-        assert not ac[1]._inbox
+        assert not ac[1].inbox
         network.partition([a, c], [b])
         await ab[0].write(b"to b")
         assert await read(ac[1], 4) == b"to c"
         await asyncio.sleep(1)
-        assert not ab[1]._inbox
+        assert not ab[1].inbox
 
     run(main())
 

@@ -83,7 +83,7 @@ def test_cancelled_timers_take_neither_time_nor_memory():
         for _ in range(20_000):
             async with asyncio.timeout(3600):
                 await asyncio.sleep(0)
-        assert len(loop._timers) < 5000
+        assert len(loop.timers) < 5000
         await asyncio.sleep(2 * 3600)
 
     run(main())

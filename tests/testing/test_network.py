@@ -204,7 +204,7 @@ def test_abort_drops_what_was_not_sent_and_close_does_not():
             assert near.closed
             await asyncio.sleep(2)
             assert far.closed
-            assert sum(map(len, far._inbox)) == pytest.approx(arrives, rel=0.15)
+            assert sum(map(len, far.inbox)) == pytest.approx(arrives, rel=0.15)
 
     run(main())
 

@@ -1,4 +1,4 @@
-"""Starting many nodes on a simulated network."""
+"""Starting many nodes on a simulated network, and swarms in memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import torch
 from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.clock import get_dht_time
 from shoal.dht import DHTNode
+from shoal.errors import SimulationError
 from shoal.testing import (
+    AveragerSwarm,
+    DHTSwarm,
     Link,
     Network,
     SharedTable,
+    make_step,
     run,
     start_averager,
     start_averagers,
+    start_dht_node,
     start_dht_nodes,
     start_peers,
     start_step,
@@ -179,5 +184,71 @@ def test_state_is_shared():
         metadata, tensors = await newcomer.state_sharing.download()
         assert metadata is None
         assert torch.equal(tensors[0], torch.ones(3))
+
+    run(main())
+
+
+def test_a_node_on_a_host_that_was_prepared_joins_the_others():
+    async def main():
+        network = Network()
+        nodes = await start_dht_nodes(network, 3)
+        host = network.add_host()
+        host.clock_offset = 0.5
+        node = await start_dht_node(network, host, nodes, client_mode=True)
+        assert network.host_of(node.peer_id) is host
+        assert node.client_mode
+        assert await node.store("key", "value", get_dht_time() + 60)
+        assert (await nodes[0].get("key")).value == "value"
+
+    run(main())
+
+
+def test_a_node_whose_host_has_died_is_not_started_again():
+    async def main():
+        network = Network(Link(delay=0.1))
+        nodes = await start_dht_nodes(network, 2)
+        host = network.add_host()
+        starting = asyncio.ensure_future(start_dht_node(network, host, nodes))
+        await asyncio.sleep(0.2)
+        host.power_off()
+        with pytest.raises(SimulationError, match="died"):
+            await starting
+
+    run(main())
+
+
+def test_a_swarm_of_nodes_in_memory_follows_from_its_seed():
+    async def main():
+        swarm = DHTSwarm(seed=3, delay=0.01)
+        first, *others = await swarm.grow(5)
+        began = now()
+        assert await others[0].store("key", "value", get_dht_time() + 60)
+        assert now() > began, "messages take a moment"
+        assert (await first.get("key", latest=True)).value == "value"
+        swarm.fall_silent(others[1])
+        assert await first.protocol.call_ping(others[1].peer_id) is None
+        await swarm.kill(others[2])
+        assert not others[2].is_alive
+        return [node.peer_id for node in swarm.nodes]
+
+    assert run(main()) == run(main())
+
+
+def test_a_swarm_of_averagers_in_memory():
+    async def main():
+        swarm = AveragerSwarm()
+        tensors = [torch.full((3,), float(value)) for value in (1, 5)]
+        for tensor, mode in zip(tensors, (AveragingMode.NODE, AveragingMode.CLIENT), strict=True):
+            await swarm.add([tensor], mode=mode, target_group_size=2)
+        assert [node.p2p.client_mode for node in swarm.nodes] == [False, True]
+        steps = [make_step(node, get_dht_time(), gather=index) for index, node in enumerate(swarm.nodes)]
+        await asyncio.gather(*(node.run_step(step) for node, step in zip(swarm.nodes, steps, strict=True)))
+        assert all(torch.equal(tensor, torch.full((3,), 3.0)) for tensor in tensors)
+        assert sorted(steps[0].result().values()) == [0, 1]
+        waits = make_step(swarm.nodes[0], 100.0, triggered=False, timeout=7.0)
+        assert (waits.deadline, waits.scheduled_time) == (107.0, 105.0)
+        assert waits.stage is AveragingStage.IDLE
+        await swarm.close()
+        assert not any(node.p2p.is_alive for node in swarm.nodes)
 
     run(main())

@@ -1,19 +1,31 @@
-"""Averaging tensors with other peers, and giving one's state to newcomers.
+"""Averaging tensors with other peers, and giving a peer's state to newcomers.
 
 - :class:`DecentralizedAverager` is what users hold; :mod:`~.node` does its work in the event loop, and a
   :class:`~.control.StepControl` is the handle of one step.
-- ``groups``: peers with the same key in the DHT find each other; the one that promised to start first leads. It starts
-  when everybody who is expected is there, or at the promised time, and publishes who averages which share.
-- ``allreduce``: every member sends each other one that member's share of its tensors and gets back the average. Before
-  they part, members make sure that all of them have everything, also if some have died.
-- ``state``: a newcomer finds donors in the DHT and takes the chunks of one version from several at once.
-- :mod:`~.messages` are what all of these say to each other.
+- ``groups``: peers with the same key in the DHT find each other; the peer that promised to start first leads. It starts
+  when all expected members are there, or at the promised time, and announces which member averages which share.
+- ``allreduce``: a vector is split into shares, one per member. Each member sends every share to the member that
+  averages it, and gets the average back. Before the group dissolves, the members make sure that all of them have every
+  average, even if some members have died.
+- ``state``: a newcomer finds donors in the DHT and downloads the chunks of one version from several at once.
+- :mod:`~.aggregation` has rules other than the mean, for runs in which some members may be faulty or lie.
+- :mod:`~.messages` defines the messages that all of these exchange.
 """
 
+from shoal.averaging.aggregation import Aggregation, CenteredClip, ClipToMedianNorm, TrimmedMean
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import AveragingStage, RoundResult, StepControl
 from shoal.inherited import offer_modules
 
-__all__ = ["AveragingStage", "DecentralizedAverager", "RoundResult", "StepControl"]
+__all__ = [
+    "Aggregation",
+    "AveragingStage",
+    "CenteredClip",
+    "ClipToMedianNorm",
+    "DecentralizedAverager",
+    "RoundResult",
+    "StepControl",
+    "TrimmedMean",
+]
 
 offer_modules(__name__)

@@ -1,4 +1,4 @@
-"""Average tensors with whoever is there: the object that users hold."""
+"""The averager that users hold. The work is done in the event loop, by :mod:`shoal.averaging.node`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,19 @@ import concurrent.futures
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from shoal.averaging.aggregation import Aggregation
 from shoal.averaging.allreduce.parts import DEFAULT_PART_SIZE_BYTES
 from shoal.averaging.allreduce.session import GroupSession
+from shoal.averaging.arguments import DEFAULT_STALL_TIMEOUT, AveragerConfig, check_tags, resolve_timeouts
 from shoal.averaging.control import AveragingMode, Gathered, RoundResult, StepControl
 from shoal.averaging.messages import MAX_BANDWIDTH, MAX_GATHERED_BYTES
-from shoal.averaging.node import (
-    DEFAULT_STALL_TIMEOUT,
-    AveragerConfig,
-    AveragerNode,
-    average_once,
-    check_tags,
-    resolve_timeouts,
-    schema_of,
-)
+from shoal.averaging.node import AveragerNode, average_once, schema_of
 from shoal.averaging.state.download import OwnedState, State
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
@@ -50,54 +44,60 @@ class DecentralizedAverager(Facade):
     """Averages a list of tensors with other peers that do the same under the same prefix.
 
     A step finds a group of peers, then every member of the group ends with the weighted mean of all members' tensors.
-    Without lossy compression all of them end bit-identical.
+    Without lossy compression all members end with the same bits.
 
     Args:
-        averaged_tensors: tensors that are averaged in place; leaves of autograd. Use them inside :meth:`get_tensors`.
-        dht: how averagers find each other.
+        averaged_tensors: tensors to average in place; leaves of autograd. Use them inside :meth:`get_tensors`.
+        dht: the table in which averagers find each other.
         start: begin to answer other averagers at once; otherwise call :meth:`run_in_background` later.
-        prefix: name of the run; averagers with other prefixes never meet. No dots.
-        target_group_size: close a group at this size; ``None`` = no limit.
+        prefix: name of the run; averagers with different prefixes never meet. No dots.
+        target_group_size: close a group at this size; ``None``: no limit.
         min_group_size: smaller groups do not start.
-        initial_group_bits: bucket of peers to begin with, such as ``"010"``; with many peers, groups of the target size
-            form in all buckets at once and mix from round to round.
-        min_matchmaking_time: seconds for which a group stays open, unless it is complete before.
+        initial_group_bits: the first bucket of peers, such as ``"010"``. With many peers, groups of the target size
+            form in all buckets at once, and peers mix from round to round.
+        min_matchmaking_time: seconds for which a group stays open, unless it is complete earlier.
         request_timeout: seconds within which a leader must answer.
-        averaging_alpha: move local values by this fraction of the way to the average; 1 = replace them.
-        part_size_bytes: size of the pieces in which tensors travel, after compression.
-        allreduce_timeout: seconds for an all-reduce as a whole; ``None`` = as long as it makes progress.
-        next_chunk_timeout: seconds for the next piece of a state download; also the default of ``sender_timeout``.
-        sender_timeout: seconds of silence after which a sending member is given up; 30 if nothing is set.
-        reducer_timeout: the same for a member that reduces; must be longer, since it may itself wait for senders.
+        averaging_alpha: move local values by this fraction of the way to the average; 1: replace them.
+        part_size_bytes: size in bytes of the parts in which tensors travel, after compression.
+        allreduce_timeout: seconds for a whole all-reduce; ``None``: as long as it makes progress.
+        next_chunk_timeout: seconds for the next chunk of a state download; also the default of ``sender_timeout``.
+        sender_timeout: a sending member is given up after so many seconds of silence; 30 if nothing is set.
+        reducer_timeout: the same for a reducer. It must be longer, because a reducer may itself wait for senders.
             Default: twice ``sender_timeout``.
         compression: codec for averaging; the same in all peers.
         state_compression: codec for state downloads.
-        tensor_infos: what codecs may know about each tensor.
-        bandwidth: relative speed of this peer's network; 0 = let others reduce; ``None`` = like the others' mean.
+        tensor_infos: a description of each tensor for the codecs.
+        bandwidth: relative speed of this peer's network; 0: let others reduce; ``None``: the mean of the others.
         min_vector_size: members that would reduce fewer values reduce none.
-        auxiliary: help to reduce, without own data.
-        allow_state_sharing: let newcomers download this averager's state. Default: unless client or auxiliary.
+        auxiliary: help to reduce, without data of its own.
+        allow_state_sharing: let newcomers download this averager's state. Default: yes, unless client or auxiliary.
         declare_state_period: seconds between renewals of that offer.
-        client_mode: only connect to others, never be connected to. Default: as the DHT.
-        shutdown_timeout: seconds for leaving politely.
+        client_mode: only connect to others and accept no connections. Default: the DHT's setting.
+        shutdown_timeout: the most seconds that :meth:`shutdown` takes.
         averaging_expiration: old name of ``min_matchmaking_time``.
-        quorum: do not wait for everybody. When this many members of a group have sent their tensors, the others have
-            ``quorum_grace`` seconds left; then the round ends without what they have not sent. Those that come later
-            get the result. ``None`` = wait for all that live. Equal in all peers.
-        quorum_grace: seconds, see there.
-        tags: for averagers that do not average everything at once: names, and the indices of the tensors that a step
-            with this name averages. Steps with different tags may be under way at the same time, so no tensor may have
-            two of them. Equal in all peers.
+        quorum: do not wait for all members. When this many members of a group have sent their tensors, the others have
+            ``quorum_grace`` seconds left; then the round ends without the parts that they have not sent. Members that
+            come later get the result. ``None``: wait for all that live. The same in all peers.
+        quorum_grace: the seconds of grace in a round with a ``quorum``.
+        tags: for averagers that do not average everything at once: names, and for each the indices of the tensors that
+            a step with this name averages. Steps with different tags may run at the same time, so no tensor may have
+            two tags. The same in all peers.
+        aggregation: how the values of all members become one, see :mod:`shoal.averaging.aggregation`; ``None``: their
+            weighted mean. The same in all peers.
+        verify_reducers: members compare the averages that they got. If a reducer gives different averages to different
+            members, it is found out, and the others average its part again in the same round. Needs lossless
+            compression, ``averaging_alpha=1`` and no quorum. Keeps a copy of the tensors during a round, and a round
+            takes one round trip more. The same in all peers.
 
     Raises:
         AssertionError: an argument that the description above excludes.
-        ValueError: time limits that contradict each other.
+        ValueError: arguments that contradict each other, such as time limits.
     """
 
     serializer = MSGPackSerializer
     instead_of_a_copy = "save the tensors themselves, inside `with averager.get_tensors()`"
     phases: str = "one all-reduce"
-    """What :meth:`average_in_group` does, in words; peers in which it differs do not form groups."""
+    """What :meth:`average_in_group` does, in words. Only peers that say the same form groups."""
 
     def __init__(
         self,
@@ -132,6 +132,8 @@ class DecentralizedAverager(Facade):
         quorum: int | None = None,
         quorum_grace: float = 3.0,
         tags: Mapping[str, Sequence[int]] | None = None,
+        aggregation: Aggregation | None = None,
+        verify_reducers: bool = False,
     ) -> None:
         check_dht(dht)
         if not isinstance(prefix, str) or not prefix:
@@ -157,11 +159,6 @@ class DecentralizedAverager(Facade):
             logger.debug("request_timeout %g s is not below min_matchmaking_time", request_timeout)
         if target_group_size is not None and target_group_size & (target_group_size - 1):
             logger.warning("target_group_size %d is not a power of two: peers mix more slowly", target_group_size)
-        if quorum is not None and (quorum < 1 or quorum_grace < 0 or averaging_alpha != 1):
-            raise ValueError(
-                "a quorum is a number of members from 1, with a grace of 0 seconds or more and averaging_alpha=1: got "
-                f"quorum={quorum}, quorum_grace={quorum_grace}, averaging_alpha={averaging_alpha}"
-            )
         sender_limit, reducer_limit = resolve_timeouts(next_chunk_timeout, sender_timeout, reducer_timeout)
         mode = AveragingMode.AUX if auxiliary else AveragingMode.CLIENT if client_mode else AveragingMode.NODE
         self.dht, self.prefix, self.client_mode, self.mode, self.bandwidth = dht, prefix, client_mode, mode, bandwidth
@@ -190,6 +187,7 @@ class DecentralizedAverager(Facade):
             phases=self.phases,
             tags=check_tags(tags or {}, len(tensors)),
         )
+        self._config.check(self.tensor_infos)
         self.matchmaking_kwargs = {
             "min_matchmaking_time": min_matchmaking_time,
             "request_timeout": request_timeout,
@@ -227,12 +225,13 @@ class DecentralizedAverager(Facade):
             self.wait_until_ready(timeout)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until other averagers can reach this one; raises what prevented it."""
+        """Wait until other averagers can reach this one; raises the error that prevented it."""
         if self._started is None:
             raise ReactorError(f"this {type(self).__name__} was made with start=False: call run_in_background() first")
         self._started.result(timeout)
 
     async def _start(self) -> AveragerNode:
+        # Weak, because the node must not keep an averager alive that its user has dropped.
         get_state = weakref.WeakMethod(self.get_current_state)
 
         def current_state() -> Any:
@@ -276,11 +275,11 @@ class DecentralizedAverager(Facade):
         return self._started is not None and not self._portal.closed
 
     def begin_shutdown(self) -> None:
-        """Start to leave, without waiting for it: :meth:`shutdown` does."""
+        """Start to leave without waiting for the end; :meth:`shutdown` waits."""
         self._portal.begin_close()
 
     def shutdown(self) -> None:
-        """Leave: outstanding steps are cancelled, others are told. Idempotent, bounded by ``shutdown_timeout``."""
+        """Cancel outstanding steps, tell the others, and leave. Idempotent; takes at most ``shutdown_timeout``."""
         self._portal.close(self.shutdown_timeout)
 
     def __del__(self) -> None:
@@ -295,7 +294,7 @@ class DecentralizedAverager(Facade):
 
     @property
     def last_round(self) -> RoundResult | None:
-        """What came of the last all-reduce."""
+        """The result of the last all-reduce."""
         return self.node.last_round
 
     @property
@@ -319,25 +318,25 @@ class DecentralizedAverager(Facade):
         """Average with other peers once.
 
         Args:
-            gather: plain value for the other members to read.
+            gather: a plain value for the other members to read.
             scheduled_time: DHT time at which the group should start; default: now + ``min_matchmaking_time``.
-            weight: of this peer's tensors; default 1.
-            timeout: seconds after which the step gives up looking for a group; ``None`` = never.
+            weight: this peer's weight; default 1.
+            timeout: seconds after which the step gives up looking for a group; ``None``: never.
             allow_retries: look for another group if a round fails before that.
             require_trigger: wait for ``allow_allreduce()`` of the returned control before the tensors are read.
-            wait: return the result; otherwise a :class:`StepControl` at once.
-            expected_group_size: start before the scheduled time when the group has so many members; auxiliaries are not
+            wait: wait for the result and return it; otherwise return a :class:`StepControl` at once.
+            expected_group_size: start before the scheduled time if the group has this many members; auxiliaries are not
                 counted.
-            tag: average only the tensors that were given this name in ``tags``; needed if there are any.
+            tag: average only the tensors that have this name in ``tags``; needed if the averager has any tags.
 
         Returns:
-            What every member of the group gave as ``gather``, by peer; or the control.
+            By peer, the value that each member of the group gave as ``gather``; or the control.
 
         Raises:
             AllreduceException: no group was found in time, or the round failed.
             ReactorError: this averager, or its DHT, is shut down.
             AssertionError: bad arguments.
-            ValueError: an unknown tag, or more to gather than 64 KiB in serialized form.
+            ValueError: the tag is unknown, or ``gather`` takes more than 64 KiB in serialized form.
         """
         if not self.dht.is_alive():
             raise ReactorError(
@@ -363,7 +362,7 @@ class DecentralizedAverager(Facade):
         if not require_trigger:
             control.allow_allreduce()
         running = self._portal.submit(self._run_step(control))
-        control.add_done_callback(lambda _: running.cancel())
+        control.add_done_callback(lambda _: running.cancel())  # cancelling the control ends the step
         if not wait:
             return control
         try:
@@ -380,14 +379,14 @@ class DecentralizedAverager(Facade):
         return packed
 
     async def average_in_group(self, session: GroupSession, tensors: Sequence[torch.Tensor], infos: Infos) -> None:
-        """What a step does when there is a group; runs in the event loop, while the tensors are locked.
+        """Average in a group that was found. Runs in the event loop while the tensors are locked.
 
-        Override it for averaging in several phases, and say so in :attr:`phases`. If it raises, the step has failed and
-        the tensors must be as they were.
+        Override it to average in several phases, and say so in :attr:`phases`. If it raises, the step has failed, and
+        the tensors must be unchanged.
 
         Args:
-            session: the group; its ``all_reduce`` may be awaited several times, in all members equally often.
-            tensors: those that the step averages.
+            session: the group; its ``all_reduce`` may be awaited several times, equally often in all members.
+            tensors: the tensors that the step averages.
             infos: one for each tensor.
         """
         await average_once(session, tensors, infos)
@@ -407,7 +406,7 @@ class DecentralizedAverager(Facade):
         try:
             await (await self._ready_node()).run_step(control)
         finally:
-            # No effect unless the step ended without a result, such as in a shutdown.
+            # This has an effect only if the step ended without a result, such as in a shutdown.
             control.cancel()
 
     @contextmanager
@@ -417,14 +416,14 @@ class DecentralizedAverager(Facade):
             yield self._tensors
 
     def get_group_bits(self, wait: bool = True, *, tag: str = "") -> Any:
-        """The bucket in which this averager looks for groups; with tags, for steps of one of them."""
+        """The bucket in which this averager looks for groups; with tags, the one for steps with this tag."""
         return self._ask(self._get_bits(self._check_tag(tag)), wait)
 
     async def _get_bits(self, tag: str) -> str:
         return (await self._ready_node()).lanes[tag].keys.group_bits
 
     def set_group_bits(self, group_bits: str, wait: bool = True, *, tag: str = "") -> Any:
-        """Choose the bucket for the next search; with tags, for steps of one of them."""
+        """Choose the bucket for the next search; with tags, the one for steps with this tag."""
         assert all(c in "01" for c in group_bits), f"group bits are 0 and 1 only, got {group_bits!r}"
         return self._ask(self._set_bits(self._check_tag(tag), group_bits), wait)
 
@@ -468,32 +467,32 @@ class DecentralizedAverager(Facade):
             loop.call_soon_threadsafe(lambda: sharing.set(allowed=allowed, priority=priority))
 
     def get_current_state(self) -> Any:
-        """What newcomers download; override it to share more. Called in a worker thread.
+        """The state that newcomers download; override it to share more. Called in a worker thread.
 
         Returns:
-            A tuple of metadata, which are plain values, and a list of tensors; optionally also a list of their
-            ``CompressionInfo``. The tensors are copied, unless it is an
+            A tuple of metadata (plain values) and a list of tensors; optionally also a list of their
+            ``CompressionInfo``. The tensors are copied, unless the tuple is an
             :class:`~shoal.averaging.state.download.OwnedState`.
         """
         with self.get_tensors() as tensors:
             copies = copies_of(tensors)
         return OwnedState({"group_key": self.node.group_bits}, copies, self.tensor_infos)
 
-    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
+    def load_state_from_peers(
+        self, wait: bool = True, timeout: float | None = None, *, skip: Collection[PeerID] = ()
+    ) -> Any:
         """Download the state of the best donor; this averager itself does not change.
 
         Args:
-            wait: return the state; otherwise a future.
-            timeout: seconds for everything; ``None`` = as long as a donor keeps sending.
-
-        Returns:
-            Metadata and tensors, or ``None`` if nobody gave any.
+            wait: return the state (metadata and tensors), or ``None`` if no donor gave one; otherwise return a future.
+            timeout: seconds for everything; ``None``: as long as a donor keeps sending.
+            skip: donors that are not asked.
 
         Raises:
-            TimeoutError: it took longer than ``timeout``.
+            TimeoutError: the download took longer than ``timeout``.
         """
-        coro = self._download_state()
+        coro = self._download_state(skip)
         return self._portal.call(coro, timeout) if wait else self._portal.submit(coro)
 
-    async def _download_state(self) -> State | None:
-        return await (await self._ready_node()).state_sharing.download()
+    async def _download_state(self, skip: Collection[PeerID] = ()) -> State | None:
+        return await (await self._ready_node()).state_sharing.download(skip)

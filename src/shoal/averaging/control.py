@@ -1,10 +1,11 @@
-"""One averaging step as its caller sees it: a future with a few settings and a trigger."""
+"""One averaging step as its caller sees it: a future with a few settings and a trigger; and the result of a round."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -13,50 +14,51 @@ from shoal.clock import get_dht_time
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
 from shoal.reactor import AwaitableFuture
+from shoal.tasks import first_completed
 
 logger = logging.getLogger(__name__)
 
 Gathered = dict[PeerID, Any]
-"""What each member of the group gave for the others to read, by member."""
+"""By member, the value that it gave for the others to read."""
 
 
 GROUP_ID_BYTES = 20
 
 
 class AveragingMode(IntEnum):
-    """What a member does in the group."""
+    """The role of a member in the group."""
 
     NODE = 0
     """Sends its tensors and reduces a share."""
     CLIENT = 1
-    """Sends only: nobody can connect to it."""
+    """Sends only, because nobody can connect to it."""
     AUX = 2
-    """Reduces only: it has no data of its own."""
+    """Reduces only, because it has no data of its own."""
 
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """A group as its leader published it: the same for all members."""
+    """A group as its leader announced it; the same in all members."""
 
     group_id: bytes
-    """Random bytes that name this group and nothing else."""
+    """Random bytes that name this group."""
     peer_ids: tuple[PeerID, ...]
-    """All members; the order counts."""
+    """All members. A member's position in this order identifies it in the messages of a round."""
     gathered: tuple[bytes, ...]
-    """What each member gave for the others, in the same order."""
+    """The serialized value that each member gave for the others, in the same order."""
     modes: tuple[int, ...] = ()
     """Each member's :class:`~AveragingMode`."""
     shares: tuple[int, ...] = ()
-    """How many of the vector's values each member reduces."""
+    """The number of the vector's values that each member reduces."""
     largest_weights: tuple[float, ...] = ()
-    """What each member's weight is at most, whatever it says; empty: nobody's is limited."""
+    """The upper limit for each member's weight, whatever it claims; empty: no weight is limited."""
 
     @property
     def group_size(self) -> int:
         return len(self.peer_ids)
 
     def limited(self, index: int, weight: float) -> float:
-        """What counts of the weight that a member claims. It is the same at all who reduce its values."""
+        """The part of a member's claimed weight that counts. All reducers derive the same number."""
         return min(weight, self.largest_weights[index]) if self.largest_weights else weight
 
     def __contains__(self, peer_id: PeerID) -> bool:
@@ -75,34 +77,34 @@ class AveragingStage(IntEnum):
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What came of one all-reduce, as this peer saw it."""
+    """The result of one all-reduce, as this peer saw it."""
 
     group_id: bytes
     peers: tuple[PeerID, ...]
-    """Everybody in the group, in the order that all members agree on."""
+    """All members of the group, in the order that they agree on."""
     failed_peers: tuple[PeerID, ...]
     """Members that did not deliver everything in time, or whose results did not arrive."""
     weights: tuple[float, ...]
-    """Of each member's values in the average, in the order of ``peers``; 0 for those that only helped, failed, or were
-    late: of these there is what they had delivered in time, and no more."""
+    """Each member's weight in the average, in the order of ``peers``. It is 0 for members that only helped, failed, or
+    were late. Parts that a failed or late member had delivered in time may still be in the average."""
     share_averaged: float
-    """Which share of the vector now holds the group's average, from 0 to 1; the rest kept its local values."""
+    """The share of the vector that now holds the group's average, from 0 to 1; the rest kept its local values."""
     auxiliaries: tuple[PeerID, ...]
     """Members that only helped."""
     late: bool
-    """The group did not wait for this peer: it has the result, without having contributed everything."""
+    """The group did not wait for this peer. It has the result, but has not contributed all of its values."""
     duration: float
     """Seconds from the trigger to the result."""
     not_finite_peers: tuple[PeerID, ...] = ()
-    """Members that have sent NaN or infinite values, which were left out, as far as this peer has seen it or heard of
-    it in time. Not those that noticed it themselves and took part with weight 0."""
+    """Members that have sent NaN or infinite values, which were left out, as far as this peer has seen or heard. A
+    member that noticed such values itself and took part with weight 0 is not listed."""
 
 
 def check_weight(weight: float) -> float:
-    """Weights are numbers from 0 to 2**53.
+    """Check that a weight is a number from 0 to 2**53, and return it.
 
     Raises:
-        AssertionError: this one is not.
+        AssertionError: it is not.
     """
     is_valid = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight <= MOST
     assert is_valid, f"weight must be a number from 0 to 2**53, got {weight!r}"
@@ -113,12 +115,16 @@ class StepControl(AwaitableFuture[Gathered]):
     """Handle of an averaging step: wait for it, trigger it, change it, cancel it. Safe to use from any thread.
 
     Args:
-        scheduled_time: DHT time at which the group should start, if it is not complete before.
+        scheduled_time: DHT time at which the group should start, if it is not complete earlier.
         deadline: DHT time after which the step gives up looking for a group.
         allow_retries: look for another group when a round fails before the deadline.
-        weight: of this peer's tensors in the average.
-        data_for_gather: given to the other members, already serialized.
+        weight: this peer's weight in the average.
+        data_for_gather: the value for the other members to read, already serialized.
+        expected_group_size: the group starts early when it has this many members; ``None``: unknown.
         tag: which of the averager's tensors are averaged.
+
+    Raises:
+        AssertionError: the weight is not valid.
     """
 
     def __init__(
@@ -136,6 +142,8 @@ class StepControl(AwaitableFuture[Gathered]):
         self._scheduled_time = scheduled_time
         self._weight = check_weight(weight)
         self._expected_group_size = expected_group_size
+        self.awaited: frozenset[PeerID] | None = None
+        """Whom :attr:`expected_group_size` counts, besides this peer; ``None`` = that is not known."""
         self.deadline = deadline
         self.allow_retries = allow_retries
         self.data_for_gather = data_for_gather
@@ -147,12 +155,12 @@ class StepControl(AwaitableFuture[Gathered]):
         self.began_allreduce = False
         self.triggered = False
         self.round: RoundResult | None = None
-        """What came of the all-reduce; set before the result."""
+        """The result of the all-reduce; set before the result of this future."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed: asyncio.Event | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Called once by the averager, inside its loop, before it starts working on the step."""
+        """Tie the step to the loop of its averager, which calls this once before it starts to work on the step."""
         self._loop, self._changed = loop, asyncio.Event()
 
     @property
@@ -161,13 +169,19 @@ class StepControl(AwaitableFuture[Gathered]):
         assert self._changed is not None, "the step has not been picked up yet"
         return self._changed
 
+    async def wait_until_near(self, seconds: float) -> None:
+        """Wait, inside the loop, until the scheduled time is no more than so many seconds ahead."""
+        while (ahead := self._scheduled_time - seconds - get_dht_time()) > 0:
+            self.changed.clear()
+            await first_completed(self.changed.wait(), timeout=ahead)
+
     def _notify(self) -> None:
         if self._loop is not None and self._changed is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._changed.set)
 
     @property
     def scheduled_time(self) -> float:
-        """DHT time at which the group should start; may be moved while looking for a group."""
+        """DHT time at which the group should start; may be changed while the step looks for a group."""
         return self._scheduled_time
 
     @scheduled_time.setter
@@ -192,9 +206,9 @@ class StepControl(AwaitableFuture[Gathered]):
 
     @property
     def expected_group_size(self) -> int | None:
-        """The group starts as soon as it has this many members, before the scheduled time; ``None`` = unknown.
+        """The group starts before the scheduled time if it has this many members; ``None``: unknown.
 
-        Auxiliaries are not counted: nobody knows how many there are.
+        Auxiliaries are not counted, because nobody knows how many there are.
         """
         return self._expected_group_size
 
@@ -204,11 +218,17 @@ class StepControl(AwaitableFuture[Gathered]):
             self._expected_group_size = expected
             self._notify()
 
+    def expect(self, peers: Collection[PeerID]) -> None:
+        """These and this peer are to be members: strangers who come do not stand for any of them."""
+        if self.awaited != peers:
+            self.awaited, self._expected_group_size = frozenset(peers), 1 + len(peers)
+            self._notify()
+
     @property
     def keep_open(self) -> bool:
-        """While this is set the group waits until it is complete, also beyond the scheduled time.
+        """While this is set, the group waits until it is complete, even beyond the scheduled time.
 
-        For steps that are scheduled in advance: until the round is known to be due there is time for more members.
+        This is for steps that are scheduled in advance. As long as the round is not due, more members may join.
         """
         return self._keep_open
 
@@ -224,7 +244,7 @@ class StepControl(AwaitableFuture[Gathered]):
         return None if math.isinf(self.deadline) else max(0.0, self.deadline - get_dht_time())
 
     def allow_allreduce(self) -> None:
-        """Trigger the step: its tensors and weight are final, the all-reduce may begin."""
+        """Trigger the step: its tensors and weight are final, and the all-reduce may begin."""
         if self.triggered:
             logger.warning("this step was triggered before: the second call has no effect")
             return
@@ -239,6 +259,6 @@ class StepControl(AwaitableFuture[Gathered]):
                 await self.changed.wait()
 
     def __del__(self) -> None:
-        # getattr: the constructor may have refused its arguments
+        # The attribute is missing if the constructor has refused its arguments.
         if not getattr(self, "triggered", True) and not self.done() and self.stage > AveragingStage.IDLE:
             logger.warning("an averaging step was dropped without being triggered: its group has to wait for nothing")

@@ -1,4 +1,4 @@
-"""Whether numbers are finite, found out by one quick look at each of them."""
+"""Checks for NaN and infinity that read each value once: a sum is finite only if all of its terms are."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 
 from shoal.compression import CompressionInfo, TensorRole
 
-# Values that are looked at together where it takes a copy of them.
+# Where a check needs a copy of the values, it copies so many at a time.
 PIECE = 2**19
 
 
 @torch.no_grad()
 def all_finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite; numbers of types that have neither always are.
+    """Whether no value is NaN or infinite. Types without such values, such as integers, always pass.
 
-    A sum is finite only if all of its terms are, and sums are about thirty times as fast as ``isfinite``, without
-    memory of their own. If finite numbers have an infinite sum, a second look tells.
+    A sum is finite only if all of its terms are. Summing is about thirty times as fast as ``isfinite`` and needs no
+    memory of its own. The sum of finite values may still overflow, so an infinite sum is followed by an exact check.
     """
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point():
         return True
-    # Their own sums end at 65504 (float16), or torch copies them first (bfloat16).
+    # A sum in float16 overflows beyond 65504, and for bfloat16 torch copies all values first.
     if values.dtype in (torch.float16, torch.bfloat16):
         sums = [float(piece.sum(dtype=torch.float32)) for piece in _pieces(values)]
         return math.isfinite(sum(sums)) or _look_closely(values)
@@ -43,7 +43,8 @@ def _pieces(values: torch.Tensor) -> Sequence[torch.Tensor]:
 def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
     """Position of the first tensor with a value that is not finite; ``None`` if there is none.
 
-    Devices other than the CPU are asked once each, unless there is one.
+    Reading a result from a device is slow. So each device other than the CPU is asked once for all of its tensors. Only
+    if one of them has such a value, its tensors are asked one by one.
     """
     elsewhere: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -56,7 +57,7 @@ def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
 
 
 def name_not_finite(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> str | None:
-    """The same in words, for who has to look for the cause."""
+    """Describe the first tensor with a value that is not finite, to help find the cause; ``None`` if there is none."""
     index = first_not_finite(tensors)
     if index is None:
         return None
@@ -68,5 +69,8 @@ def name_not_finite(tensors: Sequence[torch.Tensor], infos: Sequence[Compression
 
 
 def without_overflow(values: torch.Tensor) -> torch.Tensor:
-    """Results of a computation on finite numbers; where it left their range, the end of the range, or 0 for NaN."""
+    """Repair results that left the range of their type: infinity becomes the end of the range, and NaN becomes 0.
+
+    For results computed from finite values.
+    """
     return values if all_finite(values) else values.nan_to_num(nan=0.0)

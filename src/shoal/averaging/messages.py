@@ -1,4 +1,8 @@
-"""What averagers send each other, how their calls fail, and how several tasks share one call."""
+"""The messages that averagers send each other, how their calls fail, and how several tasks share one call.
+
+Each group of messages belongs to one kind of call: joining a group, sending parts to a reducer, completing a round, and
+downloading a state. Types and ranges are checked while a message is decoded.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +21,20 @@ from shoal.errors import DialError, InterruptedDialError, P2PDaemonError, P2PHan
 from shoal.p2p import Call, Header
 from shoal.p2p.transport import Amount, Buffer, Count, Moment, PeerIDBytes
 
-# How a call to another peer fails.
+# The errors with which a call to another peer fails.
 CALL_FAILURES = (P2PDaemonError, P2PHandlerError, ProtocolError, TimeoutError)
-# What another member can do to this one; none of it may end the round.
+# The errors that another member can cause here. None of them may end the round. Bad bytes may make codecs raise the
+# last two.
 PEER_FAILURES = (*CALL_FAILURES, ValueError, RuntimeError)
 
 MAX_DIALS = 3
-# Seconds before a dial is repeated the first time.
+# The pause before the first repeated dial, in seconds.
 REDIAL_PAUSE = 0.1
-# Seconds after which it is not repeated any more: who answers nothing has been waited for long enough.
+# After so many seconds no dial is repeated, because a peer that has not answered by then will hardly answer at all.
 REDIAL_WITHIN = 2.0
-# Both limits are so many times as large if something has answered and the connection broke, which is mostly chance.
+# Both limits are larger by this factor if the peer has answered and the connection broke then, which is mostly chance.
 ANSWERED_FACTOR = 2
-# How often a member shows that it lives within the time after which it would be given up.
+# A member shows that it lives so many times within the time after which it would be given up.
 ALIVE_PER_TIMEOUT = 3
 
 PartKey = tuple[int, int]
@@ -53,35 +58,43 @@ class Code(IntEnum):
     OTHER_MODEL = 12
 
 
-# What each member may tell the others; the leader publishes that of all of them in one message.
+# The most bytes that a member may give for the others to read. The leader sends those of all members in one message.
 MAX_GATHERED_BYTES = 2**16
-# The id of a group and the number of a phase take 21 today.
+# The id of a group and the number of a phase take 21 bytes today; later versions may need more.
 MAX_ROUND_ID_BYTES = 64
 MAX_BANDWIDTH = 1e12
+
+# A digest of 32 bytes and a signature of 64.
+STATEMENT_BYTES = 96
 
 RoundID = Annotated[bytes, Meta(max_length=MAX_ROUND_ID_BYTES)]
 Mode = Annotated[int, Meta(ge=0, le=2)]
 """A number of :class:`~shoal.averaging.control.AveragingMode`."""
+Hash = Annotated[bytes, Meta(max_length=32)]
+Signature = Annotated[bytes, Meta(max_length=64)]
 Gathered = Annotated[bytes, Meta(max_length=MAX_GATHERED_BYTES)]
+Norm = Annotated[float, Meta(ge=0.0, le=1e300)]
+Statement = Annotated[bytes, Meta(max_length=STATEMENT_BYTES)]
+"""A member's signed statement about its norms, see :mod:`shoal.averaging.allreduce.combining`."""
 Bandwidth = Annotated[float, Meta(ge=0.0, le=MAX_BANDWIDTH)]
-"""Relative to that of other members; 0: others shall reduce."""
+"""Relative to that of the other members; 0: the others shall reduce."""
 
 
 class PeerRecord(Header):
-    """A peer and where to dial it."""
+    """A peer and the addresses under which it can be dialled."""
 
     peer_id: PeerIDBytes
     addresses: list[str] = msgspec.field(default_factory=list)
 
 
 class JoinRequest(Header):
-    """A follower asks to be led."""
+    """A follower asks a leader to let it join the group."""
 
     group_key: str
     settings: dict[str, str]
-    """Everything that must be equal in all members, readable."""
+    """Everything that must be the same in all members, in readable form."""
     expiration: Moment
-    """DHT time after which the follower does not want to wait any more."""
+    """DHT time until which the follower waits for the group to start."""
     mode: Mode
     gathered: Gathered = b""
     bandwidth: Bandwidth | None = None
@@ -89,11 +102,11 @@ class JoinRequest(Header):
 
 
 class Expectation(Header):
-    """A follower has changed its mind about the group."""
+    """A follower expects another size of the group now, or leaves it."""
 
     expected_group_size: Count | None = None
     leaves: bool = False
-    """It does not want to be in it any more."""
+    """The follower does not want to be in the group any more."""
 
 
 class Member(Header):
@@ -102,14 +115,14 @@ class Member(Header):
     peer: PeerRecord
     mode: Mode
     share: Count
-    """How many values of the vector this member reduces."""
+    """The number of the vector's values that this member reduces."""
     gathered: Gathered = b""
     largest_weight: Amount | None = None
-    """What its weight is at most, whatever it says."""
+    """The upper limit for its weight, whatever it claims; ``None``: no limit."""
 
 
 class GroupStart(Header):
-    """A complete group, as its leader publishes it."""
+    """A complete group, as its leader announces it."""
 
     group_id: bytes
     members: list[Member]
@@ -121,85 +134,88 @@ class JoinReply(Header):
     code: int
     text: str = ""
     expiration: Moment = 0.0
-    """When the leader will start, in DHT time."""
+    """DHT time at which the leader will start."""
     better_leader: PeerRecord | None = None
     group: GroupStart | None = None
 
 
 class Invitation(Header):
-    """A peer that may lead tells one that may follow that it looks for a group, too."""
+    """A peer that may lead tells a peer that may follow it that it looks for a group, too."""
 
     group_key: str
     expiration: Moment
 
 
 class InvitationReply(Header):
-    """Whether it comes. Without any of the fields: it does not, or has asked to join already."""
+    """Whether the invited peer joins. With no field set: it does not, or it has asked to join already."""
 
     request: JoinRequest | None = None
-    """It comes; what follows is what follows a request to join."""
+    """The invited peer joins. The call goes on as after a request to join."""
     better_leader: PeerRecord | None = None
-    """It does not, because it follows this one, or leads itself."""
+    """The invited peer does not join, because it follows this leader; or it names itself, because it leads."""
     expiration: Moment = 0.0
-    """When that one will start, in DHT time."""
+    """DHT time at which that leader will start."""
 
 
-class BeginReduce(Header):
+class BeginReduce(Header, omit_defaults=True):
     """First message of a sender to a reducer."""
 
     round_id: RoundID
     weight: Amount
     stripe: Count = 0
-    """Which of the sender's calls this is."""
+    """The number of this call among those of the sender, from 0."""
     stripes: Count = 1
-    """Over how many calls the sender spreads its parts."""
+    """The number of calls over which the sender spreads its parts."""
+    norms: list[Norm] = msgspec.field(default_factory=list)
+    """The norm of each reducer's share of the sender's vector, if the group's aggregation rule needs it."""
+    statement: Statement = b""
 
 
 class PartStatus(IntEnum):
     VALUES = 1
-    """The payload holds the values: a sender's, or the average."""
+    """The payload holds values: those of a sender, or the average."""
     DELTA = 2
-    """The payload holds the difference between the average and what the sender sent, as it was decoded."""
+    """The payload holds the difference between the average and the sender's values as the reducer has decoded them."""
     UNCHANGED = 3
-    """There is no average (all weights were 0): keep the local values. From a sender: it has no finite values. No
-    bytes."""
+    """No payload. From a reducer: all weights were 0, keep the local values. From a sender: some values of this part
+    are not finite."""
 
 
 class PartHeader(msgspec.Struct, array_like=True):
-    """What has to be known of one part to read its bytes."""
+    """The description of one part that is needed to read its bytes."""
 
     status: int
     metadata: TensorMetadata | None = None
     nbytes: Count = 0
-    """Of the whole part, as it travels."""
+    """The size of the whole part on the wire."""
 
 
 class PartMessage(Header, array_like=True):
-    """Parts, either way; their bytes follow as the payload.
+    """Parts or averages; their bytes follow as the payload.
 
-    There are many of them: on the wire they are as short as can be, fields have no names.
+    There are many of these messages. So they are encoded as arrays, without the names of the fields.
     """
 
     index: Count = 0
-    """Of the first part, among those that this reducer reduces."""
+    """The index of the first part, among those of the reducer."""
     parts: list[PartHeader] = msgspec.field(default_factory=list)
-    """One, of which the payload may be a slice, or several small ones in a row. None: the sender has no more for this
+    """One part, of which the payload may be a slice; or several small parts in a row. Empty: no more parts come on this
     call."""
     is_average: bool = False
-    """Of all members' values, from the reducer; otherwise the values of one, for the reducer."""
+    """Whether these are averages from the reducer, rather than the values of one member for the reducer."""
     offset: Count = 0
-    """Where the payload begins within the part, if it is a slice."""
+    """The offset of the payload within the part, in bytes, if it is a slice."""
 
 
 class RoundKind(IntEnum):
     """Messages between a member and the coordinator of a round."""
 
     HELLO = 1
-    """From a member, first: which round, and its weight."""
+    """From a member, its first message: the id of the round, and its weight."""
     ALIVE = 2
-    """Either way, now and then."""
+    """Either way, now and then: a sign of life."""
     REPORT = 3
-    """From a member: how many parts of each reducer it holds."""
+    """From a member: how many averages of each reducer it holds."""
     FAILED = 4
     """From the coordinator: do not wait for these members."""
     ASSIGNMENT = 5
@@ -209,36 +225,62 @@ class RoundKind(IntEnum):
     RESTART = 7
     """From the coordinator: the assignment is void, report again."""
     COMMIT = 8
-    """From the coordinator, last: everybody has everything that could be saved."""
+    """From the coordinator, its last message: all members have all averages that could be saved."""
     DELIVERED = 9
     """From a member: it has sent all its parts."""
     LATE = 10
-    """From the coordinator: the others do not wait for you, stop. And back: I have; what follows is the result."""
+    """From the coordinator: the others do not wait for this member, it must stop. From the member: it has stopped, and
+    wants the result when the round is over."""
     RESIGNED = 11
-    """From the coordinator: it is late itself, the next one takes over."""
+    """From the coordinator: it is late itself, and the next one takes over."""
+    VOID = 12
+    """From the coordinator: forget the averages of these reducers, and report again. If hashes are given, they prove
+    that the reducer has lied."""
+    OVER = 13
+    """From the coordinator, instead of an answer to a greeting: the round was committed without this member."""
 
 
-class RoundMessage(Header):
-    """One message of a round's second half; which fields count depends on the kind."""
+class RoundMessage(Header, omit_defaults=True):
+    """A message of a round's second half. Which fields count depends on its kind."""
 
     kind: int
     round_id: RoundID = b""
     weight: Amount = 0.0
     late: bool = False
     """In a greeting: the member was late before."""
+    missed: bool = False
+    """In a greeting: the member knows that others have committed the round without it."""
     weights: list[Amount] = msgspec.field(default_factory=list)
-    """In a commit: of all members' values in the average."""
+    """In a commit: the weight of each member in the average."""
     not_finite: list[Count] = msgspec.field(default_factory=list)
-    """In a report: members of which the sender has left out values, because they are not finite. In a commit: all of
-    these."""
+    """In a report: members whose values the reporter has left out, because they are not finite. In a commit: the
+    members from all reports."""
+    norms: list[Norm] = msgspec.field(default_factory=list)
+    """In a greeting: as in :class:`BeginReduce`."""
+    statements: list[Statement] = msgspec.field(default_factory=list)
+    """In a greeting: the member's own. In a report: those that the reporter has got from all members. In a commit: two
+    of each member in ``untrue``."""
+    untrue: list[Count] = msgspec.field(default_factory=list)
+    """In a commit: members that have announced different norms to different members."""
     held: list[Count] = msgspec.field(default_factory=list)
     members: list[Count] = msgspec.field(default_factory=list)
     send: list[tuple[Count, Count, Count]] = msgspec.field(default_factory=list)
-    """Ranges of parts: reducer, first, end."""
+    """In an assignment, as in ``expect``: ranges of parts. Each has a reducer, a first index, and the index after the
+    last one."""
     expect: list[tuple[Count, Count, Count]] = msgspec.field(default_factory=list)
     reducer: Count = 0
     index: Count = 0
     part: PartHeader | None = None
+    epoch: Count = 0
+    """In a commit: the epoch to which the round leads, see :mod:`shoal.averaging.allreduce.receipts`."""
+    signature: Signature = b""
+    """In a commit: the coordinator's signature over the receipt of the round."""
+    hashes: list[Hash] = msgspec.field(default_factory=list)
+    """In a report: the hash of each reducer's averages, see :mod:`shoal.averaging.allreduce.verification`."""
+    signatures: list[Signature] = msgspec.field(default_factory=list)
+    """The signatures of the reducers over these hashes."""
+    seals: list[Signature] = msgspec.field(default_factory=list)
+    """In a report: the member's signature over all its hashes. In a commit: those of all members."""
 
 
 class RoundStatus(IntEnum):
@@ -255,16 +297,24 @@ class StatusReply(Header):
     status: int
 
 
+# A full donor names at most so many other donors.
+MAX_OTHER_DONORS = 4
+
+
 class DownloadRequest(Header):
     """Asks for this averager's state; requests for chunks follow."""
 
 
 class StateHeader(Header):
-    """What state there is; the payload holds the hash of each chunk. Or a refusal."""
+    """The donor's answer: a description of its state, with the hash of each chunk as the payload; or a refusal."""
 
     allowed: bool
     busy: bool = False
-    """Refused only because too many others are downloading."""
+    """The request is refused only because too many others are downloading."""
+    again_in: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
+    """If busy: the number of seconds after which there may be a place."""
+    others: Annotated[list[PeerRecord], Meta(max_length=MAX_OTHER_DONORS)] = msgspec.field(default_factory=list)
+    """If busy: peers that have downloaded this state and may give it."""
     metadata: bytes = b""
     tensors: list[TensorMetadata] = msgspec.field(default_factory=list)
     tensor_bytes: list[Count] = msgspec.field(default_factory=list)
@@ -283,7 +333,7 @@ class StateChunk(Header):
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a member failed, in words."""
+    """The reason in words why a member failed, from the error that its failure has caused."""
     if isinstance(error, TimeoutError):
         return "silent for too long"
     if isinstance(error, asyncio.CancelledError):
@@ -295,7 +345,7 @@ DescribedPart = tuple[PartHeader, "tuple[Buffer, ...]"]
 
 
 def describe_part(status: PartStatus, encoded: SerializedTensor | None) -> DescribedPart:
-    """A part's header and its bytes; ``None`` = there is no average, the receiver keeps its values."""
+    """The header and the bytes of a part; ``None``: there are no values to send, the status becomes ``UNCHANGED``."""
     if encoded is None:
         return PartHeader(int(PartStatus.UNCHANGED)), ()
     return PartHeader(int(status), encoded.metadata, len(encoded.buffer)), (encoded.buffer,)
@@ -303,7 +353,11 @@ def describe_part(status: PartStatus, encoded: SerializedTensor | None) -> Descr
 
 @asynccontextmanager
 async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Call]]) -> AsyncIterator[Call]:
-    """A call to another member; a dial that fails quickly is repeated, as long as nothing has been sent."""
+    """Open a call to another member. A dial that fails quickly is repeated; nothing has been sent by then.
+
+    Raises:
+        DialError: the member could not be reached.
+    """
     now = asyncio.get_running_loop().time
     begun = now()
     async with AsyncExitStack() as stack:
@@ -320,7 +374,7 @@ async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Cal
 
 
 class SharedCall:
-    """A call on which several tasks send: whole messages, one after another."""
+    """A call on which several tasks send. A lock keeps their messages whole, one after another."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -331,14 +385,14 @@ class SharedCall:
             await self.call.send(message, *payload, end=end)
 
     async def send_part(self, key: PartKey, encoded: SerializedTensor | None) -> None:
-        """Send one part; ``None`` = there is no average."""
+        """Send one part; ``None``: it has no average."""
         reducer, index = key
         part, payload = describe_part(PartStatus.VALUES, encoded)
         await self.send(RoundMessage(kind=RoundKind.PART, reducer=reducer, index=index, part=part), *payload)
 
 
 async def show_life(shared: SharedCall, silence: float) -> None:
-    """Show the other side that this one lives, for ever; it would be given up after so many seconds of silence."""
+    """Send signs of life for ever; the other side gives this one up after ``silence`` seconds without a message."""
     while True:
         await asyncio.sleep(silence / ALIVE_PER_TIMEOUT)
         await shared.send(RoundMessage(kind=RoundKind.ALIVE))

@@ -1,18 +1,25 @@
-"""An averager inside the event loop: it answers other averagers and runs this one's steps."""
+"""An averager inside the event loop: it runs this averager's steps and answers the calls of others.
+
+A step finds a group (:mod:`shoal.averaging.groups`), waits for its trigger, locks the tensors, and averages in the
+group (:mod:`shoal.averaging.allreduce`). If that fails before any tensor has changed, the step tries again. Tensors
+with different tags are averaged in lanes of their own, which do not wait for each other.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shoal.averaging.allreduce.exchange import stripes_for
-from shoal.averaging.allreduce.session import AllReduceSettings, GroupSession, Round, Rounds
+from shoal.averaging.allreduce.delivery import stripes_for
+from shoal.averaging.allreduce.receipts import Notary, Receipt
+from shoal.averaging.allreduce.session import AllReduceSettings, GroupSession, Round, RoundIsCommitted, Rounds
+from shoal.averaging.arguments import AveragerConfig
 from shoal.averaging.control import AveragingMode, AveragingStage, Gathered, GroupInfo, RoundResult, StepControl
 from shoal.averaging.groups.candidates import MatchmakingSettings, Trust
 from shoal.averaging.groups.keys import GroupKeyManager
@@ -26,6 +33,7 @@ from shoal.averaging.messages import (
     Invitation,
     JoinReply,
     JoinRequest,
+    RoundKind,
     RoundMessage,
     StatusReply,
     StatusRequest,
@@ -34,94 +42,21 @@ from shoal.averaging.state.donor import StateSharing
 from shoal.averaging.state.download import GetState
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
-from shoal.compression import CompressionBase, CompressionInfo
+from shoal.compression import CompressionInfo
 from shoal.compression.base import dtype_name
 from shoal.errors import AllreduceException, AveragingError, ProtocolError
-from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, StubBase
+from shoal.logs import Seldom, one_line
+from shoal.p2p import P2P, Call, P2PContext, PeerID, ServicerBase, StubBase, patient
 from shoal.serializer import MSGPackSerializer
 from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
-# A rough number, for guessing how many connections a round is going to use.
+# A rough number: it only serves to guess how many connections a round will use.
 BYTES_PER_VALUE = 4
-# Seconds of silence after which a member is given up where the user has set no limit.
-DEFAULT_STALL_TIMEOUT = 30.0
 
 _RETRIABLE = (AveragingError, *CALL_FAILURES)
 _MAX_RETRY_PAUSE = 1.0
-
-
-@dataclass
-class AveragerConfig:
-    """Everything that an averager is told, with defaults resolved."""
-
-    prefix: str
-    target_group_size: int | None
-    """A group is closed at this size; ``None`` = no limit."""
-    min_group_size: int
-    initial_group_bits: str
-    min_matchmaking_time: float
-    request_timeout: float
-    allreduce_timeout: float | None
-    """Seconds for one all-reduce as a whole; ``None`` = as long as it makes progress."""
-    sender_timeout: float
-    reducer_timeout: float
-    chunk_timeout: float
-    averaging_alpha: float
-    part_size_bytes: int
-    compression: CompressionBase
-    state_compression: CompressionBase
-    bandwidth: float | None
-    min_vector_size: int
-    mode: AveragingMode
-    declare_state_period: float
-    quorum: int | None = None
-    """When so many members have delivered, the round waits ``quorum_grace`` seconds for the others, and no longer."""
-    quorum_grace: float = 3.0
-    phases: str = "one"
-    """What is done in a group, in words; the same in all members."""
-    tags: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Indices of the tensors that are averaged under each tag; empty = all of them, without a tag."""
-
-    def lane_prefix(self, tag: str) -> str:
-        """Name space of the keys under which averagers look for groups."""
-        return f"{self.prefix}:{tag}" if tag else self.prefix
-
-
-def check_tags(tags: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
-    """Tags as given, after checking them.
-
-    Raises:
-        ValueError: a name or an index is not valid, or a tensor has two tags.
-    """
-    owner: dict[int, str] = {}
-    for tag, indices in tags.items():
-        if not tag or "." in tag or ":" in tag:
-            raise ValueError(f"a tag is a name without dots and colons, got {tag!r}")
-        for index in indices:
-            if not 0 <= index < count:
-                raise ValueError(f"tag {tag!r} names tensor {index}, but there are {count} averaged tensors")
-            if index in owner:
-                raise ValueError(f"tensor {index} has two tags, {owner[index]!r} and {tag!r}: give it one")
-            owner[index] = tag
-    return {tag: tuple(indices) for tag, indices in tags.items()}
-
-
-def resolve_timeouts(chunk: float | None, sender: float | None, reducer: float | None) -> tuple[float, float]:
-    """Time limits for senders and reducers, in seconds.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
-    sender = chunk if sender is None else sender
-    if reducer is not None and (sender is None or reducer <= sender):
-        raise ValueError(
-            f"reducer_timeout {reducer} must be longer than sender_timeout {sender}: a reducer may wait that long for "
-            "senders itself"
-        )
-    sender = DEFAULT_STALL_TIMEOUT if sender is None else sender
-    return sender, 2 * sender if reducer is None else reducer
 
 
 Average = Callable[[GroupSession, Sequence[torch.Tensor], Sequence[CompressionInfo]], Awaitable[None]]
@@ -135,7 +70,7 @@ async def average_once(
 
 
 class Lane:
-    """What is averaged under one tag, and the search for groups for it. Lanes do not wait for each other."""
+    """The tensors that are averaged under one tag, and the search for groups for them."""
 
     def __init__(
         self,
@@ -168,12 +103,18 @@ class Lane:
                 "compression": config.compression.fingerprint,
                 "part_size_bytes": str(config.part_size_bytes),
                 "phases": config.phases,
+                "aggregation": "mean" if config.aggregation is None else config.aggregation.fingerprint,
                 "quorum": "none" if config.quorum is None else f"{config.quorum}, {config.quorum_grace:g} s of grace",
+                **({"verify_reducers": "yes"} if config.verify_reducers else {}),
             },
         )
         self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub, trust, leave_group)
         self.is_spoilt = False
-        """Values of this peer were not finite when it averaged last."""
+        """Some values of this peer were not finite when it last averaged."""
+
+
+def _auxiliaries(group: GroupInfo) -> list[PeerID]:
+    return [peer for peer, mode in zip(group.peer_ids, group.modes, strict=True) if mode == AveragingMode.AUX]
 
 
 def schema_of(infos: Sequence[CompressionInfo]) -> str:
@@ -185,14 +126,17 @@ def schema_of(infos: Sequence[CompressionInfo]) -> str:
 
 
 class AveragerNode(ServicerBase):
-    """The coroutine side of :class:`~shoal.averaging.DecentralizedAverager`. Made by :meth:`create`, in a loop.
+    """The coroutine side of :class:`~shoal.averaging.DecentralizedAverager`. Made and used inside a loop.
 
     Args:
+        p2p: this peer.
         dht_node: the distributed table.
-        tensors: what is averaged; changed in place.
+        tensors: the tensors to average; changed in place.
+        infos: one for each tensor.
+        config: the options.
         lock: held while the tensors are averaged.
-        get_state: what newcomers download.
-        average: what a step does in its group.
+        get_state: returns the state that newcomers download.
+        average: averages in a group that was found.
     """
 
     def __init__(
@@ -207,16 +151,22 @@ class AveragerNode(ServicerBase):
         average: Average = average_once,
     ) -> None:
         self.p2p, self.tensors, self.infos, self.config, self.lock = p2p, list(tensors), list(infos), config, lock
-        self._average = average
+        self.average = average
+        """Averages in a group that was found."""
         self.last_round: RoundResult | None = None
         self.last_updated = 0.0
         """DHT time of the last round that changed the tensors."""
         self.trust = Trust()
-        """What is known of others; may be changed at any time."""
-        self._rounds = Rounds()
+        """What this peer knows about others beyond their own word; may be changed at any time."""
+        self.on_receipt: Callable[[Receipt], object] | None = None
+        """Called in the loop with the receipt of each round that has one; ``None``: no receipts are made."""
+        self.next_epoch: Callable[[], int] = lambda: 0
+        """Tells the epoch to which the next round leads."""
+        self.rounds = Rounds(p2p.behaviour.has_delivered)
+        """The rounds in which this averager takes part."""
         self.lanes = {
             tag: Lane(
-                tag, indices, tensors, infos, config, p2p, dht_node, self._stub, self.trust, self._rounds.leave_group
+                tag, indices, tensors, infos, config, p2p, dht_node, self.stub, self.trust, self.rounds.leave_group
             )
             for tag, indices in (config.tags or {"": range(len(infos))}).items()
         }
@@ -230,41 +180,48 @@ class AveragerNode(ServicerBase):
             config.state_compression,
             declare_period=config.declare_state_period,
             chunk_timeout=config.chunk_timeout,
+            # A state may hold much more than the averaged tensors, such as optimizer statistics.
             max_bytes=16 * vector_bytes + 2**30,
-            get_stub=self._stub,
+            get_stub=self.stub,
         )
+        self._warn_seldom = Seldom(logger.warning)
         self._tasks: list[asyncio.Task[Any]] = []
-        # A dictionary keeps the order, so that simulations can be repeated.
-        self._connecting: dict[asyncio.Task[None], None] = {}
+        # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
+        self.connecting: dict[asyncio.Task[None], None] = {}
+        """Tasks that make connections ahead of a round."""
 
     @property
     def group_bits(self) -> str:
         """The bucket of the only lane, or of the first one."""
         return next(iter(self.lanes.values())).keys.group_bits
 
-    def _stub(self, peer: PeerID) -> StubBase:
+    def stub(self, peer: PeerID) -> StubBase:
+        """A stub with which this averager calls another one."""
         return self.get_stub(self.p2p, peer, namespace=self.config.prefix)
 
     async def start(self) -> None:
-        """Begin to answer others.
+        """Begin to answer other averagers.
 
         Raises:
             P2PDaemonError: this peer runs another averager with the same prefix.
         """
+        rule = self.config.aggregation
+        if rule is not None and rule.ignores_weights:
+            logger.info("%s: every member counts the same, however many samples it has", rule.fingerprint)
         if self.config.mode is not AveragingMode.CLIENT:
             await self.add_p2p_handlers(self.p2p, namespace=self.config.prefix)
             self._tasks.append(asyncio.ensure_future(self.state_sharing.declare_forever()))
 
     async def close(self) -> None:
-        """Stop: withdraw what others know of this averager and serve nobody any more."""
-        # At once: the next averager of this name may be on its way.
+        """Stop serving others, and withdraw the records of this averager from the DHT."""
+        # The handlers go first, because the next averager with this prefix may already be starting.
         if self.config.mode is not AveragingMode.CLIENT:
             await self.remove_p2p_handlers(self.p2p, namespace=self.config.prefix)
-        await cancel_and_wait(*self._tasks, *self._connecting)
+        await cancel_and_wait(*self._tasks, *self.connecting)
         await asyncio.gather(*[lane.matchmaking.close() for lane in self.lanes.values()])
         if self.config.mode is not AveragingMode.CLIENT and self.p2p.is_alive:
             await self.state_sharing.withdraw()
-        await self._rounds.close()
+        await self.rounds.close()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -293,7 +250,7 @@ class AveragerNode(ServicerBase):
                 return await self._attempt(control)
             except _RETRIABLE as e:
                 left = control.deadline - get_dht_time()
-                # The input has changed meanwhile.
+                # Some tensors hold averages already. A second round would average them with values from before.
                 is_changed = isinstance(e, AllreduceException) and e.share_averaged > 0
                 if not control.allow_retries or is_changed or left <= pause:
                     raise
@@ -311,29 +268,34 @@ class AveragerNode(ServicerBase):
                 self._connect_ahead(group, lane)
             await control.wait_for_trigger()
             control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
-            session = self._session(group, control.weight)
+            session = self.session(group, lane, control.weight)
             try:
                 async with self.lock.hold_async(lane.indices):
                     await self._average_in(session, lane)
             finally:
+                session.tell(self.p2p.behaviour)
                 self._report_not_finite(session, lane)
+                self._report_overstated(session.overstating)
         finally:
-            self._rounds.leave_group(group.group_id)
+            self.rounds.leave_group(group.group_id)
         control.round = self.last_round = session.result
+        lane.matchmaking.former_members.note_round(group, control.round.failed_peers)
         self._count(control.round)
         return self._gathered(session.group)
 
     async def _average_in(self, session: GroupSession, lane: Lane) -> None:
-        """What the step does in its group.
+        """Average in a group, within the time limit for the whole all-reduce.
 
         Raises:
-            AllreduceException: it failed; the error says whether the tensors have changed nevertheless.
+            AllreduceException: it failed; ``share_averaged`` of the error says how much has changed nevertheless.
         """
         try:
             async with asyncio.timeout(self.config.allreduce_timeout):
-                await self._average(session, lane.tensors, lane.infos)
+                await self.average(session, lane.tensors, lane.infos)
         except _RETRIABLE as e:
             is_late = isinstance(e, TimeoutError)
+            if is_late:
+                session.blame_slow_reducers()
             reason = f"the all-reduce took longer than {self.config.allreduce_timeout} s" if is_late else str(e)
             share = session.share_averaged(lane.tensors)
             if share:
@@ -343,8 +305,8 @@ class AveragerNode(ServicerBase):
             raise failure from e
 
     def _report_not_finite(self, session: GroupSession, lane: Lane) -> None:
-        """Say which values were left out of averages: this peer's own, and those of others, who are refused then."""
-        # Once, until they are finite again.
+        """Warn of values that were left out of averages. Other peers that have sent such values are then refused."""
+        # Own values are warned of once, until they are finite again.
         level = logging.DEBUG if lane.is_spoilt else logging.WARNING
         lane.is_spoilt = session.not_finite is not None
         if lane.is_spoilt:
@@ -356,24 +318,55 @@ class AveragerNode(ServicerBase):
             )
         told = session.told_not_finite
         group = session.group
-        aux = [peer for peer, mode in zip(group.peer_ids, group.modes, strict=True) if mode == AveragingMode.AUX]
+        aux = _auxiliaries(group)
         for peer in lane.matchmaking.refusals.note(session.seen_not_finite, told, group.peer_ids, aux):
+            self.p2p.metrics.troubles["values that are not finite"] += 1
             logger.warning(
                 "left out values of %s: they are NaN or infinite, although peers check theirs before they send them. "
                 "It is refused for a while; its owner should update it, or look at its machine",
                 peer,
             )
 
+    def _report_overstated(self, claims: Mapping[PeerID, float]) -> None:
+        """Say who has claimed more weight than it can have, as far as this peer itself knows it."""
+        is_proven, largest_weight = self.trust.is_proven, self.trust.largest_weight
+        for peer, claimed in claims.items():
+            if largest_weight is None or (is_proven is not None and not is_proven(peer)):
+                continue  # who leads may have told others less than the member itself
+            if claimed > (limit := largest_weight(peer)):
+                self.p2p.metrics.troubles["weights that cannot be"] += 1
+                self._warn_seldom(
+                    "peer %s claims a weight of %g in a round, although its leader has told it how much counts, and "
+                    "it can have made %g at most: no more counts. Either it lies, or its shoal is too old to know this",
+                    peer,
+                    claimed,
+                    limit,
+                    about=peer,
+                )
+
+    def _note_untrue(self, group: GroupInfo, lane: Lane, peer: PeerID, what: str) -> None:
+        """Refuse a member for a while that has lied about its values, and warn of it."""
+        if peer == self.p2p.peer_id:
+            return
+        self.p2p.metrics.members_untrue += 1
+        if lane.matchmaking.refusals.note({peer}, (), group.peer_ids, _auxiliaries(group)):
+            logger.warning(
+                "%s %s. Its values count only as far as it has told the truth, and it is refused for a while: either "
+                "it lies on purpose, or its machine is broken",
+                peer,
+                what,
+            )
+
     def _connect_ahead(self, group: GroupInfo, lane: Lane) -> None:
-        """Make the connections of the round while there is time: over long links that takes a while."""
+        """Make the connections of the round before its trigger, because that takes a while over long links."""
         for peer, share in zip(group.peer_ids, group.shares, strict=True):
             if share and peer != self.p2p.peer_id:
                 parts = share * BYTES_PER_VALUE // self.config.part_size_bytes
                 stripes = stripes_for(self.p2p.round_trip_to(peer), parts)
-                # One more for what is not parts.
+                # One connection more than stripes, for the calls that carry no parts.
                 task = asyncio.ensure_future(self._connect(peer, stripes + 1))
-                self._connecting[task] = None
-                task.add_done_callback(self._connecting.pop)
+                self.connecting[task] = None
+                task.add_done_callback(self.connecting.pop)
 
     async def _connect(self, peer: PeerID, connections: int) -> None:
         try:
@@ -381,7 +374,8 @@ class AveragerNode(ServicerBase):
         except PEER_FAILURES as e:
             logger.debug("could not connect to %s ahead of the round: %r", peer, e)
 
-    def _session(self, group: GroupInfo, weight: float) -> GroupSession:
+    def session(self, group: GroupInfo, lane: Lane, weight: float) -> GroupSession:
+        """The session for a step in a group that was found."""
         config = self.config
         settings = AllReduceSettings(
             config.compression,
@@ -391,8 +385,14 @@ class AveragerNode(ServicerBase):
             config.reducer_timeout,
             config.quorum,
             config.quorum_grace,
+            config.aggregation,
+            verify_reducers=config.verify_reducers,
         )
-        return GroupSession(group, self.p2p.peer_id, weight, settings, self._rounds, self._stub)
+        sign, accuse = self.p2p.identity.sign, functools.partial(self._note_untrue, group, lane)
+        take, notary = self.on_receipt, None
+        if take is not None:
+            notary = Notary(config.prefix, self.next_epoch(), sign, take)
+        return GroupSession(group, self.p2p.peer_id, weight, settings, self.rounds, self.stub, sign, accuse, notary)
 
     def _count(self, result: RoundResult) -> None:
         self.last_updated = get_dht_time()
@@ -413,12 +413,15 @@ class AveragerNode(ServicerBase):
             try:
                 gathered[peer] = MSGPackSerializer.loads(blob)
             except ValueError as e:
-                logger.warning("could not read what %s gave to the group: %s", peer, e)
+                self._warn_seldom("could not read what %s gave to the group: %s", peer, one_line(str(e)), about=peer)
                 gathered[peer] = None
         return gathered
 
     # --- what others call ---------------------------------------------------------------------------------------------
+    # These calls have no general time limit, because they wait for other peers, too. Searches, rounds and downloads
+    # have limits of their own.
 
+    @patient
     async def rpc_join_group(self, call: Call, context: P2PContext) -> None:
         request = await call.receive(JoinRequest)
         if request is None:
@@ -429,6 +432,7 @@ class AveragerNode(ServicerBase):
         else:
             await lane.matchmaking.answer_join(call, request, context.remote_id)
 
+    @patient
     async def rpc_invite(self, call: Call, context: P2PContext) -> None:
         invitation = await call.receive(Invitation)
         lane = None if invitation is None else self._lane_of(invitation.group_key)
@@ -438,26 +442,36 @@ class AveragerNode(ServicerBase):
     def _lane_of(self, group_key: str) -> Lane | None:
         return self._lane_of_prefix.get(group_key.partition(".")[0])
 
+    @patient
     async def rpc_reduce(self, call: Call, context: P2PContext) -> None:
         begin = await call.receive(BeginReduce)
         if begin is None:
             raise ProtocolError("ended before the first part")
-        current = await self._find_round(begin.round_id, context.remote_id)
+        current = await self._find_round(call, begin.round_id)
         await current.serve_sender(call, begin, context.remote_id)
 
-    async def _find_round(self, round_id: bytes, caller: PeerID) -> Round:
-        return await self._rounds.find(round_id, caller, self.config.sender_timeout + self.config.request_timeout)
+    async def _find_round(self, call: Call, round_id: bytes) -> Round:
+        patience, call.is_premature = self.config.sender_timeout + self.config.request_timeout, True
+        current = await self.rounds.find(round_id, call.remote, patience)
+        call.is_premature = False
+        return current
 
+    @patient
     async def rpc_complete(self, call: Call, context: P2PContext) -> None:
         hello = await call.receive(RoundMessage)
         if hello is None:
             raise ProtocolError("ended before saying which round")
-        current = await self._find_round(hello.round_id, context.remote_id)
-        await current.serve_member(call, hello, context.remote_id)
+        try:
+            current = await self._find_round(call, hello.round_id)
+        except RoundIsCommitted:
+            await call.send(RoundMessage(kind=RoundKind.OVER), end=True)
+        else:
+            await current.serve_member(call, hello, context.remote_id)
 
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
-        return StatusReply(status=int(self._rounds.status(request.round_id)))
+        return StatusReply(status=int(self.rounds.status(request.round_id)))
 
+    @patient
     async def rpc_download_state(self, call: Call, context: P2PContext) -> None:
         await call.receive(DownloadRequest)
         await self.state_sharing.serve(call)

@@ -1,4 +1,7 @@
-"""A lock on tensors that threads and coroutines share, first come, first served."""
+"""A lock on tensors that threads and coroutines share, first come, first served.
+
+Each request takes a ticket. A ticket is granted when no earlier ticket wants one of the same tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 
 class _Ticket(concurrent.futures.Future[None]):
-    """Someone who holds the lock, or waits for it; done when it is granted."""
+    """A holder of the lock, or a waiter for it; done when the lock is granted."""
 
     def __init__(self, tensors: frozenset[int] | None) -> None:
         super().__init__()
@@ -21,39 +24,39 @@ class _Ticket(concurrent.futures.Future[None]):
 
 
 class TensorLock:
-    """Held by user code while it reads or changes the averaged tensors, and by the averager while it averages them.
+    """Protects the averaged tensors. User code holds it to read or change them, the averager to average them.
 
-    A holder has all tensors, or some of them by index: holders of different tensors do not exclude each other. A
-    coroutine that waits for it blocks nobody else in its loop.
+    A holder locks all tensors, or some of them by index. Holders of different tensors do not exclude each other. A
+    coroutine that waits for the lock does not block its loop.
     """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        # Tickets of all that hold the lock or wait for it, in the order in which they came.
-        self._tickets: list[_Ticket] = []
+        self.tickets: list[_Ticket] = []
+        """Tickets of all holders and waiters, in the order in which they came."""
 
     def _take_ticket(self, tensors: Iterable[int] | None) -> _Ticket:
         ticket = _Ticket(None if tensors is None else frozenset(tensors))
         with self._mutex:
-            self._tickets.append(ticket)
+            self.tickets.append(ticket)
             self._grant()
         return ticket
 
     def _return(self, ticket: _Ticket) -> None:
-        """It is not needed any more, or the wait was interrupted."""
+        """Give a ticket back, after its use or after an interrupted wait, and grant those that waited for it."""
         with self._mutex:
-            self._tickets.remove(ticket)
+            self.tickets.remove(ticket)
             self._grant()
 
     def _grant(self) -> None:
-        for position, ticket in enumerate(self._tickets):
-            blocked = any(earlier.excludes(ticket) for earlier in self._tickets[:position])
+        for position, ticket in enumerate(self.tickets):
+            blocked = any(earlier.excludes(ticket) for earlier in self.tickets[:position])
             if not ticket.done() and not blocked:
                 ticket.set_result(None)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold all tensors, in a thread."""
+        """Hold all tensors; for threads, not for coroutines."""
         ticket = self._take_ticket(None)
         try:
             ticket.result()
@@ -63,9 +66,10 @@ class TensorLock:
 
     @asynccontextmanager
     async def hold_async(self, tensors: Iterable[int] | None = None) -> AsyncIterator[None]:
-        """Hold tensors in a coroutine: those with the given indices, or all."""
+        """Hold the tensors with the given indices, or all; for coroutines."""
         ticket = self._take_ticket(tensors)
         try:
+            # Shielded, so that a cancelled wait does not cancel the ticket while another thread grants it.
             await asyncio.shield(asyncio.wrap_future(ticket))
             yield
         finally:

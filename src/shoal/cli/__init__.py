@@ -1,4 +1,4 @@
-"""The ``shoal`` command."""
+"""The ``shoal`` command. Each subcommand has a module or a package of its own here."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
-    """Add an option that may be written with hyphens or with underscores; the help shows the hyphens.
+    """Add an option that can be written with hyphens or underscores; the help shows the hyphens.
 
     Args:
-        parser: where to.
-        name: with hyphens, without the two in front.
-        settings: of ``ArgumentParser.add_argument``.
+        parser: gets the option.
+        name: with hyphens, but without the leading ``--``.
+        settings: for ``ArgumentParser.add_argument``.
     """
     parser.add_argument(f"--{name}", **settings)
     if "-" in name:

@@ -1,4 +1,4 @@
-"""The ``shoal`` command, one subcommand per thing to do; ``python -m shoal.cli`` where it is not on the path."""
+"""The ``shoal`` command with its subcommands; run ``python -m shoal.cli`` if it is not on the path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import shoal
-from shoal.cli import dht
+from shoal.cli import dht, token
 from shoal.cli.demo import command as demo
 from shoal.cli.doctor import command as doctor
 
@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_parser(subparsers)
     dht.add_parser(subparsers)
     doctor.add_parser(subparsers)
+    token.add_parser(subparsers)
     return parser
 
 
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def hivemind_dht() -> int:
-    """The command ``hivemind-dht``: another name of ``shoal dht``, for scripts that know it."""
+    """The command ``hivemind-dht``: another name for ``shoal dht``, for existing scripts."""
     return main(["dht", *sys.argv[1:]])
 
 

@@ -1,8 +1,8 @@
-"""The ``shoal dht`` command: a peer that trains nothing and is there for others to join the swarm through.
+"""The ``shoal dht`` command: a peer that trains nothing, and through which others join the swarm.
 
-Its key and its port are kept from one start to the next, so that its address stays the same. Both are files in a folder
-of the user's state directory, one for each name. A lock, which the system gives back however a process ends, sees to it
-that no two processes have the same key and port.
+It keeps its key and its port between starts, so its address stays the same. Both are files in the user's state
+directory, in one folder per name. A lock file ensures that no two processes use the same key and port; the system
+releases the lock however a process ends.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.cli import add_option
+from shoal.cli.token import add_token_option
 from shoal.dht import DHT, DHTNode
 from shoal.errors import BootstrapError, P2PDaemonError, ShoalError, ValidationError
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.addresses import chosen_host_maddrs, everywhere
 from shoal.p2p.limits import increase_file_limit
 
-# Accepted so that existing scripts work: they are about a libp2p daemon, and there is none.
+# Accepted so that existing scripts work. They configure a libp2p daemon, which shoal does not have.
 WITHOUT_EFFECT = ("use-ipfs", "no-relay", "use-auto-relay")
 
 DEFAULT_NAME = "default"
 ANY_PORT = "/tcp/0"
-# Seconds for which the port of the last time is asked for again: the process that has it may be about to end.
+# How long and how often to retry the port of the last start: the process that has it may be about to end.
 PORT_PATIENCE_SECONDS, PORT_PAUSE_SECONDS = 3.0, 0.2
 
 DESCRIPTION = """\
@@ -42,19 +43,19 @@ and that they can reach. It holds nothing that the swarm could not do without: w
 address stays the same from one start to the next, so that the others find it after a reboot.
 """
 
-# Where the search for a port begins. Below those that systems give to outgoing connections, or after a restart
-# somebody else might have it.
+# First port to try. It lies below the ports that systems give to outgoing connections; one of those might be taken
+# by another program after a restart.
 FIRST_PORT = 31337
 
 PORTS_TRIED = 100
 
 
 class TakenError(P2PDaemonError):
-    """Another process uses what is kept under this name."""
+    """Another process uses the key and port of this name."""
 
 
 def state_directory() -> Path:
-    """Where this system wants programs to keep what is theirs and not for the eyes of the user."""
+    """The directory where this system wants programs to keep their state."""
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local", "shoal")
     if sys.platform == "darwin":
@@ -64,10 +65,10 @@ def state_directory() -> Path:
 
 
 class Kept:
-    """The folder of one name.
+    """The key and port that are kept under one name.
 
     Args:
-        folder: where it is.
+        folder: where they are.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -78,12 +79,12 @@ class Kept:
     @classmethod
     @contextmanager
     def under(cls, name: str) -> Iterator[Kept]:
-        """Take what is kept under a name, for this process alone.
+        """Lock the key and port of a name for this process.
 
         Raises:
-            ValueError: a name that cannot be that of a folder.
-            TakenError: another process has it.
-            P2PDaemonError: there is no place to keep anything.
+            ValueError: the name cannot be the name of a folder.
+            TakenError: another process has locked it.
+            P2PDaemonError: there is no place to keep them.
         """
         if not name or name != Path(name).name or name.startswith("."):
             raise ValueError(f"--name must be a plain word, such as seed-2, got {name!r}")
@@ -92,7 +93,7 @@ class Kept:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (folder / "lock").open("a+")
         except (OSError, RuntimeError) as e:
-            # A user without a home, or one that cannot be written to.
+            # The user has no home directory, or it is not writable.
             raise P2PDaemonError(f"there is no place to keep the key and the port ({e}): use --ephemeral") from e
         with lock:
             try:
@@ -110,21 +111,21 @@ class Kept:
 
     @property
     def port(self) -> int | None:
-        """That of the last time."""
+        """The port of the last start, if it is known."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             port = int(self._port_path.read_text())
             return port if 0 < port < 2**16 else None
         return None
 
     def keep_port(self, port: int) -> None:
-        """Use this one the next time."""
+        """Store the port for the next start."""
         written = self._port_path.with_suffix(".new")
         written.write_text(f"{port}\n")
-        written.replace(self._port_path)  # never half a number
+        written.replace(self._port_path)  # atomic: never leaves half a number
 
 
 def free_port() -> int:
-    """A port that will be free again after a restart; 0 if all of these are taken."""
+    """A port that will still be free after a restart; 0 if all candidates are taken."""
     return next((port for port in range(FIRST_PORT, FIRST_PORT + PORTS_TRIED) if _is_free(port)), 0)
 
 
@@ -136,7 +137,7 @@ def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         if sys.platform == "win32":
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
-        elif sys.platform != "darwin":  # there it would let two overlap
+        elif sys.platform != "darwin":  # macOS would let two sockets share the port
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("0.0.0.0", port))
@@ -149,7 +150,7 @@ if sys.platform == "win32":
     import msvcrt
 
     def _lock(file: IO[str]) -> None:
-        # What is locked cannot be read by others, and they want to know who it is.
+        # Windows keeps others from reading locked bytes. They need the process id, so lock a byte far behind it.
         file.seek(2**20)
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         file.seek(0)
@@ -201,6 +202,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="file that keeps this peer's key, instead of the one kept under --name; made if missing",
     )
+    add_token_option(parser)
     parser.add_argument(
         "--name",
         metavar="WORD",
@@ -233,7 +235,7 @@ def _positive(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM and return the exit status."""
-    # Both end it in the same way, also in the background of a script.
+    # Both signals end it in the same way, even as a background job, whose SIGINT the shell has disabled.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     ignored = [f"--{name}" for name in WITHOUT_EFFECT if getattr(arguments, name.replace("-", "_"))]
@@ -252,22 +254,25 @@ def run(arguments: argparse.Namespace) -> int:
                 print("More about each address: shoal doctor ADDRESS", file=sys.stderr)
             return 1
         try:
-            _say(*how_to_join(dht.get_visible_maddrs()), _what_stays(arguments, kept))
+            _say(
+                *how_to_join(dht.get_visible_maddrs(), is_private=dht.p2p.membership is not None),
+                _what_stays(arguments, kept),
+            )
             _report_until_interrupted(dht, arguments.refresh_period)
         except KeyboardInterrupt:
             _say("Leaving.")
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
-                # Leaving takes a moment and is already under way.
+                # Leaving takes a moment; a second signal must not interrupt it.
                 signal.signal(number, signal.SIG_IGN)
             dht.shutdown()
     return 0
 
 
 def _what_is_kept(arguments: argparse.Namespace, stack: ExitStack) -> Kept | None:
-    """The key and the port of the last time; nothing for a peer that shall have another address at each start.
+    """The stored key and port; ``None`` if the peer should have a new address at each start.
 
-    Whoever asks for any free port does not want the address to stay, unless a name says so.
+    A user who asks for any free port does not need a stable address, unless a name is given too.
     """
     name = arguments.name
     if arguments.ephemeral:
@@ -283,7 +288,7 @@ def _what_is_kept(arguments: argparse.Namespace, stack: ExitStack) -> Kept | Non
 
 
 def _chosen_hosts(arguments: argparse.Namespace) -> list[str]:
-    """Where the user wants it to listen; empty if it has not been said."""
+    """Where the user wants it to listen; empty if nothing was given."""
     given: list[str] = chosen_host_maddrs() if arguments.host_maddrs is None else arguments.host_maddrs
     return given
 
@@ -310,6 +315,7 @@ def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
                 announce_maddrs=arguments.announce_maddrs,
                 identity_path=arguments.identity_path or (None if kept is None else kept.identity_path),
                 refresh_timeout=arguments.refresh_period,
+                token=arguments.token,
             )
             break
         except P2PDaemonError as error:
@@ -337,28 +343,29 @@ def _say(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
 
-def how_to_join(addresses: Sequence[Multiaddr]) -> list[str]:
-    """What a user needs to know to bring other peers in."""
+def how_to_join(addresses: Sequence[Multiaddr], *, is_private: bool = False) -> list[str]:
+    """Tells a user how other peers can join. In a private run each has a token of its own, which is not shown here."""
+    option, argument = (" --token TOKEN", ', token="TOKEN"') if is_private else ("", "")
     best = max(addresses, key=_reach)
     return [
         "This peer is running. It can be reached at:",
         *(f"  {address}" for address in sorted(addresses, key=_reach, reverse=True)),
-        "Others join with:",
-        f"  shoal dht --initial-peers {best}",
+        "Others join with a TOKEN of this run, see shoal token invite:" if is_private else "Others join with:",
+        f"  shoal dht --initial-peers {best}{option}",
         "or in Python:",
-        f'  dht = shoal.DHT(initial_peers=["{best}"], start=True)',
+        f'  dht = shoal.DHT(initial_peers=["{best}"], start=True{argument})',
     ]
 
 
 def _reach(address: Multiaddr) -> int:
-    """From how far away an address can be used: this machine, this network, anywhere."""
+    """Rank of an address by its reach: this machine, this network, anywhere."""
     for protocol in ("ip4", "ip6"):
         if protocol in address:
             ip = ipaddress.ip_address(address[protocol] or "")
-            # IPv6 reaches as far, but not everybody has it.
+            # A global IPv6 address reaches as far, but not everybody has IPv6.
             far = 3 if protocol == "ip4" else 2
             return far if ip.is_global else 0 if ip.is_loopback else 1 if ip.is_link_local else 2
-    return 4  # a name
+    return 4  # a host name
 
 
 def _report_until_interrupted(dht: DHT, period: float, pause: Callable[[float], object] | None = None) -> None:

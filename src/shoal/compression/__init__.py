@@ -1,4 +1,8 @@
-"""Tensors to bytes and back."""
+"""Turns tensors into bytes and back.
+
+Each codec is a :class:`CompressionBase`. It turns a tensor into a :class:`SerializedTensor`: metadata for a message
+header, and a buffer. The metadata names the codec by its code, so a receiver can decode without being told which one.
+"""
 
 from shoal.compression.adaptive import PerTensorCompression, RoleAdaptiveCompression, SizeAdaptiveCompression
 from shoal.compression.base import (

@@ -1,4 +1,4 @@
-"""Codecs that choose another codec for each tensor, by its size, its role or its name."""
+"""Codecs that pick another codec for each tensor by its size, role or name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from shoal.compression.serialization import deserialize_torch_tensor
 
 
 class AdaptiveCompressionBase(CompressionBase):
-    """Base class: override :meth:`choose_compression`, with a choice that every peer makes alike.
+    """Base class: override :meth:`choose_compression`. All peers must choose the same codec for the same tensor.
 
-    A subclass that overrides :meth:`compress` too is asked for every part of every tensor; else the chosen codec is.
+    The chosen codec compresses the parts of a tensor. If a subclass overrides :meth:`compress` too, that is called
+    for every part of every tensor instead.
     """
 
     @abstractmethod
@@ -23,9 +24,9 @@ class AdaptiveCompressionBase(CompressionBase):
         """The codec for this tensor."""
 
     def choices(self) -> Iterable[tuple[str, CompressionBase]]:
-        """Every codec that may be chosen, with the condition as text; the same on all peers.
+        """Every codec that may be chosen, each with its condition as text; must be the same on all peers.
 
-        Peers with other choices refuse to average with this one. Without any, they compare the names of the classes.
+        Peers whose choices differ refuse to average with each other. If there are none, only class names are compared.
         """
         return ()
 
@@ -37,7 +38,7 @@ class AdaptiveCompressionBase(CompressionBase):
     @property
     def lossy(self) -> bool:  # type: ignore[override]
         is_lossy = [codec.lossy for _, codec in self.choices()]
-        return any(is_lossy) or not is_lossy  # what is not known may be lossy
+        return any(is_lossy) or not is_lossy  # unknown codecs may be lossy
 
     @property
     def _has_own_compress(self) -> bool:
@@ -67,12 +68,12 @@ class AdaptiveCompressionBase(CompressionBase):
 
 
 class SizeAdaptiveCompression(AdaptiveCompressionBase):
-    """One codec for small tensors and another one for large tensors.
+    """One codec for small tensors and another for large tensors.
 
     Args:
-        threshold: number of values of the whole tensor from which on it is large.
-        less: codec for smaller tensors.
-        greater_equal: codec for the others.
+        threshold: a tensor with at least this many values is large; the whole tensor counts, not the part.
+        less: codec for small tensors.
+        greater_equal: codec for large tensors.
     """
 
     def __init__(self, threshold: int, less: CompressionBase, greater_equal: CompressionBase) -> None:
@@ -86,7 +87,7 @@ class SizeAdaptiveCompression(AdaptiveCompressionBase):
 
 
 class RoleAdaptiveCompression(AdaptiveCompressionBase):
-    """A codec for each role of a tensor; roles that are not given use ``default``."""
+    """One codec per tensor role; roles without a codec of their own use ``default``."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class RoleAdaptiveCompression(AdaptiveCompressionBase):
 
 
 class PerTensorCompression(AdaptiveCompressionBase):
-    """A codec for each tensor, looked up by ``info.key``: a sequence for keys that are indices, or a mapping."""
+    """One codec per tensor, looked up by ``info.key``: give a sequence if the keys are indices, else a mapping."""
 
     def __init__(self, tensor_compressions: Sequence[CompressionBase] | Mapping[Any, CompressionBase]) -> None:
         self.tensor_compressions = tensor_compressions

@@ -1,7 +1,7 @@
 """How tensors become bytes and back: the base class of all codecs, and the codec that changes nothing.
 
-A codec gives a :class:`SerializedTensor`: a few typed fields for a message header, and a buffer that can be written to
-a stream as it is. An exact codec gives a view of the tensor's own memory. What comes back from a peer is believed only
+A codec returns a :class:`SerializedTensor`: a few typed fields for a message header, and a buffer that can be written
+to a stream as it is. The exact codec returns a view of the tensor's own memory. Bytes from a peer are decoded only
 after shape, type and number of bytes have been checked against each other.
 """
 
@@ -27,14 +27,14 @@ import torch
 Buffer = bytes | bytearray | memoryview
 
 MAX_DIMENSIONS = 64
-# Smaller tensors do not gain from huge pages.
+# Tensors of fewer bytes do not gain from huge pages.
 HUGE_FROM_BYTES = 2**22
-# Copies begin at multiples of so many bytes.
+# Each copy starts at a multiple of this many bytes.
 _ALIGNMENT = 64
-# What a thread copies at a time, and how many of them copy a large state.
-_COPY_BYTES, _COPY_THREADS = 2**25, 4
+# Bytes that a thread copies at a time, and the number of threads that copy a large state.
+COPY_BYTES, _COPY_THREADS = 2**25, 4
 
-# The element types that may travel, by the name that goes over the wire.
+# The element types that can be sent, by their name on the wire.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -53,16 +53,16 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 
-# Whether :class:`NoCompression` sends bfloat16 as float32, in twice the bytes; what arrives is read either way.
+# Whether :class:`NoCompression` sends bfloat16 as float32, in twice the bytes; a receiver reads both forms.
 #
-# Set the environment variable of this name to 1 for that; all peers of a swarm must agree.
+# Turned on by setting the environment variable of this name to 1. All peers of a swarm must agree on it.
 USE_LEGACY_BFLOAT16 = (os.environ.get("USE_LEGACY_BFLOAT16") or "0").lower() not in ("0", "false")
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class CompressionType(IntEnum):
-    """Which codec made some bytes. The numbers go over the wire: they never change."""
+    """Which codec made the bytes. The numbers go over the wire, so they never change."""
 
     NONE = 0
     MEANSTD_16BIT = 1
@@ -86,7 +86,7 @@ class CompressionType(IntEnum):
 
 @dataclass(frozen=True)
 class TensorDescriptor:
-    """Shape, type and whereabouts of a tensor."""
+    """Shape, type and device of a tensor."""
 
     size: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -113,7 +113,7 @@ class TensorDescriptor:
         return self.shape.numel()
 
     def make_zeros(self, *, device: torch.device | str | None = None) -> torch.Tensor:
-        """A tensor of zeros that fits this description, on the described device unless told otherwise."""
+        """A tensor of zeros that fits this description, on ``device`` or else on the described device."""
         return torch.zeros(
             self.size,
             dtype=self.dtype,
@@ -125,7 +125,7 @@ class TensorDescriptor:
 
 
 class TensorRole(Enum):
-    """What a tensor is to the training, for codecs that treat roles differently."""
+    """What training uses a tensor for. Some codecs treat roles differently."""
 
     ACTIVATION = auto()
     PARAMETER = auto()
@@ -136,12 +136,12 @@ class TensorRole(Enum):
 
 @dataclass(frozen=True)
 class CompressionInfo:
-    """What a codec may want to know about a tensor besides its values."""
+    """What a codec may need to know about a tensor besides its values."""
 
     key: Any
     """Name or index of the tensor among its siblings, the same on all peers."""
     descriptor: TensorDescriptor
-    """The whole tensor, also when only a part of it is being compressed."""
+    """Describes the whole tensor, even when only a part of it is being compressed."""
     role: TensorRole = TensorRole.UNSPECIFIED
     part_index: int = 0
     part_size: int | None = None
@@ -151,7 +151,7 @@ class CompressionInfo:
     def from_tensor(
         cls, tensor: torch.Tensor, key: Any = None, descriptor: TensorDescriptor | None = None, **kwargs: Any
     ) -> CompressionInfo:
-        """Information on an existing tensor; further fields by keyword."""
+        """Describe an existing tensor; further fields are given by keyword."""
         return cls(key, descriptor or TensorDescriptor.from_tensor(tensor), **kwargs)
 
     def get_part(self, part_index: int, part_size: int | None) -> CompressionInfo:
@@ -168,7 +168,7 @@ class CompressionInfo:
 
 
 class TensorMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """What is needed to read a serialized tensor besides its bytes; fits into any message header."""
+    """What a reader of a serialized tensor needs besides its bytes; small enough for any message header."""
 
     compression: int
     """Code of the codec, see :class:`CompressionType`."""
@@ -177,10 +177,10 @@ class TensorMetadata(msgspec.Struct, frozen=True, array_like=True):
     requires_grad: bool = False
 
     def checked(self) -> tuple[torch.dtype, int]:
-        """Element type and number of values, after checking that such a tensor can exist.
+        """Check that such a tensor can exist, and return its element type and number of values.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: it cannot exist.
         """
         dtype = DTYPES.get(self.dtype)
         if dtype is None:
@@ -199,7 +199,7 @@ class TensorMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class SerializedTensor:
-    """A tensor ready to be sent, or as it was received."""
+    """A tensor that is ready to be sent or has just been received."""
 
     metadata: TensorMetadata
     buffer: Buffer
@@ -219,7 +219,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a CPU tensor. Large ones fill three times as fast as those of torch: numpy asks for huge pages."""
+    """Memory for a CPU tensor. A large one fills three times as fast as with torch, as numpy asks for huge pages."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < HUGE_FROM_BYTES:
         return torch.empty(tuple(size), dtype=dtype, device="cpu")
@@ -227,7 +227,7 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a CPU tensor. That of a large one goes back to the system when it is free: no allocator keeps it."""
+    """Memory for a CPU tensor. Once freed, that of a large one returns to the system: no allocator keeps it."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < HUGE_FROM_BYTES:
         return torch.empty(tuple(size), dtype=dtype, device="cpu")
@@ -235,9 +235,10 @@ def mapped(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def map_memory(nbytes: int) -> mmap.mmap:
-    """Fresh memory of this process, in huge pages where the system has them."""
+    """Fresh private memory, in huge pages where the system has them."""
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
+    # Private: a forked child must not write into it, and shared memory gets no huge pages by default.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     huge: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
     if huge is not None:
@@ -247,15 +248,15 @@ def map_memory(nbytes: int) -> mmap.mmap:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor on any device: a contiguous CPU tensor outside of autograd, in memory of its own."""
+    """Copy a tensor from any device to a contiguous CPU tensor outside of autograd, in memory of its own."""
     return mapped(tensor.shape, tensor.dtype).copy_(tensor.detach())
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Like :func:`copied` for several tensors, with several threads if it takes longer than starting them."""
+    """Like :func:`copied` for several tensors; uses threads if there is enough to copy to make up for starting them."""
     copies = room_for(tensors)
     pairs = list(zip(copies, (tensor.detach() for tensor in tensors), strict=True))
-    if sum(copy.nbytes for copy in copies) < _COPY_BYTES * 2:
+    if sum(copy.nbytes for copy in copies) < COPY_BYTES * 2:
         for copy, original in pairs:
             copy.copy_(original)
         return copies
@@ -266,7 +267,7 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Memory for copies, which goes back to the system: that of each large one by itself, of small ones as a whole."""
+    """Memory for copies, which returns to the system when freed: each large tensor has its own, small ones share it."""
     is_small = [tensor.nbytes < HUGE_FROM_BYTES for tensor in tensors]
     sizes = [
         -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT if small else 0
@@ -282,9 +283,9 @@ def room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _cut(copy: torch.Tensor, original: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pieces of a tensor and of its copy."""
-    if copy.nbytes > _COPY_BYTES and original.is_contiguous():
-        length, flat, flat_original = _COPY_BYTES // copy.itemsize, copy.view(-1), original.view(-1)
+    """Matching pieces of a copy and its original."""
+    if copy.nbytes > COPY_BYTES and original.is_contiguous():
+        length, flat, flat_original = COPY_BYTES // copy.itemsize, copy.view(-1), original.view(-1)
         for start in range(0, len(flat), length):
             yield flat[start : start + length], flat_original[start : start + length]
     else:
@@ -292,12 +293,12 @@ def _cut(copy: torch.Tensor, original: torch.Tensor) -> Iterator[tuple[torch.Ten
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as a writable view of format ``B``, without a copy."""
+    """View the memory of a contiguous CPU tensor as writable bytes (format ``B``), without a copy."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as a contiguous CPU tensor outside of autograd: the tensor's own memory where possible."""
+    """The same values as a contiguous CPU tensor outside of autograd, in the tensor's own memory where possible."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"only dense tensors can be sent, got layout {tensor.layout}, type {tensor.dtype}")
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -307,7 +308,7 @@ def array_over(buffer: Buffer, nbytes: int) -> np.ndarray:
     """Received bytes as an array of ``uint8``: a view where the memory is writable, else a copy.
 
     Raises:
-        RuntimeError: they are not as many as they should be.
+        RuntimeError: there are not ``nbytes`` of them.
     """
     view = memoryview(buffer)
     if view.nbytes != nbytes:
@@ -317,7 +318,7 @@ def array_over(buffer: Buffer, nbytes: int) -> np.ndarray:
 
 
 def typed(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes, at least one, as numbers: a view where they are aligned, else a copy."""
+    """Read bytes (at least one) as numbers: a view where they are aligned, else a copy."""
     numbers = torch.frombuffer(array, dtype=dtype)
     return numbers if numbers.data_ptr() % dtype.itemsize == 0 else torch.frombuffer(array.copy(), dtype=dtype)
 
@@ -338,7 +339,7 @@ class CompressionBase(ABC):
     """A way to turn tensors into bytes and back.
 
     A codec of your own needs ``compression_type``, :meth:`compress`, :meth:`extract` and
-    :meth:`estimate_compression_ratio`; averages travel with it as differences unless it says that it is not ``lossy``.
+    :meth:`estimate_compression_ratio`. Averages are sent with it as differences unless it sets ``lossy`` to ``False``.
     """
 
     compression_type: CompressionType
@@ -347,16 +348,16 @@ class CompressionBase(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Two peers may average together if their codecs have equal fingerprints."""
+        """Two peers may average together only if their codecs have equal fingerprints."""
         return self.compression_type.name
 
     @property
     def elementwise(self) -> bool:
-        """Whether each value is encoded by itself, so that several tensors of one type may be encoded as one."""
+        """Whether each value is encoded independently, so that several tensors of one type can be encoded as one."""
         return False
 
     def for_tensor(self, info: CompressionInfo) -> CompressionBase:
-        """The codec that this one uses for a tensor: itself, unless it chooses among others."""
+        """The codec that really encodes this tensor: this one, unless it chooses among others."""
         return self
 
     @abstractmethod
@@ -364,9 +365,9 @@ class CompressionBase(ABC):
         """Turn a tensor into bytes.
 
         Args:
-            tensor: on any device; other than CPU tensors are copied to the CPU.
-            info: what the codec may want to know about the tensor.
-            allow_inplace: the codec may spoil the tensor's values if that saves memory.
+            tensor: on any device; it is copied to the CPU if it is not there.
+            info: what the codec may need to know about the tensor.
+            allow_inplace: the codec may overwrite the tensor's values if that saves memory.
 
         Returns:
             Metadata and bytes; the bytes may be a view of the tensor's memory.
@@ -377,33 +378,33 @@ class CompressionBase(ABC):
 
     @abstractmethod
     def extract(self, serialized_tensor: SerializedTensor) -> torch.Tensor:
-        """Restore a tensor. It may share memory with the given bytes: copy it to keep or change it.
+        """Restore a tensor. It may share memory with the given bytes: copy it before you keep or change it.
 
         Raises:
-            ValueError: the metadata make no sense.
+            ValueError: the metadata makes no sense.
             RuntimeError: the bytes are truncated, too many, or do not fit the metadata.
         """
 
     def compress_and_decode(
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> tuple[SerializedTensor, torch.Tensor]:
-        """Turn a tensor into bytes, and give the values that the receiver will see, on the tensor's own device.
+        """Turn a tensor into bytes, and also return the values that the receiver will see, on the tensor's own device.
 
-        For error feedback: add ``tensor - decoded`` to what is sent next time. The values are those of :meth:`extract`,
-        bit by bit, and like there they may share memory with the bytes.
+        For error feedback: add ``tensor - decoded`` to what is sent next time. The values equal those of
+        :meth:`extract` bit by bit, and may share memory with the bytes just as those do.
         """
         serialized = self.compress(tensor, info, allow_inplace)
         return serialized, self.extract(serialized).to(tensor.device)
 
     @abstractmethod
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Bytes after compression over bytes before, of the tensor or of the part that ``info`` describes.
+        """Bytes after compression over bytes before, for the tensor or part that ``info`` describes.
 
-        It is exact for the codecs of this package; 1 for a tensor without values.
+        Exact for the codecs of this package; 1 for a tensor without values.
         """
 
     def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int | None:
-        """Bytes that a part of this size, of type ``info.descriptor.dtype``, takes; ``None``: it depends on values."""
+        """Bytes of a compressed part of this size and type ``info.descriptor.dtype``; ``None``: depends on values."""
         return None
 
     def _read_metadata(self, serialized_tensor: SerializedTensor) -> tuple[torch.dtype, int]:
@@ -428,9 +429,9 @@ def ratio_of(nbytes: int, info: CompressionInfo) -> float:
 
 
 class NoCompression(CompressionBase):
-    """The tensor as it is in memory (little-endian). Sending and receiving take no copy.
+    """Sends the tensor as it is in memory (little-endian), without a copy on either side.
 
-    bfloat16 travels as float32 while :data:`USE_LEGACY_BFLOAT16` is set, which is exact too.
+    While :data:`USE_LEGACY_BFLOAT16` is set, bfloat16 is sent as float32, which is exact too.
     """
 
     compression_type = CompressionType.NONE
@@ -442,7 +443,7 @@ class NoCompression(CompressionBase):
 
     @property
     def elementwise(self) -> bool:
-        return type(self) is NoCompression  # what a subclass does is its own
+        return type(self) is NoCompression  # a subclass may do anything
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
         metadata, values = self._metadata_of(tensor), plain(tensor)
@@ -470,10 +471,10 @@ class NoCompression(CompressionBase):
 
 
 def check_codec(option: str, codec: object) -> None:
-    """An option that names a codec is given one.
+    """Check that an option for a codec holds a codec or ``None``.
 
     Raises:
-        TypeError: it is something else, such as the class of one.
+        TypeError: it holds something else, such as a codec class.
     """
     if codec is None or isinstance(codec, CompressionBase):
         return

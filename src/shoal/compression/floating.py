@@ -1,4 +1,4 @@
-"""Codecs for floating point numbers: what they share, and those that shorten the numbers to 16 bits."""
+"""Codecs for floating point numbers: their common base class, and the codecs with 16 bits per value."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from shoal.compression.base import (
 
 FLOATING_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# Values that are worked on at a time: few enough for the processor's cache, many enough for Python to cost little, and
-# what makes a part of 512 KiB for an 8-bit codec.
+# Values processed at a time: few enough for the processor's cache, and many enough that Python costs little.
+# With an 8-bit codec they fill a part of 512 KiB.
 CHUNK = 2**19
 
 _FP16_MAX = torch.finfo(torch.float16).max
@@ -35,12 +35,12 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 def in_chunks(values: torch.Tensor, length: int = CHUNK) -> Sequence[torch.Tensor]:
     """Views of consecutive parts of a one-dimensional tensor."""
-    # A single piece is faster without a split.
+    # Skip the split of a single piece: it costs time.
     return torch.split(values, length) if values.numel() > length else (values,)
 
 
 class _Scratch(threading.local):
-    """Memory for one chunk's intermediate results, kept by each thread: fresh memory costs more than the arithmetic."""
+    """Each thread's memory for the intermediate results of a chunk: fresh memory costs more than the arithmetic."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -49,7 +49,7 @@ class _Scratch(threading.local):
         """At most :data:`CHUNK` values, valid until the same purpose is asked for again."""
         kept = self._kept.get((purpose, dtype))
         if kept is None or kept.numel() != count:
-            # In inference mode the memory could not be used outside of it.
+            # A tensor made in inference mode could not be used outside of it.
             with torch.inference_mode(False):
                 memory = torch.empty(CHUNK, dtype=dtype, device="cpu") if kept is None else kept
                 kept = self._kept[purpose, dtype] = memory.as_strided((count,), (1,), 0)
@@ -60,9 +60,9 @@ scratch = _Scratch()
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:
-    """A float64 copy of the rows in which NaN became 0, and infinities the row's largest finite magnitude.
+    """Copy the rows to float64; NaN becomes 0, and an infinity the largest finite magnitude of its row.
 
-    Magnitudes end at the largest value of float32.
+    Magnitudes are clamped to the largest value of float32.
     """
     wide = values.double().clamp(-_FP32_MAX, _FP32_MAX)
     known = values.isfinite()
@@ -71,13 +71,13 @@ def finite(values: torch.Tensor) -> torch.Tensor:
 
 
 def saturate(values: torch.Tensor, wide: torch.Tensor) -> None:
-    """Copy numbers, which are spoilt, into a tensor of another type; what would be infinite is its largest value."""
+    """Copy ``wide`` into a tensor of another type, clamped to its largest value; ``wide`` is overwritten."""
     largest = min(torch.finfo(values.dtype).max, _FP32_MAX)
     values.copy_(wide.clamp_(-largest, largest))
 
 
 class FloatingPointCompression(CompressionBase):
-    """Base class of codecs whose bytes are a function of the floating point values and the shape alone."""
+    """Base class of codecs whose bytes depend on nothing but the floating point values and the shape."""
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
         metadata, payload = self._compress(tensor)
@@ -129,26 +129,26 @@ class FloatingPointCompression(CompressionBase):
 
     @abstractmethod
     def _encode(self, values: torch.Tensor, size: Sequence[int], payload: np.ndarray) -> None:
-        """Fill the bytes from the flattened values."""
+        """Write the flattened values into the bytes."""
 
     @abstractmethod
     def _decode(self, payload: np.ndarray, size: Sequence[int], values: torch.Tensor) -> None:
-        """Fill the flattened values from the bytes."""
+        """Read the flattened values from the bytes."""
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:
-    return values if values.dim() == 1 else values.view(-1)  # not to view is faster
+    return values if values.dim() == 1 else values.view(-1)  # skipping the view is faster
 
 
 class Float16Compression(FloatingPointCompression):
-    """Half precision: values beyond the range of float16 and infinities become its largest value, NaN stays NaN."""
+    """Half precision. Infinities and values beyond the range of float16 become its largest value; NaN stays NaN."""
 
     compression_type = CompressionType.FLOAT16
     _wire = torch.float16
 
     @property
     def elementwise(self) -> bool:
-        # What other subclasses do is their own.
+        # Other subclasses may do anything.
         return type(self) in (Float16Compression, BFloat16Compression)
 
     def _nbytes(self, size: Sequence[int]) -> int:
@@ -161,15 +161,15 @@ class Float16Compression(FloatingPointCompression):
 
     def _decode(self, payload: np.ndarray, size: Sequence[int], values: torch.Tensor) -> None:
         values.copy_(typed(payload, self._wire))
-        # What bfloat16 has rounded up may be beyond its range.
+        # BFloat16Compression may have rounded a value up, beyond the range of float16.
         if values.dtype == torch.float16:
             values.clamp_(-_FP16_MAX, _FP16_MAX)
 
 
 class BFloat16Compression(Float16Compression):
-    """The upper half of float32: its range with 8 bits of precision; finite bfloat16 values stay as they are.
+    """The upper half of float32: its full range with 8 bits of precision. Finite bfloat16 values stay exact.
 
-    Infinities, and values that would round to infinity, become the largest value; NaN stays NaN.
+    Infinities and values that would round to infinity become the largest value; NaN stays NaN.
     """
 
     compression_type = CompressionType.BFLOAT16
@@ -177,10 +177,11 @@ class BFloat16Compression(Float16Compression):
 
 
 class ScaledFloat16Compression(FloatingPointCompression):
-    """Half precision of the distance from the mean in standard deviations, both taken along the last axis.
+    """Sends each value's distance from the mean, in standard deviations, in half precision.
 
-    Suits rows whose values are far from 0 or outside of float16's range. NaN stays NaN; infinities become the largest
-    finite magnitude of their row; neither spoils the rest of the row.
+    Mean and standard deviation are taken along the last axis. This suits rows whose values are far from 0 or outside
+    of float16's range. NaN stays NaN; an infinity becomes the largest finite magnitude of its row; neither spoils the
+    rest of the row.
     """
 
     compression_type = CompressionType.MEANSTD_16BIT
@@ -201,7 +202,7 @@ class ScaledFloat16Compression(FloatingPointCompression):
     ) -> None:
         spoiled = None
         centred = _standardise(rows if rows.dtype == torch.float64 else rows.float(), means, deviations)
-        # Also if it is NaN; squares of float32 end at about 1e38.
+        # Written so that NaN takes this branch too. Squares overflow float32 at about 1e38.
         if not bool(deviations.sum() < 1e30):
             spoiled = rows.isnan()
             centred = _standardise(finite(rows), means, deviations)
@@ -236,7 +237,7 @@ def _row_length(size: Sequence[int]) -> int:
 
 
 def _standardise(rows: torch.Tensor, means: torch.Tensor, deviations: torch.Tensor) -> torch.Tensor:
-    """Write down the mean and the standard deviation of each row, and return the rows without them."""
+    """Store the mean and standard deviation of each row, and return the standardised rows."""
     means.copy_(rows.mean(1, keepdim=True))
     centred = rows - means
     spread = torch.linalg.vector_norm(centred, dim=1, keepdim=True) / math.sqrt(rows.shape[1])

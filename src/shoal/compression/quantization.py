@@ -1,11 +1,12 @@
-"""Codecs of 8 and 4 bits per value: a codebook for each tensor, or fixed levels and a scale for each block.
+"""Codecs with 8 or 4 bits per value: a codebook per tensor, or fixed levels and a scale per block.
 
-A codebook has 256 levels, each the average of the values that it stands for.
+A codebook has 256 levels. Each level is the average of the values that it stands for.
 
-With blocks, levels lie between -1 and 1. The scale of a block is its value of largest magnitude, with its sign, so that
-this value is always restored as level 1 and 4 bits need no level -1. Every value takes the nearest level, exactly.
+Blockwise codecs have fixed levels between -1 and 1. The scale of a block is its value of largest magnitude, including
+the sign. So that value is always restored as level 1, and 4 bits need no level -1. Every value takes exactly the
+nearest level.
 
-NaN counts as 0, and an infinity as the largest finite magnitude of the tensor or block: what is restored is always
+NaN counts as 0, and an infinity as the largest finite magnitude of the tensor or block. So restored values are always
 finite, and one broken value does not spoil the others.
 """
 
@@ -26,20 +27,21 @@ from shoal.compression.floating import CHUNK, FloatingPointCompression, finite, 
 LEVELS = 256
 CODEBOOK_NBYTES = LEVELS * torch.float32.itemsize
 
-# If more of the values have the same code, most are small beside the rest, or equal: then their sum must be exact.
+# If a larger share of the values has the same code, most values are equal, or small compared with the rest. Then the
+# sum of each code must be exact, which takes two passes.
 MOST_IN_ONE_PASS = 0.125
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
-# Levels of 8 bits are the cubes of so many equal steps to either side of 0.
-# They reach from 5e-7 to 1, and their relative precision falls to about half with each power of ten, like that of the
-# dynamic 8-bit type (Dettmers et al., arXiv 2110.02861), but smoothly, and they are calculated, not looked up;
+# 8-bit levels are the cubes of this many equal steps to either side of 0.
+# They reach from 5e-7 to 1. Their relative precision halves with each power of ten, like that of the dynamic 8-bit
+# type (Dettmers et al., arXiv 2110.02861), but smoothly, and they are computed rather than looked up.
 # docs/compression.md compares the two.
 STEPS_8BIT = 127
 
-# Levels of least squared error (Lloyd's algorithm) on blocks of 64 signed-scaled values: a mixture of normal, Laplace,
-# Student-t and row-scaled values and of gradients of a small network; docs/compression.md compares other tables. The
-# first negative one is such that half of it, the border to 0, is exact in :class:`LevelTable`.
+# Levels with the least squared error (Lloyd's algorithm) on blocks of 64 values with signed scales. The values are a
+# mixture of normal, Laplace, Student-t and row-scaled ones and of gradients of a small network; docs/compression.md
+# compares other tables. Half of the first negative level is the border to 0; :class:`LevelTable` needs it to be exact.
 POSITIVE_4BIT = [0.0610, 0.1394, 0.2310, 0.3346, 0.4531, 0.5912, 0.7644, 1.0]
 NEGATIVE_4BIT = [-250 / 4096, -0.1391, -0.2350, -0.3467, -0.4779, -0.6374, -0.8430]
 
@@ -73,8 +75,8 @@ class CodebookQuantization(FloatingPointCompression):
         """Choose a code for each value.
 
         Returns:
-            The average of the values of each code; ``None``: they are not finite, or too large or small for float32,
-            which float64 is not.
+            The average of the values of each code. ``None`` if values are not finite, or so large or small that the
+            arithmetic needs float64.
         """
 
 
@@ -84,9 +86,9 @@ def _averages(
     """Mean of the values of each code.
 
     Args:
-        chunks: codes, and their values without the offset.
-        offset: to be added to all averages.
-        largest_sum: no sum of values of one chunk is larger. It saves a pass, where that is exact enough.
+        chunks: codes, each with its value minus the offset.
+        offset: added to all averages.
+        largest_sum: an upper bound for the sum of any values of one chunk. It saves a pass where that is exact enough.
     """
     unit = math.ldexp(1.0, math.frexp(largest_sum)[1] + 2) if largest_sum else 0.0
     total = None
@@ -100,9 +102,10 @@ def _averages(
 
 
 def _in_one_pass(codes: torch.Tensor, values: torch.Tensor, unit: float) -> tuple[np.ndarray, np.ndarray] | None:
-    """How many values each code has, and their sum, from one sum: each value weighs more than itself, by a unit.
+    """Count and sum the values of each code in one pass: add a large unit to each value before summing.
 
-    That is so large that no sum of values makes up for half of one: the number of units is that of the values.
+    The unit is so large that no sum of values reaches half of it. So the sum, rounded to units, is the count. ``None``
+    if that would not be exact enough.
     """
     weights = scratch("weights", torch.float64, len(values)).copy_(values).add_(unit)
     found = torch.bincount(codes, weights, LEVELS).numpy()
@@ -118,7 +121,7 @@ def _in_two_passes(codes: torch.Tensor, values: torch.Tensor) -> tuple[np.ndarra
 
 
 def _readable(values: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The values chunk by chunk, in a type that one can calculate with: in their own memory where possible."""
+    """The values chunk by chunk in their working type, in their own memory where possible."""
     dtype, parts = _working_type(values), in_chunks(values)
     return parts if dtype == values.dtype else (scratch("values", dtype, len(part)).copy_(part) for part in parts)
 
@@ -136,7 +139,7 @@ def _working_type(values: torch.Tensor) -> torch.dtype:
 
 
 def _mean_and_deviation(values: torch.Tensor) -> tuple[float, float]:
-    """Both as numbers; the mean is one of the working type, so that it can be taken off and put back exactly."""
+    """Mean and standard deviation. The mean is a number of the working type, so it can be subtracted exactly."""
     total = squares = 0.0
     for part in _readable(values):
         total += float(part.sum())
@@ -145,34 +148,35 @@ def _mean_and_deviation(values: torch.Tensor) -> tuple[float, float]:
     mean, square = total / count, squares / count
     if values.dtype != torch.float64:
         mean = float(np.float32(mean))
-    # Nearly all of it is the mean, and little of the precision is left.
+    # Here the mean makes up nearly all of the squares, and the difference would lose most of the precision.
     if square - mean * mean < 0.01 * square:
         return mean, math.sqrt(sum(float(torch.dot(part, part)) for part in _centred(values, mean)) / count)
     return mean, math.sqrt(square - mean * mean)
 
 
 def _centre(mean: float, deviation: float) -> float:
-    """What to take off the values so that little precision is lost: mostly nothing, which is fastest."""
+    """What to subtract from the values to keep their precision; mostly nothing, which is fastest."""
     return mean if abs(mean) > deviation / 2 else 0.0
 
 
 def _largest_sum(values: torch.Tensor, mean: float, deviation: float, centre: float) -> float:
-    """What no sum of distances from the centre exceeds, whichever of a chunk's values it takes (Cauchy and Schwarz)."""
+    """Upper bound for the sum of the distances of any of a chunk's values from the centre (Cauchy-Schwarz)."""
     count = values.numel()
     return math.hypot(deviation, mean - centre) * math.sqrt(count * min(count, CHUNK))
 
 
 def _is_safe(magnitude: float, values: torch.Tensor) -> bool:
-    """Whether the working type holds squares and sums of values of this magnitude; not if it is NaN."""
+    """Whether the working type can hold squares and sums of values of this magnitude; ``False`` for NaN."""
     if values.dtype == torch.float64:
         return math.isfinite(magnitude)
     return 1e-15 < magnitude < 1e15
 
 
 class Uniform8BitQuantization(CodebookQuantization):
-    """256 bins of equal width, 255 over six standard deviations around the mean; values further out take the last ones.
+    """256 bins of equal width, of which 255 cover six standard deviations around the mean.
 
-    The bin to spare is there because all are shifted, so that 0, of which gradients have many, is amid one.
+    Values further out fall into the outermost bins. The bins are shifted so that 0, which is frequent in gradients, is
+    the centre of one; this takes the 256th bin.
     """
 
     compression_type = CompressionType.UNIFORM_8BIT
@@ -190,21 +194,21 @@ class Uniform8BitQuantization(CodebookQuantization):
     def _chunks(
         self, distances: Iterable[torch.Tensor], codes: torch.Tensor, shift: torch.Tensor, bins_per_unit: float
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Fill in the codes, and give them chunk by chunk with their values."""
+        """Fill in the codes, and yield them with their values chunk by chunk."""
         for distance, some in zip(distances, in_chunks(codes), strict=True):
             bins = scratch("bins", torch.float32, len(some))
             torch.add(shift, distance, alpha=bins_per_unit, out=bins).clamp_(_BIN_ZERO, _BIN_ZERO + LEVELS - 1)
             yield some.copy_(bins.view(torch.int32)), distance
 
 
-# From here on float32 holds only whole numbers, so that adding it rounds and leaves the number in the last bits.
+# From here on float32 holds only whole numbers: adding this rounds a number and leaves it in the lowest bits.
 _BIN_ZERO = 2.0**23
 
 
 class Quantile8BitQuantization(CodebookQuantization):
-    """256 levels where the values are: bins hold about equally many, then every value takes the nearest bin's average.
+    """256 levels that follow the values: bins hold about equally many, and each value takes the nearest bin average.
 
-    Quantiles are found by counting how often each of the 65,536 numbers of float16 occurs, after centring and scaling.
+    To find the quantiles, the values are centred and scaled, and each of the 65,536 numbers of float16 is counted.
     """
 
     compression_type = CompressionType.QUANTILE_8BIT
@@ -216,7 +220,7 @@ class Quantile8BitQuantization(CodebookQuantization):
         if not _is_safe(largest, values) or not math.isfinite(deviation):
             return None
         scale = 2.0**15 / largest if largest else 0.0
-        # One: it stays valid.
+        # A single chunk stays valid in the scratch memory, so the second pass can use it again.
         kept = list(_cells(values, centre, scale)) if values.numel() <= CHUNK else []
         counts = None
         for _, cells in kept or _cells(values, centre, scale):
@@ -231,39 +235,39 @@ class Quantile8BitQuantization(CodebookQuantization):
         )
 
 
-# Numbers that float16 can tell apart.
+# Bit patterns of float16.
 CELLS = 2**16
 
 _REFINEMENTS = 2
 
 
 def _cells(values: torch.Tensor, centre: float, scale: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The distance of the values from the centre, and the rank of that among all float16, scaled; chunk by chunk."""
+    """Chunk by chunk: distances of the values from the centre, and the rank of each, scaled, among all of float16."""
     for distance in _centred(values, centre):
         count = distance.numel()
         short, ranks = scratch("short", torch.float16, count), scratch("ranks", torch.int16, count)
         short.copy_(torch.mul(distance, scale, out=scratch("scaled", distance.dtype, count)))
-        # Of negative numbers, all but the sign have to be turned over.
+        # Flip all bits but the sign of negative numbers, so that the bits sort like the numbers.
         bits = short.view(torch.int16)
         torch.bitwise_right_shift(bits, 15, out=ranks).bitwise_and_(CELLS // 2 - 1).bitwise_xor_(bits)
         yield distance, scratch("cells", torch.int32, count).copy_(ranks).add_(CELLS // 2)
 
 
 @cache
-def _cell_values() -> torch.Tensor:
-    """Each float16, ascending; the ends of the range stand for what is not a finite number, which never occurs."""
+def cell_values() -> torch.Tensor:
+    """All of float16, ascending. The ends stand for infinities and NaN, which never occur here."""
     positive = torch.arange(CELLS // 2, dtype=torch.int16, device="cpu").view(torch.float16).double()
     positive = torch.where(positive.isfinite(), positive, 2.0**16)
     return torch.cat([-positive.flip(0), positive])
 
 
 def _codes_of_cells(counts: torch.Tensor) -> torch.Tensor:
-    """Which code each cell takes, given how many values are in it."""
+    """The code of each cell, given how many values are in each cell."""
     below, sums = scratch("below", torch.int64, CELLS + 1), scratch("sums", torch.float64, CELLS + 1)
     below[0] = sums[0] = 0
     torch.cumsum(counts, 0, out=below[1:])
-    torch.mul(counts, _cell_values(), out=sums[1:]).cumsum_(0)
-    edges = _refined(below.numpy(), sums.numpy(), _cell_values().numpy())
+    torch.mul(counts, cell_values(), out=sums[1:]).cumsum_(0)
+    edges = _refined(below.numpy(), sums.numpy(), cell_values().numpy())
     starts = torch.zeros(CELLS + 1, dtype=torch.uint8, device="cpu").index_add_(
         0, torch.from_numpy(edges[1:-1]), torch.ones(LEVELS - 1, dtype=torch.uint8, device="cpu")
     )
@@ -271,17 +275,17 @@ def _codes_of_cells(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _refined(below: np.ndarray, sums: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The first cell of each code, and the end; with numpy, which is faster than torch with a few hundred numbers.
+    """The first cell of each code, and the end. Numpy is faster than torch with a few hundred numbers.
 
     Args:
-        below: how many values are in the cells before each one, and in all.
-        sums: of these values.
-        values: what each cell stands for, ascending.
+        below: how many values are in the cells before each one; the last entry counts all.
+        sums: the sums of these values.
+        values: the value of each cell, ascending.
     """
     edges = np.zeros(LEVELS + 1, dtype=np.int64)
     edges[-1] = CELLS
     edges[1:-1] = np.searchsorted(below[1:], below[-1] * np.arange(1, LEVELS) // LEVELS)
-    # Every value to the nearest average, as in Lloyd's algorithm.
+    # Lloyd's algorithm: move each value to the nearest average.
     for _ in range(_REFINEMENTS):
         inside = np.diff(below[edges])
         averages = np.where(
@@ -292,18 +296,18 @@ def _refined(below: np.ndarray, sums: np.ndarray, values: np.ndarray) -> np.ndar
 
 
 class LevelTable:
-    """Finds the nearest of some levels by one look at a table, whatever their spacing.
+    """Finds the nearest level with one table lookup, whatever the spacing of the levels.
 
-    The upper 16 bits of a float32 (sign, exponent and 7 bits of precision) name an interval so narrow that at most
+    The upper 16 bits of a float32 (sign, exponent and 7 bits of precision) select an interval so narrow that at most
     one border between two levels lies in it. For each interval the table holds the code of its lower end and, in the
-    lower half of the word, how far the border is from the upper end: adding the lower 16 bits of the number carries
-    into the code exactly if the number is beyond the border.
+    lower half of the word, the distance of the border from the upper end. Adding the lower 16 bits of the number then
+    carries into the code exactly if the number is beyond the border.
 
     Args:
-        positive: levels above 0, by magnitude; their codes are 1 and so on.
+        positive: levels above 0, by magnitude; their codes start at 1.
         negative: levels below 0, by magnitude; their codes follow.
-        zeros: how many codes stand for 0: with 2, numbers below it that round to it have the code before those of the
-            negative levels, and the border there is exact for any level.
+        zeros: how many codes stand for 0. With 2, negative numbers that round to 0 get the code just before those of
+            the negative levels, and the border there is exact for any level.
     """
 
     def __init__(self, positive: Sequence[float], negative: Sequence[float], zeros: int = 1) -> None:
@@ -315,7 +319,7 @@ class LevelTable:
         self._carries = torch.cat([_carries(positive, 0, 1), _carries(negative, zero, first_negative)])
 
     def nearest(self, values: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write down the code of each of some float32 numbers, which are spoilt."""
+        """Store the code of each float32 value; the values are overwritten."""
         bits = values.view(torch.int32)
         index = scratch("index", torch.int32, bits.numel())
         torch.bitwise_right_shift(bits, 16, out=index).bitwise_and_(2**16 - 1)
@@ -324,9 +328,9 @@ class LevelTable:
 
 
 def _carries(levels: Sequence[float], zero: int, first: int) -> torch.Tensor:
-    """The table for the numbers of one sign, given the levels of this sign, and the codes of 0 and the first of them.
+    """The table for the numbers of one sign, given the levels of this sign and the codes of 0 and the first level.
 
-    If one does not follow the other, numbers round to 0 by whole intervals.
+    If the two codes are not consecutive, a carry cannot lead from one to the other: whole intervals round to 0.
     """
     magnitudes = torch.tensor([0.0, *levels], dtype=torch.float32, device="cpu").double().abs()
     borders = ((magnitudes[1:] + magnitudes[:-1]) / 2).float().view(torch.int32).long()
@@ -341,7 +345,7 @@ def _carries(levels: Sequence[float], zero: int, first: int) -> torch.Tensor:
 
 
 class BlockwiseCompression(FloatingPointCompression):
-    """Base class: the scales of all blocks, then the codes, one or two in a byte."""
+    """Base class. The bytes are the scales of all blocks, then the codes, one or two per byte."""
 
     block_size: int
     scale_type: torch.dtype
@@ -354,11 +358,11 @@ class BlockwiseCompression(FloatingPointCompression):
 
     @abstractmethod
     def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:
-        """Fill the bytes of some values, which are spoilt, and of which the last ones may be too many."""
+        """Store the codes of some values, which are overwritten. Surplus values at the end are ignored."""
 
     @abstractmethod
     def _read_levels(self, packed: torch.Tensor, levels: torch.Tensor) -> None:
-        """Fill in the levels that some bytes stand for."""
+        """Store the levels that the packed codes stand for."""
 
     def _nbytes(self, size: Sequence[int]) -> int:
         count = math.prod(size)
@@ -374,13 +378,13 @@ class BlockwiseCompression(FloatingPointCompression):
     def _chunks(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
-        """Values, their scales and their bytes chunk by chunk; and the values in these blocks if all are full.
+        """Chunk by chunk: the values, their scales, their bytes, and the number of values in these blocks when full.
 
-        A last block that is not full comes by itself, or the whole chunk would have to be copied.
+        A last block that is not full is a chunk of its own; otherwise its whole chunk would have to be copied.
         """
         count = values.numel()
         full = count - count % self.block_size
-        if full == count <= CHUNK:  # not to cut is faster
+        if full == count <= CHUNK:  # skipping the cut is faster
             yield values, scales, codes, count
             return
         for start, stop in itertools.pairwise(sorted({*range(0, full, CHUNK), full, count})):
@@ -402,10 +406,10 @@ class BlockwiseCompression(FloatingPointCompression):
             self._write_codes(scaled, codes)
 
     def _write_scales(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Write down the scale of each block, and return the blocks without what is not finite."""
+        """Store the scale of each block, and return the blocks with all values finite."""
         low, high = rows.amin(1), rows.amax(1)
         extremes = torch.where(-low > high, low, high)
-        if not bool(extremes.abs().amax() < torch.inf):  # also if it is NaN
+        if not bool(extremes.abs().amax() < torch.inf):  # true for NaN as well
             return self._write_scales(finite(rows).float(), scales)
         largest = torch.finfo(self.scale_type).max
         scales.copy_(extremes.clamp_(-largest, largest))
@@ -425,9 +429,9 @@ class BlockwiseCompression(FloatingPointCompression):
 
 
 class BlockwiseQuantization(BlockwiseCompression):
-    """8 bits per value and a float32 for each 4096 of them; levels are the cubes of equal steps.
+    """8 bits per value, and a float32 scale per block of 4096 values. Levels are the cubes of equal steps.
 
-    Fine where values are small: best for heavy tails.
+    The levels are dense near 0, so this codec is best for heavy tails.
     """
 
     compression_type = CompressionType.BLOCKWISE_8BIT
@@ -443,7 +447,7 @@ class BlockwiseQuantization(BlockwiseCompression):
 
     def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:
         self.table().nearest(scaled[: len(packed)], packed)
-        # A sign bit and the number of steps; what is sent is the number with its sign.
+        # A code is a sign bit and a number of steps; the wire has the signed number instead.
         codes = packed.view(torch.int8)
         signs = torch.sign(codes, out=scratch("signs", torch.int8, len(codes)))
         codes.bitwise_and_(STEPS_8BIT).mul_(signs)
@@ -453,14 +457,14 @@ class BlockwiseQuantization(BlockwiseCompression):
 
 
 def _cubes(steps: torch.Tensor) -> torch.Tensor:
-    """The levels that are so many steps from 0, in place."""
+    """The levels at these numbers of steps from 0, in place."""
     return steps.mul_(1 / STEPS_8BIT).pow_(3)
 
 
 class Blockwise4BitQuantization(BlockwiseCompression):
-    """4 bits per value and a bfloat16 for each 64 of them (4.25 bits in all), with levels that suit gradients.
+    """4 bits per value, and a bfloat16 scale per block of 64 (4.25 bits in all). The levels suit gradients.
 
-    Coarse: the error is about a tenth of a typical value. Meant to be used with error feedback.
+    Coarse: the error is about a tenth of a typical value. Use it with error feedback.
     """
 
     compression_type = CompressionType.BLOCKWISE_4BIT
@@ -476,19 +480,19 @@ class Blockwise4BitQuantization(BlockwiseCompression):
     def _write_codes(self, scaled: torch.Tensor, packed: torch.Tensor) -> None:
         codes = scratch("codes", torch.uint8, len(scaled))
         self.table().nearest(scaled, codes)
-        pairs = codes.view(torch.int16)  # the second code is in the upper byte
+        pairs = codes.view(torch.int16)  # a pair has its second code in the upper byte
         shifted = torch.bitwise_right_shift(pairs, 4, out=scratch("pairs", torch.int16, len(pairs)))
         packed.copy_(shifted.bitwise_or_(pairs)[: len(packed)])
 
     def _read_levels(self, packed: torch.Tensor, levels: torch.Tensor) -> None:
         index = scratch("index", torch.int32, len(packed)).copy_(packed)
-        # This type has 64 bits, whatever its name says.
-        torch.index_select(_pairs_of_levels(), 0, index, out=levels.view(torch.float64))
+        # Each table entry is two float32 levels, moved as one 64-bit word.
+        torch.index_select(pairs_of_levels(), 0, index, out=levels.view(torch.float64))
 
 
 @cache
-def _pairs_of_levels() -> torch.Tensor:
-    """Two levels of 4 bits for each byte, of which the first is in the lower bits."""
+def pairs_of_levels() -> torch.Tensor:
+    """The two levels of each possible byte; the lower 4 bits are the first code."""
     levels = Blockwise4BitQuantization.table().levels
     first, second = torch.meshgrid(levels, levels, indexing="xy")
     return torch.stack([first, second], dim=-1).view(torch.float64).flatten()

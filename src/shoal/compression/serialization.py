@@ -1,4 +1,4 @@
-"""Tensors to bytes and back, with the codec named by its code; whole, or in pieces small enough for a message."""
+"""Serializes tensors with the codec of a given code, whole or in pieces small enough for a message."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TensorChunk:
 
     buffer: Buffer
     metadata: TensorMetadata | None = None
-    """Of the whole tensor; in the first piece only."""
+    """Metadata of the whole tensor; in the first piece only."""
     chunks: int = 0
     """How many pieces there are; in the first piece only."""
 
@@ -48,7 +48,7 @@ class TensorChunk:
 def split_for_streaming(
     serialized_tensor: SerializedTensor, chunk_size_bytes: int = STREAMING_CHUNK_SIZE_BYTES
 ) -> Iterator[TensorChunk]:
-    """Split a serialized tensor into pieces, without a copy; even an empty one has a first piece.
+    """Split a serialized tensor into pieces without a copy. An empty tensor makes one piece.
 
     Args:
         chunk_size_bytes: size of each piece but the last.
@@ -66,7 +66,7 @@ def split_for_streaming(
 
 
 class _Assembly:
-    """A tensor of which the first piece has arrived."""
+    """A tensor whose first piece has arrived."""
 
     def __init__(self, first: TensorChunk) -> None:
         if first.metadata is None or first.chunks < 1:
@@ -86,6 +86,7 @@ class _Assembly:
     def result(self) -> SerializedTensor:
         if not self.is_complete:
             raise RuntimeError(f"{self._missing} of {self._missing + len(self._pieces)} pieces of a tensor are missing")
+        # Writable, so that a tensor over these bytes needs no copy.
         return SerializedTensor(self._metadata, bytearray().join(self._pieces))
 
 
@@ -108,7 +109,7 @@ def combine_all(stream: Iterable[TensorChunk]) -> Iterator[SerializedTensor]:
         if assembly is None:
             assembly = _Assembly(chunk)
         elif chunk.metadata is not None:
-            # A new tensor begins although this one is not complete: tell what is missing.
+            # A new tensor begins before this one is complete: this raises an error that says what is missing.
             assembly.result()
         else:
             assembly.add(chunk)
@@ -158,8 +159,8 @@ def serialize_torch_tensor(
     Args:
         tensor: what to serialize.
         compression_type: code of the codec, see :class:`CompressionType`.
-        info: what the codec may want to know; made from the tensor and ``kwargs`` if not given.
-        allow_inplace: the codec may spoil the tensor's values.
+        info: what the codec may need to know; made from the tensor and ``kwargs`` if not given.
+        allow_inplace: the codec may overwrite the tensor's values.
 
     Raises:
         AssertionError: the tensor is not on the CPU.
@@ -175,7 +176,7 @@ def deserialize_torch_tensor(serialized_tensor: SerializedTensor) -> torch.Tenso
     """Restore a tensor from bytes; it may share memory with them.
 
     Raises:
-        ValueError: unknown code, or metadata that make no sense.
+        ValueError: unknown code, or metadata that makes no sense.
         RuntimeError: the bytes are truncated or do not fit the metadata.
     """
     return codec_of(serialized_tensor.metadata.compression).extract(serialized_tensor)
@@ -186,7 +187,7 @@ async def deserialize_tensor_stream(stream: AsyncIterable[Iterable[TensorChunk]]
 
     Raises:
         RuntimeError: pieces are missing, or the bytes do not fit the metadata.
-        ValueError: the metadata make no sense.
+        ValueError: the metadata makes no sense.
     """
     chunks = [chunk async for several in stream for chunk in several]
     return [deserialize_torch_tensor(serialized) for serialized in combine_all(chunks)]
@@ -194,7 +195,7 @@ async def deserialize_tensor_stream(stream: AsyncIterable[Iterable[TensorChunk]]
 
 @MSGPackSerializer.ext_serializable(0x51)
 class BatchTensorDescriptor(TensorDescriptor):
-    """A tensor whose first dimension, the batch, is not known: it is ``None`` in ``size`` and ``shape``.
+    """A tensor whose first dimension, the batch, is unknown: it is ``None`` in ``size`` and ``shape``.
 
     Args:
         instance_size: sizes of one item of the batch.
@@ -208,14 +209,14 @@ class BatchTensorDescriptor(TensorDescriptor):
     def from_tensor(
         cls, tensor: torch.Tensor, compression: CompressionType = CompressionType.NONE
     ) -> BatchTensorDescriptor:
-        """Describe batches of which this tensor is one."""
+        """Describe batches like this tensor."""
         whole = TensorDescriptor.from_tensor(tensor, compression)
         fields = ("dtype", "layout", "device", "requires_grad", "pin_memory", "compression")
         return cls(*whole.size[1:], **{name: getattr(whole, name) for name in fields})
 
     @property
     def shape(self) -> Any:
-        """As ``size``: ``None`` stands for the length of the batch."""
+        """Same as ``size``; ``None`` stands for the length of the batch."""
         return self.size
 
     def numel(self) -> int:
@@ -225,7 +226,7 @@ class BatchTensorDescriptor(TensorDescriptor):
         """A batch of zeros.
 
         Args:
-            batch_size: its length, or several dimensions in its place.
+            batch_size: the length of the batch, or several dimensions in its place.
         """
         assert batch_size, "the size of the batch must be given"
         fields = {name: getattr(self, name) for name in ("dtype", "layout", "device", "requires_grad", "pin_memory")}

@@ -1,16 +1,15 @@
 """The distributed hash table: small facts with expirations, found by key without a server (Kademlia).
 
-- Nodes and keys have ids of 160 bits; the distance of two is their XOR. A node knows many nodes near to it and some of
-  the others (:mod:`~.routing`).
-- A walk asks the nearest nodes that it knows for nearer ones, until nobody knows any (:mod:`~.traverse`). On the way it
-  learns who they are and where they can be called (:mod:`~.lookup`).
-- What is stored goes to the nodes nearest to its key (:mod:`~.store`), and a get takes the newest that they have
-  (:mod:`~.get`). There are three calls between nodes: ping, store, find (:mod:`~.protocol`).
-- A node checks what it keeps and what it is told (:mod:`~.records`, :mod:`~.validation`): types (:mod:`~.schema`), and
-  signatures that say who may write where (:mod:`~.crypto`). With an authorizer only members talk at all.
-- Whoever is silent is suspected, and blamed only if others answer (:mod:`~.reception`). A node that has lost everybody
-  looks for them for ever (:mod:`~.joining`).
-- :mod:`~.node` is the table for coroutines; :class:`DHT` the same for any thread.
+- Nodes and keys have 160-bit ids; the distance of two ids is their XOR. A node knows many nodes near its own id and
+  few far away (:mod:`~.routing`).
+- A walk asks the nearest known nodes for nearer ones, until there are none (:mod:`~.traverse`). On the way it learns
+  their peer ids and addresses (:mod:`~.lookup`).
+- A record is stored at the nodes nearest to its key (:mod:`~.store`), and a get returns the newest that they have
+  (:mod:`~.get`). Nodes have three calls: ping, store, find (:mod:`~.protocol`).
+- A node checks all records that it keeps or reads (:mod:`~.records`, :mod:`~.validation`): types (:mod:`~.schema`), and
+  signatures of owners (:mod:`~.crypto`). With an authorizer only members may call each other.
+- A silent peer is blamed only if others answer (:mod:`~.reception`). A lost swarm is searched for (:mod:`~.joining`).
+- :mod:`~.node` is the table for coroutines, :class:`DHT` the table for any thread.
 """
 
 import importlib
@@ -40,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Submodules that not every program needs load at first use: they take longer than all others together."""
+    """Load two submodules at first use: few programs need them, and they take longer than all others together."""
     if name in ("crypto", "schema"):
         return importlib.import_module(f"shoal.dht.{name}")
     raise AttributeError(f"module 'shoal.dht' has no attribute {name!r}")

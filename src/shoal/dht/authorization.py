@@ -1,10 +1,10 @@
-"""Tables for members only: every call between nodes carries proof that its sender may take part.
+"""Tables for members only: every call between nodes carries proof that its sender is a member.
 
-A member has an access token, which some authority gives out, and signs with the key that the token names. A request
-also says when it was made and has a number that is used once, so that a captured one is worth nothing: not a minute
-later, not a second time, not from another peer, and not at another peer. The answer is signed with the same number.
+An authority gives each member an access token, and the member signs its messages with the key that the token names. A
+request also carries its time and a nonce, so a captured request is useless: after a minute, a second time, from another
+peer, or at another peer. The signed answer carries the same nonce.
 
-Each swarm decides what a token is worth and where it comes from, by a subclass of :class:`TokenAuthorizerBase`::
+Each swarm defines where tokens come from and which ones are valid, in a subclass of :class:`TokenAuthorizerBase`::
 
     class Members(TokenAuthorizerBase):
         async def get_token(self) -> AccessToken: ...            # log in
@@ -13,9 +13,8 @@ Each swarm decides what a token is worth and where it comes from, by a subclass 
 
     dht = DHT(..., authorizer=Members())
 
-Averagers, trackers and states of that process are for members, too: see :class:`MembersOnly`.
-
-Records in the table are a matter of their own: see :mod:`shoal.dht.crypto`.
+That process' averagers, trackers and states are for members only, too: see :class:`MembersOnly`. Records in the table
+are protected separately: see :mod:`shoal.dht.crypto`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +34,7 @@ from shoal.clock import get_dht_time
 from shoal.dht.storage import TimedStorage
 from shoal.errors import P2PDaemonError, P2PHandlerError
 from shoal.p2p import Call, Header, P2PContext, PeerID, ServicerBase, StubBase
+from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Connection
 from shoal.p2p.joining import Checkup, Presence
 from shoal.p2p.service import methods_of, receive_only
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MessageT = TypeVar("MessageT", bound="AuthorizedRequest | AuthorizedResponse")
 
-# Seconds by which the time in a request may differ from the receiver's.
+# Most seconds by which the time in a request may differ from the receiver's.
 MAX_REQUEST_AGE = 60.0
 
 NONCE_BYTES = 16
-# Who opens a connection is let in by then, or the call fails: the other side may have vanished meanwhile.
+# Timeout for the proof of membership on a new connection: the other side may have vanished.
 ENTER_SECONDS = 15.0
-# Requests of the last minutes that are remembered, so that each is answered once.
+# Most requests of the last minutes that are remembered, so that each is answered only once.
 MAX_NONCES = 2**18
 
-_REQUEST_PURPOSE, _RESPONSE_PURPOSE = "shoal authorized request 1", "shoal authorized response 1"
+REQUEST_PURPOSE, RESPONSE_PURPOSE = "shoal authorized request 1", "shoal authorized response 1"
 
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Short = Annotated[bytes, Meta(max_length=1024)]
@@ -69,16 +69,16 @@ class AccessToken(msgspec.Struct):
     public_key: _Short = b""
     """The member's key in OpenSSH form."""
     expiration_time: float | _Text = 0.0
-    """DHT time; or text, such as a date, if that is what the swarm's authorizers understand."""
+    """DHT time, or text such as a date if the swarm's authorizers understand it."""
     signature: Annotated[bytes, Meta(max_length=4096)] = b""
-    """Of the authority, over :meth:`signed_bytes`; or another proof that the swarm's authorizers understand."""
+    """The authority's signature over :meth:`signed_bytes`, or another proof that the swarm's authorizers understand."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.expiration_time, (int, float, str)):
             raise TypeError(f"expiration_time must be a number or text, got {self.expiration_time!r}")
 
     def signed_bytes(self) -> bytes:
-        """Everything but the signature, in one form for all."""
+        """All fields but the signature, in a canonical form."""
         expiration = self.expiration_time if isinstance(self.expiration_time, str) else float(self.expiration_time)
         return msgspec.msgpack.encode(["shoal access token 1", self.username, self.public_key, expiration])
 
@@ -90,7 +90,7 @@ class RequestAuth(msgspec.Struct):
     time: float
     """The sender's DHT time."""
     nonce: _Nonce
-    """Random, in no other request."""
+    """Random, different in each request."""
     signature: _Short = b""
 
 
@@ -99,7 +99,7 @@ class ResponseAuth(msgspec.Struct):
 
     token: AccessToken
     nonce: _Nonce
-    """Of the request."""
+    """The nonce of the request."""
     signature: _Short = b""
 
 
@@ -116,14 +116,14 @@ class AuthorizedResponse(Header, kw_only=True, omit_defaults=True):
 
 
 class AuthorizerBase(ABC):
-    """Signs and checks what travels between members.
+    """Signs and checks the messages between members.
 
-    ``call`` says which method is called by whom at whom; both sides know it without being told.
+    ``call`` names the method, the caller and the peer that is called; both sides know it, so it is not sent.
     """
 
     @abstractmethod
     async def prepare(self) -> None:
-        """Called when a node starts; an error here is the reason why it cannot."""
+        """Called when a node starts; if this raises, the node does not start."""
 
     @abstractmethod
     async def sign_request(self, request: AuthorizedRequest, call: str) -> None:
@@ -150,7 +150,7 @@ class TokenAuthorizerBase(AuthorizerBase):
     """
 
     def __init__(self, local_private_key: PrivateKey | None = None) -> None:
-        # Loading it takes time, and most tables are open to all.
+        # Imported only here: loading it takes time, and most tables are open to all.
         from shoal.dht.crypto import PrivateKey
 
         self._local_private_key = PrivateKey.process_wide() if local_private_key is None else local_private_key
@@ -161,29 +161,29 @@ class TokenAuthorizerBase(AuthorizerBase):
 
     @abstractmethod
     async def get_token(self) -> AccessToken:
-        """A new token for :attr:`local_public_key`, from the authority. One call at a time."""
+        """Get a new token for :attr:`local_public_key` from the authority. There is only one call at a time."""
 
     @abstractmethod
     def is_token_valid(self, access_token: AccessToken) -> bool:
-        """Whether a token, of anybody, was given out by the authority and has not expired."""
+        """Whether anybody's token was given out by the authority and has not expired."""
 
     @abstractmethod
     def does_token_need_refreshing(self, access_token: AccessToken) -> bool:
-        """Whether the own token should be replaced, because it expires soon."""
+        """Whether this member's own token should be replaced, because it expires soon."""
 
     @property
     def local_public_key(self) -> PublicKey:
-        """The key that the own token must name."""
+        """The key that this member's token must name."""
         return self._local_public_key
 
     async def prepare(self) -> None:
         await self.refresh_token_if_needed()
 
     async def refresh_token_if_needed(self) -> AccessToken:
-        """The own token, a new one if it is time for it.
+        """This member's token; a new one if the old one needs refreshing.
 
         Raises:
-            RuntimeError: there is no token, because ``get_token`` failed or gave one that is not valid.
+            RuntimeError: there is no token, because ``get_token`` failed or returned one that is not valid.
         """
         async with self._refreshing:
             token = self._local_token
@@ -198,7 +198,7 @@ class TokenAuthorizerBase(AuthorizerBase):
             return self._local_token
 
     async def _log_in_first(self) -> None:
-        """Without :meth:`prepare` nothing may be known of the authority yet: its key may come along with the token."""
+        """Get a token first if there was no :meth:`prepare`: the authority's key may come along with it."""
         if self._local_token is None:
             await self.refresh_token_if_needed()
 
@@ -212,7 +212,7 @@ class TokenAuthorizerBase(AuthorizerBase):
     async def sign_request(self, request: AuthorizedRequest, call: str) -> None:
         token = await self.refresh_token_if_needed()
         request.auth = RequestAuth(token, get_dht_time(), secrets.token_bytes(NONCE_BYTES))
-        request.auth.signature = self._local_private_key.sign(_signed_bytes(_REQUEST_PURPOSE, call, request))
+        request.auth.signature = self._local_private_key.sign(signed_bytes(REQUEST_PURPOSE, call, request))
 
     async def validate_request(self, request: AuthorizedRequest, call: str) -> bool:
         auth = request.auth
@@ -221,7 +221,7 @@ class TokenAuthorizerBase(AuthorizerBase):
         await self._log_in_first()
         if not abs(get_dht_time() - auth.time) <= MAX_REQUEST_AGE:
             return _refuse(call, "it was made at another time")
-        if not self._is_signed(auth, _signed_bytes(_REQUEST_PURPOSE, call, request)):
+        if not self._is_signed(auth, signed_bytes(REQUEST_PURPOSE, call, request)):
             return _refuse(call, "no valid token, or no valid signature")
         request_id = auth.token.public_key, auth.nonce
         if request_id in self._seen:
@@ -232,7 +232,7 @@ class TokenAuthorizerBase(AuthorizerBase):
     async def sign_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> None:
         assert request.auth is not None, "only answers to signed requests are signed"
         response.auth = ResponseAuth(await self.refresh_token_if_needed(), request.auth.nonce)
-        response.auth.signature = self._local_private_key.sign(_signed_bytes(_RESPONSE_PURPOSE, call, response))
+        response.auth.signature = self._local_private_key.sign(signed_bytes(RESPONSE_PURPOSE, call, response))
 
     async def validate_response(self, response: AuthorizedResponse, request: AuthorizedRequest, call: str) -> bool:
         auth = response.auth
@@ -241,7 +241,7 @@ class TokenAuthorizerBase(AuthorizerBase):
         await self._log_in_first()
         if auth.nonce != request.auth.nonce:
             return _refuse(call, "its answer belongs to another request")
-        if not self._is_signed(auth, _signed_bytes(_RESPONSE_PURPOSE, call, response)):
+        if not self._is_signed(auth, signed_bytes(RESPONSE_PURPOSE, call, response)):
             return _refuse(call, "its answer has no valid token, or no valid signature")
         return True
 
@@ -269,39 +269,39 @@ def _refuse(call: str, reason: str) -> bool:
     return False
 
 
-def _signed_bytes(purpose: str, call: str, message: MessageT) -> bytes:
-    """What is signed: all of the message but the signature, as the other side will read it."""
+def signed_bytes(purpose: str, call: str, message: MessageT) -> bytes:
+    """The signed data: the whole message but the signature, as the other side will read it."""
     assert message.auth is not None
     signature, message.auth.signature = message.auth.signature, b""
     try:
         encoded = msgspec.msgpack.encode(message)
     finally:
         message.auth.signature = signature
-    # An int arrives as a float where a float may be.
+    # Decode it once, because an int arrives as a float in a field of type float.
     as_received = decode_header(encoded, type(message))
     return msgspec.msgpack.encode([purpose, call, as_received])
 
 
 class AuthRole(Enum):
-    """Which side of a call a wrapper stands on."""
+    """The side of a call that a wrapper is on."""
 
     CLIENT = 0
     SERVICER = 1
 
 
 class AuthRPCWrapper:
-    """Stands in for a servicer, or for a stub, and lets only members pass.
+    """Wraps a servicer or a stub, and lets only members pass.
 
-    As servicer, give it to :meth:`ServicerBase.add_p2p_handlers` as wrapper: a request of anybody else is not answered.
-    As client, call it like the stub: an answer of anybody else counts as none, and ``None`` is returned.
+    For a servicer, give it to :meth:`ServicerBase.add_p2p_handlers` as wrapper: only requests of members are answered.
+    For a client, call it like the stub: if the answer does not come from a member, it returns ``None``.
 
     Args:
-        stub: a :class:`ServicerBase`, or for the client the stub of one.
-        role: which of them it is.
-        authorizer: signs and checks.
+        stub: a :class:`ServicerBase`, or for a client the stub of one.
+        role: which of the two it is.
+        authorizer: signs and checks the messages.
 
     Raises:
-        TypeError: a method of the servicer does not take an :class:`AuthorizedRequest` and give an
+        TypeError: a method of the servicer does not take an :class:`AuthorizedRequest` and return an
             :class:`AuthorizedResponse`.
     """
 
@@ -352,24 +352,29 @@ class AuthRPCWrapper:
 
 
 class EnterRequest(AuthorizedRequest):
-    """Asks to be let in."""
+    """Asks for access, with proof of membership."""
 
 
 class EnterResponse(AuthorizedResponse):
-    """It is let in, by a member."""
+    """Grants access, with proof of membership."""
 
 
 class MembersOnly(ServicerBase):
-    """The gate of a peer whose table is for members: averagers, states and trackers are for them, too.
+    """Guards a peer whose table is for members only: its averagers, states and trackers are for members, too.
 
-    Who has opened a connection proves once that it is a member, and learns that the other side is one. Requests to the
-    table carry a proof each. Who asks only whether a peer is there, or where it can be reached, needs none.
+    This is about members by the judgement of the user's own authority. In a private run, the other side has shown its
+    badge before, and both checks must succeed.
+
+    The peer that has opened a connection proves once that it is a member, and gets proof that the other side is one.
+    Requests to the table carry a proof each. Requests about a peer's presence or reachability need no proof.
 
     Args:
-        own_id: of the peer that has this gate.
-        authorizer: signs and checks.
+        own_id: id of the guarded peer.
+        authorizer: signs and checks the messages.
         self_checking: the servicer whose requests carry proofs of their own.
     """
+
+    roles: ClassVar[Roles] = ANY_ROLE
 
     def __init__(self, own_id: PeerID, authorizer: AuthorizerBase, self_checking: type[ServicerBase]) -> None:
         self._own_id, self._authorizer = own_id, authorizer
@@ -395,7 +400,7 @@ class MembersOnly(ServicerBase):
         connection.is_member = True
 
     async def rpc_enter(self, call: Call, context: P2PContext) -> None:
-        """Let the connection of a member in; nobody else is answered."""
+        """Grant access to the connection of a member; refuse all others."""
         request = await receive_only(call, EnterRequest, context.handle_name)
         description = _description(context.handle_name, context.remote_id, context.local_id)
         if not await self._authorizer.validate_request(request, description):

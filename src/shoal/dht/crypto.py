@@ -1,13 +1,12 @@
 """Records that only their owner can write: Ed25519 signatures inside the table.
 
-A record is protected if its subkey contains ``[owner:<public key>]``, in the text form that OpenSSH uses for public
-keys. Its value must then end with ``[signature:<base64>]``, a signature over key, subkey, value and expiration time. A
-captured record can therefore be repeated as it is, but not changed, and not prolonged. Nor does a plain value push a
-dictionary aside in which somebody owns an entry. An owner tag in a *key* protects
-nothing, because keys travel as hashes.
+A record is protected if its subkey contains ``[owner:<public key>]``, with the public key in OpenSSH's text form. Its
+value must then end with ``[signature:<base64>]``, a signature over key, subkey, value and expiration time. So a
+captured record can be repeated, but neither changed nor prolonged. A plain value cannot replace a dictionary in which
+somebody owns an entry. An owner tag in a *key* protects nothing, because keys travel as hashes.
 
-Every node checks such records, and signs what stands under the tag of its own peer: averagers and donors declare
-themselves there.
+Every node checks such records, and signs those with the tag of its own peer. Averagers and donors use them to declare
+themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shoal.serializer import MSGPackSerializer
 
 _OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)
 _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
-# Part of everything that is signed here, so that no signature can be used elsewhere.
+# Part of all signed data here, so that no signature can be used for another purpose.
 _PURPOSE = b"shoal dht record 1"
 
 
@@ -44,12 +43,12 @@ class PublicKey:
         """Read ``ssh-ed25519 AAAA…``.
 
         Raises:
-            ValueError: not an Ed25519 public key in OpenSSH form, or one that proves nothing.
+            ValueError: it is not an Ed25519 public key in OpenSSH form, or it is a weak key that proves nothing.
         """
         try:
             public_key = serialization.load_ssh_public_key(data)
         except Exception as e:
-            # Hostile bytes; the parser's exceptions differ between versions.
+            # The bytes may be hostile, and the parser's exceptions differ between versions.
             raise ValueError(f"not a public key in OpenSSH form: {type(e).__name__}: {e}") from None
         if not isinstance(public_key, ed25519.Ed25519PublicKey):
             raise ValueError(f"only Ed25519 keys are supported, got {type(public_key).__name__}")
@@ -63,7 +62,7 @@ class PublicKey:
 
     @property
     def owner_tag(self) -> bytes:
-        """What stands in the subkeys that only the owner of the private half may write."""
+        """The tag for subkeys that only the owner of the private half may write."""
         return b"[owner:" + self.to_bytes() + b"]"
 
     @property
@@ -78,7 +77,7 @@ class PublicKey:
             self._public_key.verify(raw, data)
         except (InvalidSignature, binascii.Error, ValueError):
             return False
-        # Several texts have the same meaning, and only one was made.
+        # Several base64 texts decode to the same bytes; accept only the canonical one.
         return base64.b64encode(raw) == signature
 
     def __eq__(self, other: object) -> bool:
@@ -95,7 +94,7 @@ class PrivateKey:
     """An Ed25519 key pair that owns records.
 
     Args:
-        private_key: a new one if not given.
+        private_key: default: a new one.
     """
 
     def __init__(self, private_key: ed25519.Ed25519PrivateKey | None = None) -> None:
@@ -103,7 +102,7 @@ class PrivateKey:
 
     @classmethod
     def process_wide(cls) -> PrivateKey:
-        """The key that all validators of this process share unless they are given another one."""
+        """The key that all validators of this process share, unless they get another one."""
         with _MAKING_A_KEY:
             return _key_of_this_process()
 
@@ -112,7 +111,7 @@ class PrivateKey:
         """Read what :meth:`to_bytes` made.
 
         Raises:
-            ValueError: not 32 bytes.
+            ValueError: there are not 32 bytes.
         """
         return cls(ed25519.Ed25519PrivateKey.from_private_bytes(data))
 
@@ -133,7 +132,7 @@ class PrivateKey:
 
 
 def tag_of(peer: PeerID) -> bytes:
-    """The owner tag of a peer: only the peer itself can write under it.
+    """The owner tag of a peer; only the peer itself can write under it.
 
     Raises:
         ValueError: its id does not contain an Ed25519 key.
@@ -147,7 +146,7 @@ def peer_of(tag: object) -> PeerID:
     """The peer whose owner tag this is.
 
     Raises:
-        ValueError: nobody's.
+        ValueError: it is not the tag of a peer.
     """
     owners = _OWNER_TAG.fullmatch(tag) if isinstance(tag, bytes) else None
     if owners is None:
@@ -155,6 +154,7 @@ def peer_of(tag: object) -> PeerID:
     return PeerID.from_public_key(PublicKey.from_bytes(owners.group(1)).raw)
 
 
+# functools.cache alone would let two threads make two keys.
 _MAKING_A_KEY = threading.Lock()
 
 
@@ -164,7 +164,7 @@ def _key_of_this_process() -> PrivateKey:
 
 
 def _owner_tags(data: bytes) -> list[bytes]:
-    """Up to the last ``]``: behind it a hostile record would make each of many beginnings be followed to the end."""
+    """Find the owner tags, up to the last ``]``: behind it the pattern could scan to the end once per ``[owner:``."""
     return _OWNER_TAG.findall(data, 0, data.rfind(b"]") + 1)
 
 
@@ -179,22 +179,23 @@ class SignatureValidator(RecordValidatorBase):
         private_key = PrivateKey.process_wide() if private_key is None else private_key
         self._local_public_key = private_key.get_public_key().owner_tag
         self._private_keys = {self._local_public_key: private_key}
-        self._accepted = AcceptedRecords()
+        self.accepted = AcceptedRecords()
+        """Records that are known to be signed well."""
 
     @property
     def local_public_key(self) -> bytes:
-        """The owner tag to put into subkeys that only this peer may write."""
+        """The owner tag for subkeys that only this peer may write."""
         return self._local_public_key
 
     def validate(self, record: DHTRecord) -> bool:
         owners = self._owners(record)
         if not owners:
             return True
-        if record in self._accepted:
+        if record in self.accepted:
             return True
         if len(owners) > 1 or not self._is_signed_by(next(iter(owners)), record):
             return False
-        self._accepted.add(record)
+        self.accepted.add(record)
         return True
 
     @staticmethod
@@ -211,23 +212,24 @@ class SignatureValidator(RecordValidatorBase):
             public_key = PublicKey.from_bytes(owner)
         except ValueError:
             return False
-        signed = self._signed_bytes(record, record.value[: signatures[0].start()])
+        signed = self.signed_bytes(record, record.value[: signatures[0].start()])
         return public_key.verify(signed, signatures[0].group(1))
 
     @staticmethod
-    def _signed_bytes(record: DHTRecord, value: bytes) -> bytes:
+    def signed_bytes(record: DHTRecord, value: bytes) -> bytes:
+        """What a signature is made of."""
         return MSGPackSerializer.dumps([_PURPOSE, record.key, record.subkey, value, float(record.expiration_time)])
 
     def sign_value(self, record: DHTRecord) -> bytes:
         for owner_tag, private_key in self._private_keys.items():
             if owner_tag in record.key or owner_tag in record.subkey:
-                signature = private_key.sign(self._signed_bytes(record, record.value))
+                signature = private_key.sign(self.signed_bytes(record, record.value))
                 return record.value + b"[signature:" + signature + b"]"
         return record.value
 
     def strip_value(self, record: DHTRecord) -> bytes:
         if not self._owners(record):
-            # What looks like a signature there is the user's own data.
+            # Without an owner, anything that looks like a signature is the user's own data.
             return record.value
         signatures = list(_SIGNATURE.finditer(record.value))
         if signatures and signatures[-1].end() == len(record.value):
@@ -243,7 +245,7 @@ class SignatureValidator(RecordValidatorBase):
         return 10
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
-        """One is enough for verifying everybody's signatures; it signs with the keys of both."""
+        """Adopt the other's private keys. One validator is enough to verify everybody's signatures."""
         if not isinstance(other, SignatureValidator):
             return False
         self._private_keys = {**other._private_keys, **self._private_keys}
@@ -254,14 +256,14 @@ class SignatureValidator(RecordValidatorBase):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._accepted = AcceptedRecords()
+        self.accepted = AcceptedRecords()
 
 
 def with_signatures(validator: RecordValidatorBase | None, identity: Identity) -> CompositeValidator:
-    """What every node checks, besides the rules of its user: records with an owner. It can sign those of its own peer.
+    """Add the check of owned records, which every node makes, to the user's rules; it also signs the node's own.
 
     Args:
-        validator: the user's; if it is a composite, it is extended.
+        validator: the user's; a composite is extended in place.
     """
     composite = validator if isinstance(validator, CompositeValidator) else CompositeValidator()
     if validator is not None and composite is not validator:
@@ -273,4 +275,4 @@ def with_signatures(validator: RecordValidatorBase | None, identity: Identity) -
 Ed25519PrivateKey = RSAPrivateKey = PrivateKey
 Ed25519PublicKey = RSAPublicKey = PublicKey
 Ed25519SignatureValidator = RSASignatureValidator = SignatureValidator
-"""Other names of these classes. Users of this field know those with RSA; the keys are Ed25519 all the same."""
+"""Aliases. Users of this field know the names with RSA; the keys are Ed25519 all the same."""

@@ -1,4 +1,4 @@
-"""The distributed hash table as an object for programs without coroutines: every method works from any thread."""
+"""The distributed hash table for programs without coroutines: every method works from any thread."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ StoreFuture = AwaitableFuture[bool]
 
 
 class DHT(Facade):
-    """A peer's access to the distributed hash table. The work is done by a node in the background loop.
+    """A peer's access to the distributed hash table. A node in the background loop does the work.
 
     Use it in a ``with`` block, or call :meth:`shutdown` in the end.
 
     Args:
         initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``; none = begin a new swarm.
         start: whether to start at once; otherwise call :meth:`run_in_background`.
-        p2p: work with this peer, made in the background loop, instead of a new one. It is not shut down in the end.
+        p2p: use this peer, made in the background loop, instead of a new one. :meth:`shutdown` leaves it running.
         daemon: accepted for compatibility; nothing here keeps a process alive.
-        num_workers: requests in flight of one search.
-        record_validators: decide which records may be stored and believed; the same ones at every peer.
-        shutdown_timeout: seconds that :meth:`shutdown` waits at most.
-        await_ready: wait until the node has joined, and raise what went wrong.
-        kwargs: settings of :meth:`DHTNode.create`, and through it of :meth:`P2P.create`.
+        num_workers: most requests in flight of one search.
+        record_validators: decide which records may be stored and trusted; the same ones at every peer.
+        shutdown_timeout: most seconds that :meth:`shutdown` waits.
+        await_ready: wait until the node has joined, and raise the error if it could not.
+        kwargs: settings of :meth:`DHTNode.create`, and through it of :meth:`P2P.create`, such as ``token`` of a private
+            run: the text of a token or the path of a file with it.
 
     Raises:
         TypeError, ValueError: ``initial_peers`` is not a list of such addresses.
-        BootstrapError: no initial peer could be reached; it says why for each address.
+        BootstrapError: no initial peer could be reached; the text says why for each address.
         ValidationError: this peer cannot be reached, or the initial peers do not agree about the time.
     """
 
@@ -97,8 +98,8 @@ class DHT(Facade):
             timeout: seconds to wait.
 
         Raises:
-            TimeoutError: not ready in time.
-            RuntimeError: started already.
+            TimeoutError: the node was not ready in time.
+            RuntimeError: it is started already.
         """
         if self._portal is not None:
             raise RuntimeError("this DHT is started already")
@@ -116,7 +117,7 @@ class DHT(Facade):
         """Wait until the node has joined.
 
         Raises:
-            TimeoutError: not ready in time.
+            TimeoutError: the node was not ready in time.
             BootstrapError, ValidationError: joining failed.
         """
         try:
@@ -134,7 +135,7 @@ class DHT(Facade):
         return not self._started.done() or (not self._started.cancelled() and self._started.exception() is None)
 
     def shutdown(self) -> None:
-        """Leave the swarm. What is in progress is cancelled. Idempotent, never hangs."""
+        """Leave the swarm; operations in progress are cancelled. Idempotent, never hangs."""
         if self._portal is not None:
             self._portal.close(self.shutdown_timeout)
 
@@ -150,17 +151,17 @@ class DHT(Facade):
         if portal is not None and not portal.closed:
             portal.begin_close()
 
-    # --- what others build upon ---------------------------------------------------------------------------------------
+    # --- for other components -----------------------------------------------------------------------------------------
 
     @property
     def portal(self) -> Portal:
-        """The door into the background loop, where the node lives."""
+        """The access to the background loop, where the node runs."""
         if self._portal is None:
             raise RuntimeError("this DHT is not started: call run_in_background()")
         return self._portal
 
     def __repr__(self) -> str:
-        """Where it is and how many others it knows; from memory, so that it can be called at any time."""
+        """Its addresses and how many other peers it knows. Asks nobody, so it can be called at any time."""
         node, facts, state = self._service.node, self._service.facts, ""
         if self._portal is None:
             state = "not started"
@@ -178,7 +179,7 @@ class DHT(Facade):
         return f"<DHT {where}, {state or f'knows {company}'}>"
 
     def check(self) -> None:
-        """Whether it can be used.
+        """Check that it can be used.
 
         Raises:
             ReactorError: it is shut down, or belongs to the parent of this forked process.
@@ -188,7 +189,7 @@ class DHT(Facade):
 
     @property
     def node(self) -> DHTNode:
-        """The node; its coroutines run in the background loop only."""
+        """The node; its coroutines must run in the background loop."""
         self.portal.check()
         self.wait_until_ready()
         assert self._service.node is not None
@@ -221,12 +222,12 @@ class DHT(Facade):
 
     @property
     def peer_id(self) -> PeerID:
-        """The own id on the network."""
+        """This peer's id on the network."""
         return self._facts.peer_id
 
     @property
     def client_mode(self) -> bool:
-        """Others never call this peer."""
+        """Whether this peer only calls others, and is never called."""
         return self._facts.client_mode
 
     @property
@@ -240,7 +241,7 @@ class DHT(Facade):
         """Addresses to give to others as initial peers, each ending with ``/p2p/<peer id>``.
 
         Args:
-            latest: look again, instead of what was true at the start.
+            latest: ask again, instead of returning the addresses from the start.
         """
         facts = self._facts
         if latest and not self.portal.closed:
@@ -263,10 +264,10 @@ class DHT(Facade):
         """Get the value of a key with its expiration, or ``None``; a dictionary as ``{subkey: value with expiration}``.
 
         Args:
-            key: what the value was stored under.
-            latest: ask all nodes that may know for the latest value or the most complete dictionary; otherwise the
-                first value that has not expired is returned.
-            return_future: return at once; the future can be waited for in a thread and awaited in any event loop, and
+            key: the key under which the value was stored.
+            latest: ask all nodes that may hold the latest value or the most complete dictionary; otherwise the first
+                value that has not expired is returned.
+            return_future: return at once. The future can be waited for in a thread or awaited in any event loop;
                 cancelling it stops the search.
             kwargs: as for :meth:`DHTNode.get_many_by_id`.
 
@@ -312,9 +313,10 @@ class DHT(Facade):
         """Store one value, or with a subkey one entry of a dictionary, until it expires.
 
         Args:
-            key: what to get it by.
+            key: the key to get it by.
             value: anything that msgpack can pack.
-            expiration_time: DHT time, a day from now at most. Later ones replace earlier ones; a tie is refused.
+            expiration_time: DHT time, at most a day from now. A value replaces those that expire earlier; a tie is
+                refused.
             subkey: the entry's key inside the dictionary.
             return_future: return at once.
             kwargs: as for :meth:`DHTNode.store_many`.
@@ -324,7 +326,7 @@ class DHT(Facade):
 
         Raises:
             ReactorError: as for :meth:`get`.
-            TypeError, ValueError: the key or value cannot be packed, is too large, or cannot expire then.
+            TypeError, ValueError: the key or value cannot be packed or is too large, or the expiration is invalid.
         """
         run = self.portal.submit if return_future else self.portal.call
         return run(self._service.store(key, value, expiration_time, subkey, **kwargs))
@@ -345,8 +347,8 @@ class DHT(Facade):
         """Run ``await coro(dht, node)`` in the background loop.
 
         Args:
-            coro: a coroutine function. Its first argument is a stand-in for this object: what is set on it stays there
-                for the next coroutine, but does not show here.
+            coro: a coroutine function. Its first argument is a stand-in for this object: attributes set on it are kept
+                for the next coroutine, but are not set on this object.
             return_future: return at once; cancelling the future cancels the coroutine.
         """
         run = self.portal.submit if return_future else self.portal.call
@@ -354,7 +356,7 @@ class DHT(Facade):
 
 
 def check_dht(dht: object) -> None:
-    """Others build upon a DHT that is there and works.
+    """Check that an argument is a DHT that can be used.
 
     Raises:
         TypeError: it is something else.
@@ -367,7 +369,7 @@ def check_dht(dht: object) -> None:
 
 
 class DHTHandle:
-    """Stands in for a DHT inside :meth:`DHT.run_coroutine`: reads from it, keeps what is written to itself."""
+    """Stands in for a DHT inside :meth:`DHT.run_coroutine`: reads its attributes, but keeps written ones to itself."""
 
     def __init__(self, dht: DHT) -> None:
         self.__dict__["_dht"] = weakref.ref(dht)
@@ -380,14 +382,14 @@ class DHTHandle:
 
 
 class _Facts:
-    """What can be told without the background loop."""
+    """Facts that are available without the background loop."""
 
     def __init__(self, peer_id: PeerID, client_mode: bool, visible_maddrs: list[Multiaddr]) -> None:
         self.peer_id, self.client_mode, self.visible_maddrs = peer_id, client_mode, visible_maddrs
 
 
 class _Service:
-    """The half of a DHT that lives in the loop. It does not refer to the other half, which may thus be collected."""
+    """The half of a DHT that lives in the loop. It has no reference to the other half, so that can be collected."""
 
     def __init__(self, handle: DHTHandle, options: dict[str, Any]) -> None:
         self.node: DHTNode | None = None
@@ -396,7 +398,7 @@ class _Service:
         self._handle = handle
         self._options = options
         self.ready = asyncio.Event()
-        """Starting has ended, well or not."""
+        """Set when starting has succeeded or failed."""
         self._starting = False
         self.failure: BaseException | None = None
 
@@ -415,7 +417,7 @@ class _Service:
 
     async def stop(self) -> None:
         try:
-            if self._starting:  # it has been cancelled, and cleans up after itself
+            if self._starting:  # start() was cancelled and cleans up after itself
                 await self.ready.wait()
             if self.node is not None:
                 await self.node.shutdown()

@@ -1,8 +1,8 @@
 """Getting records: this node's own copies first, then a walk to the nodes nearest to the keys.
 
-What different nodes have for one key is merged until the best of it is good enough, and searches for the same key share
-what they find. Copies are kept here and at nodes that had nothing; those that were read are fetched anew shortly before
-they expire.
+A search merges what different nodes hold for one key until the result is good enough. Searches for the same key share
+their findings. Copies of the result are kept here and at nodes that had nothing. A cached copy that was read is fetched
+again shortly before it expires.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import DHTExpiration, get_dht_time
+from shoal.dht.known import numbers_of_entries
 from shoal.dht.lookup import Lookup
 from shoal.dht.records import MAX_KEYS_PER_FIND, NewRecord
 from shoal.dht.routing import DHTID
@@ -38,10 +39,11 @@ class Search:
 
     Args:
         key_id: the key.
-        sufficient_expiration_time: stop looking at the first value that lives at least this long.
-        validator: knows what to strip from values before the application sees them.
-        is_refresh: the result goes into the cache only, nobody waits for it.
-        keep_copies: of what is found, here and at a node where it may be wanted next.
+        sufficient_expiration_time: stop at the first value that lives at least until then.
+        validator: strips values before the application sees them.
+        is_refresh: the result goes into the cache only; nobody waits for it.
+        keep_copies: keep copies of the result here and at a node where it may be wanted next.
+        most_entries: as for :meth:`DHTNode.get_many_by_id`.
     """
 
     def __init__(
@@ -51,33 +53,36 @@ class Search:
         validator: RecordValidatorBase | None,
         is_refresh: bool = False,
         keep_copies: bool = True,
+        most_entries: int = 0,
     ) -> None:
         self.key_id = key_id
         self.sufficient_expiration_time = sufficient_expiration_time
-        self.is_refresh, self.keep_copies = is_refresh, keep_copies
+        self.is_refresh, self.keep_copies, self.most_entries = is_refresh, keep_copies, most_entries
         self.future: asyncio.Future[GetResult] = asyncio.get_running_loop().create_future()
         self.found: StoredValue | None = None
         self.expiration_time: DHTExpiration = -math.inf
         self.source: DHTID | None = None
-        """Which node told the best value so far; ``None`` is this node itself."""
+        """The node that gave the best value so far; ``None`` is this node itself."""
         self.asked_in_vain: dict[DHTID, None] = {}
-        """Nodes that answered and had nothing."""
+        """Nodes that answered but had no value."""
         self._validator = validator
         self._owns_found = False
 
     @property
     def finished(self) -> bool:
-        """The caller has the result, or does not want it any more."""
+        """The caller has the result, or has cancelled the search."""
         return self.future.done()
 
     @property
     def is_satisfied(self) -> bool:
-        """What was found lives long enough."""
+        """The value found so far lives long enough."""
         return self.found is not None and self.expiration_time >= self.sufficient_expiration_time
 
     def add_candidate(self, value: StoredValue, expiration_time: DHTExpiration, source: DHTID | None) -> None:
-        """Consider what a node holds: dictionaries are united; otherwise the later expiration wins, except that a plain
-        value never pushes aside what somebody owns."""
+        """Consider a value that a node holds. Two dictionaries are united; otherwise the later expiration wins.
+
+        The exception: a dictionary that has entries with an owner always wins against a plain value.
+        """
         if isinstance(value, DictionaryDHTValue) and isinstance(self.found, DictionaryDHTValue):
             self._unite_with(value)
             if expiration_time > self.expiration_time:
@@ -87,7 +92,7 @@ class Search:
             self.expiration_time, self.source = expiration_time, source
 
     def _is_better(self, value: StoredValue, expiration_time: DHTExpiration) -> bool:
-        """Whether it should replace what was found, which is of the other kind or plain as well."""
+        """Whether a value should replace the present one; the two are not both dictionaries."""
         if self.found is not None and type(value) is not type(self.found):
             key = self.key_id.to_bytes()
             if has_owned_entries(self._validator, key, self.found):
@@ -98,14 +103,20 @@ class Search:
 
     def _unite_with(self, other: DictionaryDHTValue[bytes]) -> None:
         assert isinstance(self.found, DictionaryDHTValue)
-        # It may be the very object that lies in the storage of this node.
+        # Copy first: the dictionary may be the very object in this node's storage.
         if not self._owns_found:
             self.found, self._owns_found = self.found.copy(), True
         for subkey, item in other.items():
             self.found.store(subkey, item.value, item.expiration_time)
 
+    def known_entries(self) -> Iterable[int]:
+        """Entries that need not be told again."""
+        if not isinstance(self.found, DictionaryDHTValue):
+            return ()
+        return numbers_of_entries(self.key_id, self.found.items()).values()
+
     def adopt(self, other: Search) -> None:
-        """Take over what another search for the same key has found."""
+        """Take over the result of another search for the same key."""
         self.found, self._owns_found = other.found, False
         self.expiration_time, self.source = other.expiration_time, other.source
 
@@ -128,7 +139,7 @@ class Search:
         return ValueWithExpiration(entries, self.expiration_time) if entries else None
 
     def _decode_value(self, subkey: bytes, value: bytes, expiration_time: DHTExpiration) -> tuple[Any] | None:
-        """The value for the application, or ``None`` if it makes no sense."""
+        """The value for the application, or ``None`` if it cannot be decoded."""
         if self._validator is not None:
             value = self._validator.strip_value(DHTRecord(self.key_id.to_bytes(), subkey, value, expiration_time))
         try:
@@ -139,17 +150,17 @@ class Search:
 
 
 class PendingSearches:
-    """Searches for the same key help each other: the first good result is everybody's."""
+    """Lets searches for the same key share the first good result."""
 
     def __init__(self) -> None:
         self._by_key: dict[DHTID, list[Search]] = {}
 
     def join(self, search: Search) -> None:
-        """Share with others from now on."""
+        """Share results with this search from now on."""
         self._by_key.setdefault(search.key_id, []).append(search)
 
     def leave(self, search: Search) -> None:
-        """Stop sharing."""
+        """Stop sharing with this search."""
         searches = self._by_key.get(search.key_id, [])
         if search in searches:
             searches.remove(search)
@@ -157,7 +168,7 @@ class PendingSearches:
             self._by_key.pop(search.key_id, None)
 
     def share_result(self, search: Search) -> None:
-        """A search has come to its end: leave, and give what it found to everybody for whom that is enough."""
+        """A search has ended: remove it, and give its result to every search for which that is enough."""
         self.leave(search)
         if search.found is None:
             return
@@ -176,10 +187,10 @@ class PendingSearches:
 
 
 class Reader:
-    """What a node does to get records.
+    """Gets records for a node.
 
     Args:
-        protocol: asks other nodes and knows this one's records.
+        protocol: asks other nodes and knows this node's records.
         config: the node's settings.
     """
 
@@ -201,11 +212,13 @@ class Reader:
         *,
         is_refresh: bool = False,
         keep_copies: bool = True,
+        most_entries: int = 0,
     ) -> dict[DHTID, Search]:
-        """Begin a search for each key; those that this node can answer by itself are finished on return."""
+        """Begin a search for each key; searches that this node can answer by itself are finished on return."""
         sufficient = get_dht_time() if sufficient_expiration_time is None else sufficient_expiration_time
         validator = self._protocol.record_validator
-        searches = {key_id: Search(key_id, sufficient, validator, is_refresh, keep_copies) for key_id in key_ids}
+        how = (sufficient, validator, is_refresh, keep_copies, most_entries)
+        searches = {key_id: Search(key_id, *how) for key_id in key_ids}
         for search in searches.values():
             if self._config.reuse_get_requests:
                 self.pending.join(search)
@@ -221,15 +234,17 @@ class Reader:
     async def finish_searches(
         self, searches: Mapping[DHTID, Search], num_workers: int | None = None, beam_size: int | None = None
     ) -> None:
-        """Walk until each search has found what it wants or there is nobody left to ask.
+        """Walk until each search is satisfied or there is nobody left to ask.
 
-        A search whose future is cancelled stops alone; cancelling this stops them all.
+        Cancelling the future of one search stops that search alone; cancelling this coroutine stops them all.
         """
         unfinished = {key_id: search for key_id, search in searches.items() if not search.finished}
         lookup = Lookup(self._protocol)
 
         async def ask(node_id: DHTID, targets: list[DHTID]) -> dict[DHTID, Answer] | None:
-            answers = await lookup.ask(node_id, targets)
+            known = [number for target in targets for number in unfinished[target].known_entries()]
+            most = max(unfinished[target].most_entries for target in targets)
+            answers = await lookup.ask(node_id, targets, known_entries=known, most_entries=most)
             if answers is None:
                 return None
             heard = {}
@@ -257,6 +272,7 @@ class Reader:
             num_replicas=self._config.num_replicas,
             stall_after=self._protocol.stall_after,
             spawn=self._protocol.spawn,
+            chosen=lookup.chosen,
         )
         for search in unfinished.values():
             search.future.add_done_callback(functools.partial(_finish_query, walk, search.key_id))
@@ -272,7 +288,7 @@ class Reader:
             search.future.cancel()
 
     def _end(self, search: Search, nearest: Sequence[DHTID] = (), lookup: Lookup | None = None) -> None:
-        """Hand over a result, and keep copies of it where it may be wanted next."""
+        """Hand the result to the caller, and keep copies of it where it may be wanted next."""
         if search.finished:  # cancelled, or another search for the same key was faster
             self.pending.leave(search)
             return
@@ -320,12 +336,12 @@ class Reader:
 
 
 def _finish_query(walk: Traversal, key_id: DHTID, _: object) -> None:
-    """The future of a search is done, perhaps because its caller has cancelled it."""
+    """Stop walking for a key whose future is done, perhaps because its caller has cancelled it."""
     walk.finish(key_id)
 
 
 Refresh = Callable[[Sequence[DHTID], DHTExpiration], Awaitable[None]]
-"""Fetches keys anew; the second argument is the expiration that would be good enough."""
+"""Fetches keys again; the second argument is the expiration that is good enough."""
 
 
 class CacheRefreshQueue:
@@ -333,9 +349,9 @@ class CacheRefreshQueue:
 
     Args:
         refresh: fetches keys.
-        expiration_of: when the cached copy of a key expires, ``None`` if it is gone.
+        expiration_of: the expiration of the cached copy of a key, ``None`` if there is no copy.
         lead: seconds before the expiration.
-        batch_size: most keys fetched at once.
+        batch_size: most keys in one fetch.
         spawn: runs a coroutine in the background.
     """
 
@@ -354,7 +370,7 @@ class CacheRefreshQueue:
         self._timer: asyncio.TimerHandle | None = None
 
     def schedule(self, key_id: DHTID, due_time: DHTExpiration) -> None:
-        """Fetch a key at this time, or earlier if that was agreed before."""
+        """Fetch a key at this time, or earlier if it is already scheduled earlier."""
         if self._due_times.get(key_id, float("inf")) <= due_time:
             return
         self._due_times[key_id] = due_time
@@ -370,7 +386,7 @@ class CacheRefreshQueue:
             self._timer.cancel()
             self._timer = None
         while self._heap and self._due_times.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)  # rescheduled
+            heapq.heappop(self._heap)  # outdated: the key was rescheduled
         if self._heap:
             delay = max(0.0, self._heap[0][0] - get_dht_time())
             self._timer = asyncio.get_running_loop().call_later(delay, self._start_batch)

@@ -1,15 +1,14 @@
-"""Joining a swarm, staying together with it, and finding it again.
+"""Joins a swarm, keeps in touch with it, and finds it again after an outage.
 
-At least one of the initial peers must answer, be able to call back, and agree about the time.
+To join, at least one initial peer must answer, be able to call back, and agree about the time.
 
-While somebody answers, a node pings its suspects, less and less often; its initial peers, if they are not in the
-table; and, if it has nothing else to ask, its nearest neighbor. So it notices when an outage begins, and when it is
-over. Whoever comes back may bring others along: the node then looks for its own id, as when it joined.
+While the swarm answers, a node pings its suspects, less and less often; its initial peers that are not in the table;
+and, if it is otherwise idle, its nearest neighbor. So it notices when an outage begins and ends. A peer that comes back
+may know others, so the node then walks to its own id, as it did when it joined.
 
-When nobody has answered for ten seconds, though others were asked meanwhile, the swarm is lost. The node then asks
-three peers at a time, drawn from all that it has ever heard of, with pauses that grow up to half a minute and are
-random, so that a swarm that returns from an outage does not fall upon its first peers at once. An answer and a walk
-that finds somebody end the search.
+If nobody has answered for ten seconds in spite of further calls, the swarm is lost. The node then pings three peers at
+a time, drawn from all that it has ever known. Its pauses grow up to half a minute and are random, so that after an
+outage not all nodes contact their initial peers at once. The search ends with an answer and a walk that finds a node.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from shoal.dht.protocol import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
-from shoal.errors import BootstrapError, IdentityMismatchError, ValidationError
+from shoal.errors import BootstrapError, IdentityMismatchError, NotAMemberError, ValidationError
 from shoal.p2p import Multiaddr, PeerID
 
 logger = logging.getLogger(__name__)
@@ -31,27 +30,27 @@ Targets = Sequence[tuple[Multiaddr, PeerID]]
 
 Outcomes = asyncio.Queue[tuple[PeerID, "Exception | None"]]
 
-# A connection may break by chance; only then is a peer asked again.
+# Attempts to ping an initial peer; only a broken connection, which may be chance, leads to another one.
 PING_ATTEMPTS = 3
-# How long other initial peers may take to say what time it is, if the first one says that this machine is wrong.
+# Seconds that other initial peers have to report their time, if the first one says that this machine's is wrong.
 SECOND_OPINION_SECONDS = 1.0
 
 
 async def ping_initial_peers(
     protocol: DHTProtocol, targets: Targets, *, timeout: float, must_succeed: bool, strict: bool
 ) -> None:
-    """Return as soon as one initial peer has answered well; the others go on answering in the background.
+    """Ping the initial peers; returns when one has accepted this node. The other pings go on in the background.
 
     Args:
-        protocol: the node that joins; learns who answers.
-        targets: where the initial peers are and who they are.
+        protocol: of the node that joins; learns which peers answer.
+        targets: addresses and ids of the initial peers.
         timeout: seconds to wait for the first answer.
         must_succeed: let the peers check this node, and fail if none answers.
         strict: fail if all peers that answer find that this node cannot be reached, or do not agree about the time.
 
     Raises:
-        ValidationError: with ``strict``.
-        BootstrapError: nobody answered, with ``must_succeed``.
+        ValidationError: the check failed, and ``strict`` is set.
+        BootstrapError: nobody answered, and ``must_succeed`` is set.
     """
     clock = protocol.p2p.clock
     for address, peer in targets:
@@ -86,7 +85,7 @@ async def ping_initial_peers(
 async def _collect(
     queue: Outcomes, outcomes: dict[PeerID, Exception | None], count: int, timeout: float, *, until_success: bool
 ) -> None:
-    """Wait for the outcomes of pings, all of them or until the first good one."""
+    """Collect the outcomes of pings: all of them, or up to the first success."""
     try:
         async with asyncio.timeout(max(0.0, timeout)):
             while len(outcomes) < count:
@@ -103,7 +102,7 @@ async def _ping(protocol: DHTProtocol, peer: PeerID, validate: bool, outcomes: O
     for attempt in range(PING_ATTEMPTS):
         try:
             await protocol.ping(peer, validate=validate)
-        except (ValidationError, TimeoutError) as e:
+        except (ValidationError, NotAMemberError, TimeoutError) as e:
             error = e
             break
         except NO_ANSWER as e:
@@ -112,7 +111,7 @@ async def _ping(protocol: DHTProtocol, peer: PeerID, validate: bool, outcomes: O
         else:
             error = None
             break
-    # Others may have let this node in, so that nobody else would say it.
+    # Warn here: if another peer has accepted this node, no error will report it.
     if isinstance(error, IdentityMismatchError):
         logger.warning("an initial peer is another one than expected: %s", error)
     outcomes.put_nowait((peer, error))
@@ -126,13 +125,13 @@ def _object(text: str, verdicts: dict[str, str], strict: bool) -> None:
 
 
 def _verdicts(targets: Targets, outcomes: dict[PeerID, Exception | None], timeout: float) -> dict[str, str]:
-    """What came of each address."""
+    """The outcome for each address."""
     reasons = {peer: str(error) or "no answer in time" for peer, error in outcomes.items()}
     return {f"{address}/p2p/{peer}": reasons.get(peer, f"no answer within {timeout:g} s") for address, peer in targets}
 
 
 def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
-    """What time it is, as each peer tells it that has been asked."""
+    """The time difference to each peer that was asked."""
     return {
         f"peer {source}": f"clock off by {seconds:+.1f} s, compared with the clock of this machine; no majority "
         "tells who is right, so turn on NTP wherever the time is wrong"
@@ -140,23 +139,23 @@ def _clock_verdicts(protocol: DHTProtocol) -> dict[str, str]:
     }
 
 
-# How often a node looks around, give or take a quarter.
+# Interval of a node's background checks, give or take a quarter.
 TICK_SECONDS = 5.0
-# Without an answer for so long, the nearest neighbor is asked for a sign of life.
+# After so long without an answer the nearest neighbor is pinged.
 IDLE_SECONDS = 20.0
-# Until a suspect is asked again; doubled each time.
+# First pause before a suspect is pinged again; doubled each time.
 FIRST_PAUSE_SECONDS = 5.0
-# Between two questions to a suspect or an initial peer, or two attempts to find the swarm again.
+# Longest pause between two pings of a suspect or initial peer, or two attempts to find the swarm again.
 LONGEST_PAUSE_SECONDS = 30.0
-# Between two questions to an initial peer that has answered the last one, but has no place in the table.
+# Pause between two pings of an initial peer that answers, but has no place in the table.
 PAUSE_WHEN_WELL_SECONDS = 300.0
-# Where more nodes are known, each of them asks those that are gone less often.
+# With more nodes in the table, the longest pause grows in proportion: enough other nodes ping those that are gone.
 SMALL_TABLE = 20
 
-# So few at a time: after an outage everybody asks.
+# So few at a time, because after an outage all nodes ping.
 PROBES_PER_TICK = 3
 SEEDS_PER_ATTEMPT = 3
-# After so many attempts, initial peers are preferred: all else that this node knows may be outdated.
+# After this many attempts initial peers are preferred: everything else that this node knows may be outdated.
 PATIENT_ATTEMPTS = 5
 
 SHARE_OF_INITIAL_PEERS = 0.25
@@ -164,19 +163,19 @@ SHARE_OF_INITIAL_PEERS = 0.25
 
 @dataclass
 class _Probe:
-    """When to ask a peer for a sign of life."""
+    """When to ping a peer next."""
 
     due: float
     pause: float = FIRST_PAUSE_SECONDS
 
 
 class Reunion:
-    """What a node does in the background to stay in the swarm.
+    """A node's background task that keeps it in the swarm.
 
     Args:
         protocol: the node's side of the protocol.
-        initial_peers: where the node has joined; they are never forgotten.
-        meet_neighbors: looks for the node's own id; whether it found somebody.
+        initial_peers: the peers through which the node has joined; they are never forgotten.
+        meet_neighbors: walks to the node's own id; returns whether it found another node.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class Reunion:
     ) -> None:
         self._protocol = protocol
         self._p2p, self._reception = protocol.p2p, protocol.reception
-        # A generator of its own: what it draws changes nothing for the others.
+        # A generator of its own, so that its draws do not affect other users of randomness.
         self._rng = random.Random(int(protocol.node_id))
         self._addresses: dict[PeerID, list[Multiaddr]] = {}
         for address, peer in initial_peers:
@@ -200,7 +199,7 @@ class Reunion:
         self._now = asyncio.get_running_loop().time
 
     async def run(self) -> None:
-        """Stay together, and find back when the swarm is lost, for ever."""
+        """Run for ever: keep in touch with the swarm, and find it again when it is lost."""
         while True:
             await asyncio.sleep(TICK_SECONDS * self._rng.uniform(0.75, 1.25))
             if not self._reception.is_lost:
@@ -208,7 +207,7 @@ class Reunion:
             if self._reception.is_lost:
                 await self._find_back()
 
-    # --- together -----------------------------------------------------------------------------------------------------
+    # --- in touch -----------------------------------------------------------------------------------------------------
 
     async def _look_around(self) -> None:
         await self._ping(self._choose_probes())
@@ -233,7 +232,7 @@ class Reunion:
             probe = self._probes[peer]
             probe.due = now + probe.pause
             probe.pause = min(2 * probe.pause, longest)
-        if self._reception.is_silent:  # one dead peer, or an outage? Others can tell
+        if self._reception.is_silent:  # pings of members tell a dead peer from an outage
             members = [peer for _, peer in table if peer not in watched]
             chosen += self._rng.sample(members, min(PROBES_PER_TICK, len(members)))
         elif not chosen and now - self._reception.heard_at >= IDLE_SECONDS:
@@ -241,9 +240,9 @@ class Reunion:
         return chosen
 
     async def _ping(self, peers: Collection[PeerID]) -> None:
-        """Ask peers for a sign of life; the protocol notes what comes of it."""
+        """Ping peers; the protocol notes the outcomes."""
         for peer in peers:
-            # What it announced may be outdated.
+            # The addresses that the peer has announced may be outdated: try the initial ones, too.
             self._p2p.add_addresses(peer, self._addresses.get(peer, ()))
         await asyncio.gather(*map(self._ping_one, peers))
 
@@ -255,7 +254,7 @@ class Reunion:
         if peer in self._probes:
             self._probes[peer] = _Probe(self._now() + PAUSE_WHEN_WELL_SECONDS)
 
-    # --- lost ---------------------------------------------------------------------------------------------------------
+    # --- lost, and found again ----------------------------------------------------------------------------------------
 
     async def _find_back(self) -> None:
         candidates = await self._candidates()
@@ -282,7 +281,7 @@ class Reunion:
         logger.info("found the swarm again, %.0f s after the last answer", self._now() - lost_at)
 
     async def _pause(self, seconds: float) -> None:
-        """Wait; but who is heard meanwhile, because the application has asked, ends the search."""
+        """Wait, but no longer than until an answer comes, such as to a call of the application."""
         try:
             async with asyncio.timeout(seconds):
                 await self._heard.wait()
@@ -290,7 +289,7 @@ class Reunion:
             return
 
     async def _candidates(self) -> list[PeerID]:
-        """Everybody that this node has ever heard of: initial peers, the table, suspects, companions of a run."""
+        """All peers that this node has ever known: initial peers, members, suspects, and other peers of a run."""
         known = [*self._addresses, *(peer.peer_id for peer in await self._p2p.list_peers())]
         return [peer for peer in dict.fromkeys(known) if peer != self._p2p.peer_id]
 

@@ -14,7 +14,7 @@ from shoal.dht.authorization import AuthorizerBase
 from shoal.dht.get import CacheRefreshQueue, GetResult, PendingSearches, Reader
 from shoal.dht.joining import Reunion, ping_initial_peers
 from shoal.dht.lookup import Lookup, PeerFinder
-from shoal.dht.protocol import DHTProtocol
+from shoal.dht.protocol import KEEPERS, DHTProtocol
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, Subkey
 from shoal.dht.store import Writer, make_record
@@ -30,20 +30,20 @@ __all__ = ["DEFAULT_NUM_WORKERS", "DHTNode"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds for connecting to the first initial peer, unless ``startup_timeout`` says otherwise.
+# Default of ``startup_timeout``: seconds for connecting to the first initial peer.
 STARTUP_TIMEOUT = 8.0
 
 
-# Requests in flight of one search, unless said otherwise; the environment may set it.
+# Default number of requests in flight of one search; the environment may set it.
 DEFAULT_NUM_WORKERS = int(setting("DHT_NUM_WORKERS", "4"))
 
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """How a node behaves."""
+    """The settings of a node."""
 
     bucket_size: int = 20
-    """Most nodes in one bucket of the routing table, most neighbors in an answer, and nodes asked before giving up."""
+    """Most nodes in a bucket of the routing table, most neighbors in an answer, and nodes asked before giving up."""
     num_replicas: int = 5
     """How many nodes should hold a record."""
     depth_modulo: int = 5
@@ -51,34 +51,34 @@ class NodeConfig:
     parallel_rpc: int | None = None
     """Most calls in flight of the whole node; ``None`` = no limit."""
     wait_timeout: float = 3.0
-    """Seconds after which a call counts as unanswered. After a quarter of this time a search goes on without a node
-    that has not answered, unless most of those that should hold the record are as slow."""
+    """Seconds after which a call counts as unanswered. After a quarter of this time, a search goes on without a silent
+    node, unless most of the nodes that should hold the record are as slow."""
     refresh_timeout: float | None = None
-    """Buckets from which nothing was heard for this many seconds are looked through again; ``None`` = never."""
+    """Buckets without news for this many seconds are refreshed by a search; ``None`` = never."""
     bootstrap_timeout: float | None = None
     """Seconds for the whole join; ``None`` = ``wait_timeout``."""
     cache_locally: bool = True
-    """Keep a copy of what was found."""
+    """Keep a copy of each record that a get finds."""
     cache_nearest: int = 1
-    """Give a copy of what was found to this many of the nearest nodes that did not have it."""
+    """Give a copy of each record found to this many of the nearest nodes that did not have it."""
     cache_size: int | None = None
     """Most records in the cache; ``None`` = no limit."""
     cache_refresh_before_expiry: float = 5.0
-    """Fetch cached records that are in use anew this many seconds before they expire; 0 = never."""
+    """Fetch cached records that are in use again this many seconds before they expire; 0 = never."""
     cache_on_store: bool = True
-    """Keep a copy of what was stored."""
+    """Keep a copy of each record that this node stores."""
     reuse_get_requests: bool = True
     """Searches for the same key at the same time share the first result."""
     num_workers: int = DEFAULT_NUM_WORKERS
-    """Requests in flight of one search, until it has reached the nodes that are nearest."""
+    """Requests in flight of one search, until it has reached the nearest nodes."""
     chunk_size: int = 16
     """Most keys in one find request of a get, and in one refresh of the cache."""
     blacklist_time: float = 5.0
-    """Seconds for which a peer that did not answer is left alone; 0 = not at all."""
+    """Seconds for which searches skip a peer that did not answer; 0 = never skip."""
     backoff_rate: float = 2.0
-    """Each further failure in a row makes that longer by this factor."""
+    """Each further failure in a row multiplies that time by this factor."""
     ensure_bootstrap_success: bool = True
-    """Fail if no initial peer answers, and let the one that does check that this node can be reached."""
+    """Fail if no initial peer answers, and let one that answers check that this node can be reached."""
     strict: bool = True
     """Fail if this node cannot be reached, or if nobody can tell the right time; otherwise only warn."""
 
@@ -92,8 +92,8 @@ class DHTNode:
     """A node. Made by :meth:`create`; lives in one event loop.
 
     Attributes:
-        node_id: the own id in the table.
-        peer_id: the own id on the network.
+        node_id: this node's id in the DHT.
+        peer_id: this node's id on the network.
         protocol: calls other nodes and answers them; has the routing table, the storage and the cache.
         blacklist: peers that did not answer lately.
     """
@@ -112,7 +112,8 @@ class DHTNode:
         self._owns_p2p = owns_p2p
         self._reader = Reader(protocol, config)
         self._writer = Writer(protocol, config, self._reader.refresh_queue)
-        self._finder = PeerFinder(protocol, self._meet_nodes_near)
+        self.finder = PeerFinder(protocol, self._meet_nodes_near)
+        """Looks for the addresses of peers."""
 
     @classmethod
     async def create(
@@ -147,12 +148,12 @@ class DHTNode:
         """Start a node and join a swarm, or begin a new one.
 
         Args:
-            p2p: the peer to work with; a new one is created, and shut down in the end, if not given.
-            node_id: the own id; by default it follows from the id of the peer, so that who knows that finds the node.
+            p2p: the peer to work with; by default, the node creates one and shuts it down in the end.
+            node_id: this node's id; by default it follows from the peer id, so that a peer id is enough to find it.
             initial_peers: addresses of peers of the swarm, each ending with ``/p2p/<peer id>``.
-            client_mode: use the table without being part of it: others never call this node.
-            record_validator: decides what may be stored and believed.
-            authorizer: decides whom this node talks to; the same kind at every node of the swarm.
+            client_mode: use the DHT without being part of it: others never call this node.
+            record_validator: decides which records may be stored and believed.
+            authorizer: decides which nodes this node talks to; the same kind at every node of the swarm.
             kwargs: for :meth:`P2P.create`.
 
         The other parameters are explained in :class:`NodeConfig`.
@@ -167,7 +168,7 @@ class DHTNode:
             raise TypeError(f"authorizer must derive from AuthorizerBase, got {authorizer!r}")
         if p2p is not None and kwargs:
             raise ValueError(f"{', '.join(kwargs)}: settings of P2P.create have no effect together with p2p")
-        # Loading it takes time.
+        # Loaded on demand, because it takes time.
         from shoal.dht.crypto import with_signatures
 
         targets = parse_peer_addresses(initial_peers or ())
@@ -178,13 +179,16 @@ class DHTNode:
             reachable_at_start = initial_peers if ensure_bootstrap_success else None
             p2p = await P2P.create(initial_peers=reachable_at_start, no_listen=client_mode, **kwargs)
             if not p2p.client_mode:
-                _say_where_it_listens(await p2p.get_visible_maddrs(), is_open=authorizer is None)
+                _say_where_it_listens(
+                    await p2p.get_visible_maddrs(), is_open=authorizer is None and p2p.membership is None
+                )
+        may_keep_records = p2p.membership is None or bool(p2p.membership.own.roles & KEEPERS)
         try:
             protocol = DHTProtocol(
                 p2p,
                 DHTID.of_peer(p2p.peer_id) if node_id is None else node_id,
                 config,
-                client_mode=client_mode or p2p.client_mode,
+                client_mode=client_mode or p2p.client_mode or not may_keep_records,
                 record_validator=with_signatures(record_validator, p2p.identity),
                 authorizer=authorizer,
             )
@@ -206,7 +210,7 @@ class DHTNode:
         budget = config.wait_timeout if config.bootstrap_timeout is None else config.bootstrap_timeout
         deadline = loop.time() + budget
         await self.protocol.start()
-        self.p2p.find_addresses = self._finder.find
+        self.p2p.find_addresses = self.finder.find
         if targets:
             await ping_initial_peers(
                 self.protocol,
@@ -222,7 +226,7 @@ class DHTNode:
         self.protocol.spawn(Reunion(self.protocol, targets, self._meet_neighbors).run())
 
     async def _meet_neighbors(self) -> bool:
-        """Look for the own id, so that the nodes near it know of each other; whether there is anybody."""
+        """Search for the own id, so that nearby nodes and this one meet; returns whether any other node was found."""
         found = await self.find_nearest_nodes([self.node_id], exclude_self=True)
         return bool(found[self.node_id])
 
@@ -230,9 +234,9 @@ class DHTNode:
         await self.find_nearest_nodes([place], k_nearest=self.config.num_replicas, exclude_self=True)
 
     async def _refresh_stale_buckets(self, period: float) -> None:
-        """Look for random ids in buckets from which nothing was heard for a while, so that they stay filled.
+        """Search for random ids in buckets without recent news, so that they stay filled.
 
-        Far away a few living nodes are enough; who is near has to be known exactly.
+        A few live nodes are enough in far buckets, but a node has to know all of its neighbors.
         """
         while True:
             due = get_dht_time() - period
@@ -255,8 +259,8 @@ class DHTNode:
             return
         self.is_alive = False
         self._reader.refresh_queue.clear()
-        # Another node on this peer may have set its own meanwhile.
-        if self.p2p.find_addresses == self._finder.find:
+        # Another node on this peer may have set its own finder meanwhile.
+        if self.p2p.find_addresses == self.finder.find:
             self.p2p.find_addresses = None
         await self.protocol.shutdown()
         if self._owns_p2p:
@@ -266,7 +270,7 @@ class DHTNode:
         if not self.is_alive:
             raise DHTError("this node is shut down: create a new one")
 
-    # --- the table ----------------------------------------------------------------------------------------------------
+    # --- reading and writing the DHT ----------------------------------------------------------------------------------
 
     async def find_nearest_nodes(
         self,
@@ -277,15 +281,15 @@ class DHTNode:
         node_to_peer_id: Mapping[DHTID, PeerID] | None = None,
         exclude_self: bool = False,
     ) -> dict[DHTID, dict[DHTID, PeerID]]:
-        """Find the nodes that are nearest to some ids.
+        """Find the nodes nearest to some ids.
 
         Args:
             queries: the ids.
-            k_nearest: how many nodes to return for each, ``bucket_size`` by default.
-            beam_size: most nodes that are asked; by default the larger one of ``k_nearest`` and ``bucket_size``.
+            k_nearest: how many nodes to return for each id, ``bucket_size`` by default.
+            beam_size: most nodes to ask; by default the larger of ``k_nearest`` and ``bucket_size``.
             num_workers: requests in flight.
             node_to_peer_id: nodes to begin with, besides those of the routing table.
-            exclude_self: leave this node out of the results; a client-mode node always is.
+            exclude_self: leave this node out of the results; a client-mode node always is left out.
 
         Returns:
             For each id, the nodes and their peers, nearest first. Nodes that did not answer are left out.
@@ -297,7 +301,7 @@ class DHTNode:
         without_self = exclude_self or self.protocol.client_mode
 
         def note(target: DHTID, nearest: list[DHTID]) -> None:
-            nodes = nearest if without_self else sorted([*nearest, self.node_id], key=target.xor_distance)
+            nodes = nearest if without_self else lookup.with_own(nearest, target)
             found: dict[DHTID, PeerID] = {}
             for node_id in nodes:
                 peer = self.peer_id if node_id == self.node_id else lookup.peer_of(node_id)
@@ -318,9 +322,9 @@ class DHTNode:
         """Get the value of a key and its expiration, or ``None``.
 
         Args:
-            key: what the value was stored under.
-            latest: ask all nodes that may know for the latest value, or for the union of a dictionary's entries;
-                otherwise the first value that has not expired is returned, which may be outdated or incomplete.
+            key: the key under which the value was stored.
+            latest: ask all nodes that may hold the key for the latest value, or for the union of a dictionary's
+                entries; otherwise return the first unexpired value, which may be outdated or incomplete.
             kwargs: as for :meth:`get_many`.
         """
         if latest:
@@ -337,8 +341,8 @@ class DHTNode:
 
         Args:
             keys: hashable keys.
-            sufficient_expiration_time: be content with values that live at least this long (DHT time); by default,
-                with any that has not expired. Infinity asks for the latest ones.
+            sufficient_expiration_time: accept values that live at least until then (DHT time); by default, any value
+                that has not expired. Infinity asks for the latest values.
             kwargs: as for :meth:`get_many_by_id`.
 
         Returns:
@@ -356,24 +360,28 @@ class DHTNode:
         beam_size: int | None = None,
         return_futures: bool = False,
         keep_copies: bool = True,
+        most_entries: int = 0,
     ) -> dict[DHTID, Any]:
         """Like :meth:`get_many`, for keys that are hashed already.
 
         Args:
             key_ids: ids of keys.
             sufficient_expiration_time: as for :meth:`get_many`.
-            num_workers: requests in flight, until the nearest nodes have answered; then the rest is asked at once.
+            num_workers: requests in flight until the nearest nodes have answered; then the rest is asked at once.
             beam_size: how many of the nearest nodes are asked before a key counts as missing.
             return_futures: return at once; cancelling a future stops the search for its key.
-            keep_copies: cache what is found, here and at a node nearby; not worth it for what changes all the time.
+            keep_copies: cache found values here and at a node near the key; not worth it for values that change often.
+            most_entries: ask each node for so many entries of a dictionary at most, drawn at random; 0: for all.
         """
         self._check_alive()
-        searches = self._reader.start_searches(key_ids, sufficient_expiration_time, keep_copies=keep_copies)
+        searches = self._reader.start_searches(
+            key_ids, sufficient_expiration_time, keep_copies=keep_copies, most_entries=most_entries
+        )
         if any(not search.finished for search in searches.values()):
             search_all = self._reader.finish_searches(searches, num_workers, beam_size)
             if return_futures:
                 task = self.protocol.spawn(search_all)
-                # It may end before it has begun.
+                # A task that is cancelled before it begins would not abandon its searches itself.
                 task.add_done_callback(lambda _: self._reader.abandon(searches))
             else:
                 await search_all
@@ -392,15 +400,15 @@ class DHTNode:
         """Store one value, or one entry of a dictionary.
 
         Args:
-            key: what to get it by.
+            key: the key under which others get it.
             value: anything that msgpack can pack.
-            expiration_time: until when it is kept (DHT time), a day at most. Later ones replace earlier ones; a tie is
-                refused.
+            expiration_time: when it expires (DHT time), a day from now at most. A later expiration replaces an earlier
+                one; a tie is refused.
             subkey: the entry's key inside the dictionary; ``None`` for a plain value.
             kwargs: as for :meth:`store_many`.
 
         Returns:
-            Whether most of the nodes that answered keep it now.
+            Whether most of the nodes that answered have accepted it.
         """
         self._check_alive()
         record = make_record(key, subkey, value, expiration_time, self.protocol.record_validator)
@@ -421,14 +429,14 @@ class DHTNode:
         Args:
             keys: one for each value; they may repeat with different subkeys.
             values: what to store.
-            expiration_time: one for all, or one for each.
-            subkeys: one for each value, ``None`` for plain ones; ``None`` if all are plain.
+            expiration_time: one for all values, or one for each.
+            subkeys: one for each value, ``None`` for a plain value; or ``None`` if all are plain.
             exclude_self: store at other nodes only.
-            await_all_replicas: wait for every node that shall hold a value, not only for the first one that answers.
+            await_all_replicas: wait for every node that is to hold a value, not only for the first one that answers.
             kwargs: ``num_workers``, the number of requests in flight.
 
         Returns:
-            By key, or by ``(key, subkey)`` where there is a subkey: whether most nodes that answered keep it now.
+            By key, or by ``(key, subkey)`` where there is a subkey: whether most nodes that answered have accepted it.
         """
         self._check_alive()
         expirations = [expiration_time] * len(keys) if isinstance(expiration_time, (int, float)) else expiration_time
@@ -449,7 +457,7 @@ class DHTNode:
         labels = [key if subkey is None else (key, subkey) for key, subkey in zip(keys, names, strict=True)]
         return dict(zip(labels, accepted, strict=True))
 
-    # --- what others may want to know ---------------------------------------------------------------------------------
+    # --- facts about this node ----------------------------------------------------------------------------------------
 
     @property
     def cache_refresh_queue(self) -> CacheRefreshQueue:

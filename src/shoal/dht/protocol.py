@@ -1,4 +1,4 @@
-"""The three calls between nodes (ping, store, find): asking, answering, and learning from both who is there."""
+"""The three calls between nodes (ping, store, find): asking, answering, and learning from both which nodes live."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import msgspec
 
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.dht.authorization import AuthorizerBase, AuthRole, AuthRPCWrapper, MembersOnly
+from shoal.dht.known import Known
+from shoal.dht.quotas import Payer
 from shoal.dht.reception import Reception
 from shoal.dht.records import (
+    MAX_ANSWER_BYTES,
     MAX_KEYS_PER_FIND,
     MAX_NEIGHBORS,
     MAX_NEIGHBORS_TOLD,
@@ -39,12 +42,15 @@ from shoal.errors import (
     DHTError,
     DialError,
     InterruptedDialError,
+    NotAMemberError,
     ShoalError,
     StreamClosedError,
     ValidationError,
 )
 from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
+from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.joining import explain_unreachable
+from shoal.p2p.service import open_to
 
 if TYPE_CHECKING:
     from shoal.dht.node import NodeConfig
@@ -53,26 +59,26 @@ __all__ = ["NO_ANSWER", "DHTProtocol", "ValidationError"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+KEEPERS = Roles.TRAIN | Roles.RELAY
+"""Members of a private run that may be nodes, and store records."""
 ResponseT = TypeVar("ResponseT", bound=Header)
 
 # What a call raises when the other node is gone, silent, or does not speak this protocol.
 NO_ANSWER = (ShoalError, ConnectionError, TimeoutError)
 
-# What a call raises when nothing was heard of the other node: it may be gone, or this machine offline or busy.
+# What a call raises when it heard nothing from the other node: the node may be gone, or this machine offline or busy.
 SILENCE = (ConnectionError, TimeoutError)
 
-# Values beyond this are left out of one answer.
-REPLY_BYTES = 3 * 2**18
-
-# Part of the waiting time after which a walk goes on beside a node that has not answered yet.
+# The fraction of the waiting time after which a walk goes on without waiting for a node that has not answered yet.
 STALL_SHARE = 0.25
-# A connection may break by chance; only then is a node asked again.
+# A node is asked again only if the connection broke, because chance may have caused that.
 CALL_ATTEMPTS = 3
 
-# A connection that breaks by chance would keep a newcomer out of the table.
+# More than one attempt: a connection that breaks by chance would keep a newcomer out of the table.
 PING_BACK_ATTEMPTS = 3
 SECONDS_BETWEEN_ATTEMPTS = 0.1
-# Part of the waiting time in which a caller that asks for it must be reachable, so that it still hears the verdict.
+# The fraction of the waiting time for calling a newcomer back; the rest lets the verdict reach the newcomer in time.
 PING_BACK_SHARE = 0.5
 
 
@@ -81,11 +87,11 @@ class DHTProtocol(ServicerBase):
 
     Args:
         p2p: the peer that calls and is called.
-        node_id: the own id.
+        node_id: this node's id.
         config: the node's settings.
         client_mode: only call, never answer.
-        record_validator: decides what may be stored and believed.
-        authorizer: decides whom this node talks to; everybody by default.
+        record_validator: decides which records may be stored and believed.
+        authorizer: decides which nodes this node talks to; all by default.
     """
 
     def __init__(
@@ -100,16 +106,17 @@ class DHTProtocol(ServicerBase):
     ) -> None:
         self.p2p, self.node_id = p2p, node_id
         self.blacklist = Blacklist(config.blacklist_time, config.backoff_rate)
-        """Peers that walks leave alone."""
+        """Peers that walks skip for a while."""
         self.reception = Reception()
         self.came_back = asyncio.Event()
-        """A suspect has given a sign of life: there may be more nodes to meet behind it."""
-        self._authorizer = authorizer
+        """Set when a suspect has given a sign of life: it may know more nodes."""
+        self.authorizer = authorizer
         self._gate: MembersOnly | None = None
-        # What others are told about this node.
+        # None keeps this node out of the routing tables of others.
         self._announced_id = None if client_mode else node_id.to_bytes()
         self.routing_table = RoutingTable(node_id, config.bucket_size, config.depth_modulo)
-        self.records = LocalRecords(config.cache_size, record_validator)
+        self.routing_table.note_choice(node_id, p2p.peer_id)
+        self.records = LocalRecords(config.cache_size, record_validator, node_id, p2p.metrics)
         self.bucket_size, self.num_replicas = config.bucket_size, config.num_replicas
         self.wait_timeout = config.wait_timeout
         self.client_mode = client_mode
@@ -117,13 +124,13 @@ class DHTProtocol(ServicerBase):
             nullcontext() if config.parallel_rpc is None else asyncio.Semaphore(config.parallel_rpc)
         )
         self._contacts = PackedContacts(p2p)
-        # A dictionary keeps the order, so that the same seed gives the same run.
+        # A dictionary and not a set: it keeps the order, so that the same seed gives the same run.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._is_shut_down = False
 
     @property
     def stall_after(self) -> float:
-        """Seconds after which a node that was asked is suspected to be gone."""
+        """Seconds after which a walk suspects that a node it has asked is gone."""
         return self.wait_timeout * STALL_SHARE
 
     @property
@@ -138,12 +145,12 @@ class DHTProtocol(ServicerBase):
 
     @property
     def record_validator(self) -> RecordValidatorBase | None:
-        """What decides which records may be stored and believed."""
+        """Decides which records may be stored and believed."""
         return self.records.record_validator
 
     async def start(self) -> None:
         """Begin to answer other nodes, unless in client mode."""
-        authorizer = self._authorizer
+        authorizer = self.authorizer
         if authorizer is not None:
             await authorizer.prepare()
             gate = MembersOnly(self.p2p.peer_id, authorizer, self_checking=type(self))
@@ -155,12 +162,12 @@ class DHTProtocol(ServicerBase):
             await self.add_p2p_handlers(self.p2p, wrapper)
 
     async def shutdown(self) -> None:
-        """Stop answering, and cancel what goes on in the background."""
+        """Stop answering, and cancel the background tasks."""
         self._is_shut_down = True
         self.reception.close()
         if not self.client_mode:
             await self.remove_p2p_handlers(self.p2p)
-        if self._gate is not None:  # the peer keeps it: without its table, it is not open to all
+        if self._gate is not None:  # the peer keeps its gate, or it would be open to all after the DHT is gone
             await self._gate.remove_p2p_handlers(self.p2p)
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
@@ -168,7 +175,7 @@ class DHTProtocol(ServicerBase):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run something in the background for as long as this node lives."""
+        """Run a coroutine in the background for as long as this node lives."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks[task] = None
         task.add_done_callback(self._on_task_done)
@@ -181,13 +188,13 @@ class DHTProtocol(ServicerBase):
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a background task of a DHT node failed", exc_info=error)
 
-    # --- learning who is there ----------------------------------------------------------------------------------------
+    # --- learning which nodes are alive -------------------------------------------------------------------------------
 
     def note_alive(self, node_id: bytes | None, peer: PeerID, *, is_news: bool = True) -> None:
         """A peer has just told its node id; ``is_news`` as for :meth:`RoutingTable.add_or_update_node`."""
         self.blacklist.register_success(peer)
         if node_id is None or not self.p2p.is_reachable(peer):
-            return  # nobody could call it
+            return  # in client mode, or without a known address: nobody could call it
         newcomer = DHTID.from_bytes(node_id)
         if self.routing_table.refresh(newcomer, peer, is_news=is_news):
             return
@@ -200,8 +207,12 @@ class DHTProtocol(ServicerBase):
         if is_new:
             self._hand_over(newcomer, peer)
 
+    def _note_caller(self, node_id: bytes | None, context: P2PContext, *, is_news: bool = True) -> None:
+        """Like :meth:`note_alive`. A peer that may not keep records is no node, whatever it says."""
+        self.note_alive(node_id if context.roles & KEEPERS else None, context.remote_id, is_news=is_news)
+
     def _note_silence(self, peer: PeerID, asked_at: float, *, is_walk: bool) -> None:
-        """A peer did not answer, which may have other reasons than the peer."""
+        """A peer did not answer, perhaps for reasons that lie with this machine."""
         if not self.reception.note_silence(peer, asked_at):
             return
         if is_walk:
@@ -211,7 +222,7 @@ class DHTProtocol(ServicerBase):
             self.routing_table.suspect(node_id)
 
     def _note_nonsense(self, peer: PeerID, *, is_walk: bool) -> None:
-        """A peer did not answer sensibly: it is no node, or none of this table."""
+        """A peer gave no sensible answer: it is no node, or belongs to another table."""
         if is_walk:
             self.blacklist.register_failure(peer)
         node_id = self.routing_table.peer_id_to_node.get(peer)
@@ -219,7 +230,7 @@ class DHTProtocol(ServicerBase):
             del self.routing_table[node_id]
 
     async def _check_alive(self, node_id: DHTID, peer: PeerID) -> None:
-        """Ask for a sign of life; the call itself notes the outcome."""
+        """Ask a node for a sign of life; the call itself notes the outcome."""
         try:
             response = await self.ping(peer, validate=False)
         except NO_ANSWER:
@@ -253,10 +264,10 @@ class DHTProtocol(ServicerBase):
         *,
         is_trial: bool = False,
     ) -> ResponseT:
-        """Call another node, again if the connection breaks, and note if it does not answer.
+        """Call another node, retry if the connection breaks, and note a missing answer.
 
         Args:
-            is_trial: it was never sure that the node can be called: learn nothing from a failure.
+            is_trial: the node may not be callable at all, so learn nothing from a failure.
 
         Raises:
             NO_ANSWER: one of these.
@@ -276,16 +287,16 @@ class DHTProtocol(ServicerBase):
                         self.reception.note_answer(peer)
                         return response
                     except (InterruptedDialError, StreamClosedError) as e:
-                        # a store may have been carried out, and a second time the same record would be refused
+                        # A store may have been carried out, and a retry of the same record would be refused.
                         if not attempts_left or (isinstance(e, StreamClosedError) and method == "rpc_store"):
                             raise
                         logger.debug("%s at peer %s is tried again: %s", method, peer, e)
         except NO_ANSWER as e:
-            if is_trial:
+            if is_trial or (isinstance(e, NotAMemberError) and e.reason == "wrong role"):
                 pass
-            elif not self.p2p.is_reachable(peer):  # nobody was asked
+            elif not self.p2p.is_reachable(peer):  # there was no address, so nobody was asked
                 self._note_nonsense(peer, is_walk=is_walk)
-            elif isinstance(e, SILENCE):
+            elif isinstance(e, SILENCE) and not isinstance(e, NotAMemberError):
                 self._note_silence(peer, asked_at, is_walk=is_walk)
             else:
                 self.reception.note_answer(peer)
@@ -298,13 +309,15 @@ class DHTProtocol(ServicerBase):
     async def _call_once(
         self, peer: PeerID, method: str, request: Header, response_type: type[ResponseT], timeout: float
     ) -> ResponseT:
-        # A search in the table for the sake of the table could go on without end.
+        # Fail instead of dialling: that would search the DHT for the address, and the search would call nodes again.
         if not self.p2p.is_reachable(peer):
             raise DialError(f"no address of peer {peer} is known")
-        if self._authorizer is not None:
-            response: ResponseT = await self._call_member(self._authorizer, peer, method, request, timeout)
+        if self.authorizer is not None:
+            response: ResponseT = await self._call_member(self.authorizer, peer, method, request, timeout)
             return response
-        return await self.p2p.call(peer, self.handle_name(method, None), request, response_type, timeout)
+        roles = KEEPERS if method == "rpc_store" else ANY_ROLE
+        handle = self.handle_name(method, None)
+        return await self.p2p.call(peer, handle, request, response_type, timeout, roles=roles)
 
     async def _call_member(
         self, authorizer: AuthorizerBase, peer: PeerID, method: str, request: Header, timeout: float
@@ -318,16 +331,16 @@ class DHTProtocol(ServicerBase):
     async def ping(
         self, peer: PeerID, *, validate: bool, timeout: float | None = None, is_trial: bool = False
     ) -> PingResponse:
-        """Ask a node who it is, and with ``validate`` whether it can call back and our clocks agree.
+        """Ask a node for its id, and with ``validate`` check that it can call back and that the clocks agree.
 
         Args:
-            peer: whom to ask.
+            peer: the peer to ask.
             validate: whether to check that.
             timeout: seconds, ``wait_timeout`` by default.
-            is_trial: a failure is not held against the peer, nor taken for a sign of an outage.
+            is_trial: do not hold a failure against the peer, nor take it for a sign of an outage.
 
         Raises:
-            ValidationError: it cannot, or they do not.
+            ValidationError: the node cannot call back, or the clocks do not agree.
             NO_ANSWER: one of these.
         """
         now = asyncio.get_running_loop().time
@@ -353,7 +366,7 @@ class DHTProtocol(ServicerBase):
             )
 
     async def call_ping(self, peer: PeerID) -> DHTID | None:
-        """The id of the node at a peer, or ``None`` if it does not answer or is in client mode."""
+        """The id of a peer's node, or ``None`` if it does not answer or is in client mode."""
         try:
             response = await self.ping(peer, validate=False)
         except NO_ANSWER:
@@ -361,7 +374,7 @@ class DHTProtocol(ServicerBase):
         return None if response.node_id is None else DHTID.from_bytes(response.node_id)
 
     async def call_store(self, peer: PeerID, records: Sequence[NewRecord]) -> list[bool] | None:
-        """Ask a node to keep records; for each whether it did, or ``None`` if it did not answer."""
+        """Ask a node to keep records; returns for each whether it was accepted, or ``None`` without an answer."""
         accepted: list[bool] = []
         for batch in split_into_requests(records):
             request = StoreRequest.of_records(batch, self._announced_id)
@@ -377,19 +390,17 @@ class DHTProtocol(ServicerBase):
         return accepted
 
     async def call_find(
-        self, peer: PeerID, keys: Iterable[DHTID], neighbors: int = 0, *, neighbors_only: bool = False
+        self, peer: PeerID, keys: Iterable[DHTID], neighbors: int = 0, **fields: Any
     ) -> FindAnswer | None:
-        """Ask a node what it knows about keys: records, and nodes that are nearer. ``None`` if it does not answer.
+        """Ask a node for records of keys, and for nodes nearer to them. Returns ``None`` if it does not answer.
 
-        With ``neighbors`` it tells of so many nodes about each key, if that is more than it usually does. Records that
-        the validator refuses count as not found; with ``neighbors_only`` none are asked for.
+        ``neighbors`` is the number of nodes to ask for per key, if more than a node usually tells. Records that the
+        validator refuses count as not found. Other ``fields`` are those of :class:`FindRequest`.
         """
         asked = list(keys)[:MAX_KEYS_PER_FIND]
+        packed = [key.to_bytes() for key in asked]
         request = FindRequest(
-            keys=[key.to_bytes() for key in asked],
-            node_id=self._announced_id,
-            neighbors=min(neighbors, MAX_NEIGHBORS),
-            neighbors_only=neighbors_only,
+            keys=packed, node_id=self._announced_id, neighbors=min(neighbors, MAX_NEIGHBORS), **fields
         )
         try:
             response = await self._call(peer, "rpc_find", request, FindResponse, self.wait_timeout)
@@ -402,25 +413,30 @@ class DHTProtocol(ServicerBase):
         raw = response.node_ids
         node_ids = [int.from_bytes(raw[start : start + 20], "big") for start in range(0, len(raw), 20)]
         answer = FindAnswer({}, dict(zip(node_ids, response.contacts, strict=True)), response.node_id)
+        is_silent = request.neighbors_only
         for key, result in zip(asked, response.results, strict=True):
-            if result.found is Found.TOO_MUCH and len(asked) > 1:
-                alone = await self.call_find(peer, [key], neighbors)
-                if alone is not None:
-                    answer.records.update(alone.records)
-                    answer.contacts.update(alone.contacts)
-            else:
+            if result.found is not Found.TOO_MUCH or len(asked) == 1:
                 answer.records[key] = self.records.read_result(key, result, node_ids)
+                continue
+            # Once it has fallen silent, each other key would take a timeout more.
+            alone = None if is_silent else await self.call_find(peer, [key], neighbors, **fields)
+            if alone is None:
+                is_silent = True
+            else:
+                answer.records.update(alone.records)
+                answer.contacts.update(alone.contacts)
         return answer
 
     # --- answering ----------------------------------------------------------------------------------------------------
 
+    @open_to(ANY_ROLE)
     async def rpc_ping(self, request: PingRequest, context: P2PContext) -> PingResponse:
-        """Say who this is; if asked to, try to call back."""
+        """Tell this node's id; call back if asked to."""
         available = False
-        if request.node_id is not None and request.validate:
+        if request.node_id is not None and request.validate and context.roles & KEEPERS:
             available = await self._can_call_back(request.node_id, context.remote_id)
         else:
-            self.note_alive(request.node_id, context.remote_id, is_news=False)
+            self._note_caller(request.node_id, context, is_news=False)
         return PingResponse(
             node_id=self._announced_id,
             dht_time=get_dht_time(),
@@ -429,7 +445,7 @@ class DHTProtocol(ServicerBase):
         )
 
     async def _can_call_back(self, node_id: bytes, peer: PeerID) -> bool:
-        """Whether the peer can be called; one broken connection is no proof that it cannot."""
+        """Whether the peer can be called, in several attempts: one broken connection proves nothing."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.wait_timeout * PING_BACK_SHARE
         for _ in range(PING_BACK_ATTEMPTS):
@@ -442,25 +458,30 @@ class DHTProtocol(ServicerBase):
                 return response.node_id == node_id
         return False
 
+    @open_to(KEEPERS)
     async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
-        """Keep records that another node thinks should be here."""
+        """Keep records that another node wants to store here."""
         records = request.unpack()
-        self.note_alive(request.node_id, context.remote_id)
-        accepted = [self.records.keep(record) for record in records]
+        self._note_caller(request.node_id, context)
+        payer = Payer(context.remote_id, self.p2p.host_seen_of(context.remote_id))
+        accepted = [self.records.keep(record, payer) for record in records]
         return StoreResponse(accepted=accepted, node_id=self._announced_id)
 
+    @open_to(ANY_ROLE)
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
-        """Tell what is here about some keys, and which nodes are nearest to them."""
-        self.note_alive(request.node_id, context.remote_id)
+        """Return this node's records of some keys, and the nodes nearest to these keys."""
+        self._note_caller(request.node_id, context)
         asker = None if request.node_id is None else DHTID.from_bytes(request.node_id)
         told: dict[DHTID, int] = {}
         contacts: list[msgspec.Raw] = []
         results: list[FindResult] = []
         wanted = min(request.neighbors, MAX_NEIGHBORS_TOLD // max(1, len(request.keys)))
         count = min(max(self.bucket_size, wanted), MAX_NEIGHBORS)
-        room = REPLY_BYTES
+        room, known = MAX_ANSWER_BYTES, Known(request.known)
         for key in map(DHTID.from_bytes, request.keys):
             neighbors = self.routing_table.get_nearest_neighbors(key, count, exclude=asker)
+            if known:
+                neighbors = [each for each in neighbors if each[0] not in known]
             for node_id, peer in neighbors:
                 if node_id not in told:
                     told[node_id] = len(told)
@@ -469,7 +490,7 @@ class DHTProtocol(ServicerBase):
             if request.neighbors_only:
                 results.append(FindResult(Found.NOTHING, b"", 0.0, nearest))
                 continue
-            results.append(self.records.answer(key, nearest, room))
+            results.append(self.records.answer(key, nearest, room, known, request.most))
             room -= len(results[-1].value)
         return FindResponse(
             results=results,

@@ -1,8 +1,8 @@
-"""Telling a peer that is gone from a moment in which this machine can hear nobody.
+"""Tells a peer that is gone from a moment in which this machine cannot hear anybody.
 
-A call without an answer has one of two causes. The peer is gone: then others answer as usual. Or this machine is
-offline, or too busy to listen: then most calls fail, whomever they are for. Only the first is held against the peer. A
-peer that is silent twice, ten seconds apart, while somebody else was heard in between is gone in any case.
+A call without an answer has one of two causes. If the peer is gone, others answer as usual. If this machine is offline
+or too busy to listen, most calls fail, no matter to whom. Only the first is held against the peer. A peer that is
+silent twice, ten seconds apart, counts as gone in any case if another peer was heard in between.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Callable
 
 from shoal.p2p.identity import PeerID
 
-# Calls of this time are compared with each other; after so long without any answer the swarm may be lost.
+# Calls within this window are compared with each other. After so long without any answer the swarm may be lost.
 WINDOW_SECONDS = 10.0
-# One silent peer alone is never taken for an outage.
+# Least number of silent peers for an outage: a single one never counts as one.
 FEWEST_SILENT = 2
-# A loop that is later than this may have missed answers that were there in time.
+# An event loop that lags more than this may have failed to read answers that arrived in time.
 LATE_SECONDS = 0.5
 
-# How often it is looked whether the loop is late.
+# Interval of the checks whether the loop lags.
 HEARTBEAT_SECONDS = 0.25
 MAX_EXCUSED = 4096
 
 
 class Reception:
-    """What this node has heard lately, and from whom not."""
+    """Which peers have answered this node lately, and which have not."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        # The last call to each peer; the oldest first.
+        # Time of the last call to each peer, and whether it was answered; the oldest first.
         self._outcomes: dict[PeerID, tuple[float, bool]] = {}
-        self._silent = 0  # how many of them had no answer
-        # Peers whose silence was not held against them, and since when.
-        self._excused: dict[PeerID, float] = {}
+        self._silent = 0  # how many of them were not answered
+        self.excused: dict[PeerID, float] = {}
+        """Peers whose silence was not held against them, and since when."""
         self._in_flight = 0
         self._heartbeat: asyncio.TimerHandle | None = None
         self._was_late_at = float("-inf")
@@ -47,14 +47,14 @@ class Reception:
 
     @property
     def is_silent(self) -> bool:
-        """Nobody has answered since a call has failed."""
+        """Whether nobody has answered since a call failed."""
         return self._silent_since is not None
 
     @property
     def is_lost(self) -> bool:
-        """Somebody has answered once, but for a while nobody has, not even somebody who was asked since.
+        """Whether the swarm is lost: peers did answer earlier, but for a while none has, despite a further call.
 
-        Without that question it could be that nobody was asked anything: one failure and ten idle seconds.
+        Without the further call this node might just have been idle: one failure and ten seconds without calls.
         """
         if self._silent_since is None or self._heard_at is None or not self._has_asked_again:
             return False
@@ -62,13 +62,13 @@ class Reception:
 
     @property
     def heard_at(self) -> float:
-        """When somebody answered last; when this node began, if nobody ever has."""
+        """Time of the last answer from anybody, or of this node's start if there was none."""
         return self._began_at if self._heard_at is None else self._heard_at
 
-    # --- while a call is on its way -----------------------------------------------------------------------------------
+    # --- calls in flight ----------------------------------------------------------------------------------------------
 
     def begin_call(self) -> float:
-        """Listen closely from now on; returns the time. End it with :meth:`end_call`."""
+        """Note that a call begins, and watch the loop's lag until :meth:`end_call`; returns the time."""
         self._in_flight += 1
         now = self._loop.time()
         if self._heartbeat is None:
@@ -76,7 +76,7 @@ class Reception:
         return now
 
     def end_call(self) -> None:
-        """The call is over."""
+        """Note that a call has ended."""
         self._in_flight -= 1
 
     def _schedule_heartbeat(self, now: float) -> None:
@@ -95,12 +95,12 @@ class Reception:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
 
-    # --- what came of it ----------------------------------------------------------------------------------------------
+    # --- outcomes -----------------------------------------------------------------------------------------------------
 
     def note_answer(self, peer: PeerID) -> None:
-        """A peer has answered a call."""
+        """Note that a peer has answered a call."""
         self._note(peer, answered=True)
-        self._excused.pop(peer, None)
+        self.excused.pop(peer, None)
         self._heard_at = self._loop.time()
         if self._silent_since is not None:
             self._silent_since = None
@@ -108,15 +108,15 @@ class Reception:
                 self.on_heard()
 
     def note_silence(self, peer: PeerID, asked_at: float) -> bool:
-        """A peer has not answered a call; whether that is to be held against it.
+        """Note that a peer has not answered a call; returns whether that counts against it.
 
         Args:
-            peer: who was called.
-            asked_at: when, as :meth:`begin_call` has told.
+            peer: the peer that was called.
+            asked_at: the time that :meth:`begin_call` returned.
         """
         now = self._loop.time()
         if self._is_late(asked_at, now):
-            return False  # the answer may be there, unread
+            return False  # the answer may have arrived, unread
         self._note(peer, answered=False)
         if self._silent_since is None:
             self._silent_since, self._silence_noted_at, self._has_asked_again = asked_at, now, False
@@ -124,13 +124,13 @@ class Reception:
             self._has_asked_again = True
         if self._silent < FEWEST_SILENT or 2 * self._silent <= len(self._outcomes):
             return True
-        since = self._excused.setdefault(peer, asked_at)
-        if len(self._excused) > MAX_EXCUSED:
-            del self._excused[next(iter(self._excused))]
+        since = self.excused.setdefault(peer, asked_at)
+        if len(self.excused) > MAX_EXCUSED:
+            del self.excused[next(iter(self.excused))]
         return asked_at - since >= WINDOW_SECONDS and self.heard_at > since
 
     def _is_late(self, asked_at: float, now: float) -> bool:
-        """Whether the loop was late while the call was on its way, or is so now and has not had the time to notice."""
+        """Whether the loop lagged while the call was in flight, or lags now and the heartbeat could not notice yet."""
         if self._heartbeat is not None and now - self._heartbeat.when() > LATE_SECONDS:
             return True
         return self._was_late_at >= asked_at

@@ -1,7 +1,6 @@
-"""Records of the table: what nodes send each other about them, and what one node agrees to keep.
+"""Records of the DHT: the messages that carry them, and the records that one node agrees to keep.
 
-Lengths are limited by the types of the messages themselves: a message that breaks a limit is refused while it is being
-decoded.
+The types of the messages limit all lengths: a message that breaks a limit is refused while it is being decoded.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from shoal.clock import DHTExpiration, get_dht_time
+from shoal.clock import DHTExpiration
 from shoal.dht.authorization import AuthorizedRequest, AuthorizedResponse
+from shoal.dht.known import MAX_KNOWN_BYTES, Known
+from shoal.dht.quotas import DEFAULT_ROOM, Payer, Place, Room, Shelves
 from shoal.dht.routing import DHTID, ID_BITS, RoutingTable
-from shoal.dht.storage import DHTLocalStorage, DictionaryDHTValue, StoredValue
+from shoal.dht.storage import MAX_DICTIONARY_ENTRIES, DHTLocalStorage, DictionaryDHTValue, StoredValue
 from shoal.dht.validation import (
     MAX_SUBKEY_BYTES,
     PLAIN_VALUE,
@@ -31,37 +32,36 @@ from shoal.dht.validation import (
     has_owned_entries,
 )
 from shoal.errors import ProtocolError
-from shoal.logs import quoted
+from shoal.logs import Seldom, quoted
+from shoal.metrics import Metrics
 from shoal.p2p import P2P, PeerID
 from shoal.p2p.transport import Moment, PeerIDBytes
 from shoal.serializer import MSGPackSerializer
 
 logger = logging.getLogger(__name__)
+warn_seldom = Seldom(logger.warning)
 
-# A node refuses records when it holds this much, so that nobody can fill its memory.
-MAX_RECORD_BYTES_IN_MEMORY = 2**28
-
-# Counting looks at every record, and a node that is full is asked again and again.
-_SECONDS_BETWEEN_COUNTS = 5.0
-# What a record takes besides its value, roughly.
-_OVERHEAD_BYTES = 300
-
-# Records for one node are sent in requests of about this size at most.
+# Approximate maximum size of one store request.
 REQUEST_BYTES = 3 * 2**18
 
-# Largest value of one record; the table is for small facts, tensors travel elsewhere.
+NOTHING_KNOWN = Known(b"")
+
+# Largest value of one record; the DHT is for small facts, tensors travel elsewhere.
 MAX_VALUE_BYTES = 2**19
 
-# What one call may carry, so that none keeps a node busy for long.
+# Most bytes of values in one answer, and so of one dictionary in it.
+MAX_ANSWER_BYTES = 3 * 2**18
+
+# Limits of one call, so that no call keeps a node busy for long.
 MAX_RECORDS_PER_STORE = 256
 MAX_KEYS_PER_FIND = 64
-# Most neighbors in one answer about one key.
+# Most neighbors per key in one answer.
 MAX_NEIGHBORS = 128
-# Most neighbors in one answer about all its keys, if the asker wants more about each than usual.
+# Most neighbors for all keys of one answer, if the asker wants more per key than usual.
 MAX_NEIGHBORS_TOLD = MAX_KEYS_PER_FIND * 20
 
 MAX_ADDRESSES = 8
-# More are not kept packed; a routing table has a few hundred nodes.
+# Most contacts kept in packed form; a routing table has a few hundred nodes.
 MAX_PACKED_CONTACTS = 4096
 MAX_ADDRESS_LENGTH = 256
 
@@ -73,7 +73,7 @@ NodeIDBytes = IDBytes | None
 class PingRequest(AuthorizedRequest):
     node_id: NodeIDBytes = None
     validate: bool = False
-    """Please call me back and tell whether that worked."""
+    """Asks the receiver to call back, and to tell whether that worked."""
 
 
 class PingResponse(AuthorizedResponse):
@@ -82,7 +82,7 @@ class PingResponse(AuthorizedResponse):
     available: bool = False
     """The sender of the request can be called and has the id that it claims."""
     seen_at: Annotated[str, Meta(max_length=MAX_ADDRESS_LENGTH)] = ""
-    """Where the sender of the request is seen from here, if that is known."""
+    """The address from which the sender of the request came, if it is known."""
 
 
 class StoreRequest(AuthorizedRequest):
@@ -100,7 +100,7 @@ class StoreRequest(AuthorizedRequest):
 
     @classmethod
     def of_records(cls, records: Sequence[NewRecord], node_id: NodeIDBytes) -> StoreRequest:
-        """What asks another node to keep records; :func:`split_into_requests` sees to it that they fit."""
+        """A request to keep records; :func:`split_into_requests` makes sure that they fit."""
         return cls(
             keys=[record.key_id.to_bytes() for record in records],
             subkeys=[record.subkey for record in records],
@@ -140,9 +140,13 @@ class FindRequest(AuthorizedRequest):
     keys: Annotated[list[IDBytes], Meta(max_length=MAX_KEYS_PER_FIND)]
     node_id: NodeIDBytes = None
     neighbors: Annotated[int, Meta(ge=0, le=MAX_NEIGHBORS)] = 0
-    """How many about each key the sender wants to hear of, if more than a node usually tells."""
+    """How many nodes per key the sender wants, if more than a node usually tells."""
     neighbors_only: bool = False
-    """The values do not matter, as on the way to a store: leave them out."""
+    """Leave the values out: the sender does not need them, as on the way to a store."""
+    known: Annotated[bytes, Meta(max_length=MAX_KNOWN_BYTES)] = b""
+    """Nodes and entries that the sender has: these may be left out, see :mod:`shoal.dht.known`."""
+    most: Annotated[int, Meta(ge=0, le=MAX_DICTIONARY_ENTRIES)] = 0
+    """The sender wants only so many entries of a dictionary, drawn at random; 0: all of them."""
 
 
 class NodeContact(msgspec.Struct, frozen=True, array_like=True):
@@ -153,7 +157,7 @@ class NodeContact(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Found(IntEnum):
-    """What an answer holds about one key."""
+    """The kind of value that an answer holds for one key."""
 
     NOTHING = 0
     PLAIN = 1
@@ -185,20 +189,20 @@ _contact_decoder = msgspec.msgpack.Decoder(NodeContact)
 
 
 def pack_contact(contact: NodeContact) -> msgspec.Raw:
-    """The form in which a contact travels."""
+    """The wire form of a contact."""
     return msgspec.Raw(_contact_encoder.encode(contact))
 
 
 class PackedContacts:
-    """Contacts of many nodes in the form in which they travel, each packed once until addresses change."""
+    """Contacts of many nodes in wire form, each packed once until addresses change."""
 
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
         self._packed: dict[PeerID, msgspec.Raw] = {}
-        self._address_changes = 0  # those that the packed contacts contain
+        self._address_changes = 0  # the count that the packed contacts reflect
 
     def pack(self, peer: PeerID) -> msgspec.Raw:
-        """How to reach a peer."""
+        """The packed contact of a peer."""
         if self._address_changes != self._p2p.address_changes or len(self._packed) > MAX_PACKED_CONTACTS:
             self._packed.clear()
             self._address_changes = self._p2p.address_changes
@@ -210,7 +214,7 @@ class PackedContacts:
 
 
 def unpack_contact(packed: msgspec.Raw) -> NodeContact:
-    """Read what :func:`pack_contact` made.
+    """Read the wire form of a contact.
 
     Raises:
         ValueError: not a contact.
@@ -221,8 +225,16 @@ def unpack_contact(packed: msgspec.Raw) -> NodeContact:
         raise ValueError(f"not a contact: {e}") from None
 
 
+def peer_of_contact(packed: msgspec.Raw) -> bytes:
+    """The peer id in a packed contact, read without the rest; empty if this is no usual contact."""
+    raw = memoryview(packed)
+    # 0x92: a list of two; 0xC4: bytes whose length takes one byte.
+    is_usual = len(raw) > 3 and raw[0] == 0x92 and raw[1] == 0xC4
+    return bytes(raw[3 : 3 + raw[2]]) if is_usual else b""
+
+
 class FoundRecord(NamedTuple):
-    """What a node answered about one key."""
+    """A node's answer about one key."""
 
     value: StoredValue | None
     expiration_time: DHTExpiration
@@ -232,17 +244,17 @@ class FoundRecord(NamedTuple):
 
 
 class FindAnswer(NamedTuple):
-    """What a node answered to a find request."""
+    """A node's answer to a find request."""
 
     records: dict[DHTID, FoundRecord]
     contacts: dict[int, msgspec.Raw]
-    """How to reach the nodes that it told of; see :func:`unpack_contact`."""
+    """Packed contacts of the nodes in the answer; see :func:`unpack_contact`."""
     node_id: bytes | None
-    """Who it says it is."""
+    """The id that the node claims."""
 
 
 class NewRecord(NamedTuple):
-    """A record on its way to a node that shall keep it."""
+    """A record on its way to a node that is to keep it."""
 
     key_id: DHTID
     subkey: bytes
@@ -253,7 +265,7 @@ class NewRecord(NamedTuple):
 
     @classmethod
     def of_stored(cls, key_id: DHTID, value: StoredValue, expiration_time: float, in_cache: bool = False) -> NewRecord:
-        """What to send so that another node has what is stored here."""
+        """The record to send so that another node has what is stored here."""
         marker, packed = pack_value(value)
         return cls(key_id, marker, packed, float(expiration_time), in_cache)
 
@@ -273,37 +285,35 @@ def split_into_requests(records: Sequence[NewRecord]) -> Iterator[list[NewRecord
         yield batch
 
 
-def pack_value(value: StoredValue) -> tuple[bytes, bytes]:
-    """The marker that stands for the subkey, and the bytes, of a plain value or of a whole dictionary.
+def pack_value(value: StoredValue, room: int = MAX_VALUE_BYTES) -> tuple[bytes, bytes]:
+    """A plain value or a whole dictionary as bytes, and the marker that takes the place of its subkey.
 
-    A dictionary that is too large for a message loses the entries that expire first.
+    A dictionary that is too large loses the entries that were stored first: some entries are better than none, and
+    nobody can stay among the newest without storing again and again.
+
+    Args:
+        room: most bytes of a dictionary.
     """
     if isinstance(value, bytes):
         return PLAIN_VALUE, value
     packed = value.packb()
-    if len(packed) > MAX_VALUE_BYTES:
-        logger.warning("a dictionary of %d entries is over %d bytes: only a part is sent", len(value), MAX_VALUE_BYTES)
-        packed = _largest_part(value).packb()
+    if len(packed) > room:
+        warn_seldom("a dictionary of %d entries is over %d bytes: only the newest ones are sent", len(value), room)
+        packed = _newest_part(value, room).packb()
     return WHOLE_DICTIONARY, packed
 
 
-def _largest_part(dictionary: DictionaryDHTValue[bytes]) -> DictionaryDHTValue[bytes]:
-    part: DictionaryDHTValue[bytes] = DictionaryDHTValue()
-    size = 64
-    for subkey, item in sorted(dictionary.items(), key=lambda entry: -entry[1].expiration_time):
+def _newest_part(dictionary: DictionaryDHTValue[bytes], room: int) -> DictionaryDHTValue[bytes]:
+    entries, size = [], 64
+    for subkey, item in reversed(list(dictionary.items())):
         size += len(item.value) + len(MSGPackSerializer.dumps(subkey)) + 20
-        if size > MAX_VALUE_BYTES:
+        if size > room:
             break
+        entries.append((subkey, item))
+    part: DictionaryDHTValue[bytes] = DictionaryDHTValue()
+    for subkey, item in reversed(entries):
         part.store(subkey, item.value, item.expiration_time)
     return part
-
-
-def _count_bytes(storage: DHTLocalStorage) -> int:
-    size = 0
-    for item in storage.values():
-        entries = [item] if isinstance(item.value, bytes) else item.value.values()
-        size += sum(len(entry.value) + _OVERHEAD_BYTES for entry in entries)
-    return size
 
 
 class LocalRecords:
@@ -311,65 +321,67 @@ class LocalRecords:
 
     Args:
         cache_size: most records in the cache, ``None`` = no limit.
-        record_validator: decides what may be stored and believed.
+        record_validator: decides which records may be stored and believed.
+        own_id: the id of the node; when there is no room for all, records near it are kept longest.
+        metrics: counts refused and evicted records.
+        room: how much may be kept.
     """
 
-    def __init__(self, cache_size: int | None, record_validator: RecordValidatorBase | None) -> None:
-        self.storage = DHTLocalStorage()
-        self.cache = DHTLocalStorage(maxsize=cache_size)
+    def __init__(
+        self,
+        cache_size: int | None,
+        record_validator: RecordValidatorBase | None,
+        own_id: int = 0,
+        metrics: Metrics | None = None,
+        room: Room = DEFAULT_ROOM,
+    ) -> None:
+        self.shelves = Shelves(cache_size, own_id, metrics or Metrics(), room)
+        """What is stored and what is cached, and who pays for it."""
+        self.storage, self.cache = self.shelves.storage, self.shelves.cache
         self.record_validator = record_validator
-        # At least as much as there is: replaced and expired records are still counted.
-        self._bytes = 0
-        self._next_count = -math.inf
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that storage and cache take."""
+        return self.shelves.ledger.nbytes
 
     def is_valid(self, record: DHTRecord) -> bool:
         """Whether the validator accepts a record."""
         return self.record_validator is None or self.record_validator.validate(record)
 
-    def keep(self, record: NewRecord) -> bool:
-        """Put a record into storage or cache, if it is valid and newer than what is there."""
-        size = len(record.value) + len(record.subkey) + _OVERHEAD_BYTES
-        if not self._has_room_for(size):
-            return False
-        is_kept = self._keep(record)
-        self._bytes += size * is_kept
-        return is_kept
+    def keep(self, record: NewRecord, payer: Payer | None = None) -> bool:
+        """Put a record into storage or cache if it is valid, newer than the present one, and there is room for it.
 
-    def _has_room_for(self, size: int) -> bool:
-        if self._bytes + size > MAX_RECORD_BYTES_IN_MEMORY and get_dht_time() >= self._next_count:
-            self._bytes = _count_bytes(self.storage) + _count_bytes(self.cache)
-            if self._bytes + size > MAX_RECORD_BYTES_IN_MEMORY:
-                self._next_count = get_dht_time() + _SECONDS_BETWEEN_COUNTS
-                logger.warning("this node holds %d bytes of records and refuses more until some expire", self._bytes)
-        return self._bytes + size <= MAX_RECORD_BYTES_IN_MEMORY
-
-    def _keep(self, record: NewRecord) -> bool:
-        storage = self.cache if record.in_cache else self.storage
-        key_id, packed_subkey, value, expiration_time, _ = record
+        Args:
+            payer: the peer that asks to store it; ``None``: this node itself.
+        """
+        key_id, packed_subkey, value, expiration_time, in_cache = record
         try:
             if packed_subkey == WHOLE_DICTIONARY:
-                dictionary = self.unpack_dictionary(key_id, value)
-                return storage.store(key_id, dictionary, dictionary.latest_expiration_time)
+                entries = list(self.unpack_dictionary(key_id, value).items())
+                kept = [self.shelves.put(Place(in_cache, key_id, name), *item, payer) for name, item in entries]
+                return any(kept)
             check_lifetime(expiration_time)
             if not self.is_valid(DHTRecord(key_id.to_bytes(), packed_subkey, value, expiration_time)):
                 return False
+            subkey = None
             if packed_subkey == PLAIN_VALUE:
                 if any(self._has_owned_entries(key_id, present) for present in (self.storage, self.cache)):
                     return False
-                return storage.store(key_id, value, expiration_time)
-            subkey = MSGPackSerializer.loads(packed_subkey)
-            check_subkey(subkey, packed_subkey)
+            else:
+                subkey = MSGPackSerializer.loads(packed_subkey)
+                check_subkey(subkey, packed_subkey)
         except (ValueError, TypeError) as e:
             logger.debug("refused a record for key %s: %s", key_id, e)
             return False
-        return storage.store_subkey(key_id, subkey, value, expiration_time)
+        return self.shelves.put(Place(in_cache, key_id, subkey), value, expiration_time, payer)
 
     def _has_owned_entries(self, key_id: DHTID, storage: DHTLocalStorage) -> bool:
         present = storage.get(key_id)
         return present is not None and has_owned_entries(self.record_validator, key_id.to_bytes(), present.value)
 
     def find(self, key_id: DHTID) -> tuple[StoredValue, DHTExpiration] | None:
-        """What is here about a key, in storage or cache, whichever expires later; what somebody owns goes first."""
+        """The value of a key in storage or cache: one with owned entries comes first, then the later expiration."""
         stored, cached = self.storage.get(key_id), self.cache.get(key_id)
         if stored is None or cached is None:
             return stored or cached
@@ -381,7 +393,7 @@ class LocalRecords:
         return cached if cached.expiration_time > stored.expiration_time else stored
 
     def read(self, key_id: DHTID, found: Found, value: bytes, expiration_time: float) -> StoredValue | None:
-        """Check what another node found; ``None`` if it is nothing, malformed or invalid."""
+        """The checked value that another node found; ``None`` if there is none, or it is malformed or invalid."""
         try:
             if found is Found.DICTIONARY:
                 return self.unpack_dictionary(key_id, value)
@@ -393,10 +405,10 @@ class LocalRecords:
         return None
 
     def read_result(self, key_id: DHTID, result: FindResult, node_ids: Sequence[int]) -> FoundRecord:
-        """What another node answered about a key, checked.
+        """Another node's answer about a key, checked.
 
         Args:
-            node_ids: all nodes of its answer.
+            node_ids: all nodes of that node's answer.
         """
         neighbors = [node_ids[position] for position in result.nearest if position < len(node_ids)]
         value = self.read(key_id, result.found, result.value, result.expiration)
@@ -405,27 +417,32 @@ class LocalRecords:
         expiration_time = result.expiration if isinstance(value, bytes) else value.latest_expiration_time
         return FoundRecord(value, expiration_time, neighbors)
 
-    def answer(self, key_id: DHTID, nearest: list[int], room: int) -> FindResult:
-        """What to tell another node about a key.
+    def answer(
+        self, key_id: DHTID, nearest: list[int], room: int, known: Known = NOTHING_KNOWN, most: int = 0
+    ) -> FindResult:
+        """This node's answer about a key.
 
         Args:
             nearest: positions of the nearest nodes in the answer.
-            room: bytes that are left in it.
+            room: bytes that are left in the answer.
+            known: entries that the asker has.
+            most: as in :class:`FindRequest`.
         """
         item = self.find(key_id)
         if item is None:
             return FindResult(Found.NOTHING, b"", 0.0, nearest)
-        marker, packed = pack_value(item[0])
+        value = item[0] if isinstance(item[0], bytes) else known.without_known(key_id, item[0], most)
+        marker, packed = pack_value(value, MAX_ANSWER_BYTES)
         if len(packed) > room:
             return FindResult(Found.TOO_MUCH, b"", 0.0, nearest)
         found = Found.DICTIONARY if marker == WHOLE_DICTIONARY else Found.PLAIN
         return FindResult(found, packed, float(item[1]), nearest)
 
     def unpack_dictionary(self, key_id: DHTID, packed: bytes) -> DictionaryDHTValue[bytes]:
-        """Read a dictionary that came from elsewhere.
+        """Read and check a dictionary from another node.
 
         Raises:
-            ValueError, TypeError: malformed, or one of its entries is invalid.
+            ValueError, TypeError: the dictionary is malformed, or one of its entries is invalid.
         """
         dictionary = DictionaryDHTValue.unpackb(packed)
         with dictionary.freeze():
@@ -442,12 +459,12 @@ class LocalRecords:
 def records_for_newcomer(
     newcomer: DHTID, storage: DHTLocalStorage, table: RoutingTable, num_replicas: int
 ) -> Iterator[tuple[DHTID, StoredValue, DHTExpiration]]:
-    """The records that a newcomer should hold and that nobody is nearer to pass on than this node."""
+    """The records that this node passes on: the newcomer should hold them, and this node is nearest to their keys."""
     own_id = table.node_id
     bits_not_shared = ID_BITS - _bits_shared_by_neighborhood(newcomer, table, num_replicas)
     newcomer_is_near = not (own_id ^ newcomer) >> bits_not_shared
     for key, item in storage.items():
-        # Keys from the own neighborhood have all their replicas in it: a newcomer from elsewhere is none of them.
+        # All replicas of a key from the own neighborhood are inside it, so a newcomer from outside is not one of them.
         if not newcomer_is_near and not (own_id ^ key) >> bits_not_shared:
             continue
         if _should_pass_on(key, newcomer, table, num_replicas):
@@ -466,6 +483,6 @@ def _should_pass_on(key: DHTID, newcomer: DHTID, table: RoutingTable, num_replic
     neighbors = table.get_nearest_neighbors(key, num_replicas, exclude=newcomer)
     if not neighbors:
         return True
-    nearest, farthest = neighbors[0][0], neighbors[-1][0]
-    is_replica = len(neighbors) < num_replicas or newcomer ^ key < farthest ^ key
-    return is_replica and table.node_id ^ key < nearest ^ key
+    nearest, farthest = (table.rank(node_id, key) for node_id, _ in (neighbors[0], neighbors[-1]))
+    is_replica = len(neighbors) < num_replicas or table.rank(newcomer, key) < farthest
+    return is_replica and table.rank(table.node_id, key) < nearest

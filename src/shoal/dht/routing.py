@@ -1,9 +1,12 @@
-"""Node ids, buckets and the routing table: whom a node knows, densely near itself and sparsely far away.
+"""Node ids, buckets and the routing table: the nodes that a node knows, many near its own id and few far away.
 
-Ids are 160-bit numbers and their distance is XOR. The table is a list of buckets, each responsible for one half-open,
-power-of-two range of ids. It starts with one bucket for everything; a full bucket is split in halves if it holds the
-own id or is not yet at a depth divisible by ``depth_modulo``. Who does not fit waits in the bucket's replacement list
-until a member is found dead.
+Ids are 160-bit numbers, and their distance is XOR. The table is a list of buckets, each responsible for a half-open,
+power-of-two range of ids. It starts with one bucket for all ids. A full bucket is split in halves if it covers the own
+id, or if its depth is not divisible by ``depth_modulo``. A node that finds no room waits in the bucket's replacement
+list until a member is found dead.
+
+Anybody may choose the id of a node, but whoever takes the one that follows from its peer's id cannot choose its place.
+So chosen ids come second: in the lists of the nearest nodes after all others, and where places are few.
 
 A member that does not answer becomes a suspect. It keeps its place until a living node wants it, so that an outage of
 any length leaves somebody to ask; but nobody is told of it, and walks begin with it only if there is nobody else.
@@ -12,6 +15,7 @@ any length leaves somebody to ask; but nobody is told of it, and walks begin wit
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import os
 import random
@@ -23,11 +27,11 @@ from shoal.p2p.identity import PeerID
 from shoal.serializer import MSGPackSerializer
 
 DHTKey = Any
-"""What users call a record: raw bytes, or anything that msgpack can pack."""
+"""A user's key for a record: raw bytes, or anything that msgpack can pack."""
 
 ID_BITS = 160
 
-# A full bucket asks at most one member in this time whether it is still there, however many want its place.
+# A full bucket pings at most one member in this time, however many nodes want its place.
 SECONDS_BETWEEN_CHECKS = 5.0
 
 
@@ -51,7 +55,7 @@ class DHTID(int):
         Args:
             source: the key; ``bytes`` are hashed as they are, anything else in its msgpack form. ``None`` = random.
             nbits: how many random bits are hashed when there is no source.
-            rng: where the random bits come from; by default the operating system.
+            rng: source of the random bits; default: the operating system.
 
         Raises:
             TypeError: the key cannot be packed.
@@ -66,7 +70,12 @@ class DHTID(int):
     @classmethod
     def of_peer(cls, peer: PeerID) -> DHTID:
         """The place of a peer's node in the table, unless it was given another one: whoever knows the peer finds it."""
-        return cls.generate(peer.to_bytes())
+        return _place_of(peer.to_bytes())
+
+    @classmethod
+    def of_peer_bytes(cls, peer: bytes) -> DHTID:
+        """The same, of the bytes of its id."""
+        return _place_of(peer)
 
     @overload
     def xor_distance(self, other: int) -> int: ...
@@ -82,7 +91,7 @@ class DHTID(int):
 
     @classmethod
     def longest_common_prefix_length(cls, *ids: int) -> int:
-        """How many leading bits all these ids share."""
+        """Number of leading bits that all these ids share."""
         differing = 0
         for one in ids[1:]:
             differing |= ids[0] ^ one
@@ -102,6 +111,11 @@ class DHTID(int):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({int(self):#x})"
+
+
+@functools.lru_cache(4096)
+def _place_of(peer: bytes) -> DHTID:
+    return DHTID.generate(peer)
 
 
 class KBucket:
@@ -132,7 +146,7 @@ class KBucket:
         self.lower, self.upper, self.size, self.depth = lower, upper, size, depth
         self.nodes_to_peer_id: dict[DHTID, PeerID] = {}
         self.replacement_nodes: dict[DHTID, PeerID] = {}
-        self.suspects: dict[DHTID, PeerID] = {}  # who fell silent first comes first
+        self.suspects: dict[DHTID, PeerID] = {}  # in the order in which they fell silent
         self.nodes_being_checked: dict[DHTID, None] = {}
         self.last_updated = get_dht_time()
         self.last_checked = float("-inf")
@@ -142,7 +156,7 @@ class KBucket:
         return self.lower <= node_id < self.upper
 
     def add_or_update_node(self, node_id: DHTID, peer_id: PeerID, *, is_news: bool = True) -> bool:
-        """Put a node at the most recent end; False if there is no room and it waits as a replacement."""
+        """Make a node the most recently seen member; False if there is no room and it waits as a replacement."""
         self.nodes_being_checked.pop(node_id, None)
         self.replacement_nodes.pop(node_id, None)
         self.suspects.pop(node_id, None)
@@ -155,7 +169,7 @@ class KBucket:
         return False
 
     def choose_node_to_check(self) -> tuple[DHTID, PeerID] | None:
-        """The least recently seen member that is not being checked yet; ``None`` if it is too early to ask again."""
+        """The least recently seen member that is not being pinged yet; ``None`` if it is too early for another ping."""
         if get_dht_time() - self.last_checked < SECONDS_BETWEEN_CHECKS:
             return None
         for node_id, peer_id in self.nodes_to_peer_id.items():
@@ -164,7 +178,7 @@ class KBucket:
         return None
 
     def begin_check(self, node_id: DHTID, peer_id: PeerID) -> tuple[DHTID, PeerID] | None:
-        """Note that this node is being asked whether it is still there; ``None`` if that is already going on."""
+        """Note that this node is about to be pinged; ``None`` if it is being pinged already."""
         if node_id in self.nodes_being_checked:
             return None
         self.nodes_being_checked[node_id] = None
@@ -172,18 +186,18 @@ class KBucket:
         return node_id, peer_id
 
     def end_check(self, node_id: DHTID) -> None:
-        """The node has been asked, whatever came of it."""
+        """Note that the ping of a node has ended, with or without an answer."""
         self.nodes_being_checked.pop(node_id, None)
 
     def suspect(self, node_id: DHTID) -> None:
-        """A member does not answer: it stays until somebody wants its place. Others are forgotten."""
+        """Turn a member that does not answer into a suspect; a node that is not a member is forgotten."""
         peer_id = self.nodes_to_peer_id.get(node_id)
         self.remove(node_id)
         if peer_id is not None:
             self.suspects[node_id] = peer_id
 
     def give_up_suspect(self) -> PeerID | None:
-        """Forget the one that fell silent first, if living nodes need its place."""
+        """Forget the suspect that fell silent first, if living nodes need its place."""
         if not self.suspects or len(self.nodes_to_peer_id) + len(self.suspects) <= self.size:
             return None
         return self.suspects.pop(next(iter(self.suspects)))
@@ -235,7 +249,7 @@ class RoutingTable:
     """The nodes that one node knows. Each peer has one node id here, and each node id one peer.
 
     Args:
-        node_id: the own id; the table is dense around it.
+        node_id: this node's own id; the table is dense around it.
         bucket_size: most members of a bucket, and most replacements.
         depth_modulo: buckets without the own id stop splitting at depths divisible by this.
     """
@@ -247,10 +261,12 @@ class RoutingTable:
         self.buckets: list[KBucket] = [KBucket(DHTID.MIN, DHTID.MAX, bucket_size)]
         self.peer_id_to_node: dict[PeerID, DHTID] = {}
         """Members, suspects and replacements."""
+        self.chosen: set[int] = set()
+        """Ids that do not follow from the peer's; some may be gone."""
         self._lower_bounds: list[int] = [DHTID.MIN]
 
     def get_bucket_index(self, node_id: int) -> int:
-        """Which of ``buckets`` is responsible for the id."""
+        """Index of the bucket that is responsible for the id."""
         return bisect.bisect_right(self._lower_bounds, node_id) - 1
 
     def bucket_of(self, node_id: int) -> KBucket:
@@ -258,7 +274,7 @@ class RoutingTable:
         return self.buckets[self.get_bucket_index(node_id)]
 
     def refresh(self, node_id: DHTID, peer_id: PeerID, *, is_news: bool = True) -> bool:
-        """Note that a member was seen just now: the usual case of :meth:`add_or_update_node`. False if it is none."""
+        """Note that a member was just seen: a fast path of :meth:`add_or_update_node`. False if it is not a member."""
         bucket = self.bucket_of(node_id)
         if bucket.nodes_to_peer_id.get(node_id) != peer_id:
             return False
@@ -267,22 +283,22 @@ class RoutingTable:
     def add_or_update_node(
         self, node_id: DHTID, peer_id: PeerID, *, is_news: bool = True
     ) -> tuple[DHTID, PeerID] | None:
-        """Note that a node was seen just now.
+        """Note that a node was just seen.
 
         Args:
             node_id: its id.
-            peer_id: who it is.
-            is_news: it tells something about its bucket; a mere sign of life does not, and the bucket may grow stale.
+            peer_id: its peer.
+            is_news: whether this refreshes the bucket; after a mere sign of life the bucket may still grow stale.
 
         Returns:
-            A node whose place is wanted and that should be asked whether it is still there, if any. Report back with
-            this method if it is, with ``del table[node_id]`` if it is not.
+            A node to ping because its place is wanted, if any. Call this method if it answers, and
+            ``del table[node_id]`` if it does not.
         """
         if node_id == self.node_id:
             return None
         bucket = self.bucket_of(node_id)
         holder = bucket.nodes_to_peer_id.get(node_id) or bucket.replacement_nodes.get(node_id)
-        # Nobody takes the id of a node that may be alive.
+        # A peer must not take over the id of a node that may be alive.
         if holder is not None and holder != peer_id:
             return bucket.begin_check(node_id, holder)
         if bucket.suspects.get(node_id, peer_id) != peer_id:
@@ -291,8 +307,11 @@ class RoutingTable:
         if former_id is not None and former_id != node_id:
             del self[former_id]
         self.peer_id_to_node[peer_id] = node_id
+        self.note_choice(node_id, peer_id)
         while not bucket.add_or_update_node(node_id, peer_id, is_news=is_news):
             if not self._may_split(bucket):
+                if self._takes_place_of_chosen(bucket, node_id):
+                    break
                 self._limit_replacements(bucket)
                 return bucket.choose_node_to_check()
             self._split(bucket)
@@ -300,8 +319,31 @@ class RoutingTable:
         self._make_room(bucket)
         return None
 
+    def note_choice(self, node_id: DHTID, peer_id: PeerID) -> None:
+        """Find out whether a node was given the id that follows from its peer's."""
+        if node_id == DHTID.of_peer(peer_id):
+            self.chosen.discard(node_id)
+            return
+        self.chosen.add(node_id)
+        if len(self.chosen) > 2 * len(self.peer_id_to_node) + 16:
+            self.chosen.intersection_update((self.node_id, node_id, *self.peer_id_to_node.values()))
+
+    def _takes_place_of_chosen(self, bucket: KBucket, node_id: DHTID) -> bool:
+        """Whether a newcomer that waits for a place in a full bucket gets that of a member whose id was chosen."""
+        if not self.chosen or node_id in self.chosen:
+            return False
+        member = next((member for member in bucket.nodes_to_peer_id if member in self.chosen), None)
+        if member is None:
+            return False
+        del self[member]  # the newcomer is the latest replacement
+        return True
+
+    def rank(self, node_id: int, query_id: int) -> tuple[bool, int]:
+        """The smaller, the sooner a node of this table is asked to hold a key, or to tell of it."""
+        return node_id in self.chosen, node_id ^ query_id
+
     def suspect(self, node_id: DHTID) -> None:
-        """Note that a node does not answer. Whoever gives a sign of life is back with :meth:`add_or_update_node`."""
+        """Note that a node does not answer. After a sign of life :meth:`add_or_update_node` makes it a member again."""
         bucket, peer_id = self.bucket_of(node_id), self[node_id]
         bucket.suspect(node_id)
         if node_id not in bucket.suspects:
@@ -332,7 +374,7 @@ class RoutingTable:
             del self.peer_id_to_node[bucket.replacement_nodes.pop(oldest)]
 
     def get_nearest_neighbors(self, query_id: int, k: int, exclude: DHTID | None = None) -> list[tuple[DHTID, PeerID]]:
-        """The ``k`` members nearest to an id, nearest first; exact among the members.
+        """The ``k`` members nearest to an id, nearest first; exact among the members. Chosen ids come after all others.
 
         Args:
             query_id: the id to measure from; a member with this very id counts, unless excluded.
@@ -341,21 +383,25 @@ class RoutingTable:
         """
         distance_to = int(query_id).__xor__
         nearest: list[tuple[DHTID, PeerID]] = []
+        chosen: list[tuple[DHTID, PeerID]] = []
         for buckets in self._groups_by_distance(query_id):
             members = buckets[0].nodes_to_peer_id if len(buckets) == 1 else _members_of(buckets)
             nearest += [(node_id, members[node_id]) for node_id in sorted(members, key=distance_to)]
             if exclude is not None and exclude in members:
                 nearest.remove((exclude, members[exclude]))
+            if self.chosen:
+                chosen += [node for node in nearest if node[0] in self.chosen]
+                nearest = [node for node in nearest if node[0] not in self.chosen]
             if len(nearest) >= k:
                 break
-        return nearest[:k]
+        return [*nearest, *chosen][:k]
 
     def _groups_by_distance(self, query_id: int) -> Iterator[list[KBucket]]:
         """Groups of buckets; every id in a group is nearer than every id in the next one."""
         index = self.get_bucket_index(query_id)
         bucket = self.buckets[index]
         yield [bucket]
-        # What shares the first bits with the query, fewer and fewer of them.
+        # Then the ids that share fewer and fewer leading bits with the query.
         first, last = index, index + 1
         for shared_bits in range(bucket.depth - 1, -1, -1):
             width = 1 << (ID_BITS - shared_bits)
@@ -368,7 +414,7 @@ class RoutingTable:
                 yield self.buckets[middle:last]
 
     def get(self, node_id: DHTID, default: PeerID | None = None) -> PeerID | None:
-        """The peer of a member or replacement; suspects are none."""
+        """The peer of a member or replacement; suspects do not count."""
         bucket = self.bucket_of(node_id)
         return bucket.nodes_to_peer_id.get(node_id) or bucket.replacement_nodes.get(node_id) or default
 

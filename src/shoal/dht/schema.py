@@ -1,7 +1,7 @@
-"""Records that must have a certain type: a pydantic model describes a set of keys, one field for each.
+"""Checks the types of records: a pydantic model describes a set of keys, one field for each.
 
-A field of type ``dict[K, V]`` describes a key whose value is a dictionary with subkeys ``K``. Values must have their
-type as they are: whatever pydantic would have to convert is refused. Models of ``pydantic.v1`` are as good as new ones.
+A field of type ``dict[K, V]`` describes a key whose value is a dictionary with subkeys ``K``. Values must have exactly
+the given type: a value that pydantic would have to convert is refused. Models of ``pydantic.v1`` work as well.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ class SchemaValidator(RecordValidatorBase):
 
     Args:
         schema: one field per DHT key.
-        allow_extra_keys: whether keys that are no field of any schema may be stored.
-        prefix: the keys are called ``{prefix}_{field}`` instead of just ``{field}``.
+        allow_extra_keys: whether keys may be stored that are not a field of any schema.
+        prefix: the keys are ``{prefix}_{field}`` instead of ``{field}``.
     """
 
     def __init__(self, schema: Schema, allow_extra_keys: bool = True, prefix: str | None = None) -> None:
         if not (isinstance(schema, type) and (issubclass(schema, pydantic.BaseModel) or _is_v1(schema))):
             raise TypeError(f"schema must be a subclass of pydantic.BaseModel or pydantic.v1.BaseModel, got {schema!r}")
-        self._schemas: list[tuple[Schema, str | None]] = [(schema, prefix)]
+        self.schemas: list[tuple[Schema, str | None]] = [(schema, prefix)]
+        """Each with its prefix."""
         self._allow_extra_keys = allow_extra_keys
-        self._fields_by_key: dict[bytes, list[tuple[Schema, str]]] = {}
-        self._accepted = AcceptedRecords()  # stays true when more schemas are merged in
+        self.fields_by_key: dict[bytes, list[tuple[Schema, str]]] = {}
+        """What may be stored in each key."""
+        self._accepted = AcceptedRecords()  # remains valid when more schemas are merged in
         self._index(schema, prefix)
 
     def _index(self, schema: Schema, prefix: str | None) -> None:
         relaxed = _v1_with_optional_fields(schema) if _is_v1(schema) else _with_optional_fields(schema)
         for field in schema.__fields__ if _is_v1(schema) else schema.model_fields:
             key = DHTID.generate(field if prefix is None else f"{prefix}_{field}").to_bytes()
-            self._fields_by_key.setdefault(key, []).append((relaxed, field))
+            self.fields_by_key.setdefault(key, []).append((relaxed, field))
 
     def validate(self, record: DHTRecord) -> bool:
-        candidates = self._fields_by_key.get(record.key)
+        candidates = self.fields_by_key.get(record.key)
         if candidates is None:
             return self._allow_extra_keys
         if record in self._accepted:
@@ -62,41 +64,41 @@ class SchemaValidator(RecordValidatorBase):
             content = _decode(record)
         except (ValueError, TypeError):
             return False
-        is_accepted = any(_fits(schema, field, content) for schema, field in candidates)
+        is_accepted = any(fits(schema, field, content) for schema, field in candidates)
         if is_accepted:
             self._accepted.add(record)
         return is_accepted
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
-        """Know the other's keys too. A key that both describe must fit either of them."""
+        """Adopt the other's keys. A record of a key that both describe must fit one of the two."""
         if not isinstance(other, SchemaValidator):
             return False
-        for schema, prefix in other._schemas:
-            if (schema, prefix) not in self._schemas:
-                self._schemas.append((schema, prefix))
+        for schema, prefix in other.schemas:
+            if (schema, prefix) not in self.schemas:
+                self.schemas.append((schema, prefix))
                 self._index(schema, prefix)
         self._allow_extra_keys = self._allow_extra_keys or other._allow_extra_keys
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_schemas": self._schemas, "_allow_extra_keys": self._allow_extra_keys}
+        return {"schemas": self.schemas, "_allow_extra_keys": self._allow_extra_keys}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._fields_by_key = {}
+        self.fields_by_key = {}
         self._accepted = AcceptedRecords()
-        for schema, prefix in self._schemas:
+        for schema, prefix in self.schemas:
             self._index(schema, prefix)
 
 
 def _is_v1(schema: type) -> TypeIs[type[v1.BaseModel]]:
-    """Whether it is a model of ``pydantic.v1``, which must be loaded then; to load it for all others takes time."""
+    """Whether it is a model of ``pydantic.v1``. In that case the module is loaded already; loading it takes time."""
     loaded = sys.modules.get("pydantic.v1.main")
     return loaded is not None and issubclass(schema, loaded.BaseModel)
 
 
 def _v1_with_optional_fields(schema: type[v1.BaseModel]) -> type[v1.BaseModel]:
-    """The same as :func:`_with_optional_fields` for a model of ``pydantic.v1``."""
+    """Like :func:`_with_optional_fields`, for a model of ``pydantic.v1``."""
     relaxed: type[v1.BaseModel] = types.new_class(f"{schema.__name__}Record", (schema,))
     for field in relaxed.__fields__.values():  # a subclass has copies of its own
         field.required = field.validate_always = False
@@ -105,7 +107,7 @@ def _v1_with_optional_fields(schema: type[v1.BaseModel]) -> type[v1.BaseModel]:
 
 
 def _with_optional_fields(schema: type[pydantic.BaseModel]) -> type[pydantic.BaseModel]:
-    """A model of its own with the same fields and checks, none of them required: a record holds only one."""
+    """A new model with the same fields and checks, but no required field: a record holds only one of them."""
     fields: dict[str, Any] = {}
     for name, info in schema.model_fields.items():
         optional = copy.copy(info)
@@ -123,7 +125,8 @@ def _decode(record: DHTRecord) -> Any:
     return value
 
 
-def _fits(schema: Schema, field: str, content: Any) -> bool:
+def fits(schema: Schema, field: str, content: Any) -> bool:
+    """Whether a value is one of that field."""
     try:
         if _is_v1(schema):
             parsed = schema.parse_obj({field: content}).dict(include={field}, exclude_unset=True)
@@ -135,7 +138,7 @@ def _fits(schema: Schema, field: str, content: Any) -> bool:
 
 
 def _is_same(parsed: Any, content: Any) -> bool:
-    """Equality that tells 1 from True and 1.0, and a list from a tuple, at every depth."""
+    """Equality that distinguishes 1 from True and 1.0, and a list from a tuple, at every depth."""
     if type(parsed) is not type(content):
         return False
     if isinstance(content, dict):
@@ -149,7 +152,7 @@ def _is_same(parsed: Any, content: Any) -> bool:
 
 
 class _CheckedBytes(bytes):
-    """A type for fields whose values are plain ``bytes`` of a certain kind: models of either pydantic ask it for it."""
+    """A field type for plain ``bytes`` of a certain kind; it works in models of both versions of pydantic."""
 
     _kind: ClassVar[Any] = bytes
 
@@ -168,7 +171,7 @@ def conbytes(*, regex: bytes | str | None = None, **constraints: Any) -> Any:
     """A type for ``bytes`` that must match a pattern.
 
     Args:
-        regex: pattern that the bytes must match from their beginning.
+        regex: pattern that must match at the beginning of the bytes.
         constraints: as for ``pydantic.Field``: ``strict``, ``min_length``, ``max_length``.
     """
     checks: list[Any] = [Field(**constraints)] if constraints else []
@@ -189,6 +192,6 @@ def _pattern_check(regex: bytes | str) -> Callable[[bytes], bytes]:
 
 
 class BytesWithPublicKey(_CheckedBytes):
-    """``bytes`` with an owner tag: a subkey of this type can only be written by the owner of the key in the tag."""
+    """``bytes`` with an owner tag. Only the owner of the key in the tag can write to a subkey of this type."""
 
     _kind = Annotated[bytes, Field(strict=True), AfterValidator(_pattern_check(rb".*\[owner:.+\]"))]

@@ -1,7 +1,7 @@
-"""What a node keeps: values that live until their expiration, and dictionaries whose entries expire one by one.
+"""What a node stores: values that live until their expiration, and dictionaries whose entries expire one by one.
 
 All times are DHT times. A value with a later expiration replaces one with an earlier expiration, never the other way
-round; a tie is refused. Nothing is deleted by hand in normal operation.
+round; a tie is refused. In normal operation nothing is deleted explicitly.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -32,7 +32,7 @@ BinaryDHTValue = bytes
 
 
 class ValueWithExpiration(tuple[ValueType, DHTExpiration], Generic[ValueType]):
-    """A value and when it expires; unpacks and compares like a tuple of two."""
+    """A value and its expiration; unpacks and compares like a tuple of two."""
 
     __slots__ = ()
 
@@ -55,7 +55,7 @@ class ValueWithExpiration(tuple[ValueType, DHTExpiration], Generic[ValueType]):
 
 
 class HeapEntry(Generic[KeyType]):
-    """A key in the order of expiration."""
+    """A key that sorts by its expiration."""
 
     __slots__ = ("expiration_time", "key")
 
@@ -93,7 +93,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
 
     @property
     def frozen(self) -> bool:
-        """Inside :meth:`freeze`: nothing expires and nothing is dropped."""
+        """Whether a :meth:`freeze` block is running, so that nothing expires and nothing is dropped."""
         return self._freezes > 0
 
     @contextmanager
@@ -106,7 +106,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
             self._freezes -= 1
 
     def store(self, key: KeyType, value: ValueType, expiration_time: DHTExpiration) -> bool:
-        """Keep a value if it has not expired and outlives what is there.
+        """Keep a value if it has not expired and outlives the present one.
 
         Returns:
             Whether the value is now in the storage.
@@ -130,7 +130,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
         return present is None or present.expiration_time < expiration_time
 
     def _put(self, key: KeyType, value: ValueType, expiration_time: DHTExpiration) -> None:
-        # 0, 0.0 and False are one key: keep the latest spelling.
+        # Remove first: 0, 0.0 and False are equal as keys, and the latest spelling counts.
         self._data.pop(key, None)
         self._data[key] = ValueWithExpiration(value, expiration_time)
         heapq.heappush(self._by_expiration, HeapEntry(expiration_time, key))
@@ -139,7 +139,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
             heapq.heapify(self._by_expiration)
 
     def _is_outdated(self, entry: HeapEntry[KeyType]) -> bool:
-        """Whether the entry speaks of an expiration that is no longer that of its key."""
+        """Whether the key of this entry is gone or has another expiration by now."""
         item = self._data.get(entry.key)
         return item is None or item.expiration_time != entry.expiration_time
 
@@ -148,18 +148,18 @@ class TimedStorage(Generic[KeyType, ValueType]):
             return
         now = get_dht_time()
         if self._by_expiration[0].expiration_time >= now and len(self._data) <= self.maxsize:
-            # Whether or not that is still the expiration of its key, nothing is due before.
+            # The first entry may be outdated, but nothing is due before it.
             return
         while self._by_expiration:
             first = self._by_expiration[0]
             if not self._is_outdated(first):
                 if first.expiration_time >= now and len(self._data) <= self.maxsize:
                     break
-                del self._data[first.key]
+                del self[first.key]
             heapq.heappop(self._by_expiration)
 
     def get(self, key: KeyType) -> ValueWithExpiration[ValueType] | None:
-        """The value and its expiration, or ``None`` if there is none (any more)."""
+        """The value and its expiration, or ``None`` if it is missing or has expired."""
         if key not in self._data:
             return None
         self._drop_outdated()
@@ -179,7 +179,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
         """The item that expires first, or ``(None, None)``."""
         self._drop_outdated()
         while self._by_expiration and self._is_outdated(self._by_expiration[0]):
-            heapq.heappop(self._by_expiration)  # while frozen
+            heapq.heappop(self._by_expiration)  # left over, because _drop_outdated does nothing while frozen
         if not self._by_expiration:
             return None, None
         key = self._by_expiration[0].key
@@ -187,7 +187,8 @@ class TimedStorage(Generic[KeyType, ValueType]):
 
     def clear(self) -> None:
         """Forget everything."""
-        self._data.clear()
+        for key in list(self._data):
+            del self[key]
         self._by_expiration.clear()
 
     def __contains__(self, key: object) -> bool:
@@ -210,7 +211,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
         return f"{type(self).__name__}({self._data})"
 
 
-# More entries than this are not accepted from the network in one dictionary.
+# Most entries in one dictionary from the network.
 MAX_DICTIONARY_ENTRIES = 2**16
 
 
@@ -221,13 +222,26 @@ class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
     def __init__(self, maxsize: int | None = None) -> None:
         super().__init__(maxsize)
         self.latest_expiration_time = -math.inf
-        """The latest expiration of anything that was ever accepted here."""
+        """The latest expiration of any entry ever accepted here."""
 
     def store(self, key: Subkey, value: ValueType, expiration_time: DHTExpiration) -> bool:
         accepted = super().store(key, value, expiration_time)
         if accepted:
             self.latest_expiration_time = max(self.latest_expiration_time, expiration_time)
         return accepted
+
+    def drop(self, key: Subkey) -> None:
+        """Remove an entry if it is there, whether or not it has expired."""
+        self._data.pop(key, None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no entries, not even expired ones."""
+        return not self._data
+
+    def subkeys(self) -> list[Subkey]:
+        """Keys of all entries, including expired ones."""
+        return list(self._data)
 
     def copy(self) -> DictionaryDHTValue[ValueType]:
         """Another dictionary with the same entries."""
@@ -243,7 +257,9 @@ class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
         with self.freeze():
             entries = [[key, item.value, item.expiration_time] for key, item in self._data.items()]
             maxsize = None if math.isinf(self.maxsize) else self.maxsize
-            return MSGPackSerializer.dumps([maxsize, self.latest_expiration_time, entries])
+            # Not self.latest_expiration_time: the entry that would live longest may have been dropped for lack of room.
+            latest = max((entry[2] for entry in entries), default=self.latest_expiration_time)
+            return MSGPackSerializer.dumps([maxsize, latest, entries])
 
     @classmethod
     def unpackb(cls, data: bytes) -> DictionaryDHTValue[Any]:
@@ -291,7 +307,15 @@ StoredValue = BinaryDHTValue | DictionaryDHTValue[BinaryDHTValue]
 
 
 class DHTLocalStorage(TimedStorage["DHTID", StoredValue]):
-    """The records of one node: plain values and dictionaries by key id."""
+    """The records of one node: plain values and dictionaries by key id.
+
+    Attributes:
+        on_drop: called with a key and its value when the value expires or is dropped.
+    """
+
+    def __init__(self, maxsize: int | None = None) -> None:
+        super().__init__(maxsize)
+        self.on_drop: Callable[[DHTID, StoredValue], object] | None = None
 
     def store(
         self,
@@ -303,7 +327,7 @@ class DHTLocalStorage(TimedStorage["DHTID", StoredValue]):
         """Keep a plain value, a whole dictionary, or (with ``subkey``) one entry of a dictionary.
 
         Returns:
-            Whether it was accepted; for a whole dictionary, whether any of its entries was.
+            Whether it was accepted; for a whole dictionary, whether any of its entries was accepted.
         """
         if subkey is not None:
             assert not isinstance(value, DictionaryDHTValue), "a dictionary cannot be an entry of a dictionary"
@@ -314,7 +338,7 @@ class DHTLocalStorage(TimedStorage["DHTID", StoredValue]):
         return super().store(key, value, expiration_time)
 
     def store_subkey(self, key: DHTID, subkey: Subkey, value: BinaryDHTValue, expiration_time: DHTExpiration) -> bool:
-        """Keep one entry of a dictionary; a plain value that expires earlier makes way for a new dictionary."""
+        """Keep one entry of a dictionary; a new dictionary replaces a plain value that expires earlier."""
         present = self.get(key)
         if present is not None and isinstance(present.value, DictionaryDHTValue):
             dictionary = present.value
@@ -329,8 +353,25 @@ class DHTLocalStorage(TimedStorage["DHTID", StoredValue]):
             self._drop_outdated()
         return key in self._data
 
+    def __delitem__(self, key: DHTID) -> None:
+        item = self._data.pop(key)
+        if self.on_drop is not None:
+            self.on_drop(key, item.value)
 
-# A peer that failed more often in a row is not left alone for longer.
+    def drop(self, key: DHTID, subkey: Subkey | None) -> None:
+        """Remove a plain value, or one entry of a dictionary, if it is there."""
+        item = self._data.get(key)
+        if item is None or isinstance(item.value, DictionaryDHTValue) is (subkey is None):
+            return
+        if isinstance(item.value, DictionaryDHTValue):
+            item.value.drop(subkey)
+            if item.value.is_empty:
+                del self[key]
+        else:
+            del self[key]
+
+
+# Failures in a row beyond this many do not make a ban longer.
 MAX_BACKOFF_STEPS = 10
 MAX_PEERS = 4096
 
@@ -340,7 +381,7 @@ class Blacklist:
 
     Args:
         base_time: seconds after the first failure; 0 turns banning off.
-        backoff_rate: every further failure in a row takes this many times longer.
+        backoff_rate: each further failure in a row multiplies the time by this.
     """
 
     def __init__(self, base_time: float = 5.0, backoff_rate: float = 2.0) -> None:
@@ -351,7 +392,7 @@ class Blacklist:
         self.base_time, self.backoff_rate = base_time, backoff_rate
         self.banned_peers: TimedStorage[PeerID, int] = TimedStorage(MAX_PEERS)
         self.ban_counter: Counter[PeerID] = Counter()
-        """Failures in a row, bans counted once."""
+        """Failures in a row; all failures during one ban count once."""
 
     def register_failure(self, peer: PeerID) -> None:
         """The peer did not answer. Failures during a ban do not prolong it."""
@@ -365,12 +406,12 @@ class Blacklist:
             del self.ban_counter[next(iter(self.ban_counter))]
 
     def register_success(self, peer: PeerID) -> None:
-        """The peer answered: all is forgiven."""
+        """The peer answered: forget its failures, and end its ban."""
         if self.ban_counter.pop(peer, None) is not None and peer in self.banned_peers:
             del self.banned_peers[peer]
 
     def clear(self) -> None:
-        """Forgive everybody."""
+        """Forget all failures and bans."""
         self.banned_peers.clear()
         self.ban_counter.clear()
 

@@ -1,4 +1,4 @@
-"""Storing records: each is brought to the nodes that are nearest to its key."""
+"""Stores each record at the nodes that are nearest to its key."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
     from shoal.dht.protocol import DHTProtocol
 
 logger = logging.getLogger(__name__)
-_warn_seldom = Seldom(logger.warning, seconds=MAX_LIFETIME_SECONDS)
+warn_seldom = Seldom(logger.warning, seconds=MAX_LIFETIME_SECONDS)
 
 StoreAt = Callable[[DHTID, Sequence[NewRecord]], Awaitable["list[bool] | None"]]
-"""Asks a node to keep records; ``None`` if it does not answer."""
+"""Asks a node to keep records; returns ``None`` if it does not answer."""
 
 
 class Publication:
     """The records of one key, on their way to ``num_replicas`` nodes.
 
     Args:
-        key_id: the key.
-        num_replicas: how many nodes should answer; those that do not are replaced by the next nearest ones.
+        key_id: id of the key.
+        num_replicas: number of nodes that should answer; silent ones are replaced by the next nearest ones.
     """
 
     def __init__(self, key_id: DHTID, num_replicas: int) -> None:
         self.key_id = key_id
         self.records: list[NewRecord] = []
         self.answers: list[list[bool]] = []
-        """What each replica said about each record, in the order of arrival."""
+        """Whether each replica keeps each record, in the order in which the answers came."""
         self.has_answer = asyncio.Event()
-        """One replica has answered, or none will."""
+        """Set when one replica has answered, or none will."""
         self.is_finished = asyncio.Event()
         self._num_replicas = num_replicas
 
     def add(self, record: NewRecord) -> int:
-        """Take one more record along; returns its position."""
+        """Add a record; returns its position."""
         self.records.append(record)
         return len(self.records) - 1
 
@@ -86,22 +86,19 @@ class Publication:
     def is_accepted(self, position: int) -> bool:
         """Whether most of the replicas that answered keep this record.
 
-        A few may disagree without harm: one that has just joined and accepts what is outdated, or a dishonest one.
+        A few may disagree without harm: a newcomer that accepts an outdated record, or a dishonest node.
         """
         votes = [answer[position] for answer in self.answers]
         return sum(votes) * 2 > len(votes)
 
 
-logger = logging.getLogger(__name__)
-
-
 class Writer:
-    """What a node does to store records.
+    """Stores records on behalf of a node.
 
     Args:
-        protocol: asks other nodes and knows this one's records.
+        protocol: asks other nodes, and has this node's records.
         config: the node's settings.
-        refresh_queue: told about cached records that are outdated now.
+        refresh_queue: gets the cached records that are outdated now.
     """
 
     def __init__(self, protocol: DHTProtocol, config: NodeConfig, refresh_queue: CacheRefreshQueue) -> None:
@@ -116,7 +113,7 @@ class Writer:
         await_all_replicas: bool = True,
         num_workers: int | None = None,
     ) -> list[bool]:
-        """Bring records to the nodes nearest to their keys.
+        """Store records at the nodes nearest to their keys.
 
         Returns:
             For each record, whether most of the nodes that answered keep it now.
@@ -127,7 +124,7 @@ class Writer:
             publication = publications.setdefault(record.key_id, Publication(record.key_id, self._config.num_replicas))
             places.append((publication, publication.add(record)))
         lookup = Lookup(self._protocol)
-        # Nobody could fetch it from a client.
+        # Other nodes cannot fetch records from a client.
         without_self = exclude_self or self._protocol.client_mode
 
         async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> list[bool] | None:
@@ -139,7 +136,7 @@ class Writer:
             return await self._protocol.call_store(peer, batch)
 
         def publish(key_id: DHTID, nearest: list[DHTID]) -> None:
-            nodes = nearest if without_self else sorted([*nearest, self._protocol.node_id], key=key_id.xor_distance)
+            nodes = nearest if without_self else lookup.with_own(nearest, key_id)
             self._protocol.spawn(publications[key_id].run(nodes, store_at))
 
         await lookup.find_nearest(
@@ -158,13 +155,13 @@ class Writer:
         return accepted
 
     def _update_cache(self, record: NewRecord, was_accepted: bool) -> None:
-        """The cache must not go on to tell what this store has changed."""
+        """Update or refresh the cached record that this store has changed."""
         cached = self._protocol.cache.get(record.key_id)
         if record.subkey == PLAIN_VALUE:
             if was_accepted:
                 self._protocol.records.keep(record._replace(in_cache=True))
             elif cached is not None and record.expiration_time >= cached.expiration_time:
-                # Somebody has a later value.
+                # The replicas have a later value.
                 self._refresh_queue.schedule(record.key_id, get_dht_time())
         elif cached is not None and isinstance(cached.value, DictionaryDHTValue):
             if was_accepted:
@@ -173,10 +170,10 @@ class Writer:
 
 
 def _within_a_day(key: DHTKey, expiration_time: float) -> float:
-    """Before it is signed, so that all replicas have the same. What travels is never altered."""
+    """Limit an expiration to a day from now. This happens before signing, because nobody may alter a record later."""
     latest = get_dht_time() + MAX_LIFETIME_SECONDS
     if expiration_time > latest:
-        _warn_seldom(
+        warn_seldom(
             "the record for key %s shall live %.0f s: it lives a day. Store it again before that",
             quoted(key),
             expiration_time - get_dht_time(),
@@ -191,10 +188,10 @@ def make_record(
     expiration_time: DHTExpiration,
     validator: RecordValidatorBase | None,
 ) -> NewRecord:
-    """Pack and sign what the application wants to store.
+    """Pack and sign a value that the application wants to store.
 
     Raises:
-        TypeError, ValueError: it cannot be packed, is too large, or cannot expire then.
+        TypeError, ValueError: it cannot be packed, is too large, or has an invalid expiration.
     """
     key_id = DHTID.generate(source=key)
     packed_subkey = PLAIN_VALUE

@@ -1,11 +1,13 @@
-"""Walking through the table towards ids: ask the nearest known nodes for nearer ones until there are none.
+"""Walks through the table towards target ids: ask the nearest known nodes for nearer ones until there are none.
 
-One traversal serves many queries at once, with few requests in flight. For each query it keeps the ``beam_size``
-nearest nodes that it has heard of and that did not fail, and asks them, nearest first. A request about one query takes
-others along: those whose targets are nearest to the node that is being asked.
+One traversal serves many queries at once, with few requests in flight. For each query it keeps a beam: the
+``beam_size`` nearest known nodes that have not failed. It asks them, nearest first. A request for one query also
+carries other queries, those whose targets are nearest to the node that is asked.
 
-When most of the very nearest nodes have answered, the rest of the beam is known, and asked all at once. A node from
-which nothing was heard for suspiciously long is then not waited for.
+When most of the very nearest nodes have answered, the rest of the beam is known and is asked all at once. From then on
+the query does not wait for nodes that are suspiciously slow.
+
+Nodes whose ids were chosen count as farther than all others: nobody gets next to a key by saying so.
 
 Everything here is plain bookkeeping on numbers; how a node is asked is the caller's business.
 """
@@ -18,15 +20,16 @@ import functools
 import heapq
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from shoal.clock import SwarmClock, get_clock
-from shoal.dht.routing import DHTID
+from shoal.dht.routing import DHTID, ID_BITS
 from shoal.errors import DHTError
 
-# Walks of one process at a time; the others wait in line. A walk that shares the processor with a thousand others takes
-# so long that its calls time out, and costs several times as much. No call is on its way while a walk waits.
+# Concurrent walks of one process; the others wait in line. Among a thousand concurrent walks each would be so slow that
+# its calls time out, and would cost several times as much. A walk that waits in line has no call in flight.
 WALKS_IN_FLIGHT = 8
 
 _lines: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[SwarmClock, asyncio.Semaphore]]
@@ -35,7 +38,7 @@ _lines = WeakKeyDictionary()
 
 def walk_line() -> asyncio.Semaphore:
     """The line in which walks of the caller's process wait: ``async with walk_line(): ...``."""
-    # There is one clock for each process, and in a simulation one for each simulated machine.
+    # The clock identifies the process; in a simulation each simulated machine has one.
     lines = _lines.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
     clock = get_clock()
     line = lines.get(clock)
@@ -44,40 +47,45 @@ def walk_line() -> asyncio.Semaphore:
     return line
 
 
-# A query gives up after this many requests for each place in its beam.
+# A query gives up after this many requests per place in its beam.
 MAX_REQUESTS_PER_BEAM = 10
 
 
-# A request is suspicious only after so many times the mean time until an answer.
+# A request is suspicious only after this many times the mean response time.
 STALLED_OVER_MEAN = 3.0
-# So many suspiciously long requests for each place in flight; any more keep their places.
+# Most suspicious requests per worker that give up their slots; further ones keep theirs.
 MAX_STALLED_PER_WORKER = 4
 
 
 class Answer(NamedTuple):
-    """What a node said about one query."""
+    """A node's answer to one query."""
 
     neighbors: Iterable[int]
     """Ids of nodes that it knows near the target."""
     is_enough: bool = False
-    """The caller has what it wanted: end this query."""
+    """Whether the caller has what it wanted, so that the query ends."""
 
 
 Ask = Callable[[DHTID, list[DHTID]], Awaitable[Mapping[DHTID, Answer] | None]]
-"""Asks a node about targets; ``None`` if it did not respond."""
+"""Asks a node about targets; returns ``None`` if it did not respond."""
 OnFinished = Callable[[DHTID, list[DHTID]], None]
 """Called once for each query: its target, and the nearest nodes found that did not fail, nearest first."""
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
-"""Starts a task and answers for its end."""
+"""Starts a task and takes care of it until it ends."""
+
+
+# Farther than any distance between two ids.
+_CHOSEN = 1 << ID_BITS
 
 
 class Query:
-    """The search for one target. Nodes are kept as their distances to it: ``node = distance ^ target``."""
+    """The search for one target. Nodes are kept as their distances to it; those in ``chosen`` are beyond all others."""
 
     __slots__ = (
         "active",
         "asked",
         "beam_size",
+        "chosen",
         "finished",
         "front",
         "has_arrived",
@@ -89,29 +97,48 @@ class Query:
         "target",
     )
 
-    def __init__(self, target: DHTID, beam_size: int, own_id: int | None = None, front: int | None = None) -> None:
-        self.target = target
+    def __init__(
+        self,
+        target: DHTID,
+        beam_size: int,
+        own_id: int | None = None,
+        front: int | None = None,
+        chosen: AbstractSet[int] = frozenset(),
+    ) -> None:
+        self.target, self.chosen = target, chosen
         self.beam_size = beam_size
         self.front = beam_size if front is None else front
         self.known: set[int] = set() if own_id is None else {own_id ^ target}
-        # The nearest nodes that have not failed, sorted, some more than the beam.
+        # The nearest nodes that have not failed, sorted; up to three times the beam.
         self.nearest: list[int] = []
         self.asked: set[int] = set()
         self.responded: set[int] = set()
         self.active = 0
         self.stalled: set[int] = set()
-        """Nodes that take suspiciously long."""
+        """Nodes that are suspiciously slow."""
         self.has_arrived = False
-        """Most of the nearest nodes have responded: the rest of the beam can be asked at once."""
+        """Whether most of the nearest nodes have responded, so that the rest of the beam can be asked at once."""
         self.finished = False
         self.next_distance: int | None = None
-        """The nearest node of the beam that has not been asked."""
+        """Distance of the nearest node of the beam that has not been asked."""
+
+    def distance_to(self, node: int) -> int:
+        """How a node is kept."""
+        distance = node ^ self.target
+        return distance | _CHOSEN if node in self.chosen else distance
+
+    def node_at(self, distance: int) -> DHTID:
+        """The node that is kept so."""
+        return DHTID((distance & ~_CHOSEN) ^ self.target)
 
     def add(self, nodes: Iterable[int]) -> None:
-        """Hear of nodes."""
+        """Learn of nodes."""
         limit = 3 * self.beam_size
+        target, chosen = self.target, self.chosen
         for node in nodes:
-            distance = node ^ self.target
+            distance = node ^ target
+            if chosen and node in chosen:
+                distance |= _CHOSEN
             if distance not in self.known and (len(self.nearest) < limit or distance < self.nearest[-1]):
                 self.known.add(distance)
                 bisect.insort(self.nearest, distance)
@@ -119,12 +146,12 @@ class Query:
         self._find_next()
 
     def mark_asked(self, node: int) -> None:
-        self.asked.add(node ^ self.target)
+        self.asked.add(self.distance_to(node))
         self._find_next()
 
     def mark_responded(self, node: int) -> None:
         """This node is there, even if it had been given up or was asked for the sake of another query."""
-        distance = node ^ self.target
+        distance = self.distance_to(node)
         self.known.add(distance)
         self.responded.add(distance)
         index = bisect.bisect_left(self.nearest, distance)
@@ -133,39 +160,39 @@ class Query:
 
     def give_up(self, node: int) -> None:
         """Do not count on this node: the next nearest one gets its place."""
-        distance = node ^ self.target
+        distance = self.distance_to(node)
         index = bisect.bisect_left(self.nearest, distance)
         if index < len(self.nearest) and self.nearest[index] == distance:
             del self.nearest[index]
         self._find_next()
 
     def _find_next(self) -> None:
-        # Somebody makes up ever nearer nodes.
+        # So many requests mean that somebody makes up ever nearer nodes.
         if len(self.asked) >= MAX_REQUESTS_PER_BEAM * self.beam_size:
             self.next_distance = None
             return
         self.next_distance = next((d for d in self.nearest[: self.front] if d not in self.asked), None)
 
     def has_responses_of_nearest(self, count: int) -> bool:
-        """Whether the ``count`` nearest nodes heard of have all responded."""
+        """Whether the ``count`` nearest known nodes have all responded."""
         return len(self.nearest) >= count and all(distance in self.responded for distance in self.nearest[:count])
 
     def may_end_without_stalled(self, num_replicas: int) -> bool:
-        """Whether only suspicious nodes have not answered yet, and most of those that should hold a record have."""
+        """Whether only suspicious nodes are still to answer, and most nodes that should hold a record have answered."""
         return self.active == len(self.stalled) and self.has_responses_of_most(num_replicas)
 
     def has_responses_of_most(self, count: int) -> bool:
-        """Whether most of the ``count`` nearest nodes have responded, also if others of them take suspiciously long."""
+        """Whether most of the ``count`` nearest nodes, including suspiciously slow ones, have responded."""
         nearest = heapq.nsmallest(count, (*self.nearest[:count], *self.stalled))
         return sum(distance in self.responded for distance in nearest) * 2 > len(nearest)
 
     def best_nodes(self) -> list[DHTID]:
         """The beam, nearest first."""
-        return [DHTID(distance ^ self.target) for distance in self.nearest[: self.beam_size]]
+        return list(dict.fromkeys(map(self.node_at, self.nearest[: self.beam_size])))
 
 
 class _Request:
-    """One node that is being asked about some queries."""
+    """A request in flight to one node, about some queries."""
 
     __slots__ = ("has_slot", "node", "queries", "stall_timer", "started_at")
 
@@ -179,21 +206,22 @@ class Traversal:
     """One walk for many targets.
 
     Args:
-        targets: where to go; each may occur once.
-        start: the nodes known at the beginning, for each target.
+        targets: the ids to walk to, without duplicates.
+        start: returns the nodes known at the beginning, for each target.
         ask: asks one node.
         on_finished: gets the result of each query as soon as it ends; must not raise.
-        num_workers: most requests in flight, not counting those that take suspiciously long.
+        num_workers: most requests in flight, not counting suspiciously slow ones.
         beam_size: how many of the nearest nodes are asked before a query gives up.
         queries_per_call: most targets in one request.
-        own_id: this node is never asked.
+        own_id: id of this node, which is never asked.
         enough_responses: end a query when this many of the nearest nodes have responded; ``None`` = ask the whole beam.
-        num_replicas: how many of the nearest nodes should have what is looked for. When most of them have answered, the
-            rest of the beam is asked at once, and suspicious nodes are not waited for. ``None`` = a query ends when its
-            whole beam has answered or failed.
-        stall_after: least seconds after which a request is suspicious: another one may start beside it, and the node
-            counts as gone until it answers after all.
+        num_replicas: how many of the nearest nodes should hold the record. When most of them have answered, the rest of
+            the beam is asked at once, and the query does not wait for suspicious nodes. ``None`` = a query ends when
+            its whole beam has answered or failed.
+        stall_after: least seconds after which a request is suspicious. Then another one may start beside it, and the
+            node counts as gone unless it answers after all.
         spawn: starts the requests; they may outlive the walk.
+        chosen: ids that count as farther than all others; may grow while the walk goes on, before they are told.
     """
 
     def __init__(
@@ -211,8 +239,9 @@ class Traversal:
         num_replicas: int | None = None,
         stall_after: float | None = None,
         spawn: Spawn = asyncio.create_task,
+        chosen: AbstractSet[int] = frozenset(),
     ) -> None:
-        self._queries = {target: Query(target, beam_size, own_id, enough_responses) for target in targets}
+        self._queries = {target: Query(target, beam_size, own_id, enough_responses, chosen) for target in targets}
         self._start = start
         self._unfinished = dict(self._queries)
         self._ask = ask
@@ -231,10 +260,10 @@ class Traversal:
         self._done: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Walk until every query has ended. Cancelling this ends them without a result.
+        """Walk until every query has ended. Cancelling this ends the queries without a result.
 
-        Requests that are still in flight then are left to themselves: to cut them off would cost connections, and their
-        answers still tell who is alive.
+        Requests that are still in flight then go on: cutting them off would cost connections, and their answers still
+        show which nodes are alive.
         """
         if not self._unfinished:
             return
@@ -251,7 +280,7 @@ class Traversal:
             raise
 
     def finish(self, target: DHTID) -> None:
-        """End one query now, with what it has found."""
+        """End one query now, with the nodes found so far."""
         query = self._unfinished.pop(target, None)
         if query is None:
             return
@@ -261,7 +290,7 @@ class Traversal:
             self._done.set_result(None)
 
     def _advance(self) -> None:
-        """End the queries that have nothing left to do, and fill the free places with requests."""
+        """End the queries that have nothing left to do, and fill the free slots with requests."""
         for query in list(self._unfinished.values()):
             if self._has_ended(query):
                 self.finish(query.target)
@@ -271,7 +300,7 @@ class Traversal:
                 return
             query = min(waiting, key=_urgency)
             assert query.next_distance is not None
-            self._send_request(DHTID(query.next_distance ^ query.target), query)
+            self._send_request(query.node_at(query.next_distance), query)
 
     def _may_proceed(self, query: Query) -> bool:
         if query.next_distance is None:
@@ -298,7 +327,7 @@ class Traversal:
         request = _Request(node, queries, loop.time())
         self._slots_taken += 1
         if self._stall_after is not None:
-            # If everybody is slow, nobody is suspicious.
+            # Scales with the mean: if all nodes are slow, none is suspicious.
             mean = self._seconds_until_answers / max(1, self._answers)
             delay = max(self._stall_after, STALLED_OVER_MEAN * mean)
             request.stall_timer = loop.call_later(delay, self._on_stalled, request)
@@ -313,7 +342,7 @@ class Traversal:
         self._stalled += 1
         for query in request.queries:
             query.give_up(request.node)
-            query.stalled.add(request.node ^ query.target)
+            query.stalled.add(query.distance_to(request.node))
             self._note_progress(query)
         self._advance()
 
@@ -323,7 +352,7 @@ class Traversal:
         others = (
             query
             for query in self._unfinished.values()
-            if query is not first and (node ^ query.target) not in query.asked
+            if query is not first and query.distance_to(node) not in query.asked
         )
         return heapq.nsmallest(self._queries_per_call - 1, others, key=lambda query: node ^ query.target)
 
@@ -334,7 +363,7 @@ class Traversal:
         finally:
             for query in request.queries:
                 query.active -= 1
-                query.stalled.discard(request.node ^ query.target)
+                query.stalled.discard(query.distance_to(request.node))
         if answers is not None:
             self._answers += 1
             self._seconds_until_answers += asyncio.get_running_loop().time() - request.started_at

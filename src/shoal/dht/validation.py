@@ -1,13 +1,15 @@
-"""Who may write what: validators that every node applies to what it is asked to store and to what it reads.
+"""Validators decide who may write what. Every node applies them to records that it is asked to store or reads.
 
-A value is signed where it is stored, checked at every node that is asked to keep it and at the reader, and stripped of
-signatures only when it is handed to the application.
+The writer signs a value. Every node that is asked to keep it checks it, and so does the reader. Signatures are stripped
+only when the value is handed to the application.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import numbers
+import struct
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -19,28 +21,30 @@ from shoal.dht.storage import StoredValue, Subkey
 from shoal.logs import quoted
 from shoal.serializer import MSGPackSerializer
 
-# Stands where a subkey would be in the record of a value that is not an entry of a dictionary.
+# In place of the subkey in the record of a plain value, which is not an entry of a dictionary.
 PLAIN_VALUE = MSGPackSerializer.dumps(None)
 
-# Stands where a subkey would be when all entries of a dictionary travel at once.
+# In place of the subkey when all entries of a dictionary travel at once.
 WHOLE_DICTIONARY = b""
 
 
-# Packed.
+# In packed form.
 MAX_SUBKEY_BYTES = 2**12
 
-# The table is for what is true now: a record lives a day at most, and so does what a liar has stored.
+# The table is for facts that are true now, so a record lives a day at most. So does one that a liar has stored.
 MAX_LIFETIME_SECONDS = 86400.0
+# shoal's own (progress, averagers, donors) are renewed all the time, and live an hour at most.
+SHORT_LIFETIME_SECONDS = 3600.0
 # By so much the clocks of peers may differ.
 _TOLERANCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class DHTRecord:
-    """One record as validators see it: everything is bytes."""
+    """One record in the form that validators get: everything is bytes."""
 
     key: bytes
-    """The key's id, 20 bytes."""
+    """The id of the key, 20 bytes."""
     subkey: bytes
     """The subkey in msgpack form, or ``PLAIN_VALUE``."""
     value: bytes
@@ -48,30 +52,38 @@ class DHTRecord:
 
 
 class AcceptedRecords:
-    """Remembers the last records that passed an expensive check: replicas tell the same ones again and again.
+    """Remembers the last records that passed an expensive check, because replicas send the same ones again and again.
+
+    It keeps their hashes: records themselves may be large, and nobody would count them.
 
     Args:
-        size: how many.
+        size: number of records.
     """
 
     def __init__(self, size: int = 4096) -> None:
         self._size = size
-        self._records: OrderedDict[DHTRecord, None] = OrderedDict()
+        self._records: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, record: DHTRecord) -> None:
         """This record has passed."""
-        self._records[record] = None
+        self._records[_fingerprint(record)] = None
         if len(self._records) > self._size:
             self._records.popitem(last=False)
 
     def __contains__(self, record: DHTRecord) -> bool:
-        if record not in self._records:
+        fingerprint = _fingerprint(record)
+        if fingerprint not in self._records:
             return False
-        self._records.move_to_end(record)
+        self._records.move_to_end(fingerprint)
         return True
 
     def __len__(self) -> int:
         return len(self._records)
+
+
+def _fingerprint(record: DHTRecord) -> bytes:
+    lengths = struct.pack("<IId", len(record.key), len(record.subkey), record.expiration_time)
+    return hashlib.sha256(b"".join((lengths, record.key, record.subkey, record.value))).digest()
 
 
 class RecordValidatorBase(ABC):
@@ -79,10 +91,10 @@ class RecordValidatorBase(ABC):
 
     @abstractmethod
     def validate(self, record: DHTRecord) -> bool:
-        """Whether the record may be stored and believed. Must not raise, whatever the record holds."""
+        """Whether the record may be stored and trusted. Must not raise, whatever the record holds."""
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        """The value with whatever this validator will ask for, such as a signature."""
+        """The value with everything that this validator requires, such as a signature."""
         return record.value
 
     def strip_value(self, record: DHTRecord) -> bytes:
@@ -90,7 +102,7 @@ class RecordValidatorBase(ABC):
         return record.value
 
     def is_owned(self, record: DHTRecord) -> bool:
-        """Whether somebody alone may write this record: then nobody may push it aside with a plain value either."""
+        """Whether only one owner may write this record. Then others cannot replace its dictionary by a plain value."""
         return False
 
     @property
@@ -99,7 +111,7 @@ class RecordValidatorBase(ABC):
         return 0
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
-        """Take over the rules of another validator, which stays as it is; False if that is not possible."""
+        """Adopt the rules of another validator, which stays unchanged; False if that is not possible."""
         return False
 
 
@@ -110,49 +122,50 @@ def _with_value(record: DHTRecord, value: bytes) -> DHTRecord:
 
 
 class CompositeValidator(RecordValidatorBase):
-    """Several validators as one: all of them must accept.
+    """Several validators as one: all of them must accept a record.
 
     Args:
-        validators: merged with each other where they can be.
+        validators: merged with each other where possible.
     """
 
     def __init__(self, validators: Iterable[RecordValidatorBase] = ()) -> None:
-        self._validators: list[RecordValidatorBase] = []
+        self.validators: list[RecordValidatorBase] = []
+        """In the order of their priorities."""
         self.extend(validators)
 
     def extend(self, validators: Iterable[RecordValidatorBase]) -> None:
-        """Add validators; each is merged into one that is here already, or else takes its place by priority."""
-        extended = list(self._validators)
+        """Add validators. Each is merged into an existing one if possible, otherwise inserted by its priority."""
+        extended = list(self.validators)
         for validator in validators:
             if not isinstance(validator, RecordValidatorBase):
                 raise TypeError(f"a record validator must derive from RecordValidatorBase, got {validator!r}")
             if not any(present.merge_with(validator) for present in extended):
                 extended.append(validator)
-        self._validators = sorted(extended, key=lambda validator: validator.priority)
+        self.validators = sorted(extended, key=lambda validator: validator.priority)
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        for validator in self._validators:
+        for validator in self.validators:
             record = _with_value(record, validator.sign_value(record))
         return record.value
 
     def validate(self, record: DHTRecord) -> bool:
-        for validator in reversed(self._validators):
+        for validator in reversed(self.validators):
             if not validator.validate(record):
                 return False
             record = _with_value(record, validator.strip_value(record))
         return True
 
     def strip_value(self, record: DHTRecord) -> bytes:
-        for validator in reversed(self._validators):
+        for validator in reversed(self.validators):
             record = _with_value(record, validator.strip_value(record))
         return record.value
 
     def is_owned(self, record: DHTRecord) -> bool:
-        return any(validator.is_owned(record) for validator in self._validators)
+        return any(validator.is_owned(record) for validator in self.validators)
 
 
 def has_owned_entries(validator: RecordValidatorBase | None, key: bytes, value: StoredValue) -> bool:
-    """Whether a value is a dictionary of which somebody owns an entry."""
+    """Whether a value is a dictionary with an entry that has an owner."""
     if validator is None or isinstance(value, bytes):
         return False
     return any(
@@ -162,26 +175,29 @@ def has_owned_entries(validator: RecordValidatorBase | None, key: bytes, value: 
 
 
 def check_expiration(expiration_time: Any) -> float:
-    """The expiration as a float.
+    """Check an expiration, and return it as a float.
 
     Raises:
-        ValueError: no record can expire then.
-        TypeError: not a number.
+        ValueError: it is negative or not finite.
+        TypeError: it is not a number.
     """
     if isinstance(expiration_time, bool) or not isinstance(expiration_time, numbers.Real):
         raise TypeError(f"an expiration must be a number of seconds since 1970, got {quoted(expiration_time)}")
-    seconds = float(expiration_time)
+    try:
+        seconds = float(expiration_time)
+    except OverflowError:  # an integer that is too large
+        seconds = math.inf
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"an expiration must be a finite number of seconds since 1970, got {seconds}")
     return seconds
 
 
 def check_lifetime(expiration_time: Any) -> float:
-    """The expiration of a record of another peer as a float.
+    """Check the expiration of another peer's record, and return it as a float.
 
     Raises:
-        ValueError: no record can expire then, or none may live so long.
-        TypeError: not a number.
+        ValueError: it is negative, not finite, or too far in the future.
+        TypeError: it is not a number.
     """
     seconds = check_expiration(expiration_time)
     left = seconds - get_dht_time()
@@ -190,11 +206,16 @@ def check_lifetime(expiration_time: Any) -> float:
     return seconds
 
 
+def is_short_lived(expiration_time: float) -> bool:
+    """Whether a record of shoal's own may expire then; others are ignored."""
+    return expiration_time - get_dht_time() <= SHORT_LIFETIME_SECONDS + _TOLERANCE_SECONDS
+
+
 def check_subkey(subkey: Subkey, packed: bytes) -> None:
-    """Refuse subkeys that would not be found again.
+    """Refuse subkeys that could not be found again.
 
     Raises:
-        ValueError: too long, not hashable, or not equal to itself after the journey, as NaN.
+        ValueError: it is too long, not hashable, or not equal to itself after packing and unpacking, such as NaN.
     """
     if len(packed) > MAX_SUBKEY_BYTES:
         raise ValueError(f"a subkey of {len(packed)} bytes is over the limit of {MAX_SUBKEY_BYTES}")

@@ -1,7 +1,7 @@
 """For users of Lightning: a strategy that trains with peers over the internet, and distributed utilities.
 
-Needs ``lightning`` or ``pytorch-lightning``, except for :mod:`shoal.lightning.distributed`. Import this after your
-``Trainer``: then ``Trainer(strategy="hivemind")`` works, too.
+Everything but :mod:`shoal.lightning.distributed` needs ``lightning`` or ``pytorch-lightning``. If you import this
+package after your ``Trainer``, ``Trainer(strategy="hivemind")`` works, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shoal.lightning' has no attribute {name!r}")
     from shoal.lightning import strategy
 
-    _register()  # with what has been imported meanwhile
+    _register()  # again: a Lightning package may have been imported since
     return getattr(strategy, "HivemindStrategy" if name == "ShoalStrategy" else name)
 
 

@@ -1,7 +1,7 @@
-"""Distributed utilities over ``torch.distributed``: for processes that train one model in lockstep, such as under DDP.
+"""Distributed utilities over ``torch.distributed``, for processes that train one model in lockstep, such as under DDP.
 
-They have nothing to do with the swarm: a peer that is one process is not distributed in this sense, and these functions
-then leave everything as it is. Lightning need not be installed.
+They have nothing to do with the swarm. In a peer with a single process there is no process group, and these functions
+change nothing. Lightning need not be installed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What launchers set, before a process group exists.
+# Launchers set these variables before a process group exists.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
 class ClusterEnvironment(Protocol):
-    """Where the processes of a group meet; Lightning's cluster environments are such objects."""
+    """Where the processes of a group meet. Lightning's cluster environments have this interface."""
 
     main_address: str
     main_port: int
@@ -54,7 +54,7 @@ class ClusterEnvironment(Protocol):
     def world_size(self) -> int: ...
 
 
-# --- who is there -----------------------------------------------------------------------------------------------------
+# --- ranks and availability -------------------------------------------------------------------------------------------
 
 
 def tpu_distributed() -> bool:
@@ -75,7 +75,7 @@ def get_default_process_group_backend_for_device(device: torch.device) -> str:
 
 
 def current_rank() -> int:
-    """In the process group, or before there is one, what the launcher has set; 0 without either."""
+    """The rank in the process group; before there is one, the rank that the launcher has set; 0 without either."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     given = (os.environ[name] for name in _RANK_VARIABLES if name in os.environ)
@@ -83,9 +83,9 @@ def current_rank() -> int:
 
 
 def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorator: run the function in the process of rank 0 only; elsewhere it returns ``None``.
+    """Decorator: run the function only in the process of rank 0; in the others it returns ``None``.
 
-    The rank is :func:`current_rank`.
+    The rank is that of :func:`current_rank`.
     """
 
     @functools.wraps(fn)
@@ -106,10 +106,10 @@ def init_dist_connection(
     world_size: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Join the process group; nothing happens if this process has joined one already.
+    """Join the process group; does nothing if this process has joined one already.
 
     Args:
-        cluster_environment: says where processes meet, and rank and number of processes unless they are given.
+        cluster_environment: tells where the processes meet, and the rank and number of processes if they are not given.
         torch_distributed_backend: ``"gloo"``, ``"nccl"``, …
         global_rank: of this process.
         world_size: number of processes.
@@ -137,7 +137,7 @@ def init_dist_connection(
 
 
 def _check_membership(group: Any) -> None:
-    """Otherwise torch only warns, and gives sizes and ranks of -1.
+    """Check that this process is in the group; torch would only warn, and report sizes and ranks of -1.
 
     Raises:
         ValueError: this process is not in the group.
@@ -182,12 +182,12 @@ def gather_all_tensors(result: Tensor, group: Any | None = None) -> list[Tensor]
 
 
 def _corner(shape: Sequence[int]) -> tuple[slice, ...]:
-    """Where a tensor of this shape lies in a padded one."""
+    """The place of a tensor of this shape in a padded one."""
     return tuple(slice(length) for length in shape)
 
 
 class AllGatherGrad(torch.autograd.Function):
-    """Gather equally shaped tensors of all processes so that gradients flow back to where they came from."""
+    """Gather equally shaped tensors of all processes; gradients flow back to the process of each tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any | None = None) -> Tensor:
@@ -198,7 +198,7 @@ class AllGatherGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor, None]:
-        """Sum what all processes have done with this one's tensor."""
+        """Sum the gradients of this process' tensor over all processes."""
         grad = torch.cat(grad_output).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, op=dist.ReduceOp.SUM, group=ctx.group)
         return grad[dist.get_rank(ctx.group)], None
@@ -237,8 +237,8 @@ def sync_ddp(
         reduce_op: ``"sum"`` (default), ``"mean"`` or ``"avg"``, another operation's name, or the operation.
 
     Returns:
-        The tensor with the result. Only the mean of integers is a new one, with fractions; the argument then holds the
-        sum.
+        The tensor with the result, which is the argument itself. Only the mean of integers is a new tensor, with
+        fractions; the argument then holds the sum.
 
     Raises:
         ValueError: there is no such operation, or this process is not in the group.
@@ -257,7 +257,7 @@ def sync_ddp(
 
 
 def _operation(reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType | str | None) -> tuple[bool, Any]:
-    """Whether to divide by the size of the group afterwards, and the operation. Not all backends have means."""
+    """Whether to divide by the size of the group afterwards, and the operation. Some backends have no means."""
     if reduce_op is None:
         return False, dist.ReduceOp.SUM
     if isinstance(reduce_op, str):
@@ -274,7 +274,7 @@ def _operation(reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType | str | None) 
 def sync_ddp_if_available(
     result: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType | str | None = None
 ) -> Tensor:
-    """As :func:`sync_ddp` if there is a process group, else the tensor as it is."""
+    """Like :func:`sync_ddp` if there is a process group; otherwise returns the tensor as it is."""
     return sync_ddp(result, group=group, reduce_op=reduce_op) if distributed_available() else result
 
 
@@ -289,7 +289,7 @@ def register_ddp_comm_hook(
     *,
     state: object | None = None,
 ) -> None:
-    """Replace how DDP averages gradients, such as by one of ``torch.distributed.algorithms.ddp_comm_hooks``.
+    """Replace the way DDP averages gradients, such as by one of ``torch.distributed.algorithms.ddp_comm_hooks``.
 
     ::
 
@@ -307,11 +307,11 @@ def register_ddp_comm_hook(
         ddp_comm_state: what the hook keeps between calls.
         ddp_comm_hook: called as ``hook(state, bucket)`` for each bucket of gradients when it is ready; returns a future
             with the bucket's new values. ``None``: DDP stays as it is.
-        ddp_comm_wrapper: makes another hook of the hook.
-        state: another name of ``ddp_comm_state``.
+        ddp_comm_wrapper: takes the hook and returns the hook to use.
+        state: another name for ``ddp_comm_state``.
 
     Raises:
-        ValueError: both names of the state are used.
+        ValueError: both ``state`` and ``ddp_comm_state`` are given.
     """
     if state is not None and ddp_comm_state is not None:
         raise ValueError("state and ddp_comm_state are two names of the same argument: give one")
@@ -326,5 +326,5 @@ def register_ddp_comm_hook(
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """Partial functions have no name of their own."""
+    """The function's name, or its ``repr``: partial functions have no name."""
     return str(getattr(function, "__qualname__", None) or repr(function))

@@ -1,7 +1,7 @@
 """Lightning comes as two packages with the same content: ``lightning`` and ``pytorch_lightning``.
 
-Their classes are not related, so a strategy must be of the package from which the user's ``Trainer`` comes. Which one
-that is, shows when the strategy is made: by then the ``Trainer`` has been imported.
+Their classes are unrelated, so a strategy must belong to the package of the user's ``Trainer``. The package is found
+when the strategy is made: by then the ``Trainer`` has been imported.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import sys
 import types
 from typing import Any
 
-# In order of preference, for programs that have imported both.
+# In order of preference, if a program has imported both.
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-# Used where a strategy is given by its name alone.
+# Environment variable used when a strategy is given by its name alone.
 TARGET_BATCH_SIZE_ENV = "PL_TARGET_BATCH_SIZE"
-# Used where even that is not set; all peers of a run must agree.
+# Used when that variable is not set either; all peers of a run must agree on it.
 NAMED_TARGET_BATCH_SIZE = 8192
 
 
 class Flavour:
-    """One of the packages: where its classes are."""
+    """One of the two packages, and where its classes are."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -35,23 +35,23 @@ class Flavour:
 
     @property
     def strategy_class(self) -> type[Any]:
-        """What every strategy derives from that may have several processes."""
+        """The base class of all strategies that may have several processes."""
         base: type[Any] = self.find("strategies", "ParallelStrategy")
         return base
 
     def misconfigured(self, text: str) -> Exception:
-        """An error as Lightning raises it for wrong use."""
+        """The error that Lightning raises for wrong use."""
         error: Exception = self.find("utilities.exceptions", "MisconfigurationException")(text)
         return error
 
 
 def imported_flavours() -> list[Flavour]:
-    """Packages that the program uses already."""
+    """The packages that the program has imported."""
     return [Flavour(package) for package in PACKAGES if sys.modules.get(package) is not None]
 
 
 def installed_flavours() -> list[Flavour]:
-    """Packages that could be imported."""
+    """The packages that could be imported."""
     return [Flavour(package) for package in PACKAGES if importlib.util.find_spec(package.partition(".")[0]) is not None]
 
 
@@ -68,7 +68,7 @@ def current_flavour() -> Flavour:
 
 
 def flavour_of(strategy: type[object]) -> Flavour:
-    """The package that a class of strategies belongs to; the one that the program uses, if it belongs to none.
+    """The package that a strategy class belongs to, or the one that the program uses if it belongs to none.
 
     Raises:
         ModuleNotFoundError: none is installed.
@@ -79,7 +79,7 @@ def flavour_of(strategy: type[object]) -> Flavour:
 
 @functools.cache
 def in_flavour(strategy: type[object], package: str) -> type[Any]:
-    """The strategy as a class that a ``Trainer`` of this package accepts."""
+    """A form of the strategy class that a ``Trainer`` of this package accepts."""
     base = Flavour(package).strategy_class
     if issubclass(strategy, base):
         return strategy
@@ -88,13 +88,14 @@ def in_flavour(strategy: type[object], package: str) -> type[Any]:
 
 
 def register_by_name(strategy: type[object], names: tuple[str, ...]) -> None:
-    """Let ``Trainer(strategy=name)`` know the strategy: every ``Trainer`` imported so far, or the only one installed.
+    """Register the strategy for ``Trainer(strategy=name)`` in all imported packages, or in the only installed one.
 
-    With two installed and none imported there is no telling which one the user wants, and importing both would hide it.
+    With two packages installed and none imported, nothing tells which one the user wants. Importing both here would
+    also hide it later, so nothing is registered.
     """
     installed = installed_flavours()
     for flavour in imported_flavours() or (installed if len(installed) == 1 else []):
-        # LightningCLI asks before it makes one.
+        # LightningCLI checks that the class is a strategy before it makes one.
         flavour.find("strategies", "Strategy").register(strategy)
         registry = flavour.find("strategies", "StrategyRegistry")
         for name in names:

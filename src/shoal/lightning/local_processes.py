@@ -1,4 +1,4 @@
-"""The processes of this peer: one, or as many as the ``Trainer`` has devices, started by Lightning."""
+"""The processes of this peer: one, or one per device of the ``Trainer``, started by Lightning."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ PEER_SEEDS = 2**32
 
 
 class LocalProcesses(ParallelStrategy):
-    """What a strategy has to know of the processes beside this one, on the same machine and of the same peer.
+    """What a strategy has to know about the other processes of the same peer, which run on the same machine.
 
-    All of it is left to one of Lightning's own strategies, which starts the processes, lets them meet and exchanges
-    metrics and decisions among them, but never sees the model. Other peers have no part in that: each of them writes
-    its own logs and checkpoints.
+    One of Lightning's own strategies does the work: it starts the processes, lets them meet and exchanges metrics and
+    decisions among them. It never sees the model. Other peers are not involved: each writes its own logs and
+    checkpoints.
     """
 
     num_nodes: int = 1
-    """The ``Trainer`` fills it in."""
+    """Set by the ``Trainer``."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Lightning's own strategy; the right one is known when the ``Trainer`` is made.
+        # A placeholder: the right one of Lightning's strategies is known once the ``Trainer`` is made.
         self._processes: Any = self._flavour.find("strategies", "SingleDeviceStrategy")("cpu")
         self._data_seed = 0
 
@@ -37,7 +37,7 @@ class LocalProcesses(ParallelStrategy):
     def _flavour(self) -> Flavour:
         return flavour_of(type(self))
 
-    # --- the Trainer begins -------------------------------------------------------------------------------------------
+    # --- start of the Trainer -----------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
         devices = self.parallel_devices or [torch.device("cpu")]
@@ -60,7 +60,7 @@ class LocalProcesses(ParallelStrategy):
 
     @property
     def launcher(self) -> Any:
-        """What starts the other processes; ``None`` if nothing does, or somebody else has."""
+        """What starts the other processes; ``None`` if there are none, or if something else has started them."""
         return self._processes.launcher
 
     def setup_environment(self) -> None:
@@ -68,15 +68,15 @@ class LocalProcesses(ParallelStrategy):
         self._processes.setup_environment()
 
     def _agree_on_order_of_data(self, peer_id: bytes | None) -> None:
-        """Every peer shuffles in its own way, all its processes in the same.
+        """Agree on the seed for shuffling: different for each peer, the same in all processes of a peer.
 
         Args:
-            peer_id: in the first process.
+            peer_id: of this peer; only the first process knows it, the others pass ``None``.
         """
         own = None if peer_id is None else int.from_bytes(peer_id[-8:], "big") % PEER_SEEDS
         self._data_seed = self.broadcast(own)
 
-    # --- who is there -------------------------------------------------------------------------------------------------
+    # --- ranks of the processes ---------------------------------------------------------------------------------------
 
     @property
     def is_distributed(self) -> bool:
@@ -90,22 +90,22 @@ class LocalProcesses(ParallelStrategy):
 
     @property
     def global_rank(self) -> int:
-        """Which of the processes of this peer this is; 0 in every peer that is a single process."""
+        """The rank of this process in its peer; 0 in every peer that is a single process."""
         return int(self._processes.global_rank)
 
     @property
     def local_rank(self) -> int:
-        """Which of the processes on this machine this is."""
+        """The rank of this process on this machine."""
         return int(self._processes.local_rank)
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process writes logs and checkpoints: one in every peer does."""
+        """Whether this process writes logs and checkpoints: one process of every peer does."""
         return self.global_rank == 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of the data is this process'."""
+        """Which part of the data belongs to this process."""
         return {"num_replicas": self.world_size, "rank": self.global_rank, "seed": self._data_seed}
 
     @property
@@ -126,18 +126,18 @@ class LocalProcesses(ParallelStrategy):
         self._processes.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """An object of one process of this peer; every peer decides for itself."""
+        """Get the object of process ``src`` of this peer; other peers are not involved."""
         return self._processes.broadcast(obj, src)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduced over the processes of this peer: metrics are those of this peer."""
+        """Reduce over the processes of this peer only, so metrics are those of this peer."""
         return self._processes.reduce(tensor, *args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all, or any, of the processes of this peer want it."""
+        """Whether all (or any) of the processes of this peer decided for it."""
         return bool(self._processes.reduce_boolean_decision(decision, all))
 
     def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
-        """Of all processes of this peer, stacked; of a single process, the tensor itself."""
+        """Stack the tensors of all processes of this peer; with a single process, return the tensor itself."""
         gathered: torch.Tensor = self._processes.all_gather(tensor, group, sync_grads)
         return gathered

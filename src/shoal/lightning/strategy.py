@@ -1,4 +1,4 @@
-"""A Lightning strategy: the same ``LightningModule`` trains together with peers on other machines."""
+"""A Lightning strategy that trains a ``LightningModule`` with peers: it wraps the optimizer in that of the swarm."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from shoal.lightning.training_loop import (
 from shoal.optim import Optimizer
 
 INITIAL_PEERS_ENV = "PL_INITIAL_PEERS"
-# Understood, too.
+# Read if the other one is not set.
 OTHER_INITIAL_PEERS_ENV = "INITIAL_PEERS"
 
 
 def initial_peer_addresses(argument: str | Sequence[str] | None) -> list[str]:
-    """Addresses of peers to join; those in the environment come before the argument. A text is split at commas."""
+    """Addresses of peers to join: those in the environment, or else the argument. A string is split at commas."""
     given = os.environ.get(INITIAL_PEERS_ENV) or os.environ.get(OTHER_INITIAL_PEERS_ENV) or argument or []
     parts = given.split(",") if isinstance(given, str) else [str(address) for address in given]
     return [address.strip() for address in parts if address.strip()]
 
 
 def joining_instructions(addresses: Iterable[str]) -> str:
-    """What to type on another machine so that it joins."""
+    """What to type on another machine to make it join."""
     known = list(addresses)
     peers = ",".join([address for address in known if not _is_loopback(address)] or known)
     is_script = bool(sys.argv) and sys.argv[0] not in ("", "-", "-c", "-m")
@@ -55,7 +55,7 @@ def joining_instructions(addresses: Iterable[str]) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    """Only this machine can use the address. Names and relays say nothing about that."""
+    """Whether the address is known to work on this machine only; for names and relays it is not known."""
     _, protocol, value, *_ = [*address.split("/"), "", "", ""]
     return protocol in ("ip4", "ip6") and ipaddress.ip_address(value).is_loopback
 
@@ -66,14 +66,14 @@ SwarmOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer"]
 
 DEFAULT_AVERAGER_OPTS = {"request_timeout": 1.0}
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
-# Options of the swarm's optimizer that the strategy finds itself.
+# Options of the swarm's optimizer that the strategy fills in itself.
 GIVEN_BY_THE_STRATEGY = frozenset({"self", "dht", "optimizer", "params", "scheduler", "batch_size_per_step"})
 
 
 class _OfTheUsersLightning(ABCMeta):
     """Makes strategies that the ``Trainer`` of the user's Lightning accepts.
 
-    ``__new__`` could do so, too, but then neither an editor nor ``LightningCLI`` would see the parameters.
+    ``__new__`` could do so, too, but it would hide the parameters from editors and ``LightningCLI``.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -87,41 +87,42 @@ class _OfTheUsersLightning(ABCMeta):
 
 
 class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
-    """Trains with all peers of a run: steps are made by all of them together.
+    """Trains with all peers of a run, which make each step together.
 
     Every peer is a whole ``Trainer`` of its own, with its own data order, loggers and checkpoints. Peers may join and
     leave at any time. See :class:`shoal.Optimizer` for how a step is made. With ``Trainer(devices=2)`` this peer is two
-    processes, started by Lightning or by ``torchrun``: the first one speaks to the swarm, see
+    processes, started by Lightning or by ``torchrun``; the first one talks to the swarm, see
     :class:`shoal.MultiProcessOptimizer`.
 
-    The end of ``fit`` is the end of this peer. Another ``fit`` joins anew, under another address.
+    The peer leaves the run when ``fit`` ends. Another ``fit`` joins again, under another address.
 
     Args:
-        target_batch_size: samples of all peers together that make a step.
+        target_batch_size: samples that all peers together gather for a step.
         run_id: name of the run; peers with the same name train together.
-        batch_size: samples for each step of this process' optimizer; default: counted in the batches.
+        batch_size: samples per step of this process' optimizer; default: counted in the batches.
         delay_state_averaging: average parameters in the background.
         delay_optimizer_step: step in the background, one step later; implies ``offload_optimizer``.
         delay_grad_averaging: average gradients in the background, too; needs ``delay_optimizer_step``, which it turns
             on if ``offload_optimizer`` is.
         offload_optimizer: keep single precision parameters and optimizer statistics on the CPU.
         reuse_grad_buffers: accumulate in ``parameter.grad`` itself; ``optimizer_zero_grad`` is disabled meanwhile.
-        scheduler_fn: makes the learning rate scheduler of an optimizer, instead of those that ``configure_optimizers``
-            returns. It moves once for each step of the swarm.
-        matchmaking_time: seconds for which a group waits for members that do not come.
+        scheduler_fn: takes an optimizer and makes its learning rate scheduler, which replaces those that
+            ``configure_optimizers`` returns. The scheduler moves once per step of the swarm.
+        matchmaking_time: seconds that a group waits for members that do not come.
         averaging_timeout: seconds after which a round of averaging is given up.
         verbose: log what happens at level INFO.
         averager_opts: further options of averagers; default: ``{"request_timeout": 1.0}``.
         host_maddrs: where to listen; default: what ``SHOAL_HOST_MADDRS`` says, or all networks of this machine.
-        initial_peers: addresses of peers of the run, a list or separated by commas; the environment variable
-            ``PL_INITIAL_PEERS`` comes first. None = begin a run; what others need to join is printed.
-        use_ipfs, wait_timeout, bootstrap_timeout, use_relay, use_auto_relay, identity_path: as for :class:`shoal.DHT`.
+        initial_peers: addresses of peers of the run, as a list or separated by commas; the environment variable
+            ``PL_INITIAL_PEERS`` overrides it. Without any, the peer begins a run and prints how others can join.
+        use_ipfs, wait_timeout, bootstrap_timeout, use_relay, use_auto_relay, identity_path, token: as for
+            :class:`shoal.DHT`.
         optimizer_kwargs: further options of :class:`shoal.Optimizer`.
 
     Raises:
         ValueError: options that contradict each other.
         TypeError: options that do not exist.
-        BootstrapError: no initial peer could be reached; it says why for each address.
+        BootstrapError: no initial peer could be reached; the text says why for each address.
         ModuleNotFoundError: Lightning is not installed.
     """
 
@@ -151,6 +152,8 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         use_relay: bool = True,
         use_auto_relay: bool = False,
         identity_path: str | None = None,
+        *,
+        token: str | os.PathLike[str] | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         super().__init__()
@@ -190,23 +193,22 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             "use_relay": use_relay,
             "use_auto_relay": use_auto_relay,
             "identity_path": identity_path,
+            "token": token,
         }
         self._optimizer: SwarmOptimizer | None = None
         self._clipping: GradientClipping | None = None
         self._is_training = self._zero_grad_is_off = False
         self._checkpoint: Mapping[str, Any] | None = None
         self._batch_samples = self._samples_since_step = 0
-        # There was a loss since the last step.
+        # Whether a batch since the last step had a loss.
         self._has_gradients = False
         self.dht: shoal.DHT | None = self._start_dht() if current_rank() == 0 else None
-        """Of the first process of this peer."""
+        """Only in the first process of this peer."""
 
     # --- the swarm ----------------------------------------------------------------------------------------------------
 
     def _start_dht(self) -> shoal.DHT:
-        dht = shoal.DHT(
-            initial_peers=self._initial_peers, start=True, ensure_bootstrap_success=True, **self._dht_options
-        )
+        dht = shoal.DHT(initial_peers=self._initial_peers, start=True, **self._dht_options)
         if not self._initial_peers:
             lines = joining_instructions(map(str, dht.get_visible_maddrs()))
             self._flavour.find("utilities", "rank_zero_info")(lines)
@@ -214,11 +216,11 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
 
     @property
     def num_peers(self) -> int:
-        """Peers of the run, as far as they are known; 1 before training begins."""
+        """Known peers of the run; 1 before training begins."""
         return int(self.swarm_progress().get("peers", 1))
 
     def swarm_progress(self) -> dict[str, float]:
-        """What is shown while training: peers, steps that the swarm has made, this peer's samples per second."""
+        """What is shown while training: peers, steps made by the swarm, and this peer's samples per second."""
         if self._optimizer is None:
             return {}
         if isinstance(self._optimizer, shoal.MultiProcessOptimizer):
@@ -238,7 +240,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
     # --- before training ----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Prepare the model, and refuse early what cannot work.
+        """Prepare the model, and refuse early any configuration that cannot work.
 
         Raises:
             MisconfigurationException: more than one optimizer, nothing to train, or a precision that is not supported.
@@ -253,7 +255,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         self._check_precision()
         self._check_optimizers()
         self._install_scaler()
-        # An earlier fit has ended it.
+        # An earlier fit may have ended the DHT.
         if self.is_global_zero and (self.dht is None or not self.dht.is_alive()):
             self.dht = self._start_dht()
         if self.world_size > 1:
@@ -262,7 +264,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             callback_class = type(
                 SwarmProgress.__name__, (SwarmProgress, self._flavour.find("callbacks", "Callback")), {}
             )
-            # So that other callbacks see what it logs.
+            # First in the list, so that other callbacks see what it logs.
             trainer.callbacks.insert(0, callback_class())
 
     def _check_precision(self) -> None:
@@ -273,7 +275,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             )
 
     def _install_scaler(self) -> None:
-        """With half precision: a scaler that knows that many batches make one step, set up as Lightning's."""
+        """With float16: replace Lightning's scaler by one that knows that many batches make one step."""
         precision: Any = self.precision_plugin
         given = getattr(precision, "scaler", None)
         if given is None or isinstance(given, shoal.GradScaler):
@@ -388,7 +390,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
-        """Tell the swarm's optimizer how many samples the gradients are of."""
+        """Step, and tell the swarm's optimizer how many samples the gradients come from."""
         is_swarm = optimizer is self._optimizer
         if not is_swarm:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -404,14 +406,14 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             self._samples_since_step, self._has_gradients = 0, False
 
     def _run(self, closure: Callable[[], Any]) -> Any:
-        """Only the closure tells whether there is a loss, when the number of samples has been given already."""
+        """Run the closure, and raise if it gave no loss: by then the number of samples has been passed on already."""
         loss = closure()
         if loss is None and self._is_automatic():
             raise _NoLossError
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A batch for which the module returns no loss does not count: it has no gradients."""
+        """Run the module's step. A batch without a loss has no gradients, so its samples do not count."""
         output = super().training_step(*args, **kwargs)
         if output is not None:
             self._has_gradients = True
@@ -420,11 +422,11 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         return output
 
     def _is_automatic(self) -> bool:
-        """Otherwise the module calls ``backward`` itself, and need not return anything."""
+        """Whether Lightning calls ``backward``; otherwise the module does, and need not return a loss."""
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def on_train_end(self) -> None:
-        """What is still under way in the background goes into the model, in all processes of this peer."""
+        """Apply unfinished background work to the model, in all processes of this peer."""
         super().on_train_end()
         if isinstance(self._optimizer, shoal.MultiProcessOptimizer):
             self._optimizer.finish_background_work()
@@ -432,7 +434,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Restore the optimizer from a checkpoint: that of a swarm when training begins, another one at once."""
+        """Restore the optimizer: from a swarm's checkpoint when training begins, from any other checkpoint at once."""
         (state,) = checkpoint["optimizer_states"]
         if "local_epoch" in state["state"]:
             self._checkpoint = state
@@ -463,7 +465,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of ``optimizer_zero_grad``."""
+    """Replaces ``optimizer_zero_grad``."""
 
 
 class _NoLossError(Exception):
@@ -471,10 +473,10 @@ class _NoLossError(Exception):
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
-    """A name that is wrong is told here, not when the first batch comes.
+    """Check the names of options here; otherwise a wrong one would show only with the first batch.
 
     Raises:
-        TypeError: there is one.
+        TypeError: an option does not exist.
     """
     known = inspect.signature(Optimizer.__init__).parameters.keys() - GIVEN_BY_THE_STRATEGY
     if unknown := sorted(options.keys() - known):
@@ -485,10 +487,10 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def _check_delays(grads: bool, state: bool, step: bool | None, offload: bool | None) -> None:
-    """Contradictions are told here, not when the first batch comes.
+    """Check that the options agree here; otherwise it would show only with the first batch.
 
     Raises:
-        ValueError: there is one.
+        ValueError: two of them contradict each other.
     """
     if grads and step is False:
         raise ValueError("delay_grad_averaging=True needs delay_optimizer_step=True: the step needs the gradients")

@@ -1,4 +1,4 @@
-"""What Lightning's training loop meets where the swarm decides on steps: schedules, clipping, the progress bar."""
+"""Adapts Lightning's training loop to a swarm that decides when to step: schedules, clipping, the progress bar."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shoal.optim.optimizer_state import catch_up
-
-if TYPE_CHECKING:
-    import shoal
+from shoal.optim.schedules import catch_up
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
+    import shoal
     from shoal.lightning.strategy import HivemindStrategy
 else:
     Callback = object
 
 
 class HiveMindScheduler:
-    """Stands for a scheduler where Lightning steps it, and moves it only when the swarm has made a step.
+    """Wraps a scheduler so that it moves only when the swarm has made a step, however often Lightning steps it.
 
-    The learning rate then is that of ``optimizer.local_epoch``, however often :meth:`step` is called. Everything else
-    is read from the scheduler itself.
+    The learning rate is always that of ``optimizer.local_epoch``. All other attributes are read from the scheduler.
 
     Args:
-        optimizer: whose epochs count.
+        optimizer: its ``local_epoch`` counts.
         scheduler: a torch scheduler.
     """
 
@@ -53,15 +50,15 @@ class HiveMindScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not there yet, as while it is being copied
+        if name == "scheduler":  # not set yet, such as while the object is being copied
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Let an optimizer step other parameters: the same ones in the same groups, on another device or in another type.
+    """Let an optimizer step copies of its parameters, in the same groups but on another device or of another type.
 
-    It stays the same object, with all its options and statistics, and schedulers that were made for it stay valid.
+    The optimizer stays the same object with all its options and statistics, so its schedulers stay valid.
     """
     state = optimizer.state_dict()  # refers to parameters by number
     for group, given in zip(optimizer.param_groups, groups, strict=True):
@@ -72,14 +69,14 @@ def move_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, 
 
 
 def forget_schedule(optimizer: torch.optim.Optimizer) -> None:
-    """Undo what a scheduler has done to the learning rates, so that another one starts from the beginning."""
+    """Restore the initial learning rates, so that another scheduler starts from the beginning."""
     for group in optimizer.param_groups:
         if "initial_lr" in group:
             group["lr"] = group.pop("initial_lr")
 
 
 def joint_schedule(schedulers: Sequence[Any]) -> Callable[[torch.optim.Optimizer], Any] | None:
-    """A function that hands out existing schedulers of the optimizer as a single one; ``None`` if there are none."""
+    """A ``scheduler_fn`` that returns the optimizer's existing schedulers as one; ``None`` if there are none."""
     if not schedulers:
         return None
     if len(schedulers) == 1:
@@ -88,10 +85,10 @@ def joint_schedule(schedulers: Sequence[Any]) -> Callable[[torch.optim.Optimizer
 
 
 class GradientClipping:
-    """Takes the place of ``clip_gradients`` in Lightning's precision plugin.
+    """Replaces ``clip_gradients`` in Lightning's precision plugin.
 
-    Lightning asks for clipping before each step of its own, when there are only the gradients of some samples of this
-    peer. What was asked for is applied where the optimizer really steps.
+    Lightning clips before each of its own steps, when there are only gradients of some samples of this peer. This class
+    remembers how to clip, and clips when the optimizer really steps.
     """
 
     def __init__(self, precision_plugin: Any) -> None:
@@ -101,12 +98,12 @@ class GradientClipping:
         self._handle: RemovableHandle | None = None
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip whenever this optimizer steps, as was asked for last."""
+        """Clip whenever this optimizer steps, with the settings that Lightning gave last."""
         self._precision_plugin.clip_gradients = self._remember
         self._handle = optimizer.register_step_pre_hook(self._clip)
 
     def remove(self) -> None:
-        """Give the precision plugin its own method back, and leave the optimizer alone."""
+        """Restore the precision plugin's own method, and remove the hook from the optimizer."""
         del self._precision_plugin.clip_gradients
         if self._handle is not None:
             self._handle.remove()
@@ -128,7 +125,7 @@ class SwarmProgress(Callback):
     """A callback that logs ``peers``, ``global_epoch`` and this peer's ``samples/s`` after each batch."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log what the swarm's tracker knows."""
+        """Log the progress of the swarm."""
         strategy: HivemindStrategy = trainer.strategy
         values = strategy.swarm_progress()
         pl_module.log_dict(

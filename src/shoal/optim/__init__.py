@@ -1,15 +1,17 @@
-"""When to average and step: many peers make the steps of one.
+"""When to average and when to step: many peers train as if they were one.
 
 - :class:`Optimizer` counts the samples of each batch and adds up its gradients (:mod:`~.gradient_accumulator`).
-- Each peer tells the others how far it is (:mod:`~.progress_exchange`); from that each foresees when all together have
-  ``target_batch_size`` samples, and who will come (:mod:`~.progress_board`, :mod:`~.progress_tracker`).
-- Then comes the global step (:mod:`~.global_step`): gradients are averaged by samples (:mod:`~.grad_averager`), every
-  peer makes the same step, and parameters are averaged to remove what small differences are left
-  (:mod:`~.state_averager`). Each of these may go on in the background; :mod:`~.epochs` says who may be how far ahead.
-- A newcomer, and whoever has fallen behind, downloads parameters, optimizer and epoch (:mod:`~.synchronization`,
+- Each peer tells the others how far it is (:mod:`~.progress_exchange`). From this each peer predicts when all together
+  will have ``target_batch_size`` samples, and which peers will come (:mod:`~.progress_board`,
+  :mod:`~.progress_tracker`). Claims are believed only as far as they fit what a peer has done (:mod:`~.evidence`).
+- Then they make the global step (:mod:`~.global_step`): they average gradients, weighted by samples
+  (:mod:`~.grad_averager`), each peer makes the same step, and they average parameters to remove the small differences
+  that are left (:mod:`~.state_averager`). Each of these can run in the background; :mod:`~.epochs` says how many epochs
+  peers may then be apart.
+- A newcomer, or a peer that has fallen behind, downloads parameters, optimizer and epoch (:mod:`~.synchronization`,
   :mod:`~.training_state`).
-- If the swarm came apart, both sides have trained on; which of them goes on is decided in :mod:`~.sides`.
-- Gradients may travel as matrices of low rank (:mod:`~.power_sgd_averager`, :mod:`~.power_ef_averager`). A peer may be
+- If a swarm was split and each side has trained on, :mod:`~.sides` decides which side goes on.
+- Gradients can be sent as matrices of low rank (:mod:`~.power_sgd_averager`, :mod:`~.power_ef_averager`). A peer can be
   several processes (:mod:`~.multi_process`), on any device (:mod:`~.devices`).
 """
 

@@ -1,8 +1,8 @@
-"""What must be the same in all peers although nothing averages it: learning rates, and tensors that no optimizer has.
+"""Compares what must be equal in all peers but is never averaged: learning rates, and tensors outside the optimizer.
 
-Each round of gradients carries a few words about them, which are compared with those of the others. Nothing is changed:
-whatever differs is told once, with what to do about it. To find them, the model is looked for that the parameters
-belong to.
+Each round of gradients carries a short description of them, which members compare. Nothing is changed: each kind of
+difference is reported once, with what to do about it. To find the tensors, the module that contains the parameters is
+looked up.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _SPARSE_MODULES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 @dataclass
 class Remainder:
-    """The tensors of a model that the optimizer does not have, with their names. Numbers that are not real are not
-    among them: counters, masks and the like."""
+    """The tensors of a model that the optimizer does not have, with their names. Buffers that are not floating point
+    are left out, such as counters and masks."""
 
     trained: Named = field(default_factory=list)
-    """Parameters that require gradients: somebody else moves them, or nobody."""
+    """Parameters that require gradients; another optimizer may train them, or none."""
     frozen: Named = field(default_factory=list)
-    """Parameters that nobody moves."""
+    """Parameters that do not require gradients."""
     buffers: Named = field(default_factory=list)
-    """Such as running means of batch norms. Without those that are not part of checkpoints."""
+    """Buffers that are part of checkpoints, such as running means of batch norms."""
 
     @classmethod
     def find(
@@ -48,13 +48,13 @@ class Remainder:
         parameters: Sequence[torch.Tensor],
         extra_tensors: Sequence[torch.Tensor],
     ) -> Remainder:
-        """What belongs to the parameters of an optimizer, and is neither among them nor among the extra tensors.
+        """Find the tensors of the model that are neither parameters of the optimizer nor extra tensors.
 
         Args:
-            model: to look into; ``None`` = whatever contains the parameters.
+            model: the model; ``None`` = the modules that contain the parameters.
 
         Raises:
-            TypeError, ValueError: the model is none, or cannot be trained together with others.
+            TypeError, ValueError: it is not a model, or cannot be trained together with others.
         """
         if not isinstance(model, torch.nn.Module | None):
             raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
@@ -69,7 +69,7 @@ class Remainder:
 
     @classmethod
     def of(cls, models: Iterable[torch.nn.Module], known: Iterable[torch.Tensor]) -> Remainder:
-        """What these models have beside the known tensors."""
+        """The tensors of these models, without the known ones."""
         found, seen = cls(), {id(tensor) for tensor in known}
         for model in models:
             for prefix, module in model.named_modules():
@@ -86,7 +86,7 @@ class Remainder:
         return found
 
     def take_what_changes(self) -> list[torch.Tensor]:
-        """What may change while others train, which is no part of the remainder any more: it is taken care of."""
+        """Remove the tensors that may change during training from the remainder, and return them to be averaged."""
         changing = [tensor for _, tensor in [*self.trained, *self.buffers]]
         self.trained, self.buffers = [], []
         return changing
@@ -95,11 +95,11 @@ class Remainder:
 def owners_of(
     parameters: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module] | None
 ) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """The modules that any of these parameters belongs to, and those together with all that contain them.
+    """The modules that own any of these parameters, and these together with all modules that contain them.
 
     Args:
-        modules: to look at. ``None`` = all that there are: nobody tells an optimizer what its parameters are part of,
-            so this looks through all objects of the process, which takes some hundredths of a second.
+        modules: the modules to search. ``None`` = all: an optimizer does not know the modules of its parameters, so
+            this goes through all objects of the process, which takes some hundredths of a second.
     """
     if modules is None:
         kinds = _kinds_of_modules()
@@ -114,7 +114,7 @@ def owners_of(
         if any(id(parameter) in wanted for parameter in contents.get("_parameters", {}).values()):
             owners.append(module)
     found, seen = list(owners), {id(module) for module in owners}
-    for module in found:  # grows while it is gone through
+    for module in found:  # the list grows during the loop
         above = [parent for parent in parents.get(id(module), ()) if id(parent) not in seen]
         seen.update(map(id, above))
         found += above
@@ -132,16 +132,16 @@ def _kinds_of_modules() -> set[type]:
 
 
 def outermost(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Those that are in no other one."""
+    """The modules that no other one contains."""
     inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
 
 
-# Values that stand for a tensor: other weights differ in nearly all of theirs.
+# Number of values that represent a tensor: different weights differ in nearly all of them.
 SAMPLES_PER_TENSOR = 16
-# Of two learning rates, relative: what rounding makes is less.
+# Relative difference from which two learning rates count as different; rounding makes less.
 LEAST_DIFFERENCE = 1e-6
-# Of the members of a round; whoever is further behind downloads a state.
+# Most epochs between members of a round; a peer that is further behind downloads a state instead.
 MOST_EPOCHS_APART = 1
 
 _SCHEDULE_ADVICE = (
@@ -157,19 +157,19 @@ _NAMES = {"trained": "parameters", "frozen": "frozen parameters", "buffers": "bu
 
 
 class PeerComparison:
-    """Compares what this peer has with what others say that they have.
+    """Compares this peer's learning rates and tensors with the descriptions of others.
 
     Args:
         state_averager: has the optimizer.
         remainder: tensors of the model that are neither averaged nor given to newcomers.
-        compares_rates: not with local updates, where every peer may go at its own pace.
+        compares_rates: whether to compare learning rates; not with local updates, where peers go at their own pace.
     """
 
     def __init__(self, state_averager: TrainingStateAverager, remainder: Remainder, compares_rates: bool) -> None:
         self._state_averager, self._compares_rates = state_averager, compares_rates
         self._remainder = {name: getattr(remainder, name) for name in _NAMES}
         self._digests: dict[str, tuple[list[int], bytes]] = {}
-        # What the others have been told last.
+        # The description that the others got last.
         self._described: dict[str, Any] = {}
         self._told: set[str] = set()
         self._rates_after_batch: tuple[int, list[float]] | None = None
@@ -177,7 +177,7 @@ class PeerComparison:
     # --- with other peers ---------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """What is to be the same, as plain values for the other members of a group."""
+        """Describe everything that must be equal, as plain values for the other members of a group."""
         rates = self._state_averager.learning_rates() if self._compares_rates else None
         description: dict[str, Any] = {name: self._digest(name, named) for name, named in self._remainder.items()}
         description["epoch"] = self._state_averager.local_epoch
@@ -187,7 +187,7 @@ class PeerComparison:
         return description
 
     def epoch_of(self, description: object) -> int:
-        """At which epoch a member was in a round, by its description; this peer's own if it talks nonsense."""
+        """A member's epoch in a round, from its description; this peer's own epoch if that makes no sense."""
         own = self._state_averager.local_epoch
         given = description.get("epoch") if isinstance(description, dict) else None
         return given if isinstance(given, int) and abs(given - own) <= MOST_EPOCHS_APART else own
@@ -202,7 +202,7 @@ class PeerComparison:
         return digest
 
     def compare(self, gathered: Mapping[PeerID, Any], own_id: PeerID) -> None:
-        """Warn of what another member of a group has otherwise."""
+        """Warn of differences to another member of a group."""
         own = self._described
         for peer, theirs in gathered.items():
             if peer != own_id and isinstance(theirs, dict):
@@ -248,7 +248,7 @@ class PeerComparison:
     # --- from batch to batch ------------------------------------------------------------------------------------------
 
     def before_batch(self) -> None:
-        """Notice that somebody has changed the learning rate although no epoch has begun."""
+        """Warn if the learning rate has changed since the last batch although no epoch has begun."""
         before, self._rates_after_batch = self._rates_after_batch, None
         if before is None or "rates" in self._told:
             return
@@ -264,7 +264,7 @@ class PeerComparison:
             )
 
     def after_batch(self, epoch_began: bool) -> None:
-        """Between two epochs a user may move the learning rate, not between two batches of one."""
+        """Remember the learning rates: a user may change them between two epochs, but not within one."""
         if self._compares_rates and not epoch_began and "rates" not in self._told:
             self._rates_after_batch = self._state_averager.learning_rates()
 
@@ -281,7 +281,7 @@ def _written(rates: Sequence[float]) -> str:
 
 @torch.no_grad()
 def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
-    """A hash of shapes and of some values."""
+    """A hash of the shapes and some of the values."""
     description = hashlib.sha256(str([tuple(tensor.shape) for tensor in tensors]).encode())
     for device in sorted({tensor.device for tensor in tensors}, key=str):
         samples = [_some_values(tensor.detach()) for tensor in tensors if tensor.device == device]
@@ -295,10 +295,10 @@ def _some_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_modules(modules: Iterable[Any]) -> None:
-    """The modules that the parameters belong to make dense gradients.
+    """Check that the modules of the parameters make dense gradients.
 
     Raises:
-        ValueError: one of them does not.
+        ValueError: one of them makes sparse gradients.
     """
     for module in modules:
         if isinstance(module, _SPARSE_MODULES) and module.sparse:

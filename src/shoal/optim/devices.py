@@ -1,7 +1,7 @@
-"""Accelerators: copies to and from them, and work that was launched there and may not be done yet.
+"""Accelerators: copies to and from them, and work that was launched there but may be unfinished.
 
-A device does its work later than it is told to, and each of its streams for itself. Who launches work that another
-thread builds on marks it; that thread waits for the mark before it reads.
+A device works asynchronously, and each of its streams runs independently. A thread that launches work which another
+thread depends on marks it; the other thread waits for the mark before it reads.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 from shoal.compression.base import copies_of, room_for
 
-# A device may still be busy with so many batches when the next one is counted, so that it never idles.
+# A device may still have this many unfinished batches when the next one is counted, so that it never idles.
 BATCHES_AHEAD = 2
-# Pinned memory that a device writes to while the host does other things; there are two of these.
+# Size of each of two buffers in pinned memory, which a device fills while the host does other things.
 STAGING_BYTES = 16 * 2**20
 
 
 def accelerators_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """The devices on which tensors are, but for the CPU and those that work at once."""
+    """The devices of these tensors, without the CPU and devices that work synchronously."""
     devices = dict.fromkeys(tensor.device for tensor in tensors)
     return [device for device in devices if device.type not in ("cpu", "meta") and _event_class(device) is not None]
 
@@ -32,14 +32,14 @@ def _event_class(device: torch.device) -> Any:
 
 
 def _mark(devices: Iterable[torch.device]) -> list[Any]:
-    """An event for each device, which comes when all is done that this thread's stream has to do now."""
+    """An event per device, which fires when this thread's stream has done everything launched so far."""
     events = []
     for device in devices:
         module = getattr(torch, device.type)
         event = module.Event()
         if hasattr(module, "current_stream"):
             event.record(module.current_stream(device))
-        else:  # Apple's has one stream
+        else:  # MPS has only one stream
             event.record()
         events.append(event)
     return events
@@ -51,20 +51,20 @@ def _wait(events: Iterable[Any]) -> None:
 
 
 def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Return when the devices of these tensors have done all that anybody has launched there, on whatever stream."""
+    """Wait until the devices of these tensors have done everything launched there, on any stream."""
     for device in accelerators_of(tensors):
         module = getattr(torch, device.type)
-        if device.type == "mps":  # there is one, and it is not named
+        if device.type == "mps":  # there is only one such device, and synchronize() takes no argument
             module.synchronize()
         else:
             module.synchronize(device)
 
 
 class LaunchedWork:
-    """What has been launched on the devices of some tensors. Without devices, nothing is ever waited for.
+    """Tracks work launched on the devices of some tensors. Without such devices it never waits.
 
     Args:
-        tensors: parameters, or whatever else is worked on. They may move to another device later.
+        tensors: the tensors that the work is on, such as parameters. They may move to another device later.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -73,20 +73,20 @@ class LaunchedWork:
         self._thread = 0
 
     def mark(self) -> None:
-        """Other threads that call :meth:`wait` from now on wait for all that this one has launched until now."""
+        """Let other threads that call :meth:`wait` from now on wait for all that this thread has launched so far."""
         self._latest, self._thread = _mark(accelerators_of(self._tensors)), threading.get_ident()
 
     def wait(self) -> None:
-        """Return when all is done that another thread had launched before its :meth:`mark`, the latest one.
+        """Wait until the work is done that another thread launched before the latest :meth:`mark`.
 
-        What this thread has launched itself, its stream keeps in order.
+        A thread need not wait for its own work, because its stream keeps that in order.
         """
         if self._thread != threading.get_ident():
             _wait(self._latest)
 
 
 class BatchesAhead:
-    """Keeps the count of samples near to what is done: of what is launched, a device may be minutes behind.
+    """Keeps the count of samples close to the finished work: a device may be minutes behind the launched work.
 
     Args:
         tensors: parameters of the model.
@@ -97,7 +97,7 @@ class BatchesAhead:
         self._launched: deque[list[Any]] = deque()
 
     def launched_one(self) -> None:
-        """A batch has been launched; returns when no more than :data:`BATCHES_AHEAD` are not done."""
+        """Note that a batch has been launched; waits until at most :data:`BATCHES_AHEAD` are unfinished."""
         events = _mark(accelerators_of(self._tensors))
         if events:
             self._launched.append(events)
@@ -105,20 +105,20 @@ class BatchesAhead:
             _wait(self._launched.popleft())
 
     def finish(self) -> None:
-        """Return when all of them are done."""
+        """Wait until all batches are done."""
         while self._launched:
             _wait(self._launched.popleft())
 
 
 def copy_to_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A new contiguous tensor on the CPU; another type is made there, not as a temporary on the device."""
+    """Copy a tensor to a new contiguous one on the CPU; types are converted there, to save the device's memory."""
     is_here = tensor.device.type == "cpu"
     host = tensor.detach().to("cpu")
     return host.to(dtype, copy=is_here, memory_format=torch.contiguous_format)
 
 
 def copies_beside_training(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on the CPU. A device makes them on a stream of their own, so that they wait for none of its other work.
+    """Copy tensors to the CPU, on a separate stream of each device, so that the copies do not wait for its other work.
 
     Nobody may change the tensors before this returns.
     """
@@ -138,7 +138,7 @@ def copies_beside_training(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 
 def _copy_staged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], module: Any) -> None:
-    """While one piece comes from the device into one half of the pinned memory, the host empties the other half."""
+    """Copy piece by piece: while the device fills one half of the pinned memory, the host empties the other half."""
     halves = [torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     coming: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
     for number, (target, source) in enumerate(_pieces(pairs)):
@@ -167,7 +167,7 @@ def _take(event: Any, target: torch.Tensor, staged: torch.Tensor) -> None:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy many tensors, between types and devices if need be."""
+    """Copy many tensors, also between types and devices."""
     pairs = [(target.detach(), source.detach()) for target, source in zip(targets, sources, strict=True)]
     alike = [(target, source) for target, source in pairs if not _is_widened_on_host(target, source)]
     if alike:
@@ -178,5 +178,5 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def _is_widened_on_host(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """torch would make the other type on the device, which may be short of memory."""
+    """Whether to convert the type on the CPU: torch would do it on the device, which may be short of memory."""
     return target.device.type == "cpu" and source.device.type != "cpu" and target.dtype != source.dtype

@@ -1,16 +1,27 @@
-"""What counts of what other peers claim. A claim costs nothing; a round with others does.
+"""How far this peer believes what others claim: a claim costs nothing, training in rounds with others costs work.
 
-Three questions are answered here, about samples, about epochs, and about whom to wait for:
+Peers tell each other their epoch, their samples and their speed. A liar could use that to end epochs too early, to lead
+others to an epoch that does not exist, or to make them wait. So this peer remembers what each other peer has brought to
+averaging rounds, its *deeds*, and compares claims with them:
 
-* Who was in a round is believed to have up to twice the samples that it brought there, for as long as that round took,
-  and a batch more. Who has not been in any has a batch.
-* A run is at the epoch that most peers have reached, this one included; whoever has not trained yet does not count
-  itself. Who was in rounds is also believed that an epoch is over, if half of it has passed. Who has been away
-  believes whatever the run may have reached meanwhile at its usual pace.
-* This peer waits for those who take part in rounds. For others it waits, too, but in vain for a small part of its time
-  only.
+* Samples: a peer is believed to make up to twice what it brought to its last round, in each span as long as the
+  training for that round, and one batch more. A peer that was in no round is believed to have one batch.
+* Epochs: the run is at the epoch that most hosts have reached; this peer has a vote unless it is a newcomer. Peers that
+  were in rounds may also say that an epoch is over, once half of it has passed by this peer's own estimate. A peer that
+  was away for some epochs believes any epoch that the run can have reached meanwhile at twice its usual pace.
+* Waiting: this peer waits for peers that take part in rounds, and for others while that costs it at most 5 % of its
+  time. If more peers ended an epoch without this one than with it, they are the run, and count as if they had come.
 
-Before this peer's first round with others nothing is known: claims count as they are, and everybody is waited for.
+In its first epoch this peer knows nothing: all claims count in full, and it waits for everybody.
+
+A fifth of all hosts may lie. Where at least five others are known, more than a fifth must say that an epoch is over or
+that the run is ahead. A peer that joins late, or was alone in its first round, has no deeds to compare with: it ignores
+the largest fifth of the claims, and cuts them to twice the largest one of the rest. So a single liar can end only the
+first epoch of a run.
+
+In a run of several groups a peer never meets most others. It takes them to be as fast as those it has met, and counts
+nobody as missing. After some rounds, if it can hear of all peers, it believes strangers only if receipts of rounds show
+what they have brought (:mod:`shoal.optim.vouching`).
 """
 
 from __future__ import annotations
@@ -18,37 +29,42 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
-
-from shoal.logs import Seldom
+from shoal.logs import Seldom, counted
 from shoal.optim.epochs import EPOCHS_AHEAD
-from shoal.optim.progress import Companion, LocalTrainingProgress
+from shoal.optim.majorities import PEERS_PER_LIAR, largest_but_for_liars, votes_by_host
+from shoal.optim.progress import MAX_CALLED, Companion, LocalTrainingProgress
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# What a peer claims may be so many times what it has delivered.
+# A claim may be this many times what the peer has delivered, because speeds and shares vary from round to round.
 _GENEROSITY = 2.0
-# Who has not been in a round for as long as so many epochs take may have missed any number of them.
+# A peer that has been in no round for the time of this many epochs may have missed any number of them.
 _EPOCHS_TO_BE_AWAY = 2
-# So many epochs say how fast the run can be.
+# How many of the latest epochs tell how fast the run can be.
 _EPOCHS_TIMED = 16
-# A peer that was waited for and did not come so many times running is treated as one that never came.
+# A peer that failed to come this many times running is treated like one that never came.
 _ROUNDS_TO_LOSE_TRUST = 3
-# Which part of its time this peer may wait in vain for peers that have not proven themselves.
+# The user is warned after this many steps in a row without others: a single one may be chance.
+_ROUNDS_ALONE = 2
+# The share of its time that this peer may lose by waiting for peers that were in no round yet.
 _SHARE_WASTED = 0.05
-# Who says that the epoch is over when less of it has passed, by this peer's own estimate, is not believed.
+# Before this share of an epoch has passed, by its own estimate, this peer believes no claim that the epoch is over.
 _LEAST_SHARE_OF_EPOCH = 0.5
-# Nothing is divided by less.
+# Lower bound of all durations, because rates are divided by them.
 _LEAST_SECONDS = 1e-3
-# Peers about which something is remembered.
+# In a run of several groups it takes about this many rounds until this peer has met somebody from most groups.
+_ROUNDS_TO_MIX = 8
+# What others have seen of a peer counts for this many rounds.
+_ROUNDS_OF_TESTIMONY = 8
+# How many peers each memory holds at most: identities are free, memory is not.
 _MAX_REMEMBERED = 4096
 
 
@@ -59,102 +75,211 @@ class _Deeds:
     weight: float
     """Samples, in the latest rounds."""
     seconds: float
-    """How long the latest round took, with the training before it."""
+    """How long the training for the latest round took."""
     missed: int = 0
-    """For how many rounds running it was waited for in vain."""
+    """For how many rounds in a row it did not come although this peer waited for it."""
 
 
 def _remember(known: dict[bytes, T], peer: bytes, what: T) -> None:
-    """Keep something about a peer. If that is too much, what was kept first goes."""
+    """Keep something about a peer. When the memory is full, its oldest entry goes."""
     known[peer] = what
     if len(known) > _MAX_REMEMBERED:
         del known[next(iter(known))]
 
 
 class Evidence:
-    """What this peer has seen others do. Not thread-safe: whoever owns it has a lock.
+    """What this peer has seen others do, and how far it therefore believes them. Not thread-safe: its owner locks it.
 
     Args:
-        own: this peer.
-        host_of: peers for which this is the same have one vote together.
-        now: DHT time.
+        own: id of this peer.
+        host_of: the host of a peer. All peers of one host have one vote together.
+        now: DHT time, in seconds, as in all methods.
     """
 
     def __init__(self, own: bytes, host_of: Callable[[bytes], Hashable], now: float) -> None:
         self._own, self._host_of = own, host_of
         self._deeds: dict[bytes, _Deeds] = {}
-        # The end of the last round with others; before that, the beginning. When this peer came to its epoch.
+        self.full_group: int | None = None
+        """The largest number of members in a group, if the run has several groups. ``None``: all meet in one."""
+        self._meets_everybody = True
+        # The median of what members brought to the latest round. It stands for peers that this one has not met.
+        self._typical = _Deeds(0.0, 1.0)
+        self.has_receipts = False
+        """Whether this peer receives receipts of the rounds of other groups."""
+        self.testimony: dict[bytes, tuple[int, _Deeds]] = {}
+        """What peers have brought to rounds without this peer, and after how many rounds of its own it learned that."""
+        # The event loop writes it without the owner's lock, so every access is a single look-up or change.
+        # What each member brought to the latest round with others.
+        self._latest: Mapping[bytes, float] = {}
+        # How many rounds this peer was in, how long the training for the latest one took, and the most anybody brought.
+        self._rounds, self._seconds, self._most_brought = 0, _LEAST_SECONDS, 0.0
+        # There are more peers than this one can hear of in each epoch.
+        self._is_large = False
+        # When the last round with others ended (before the first one: the start), and when this peer's epoch began.
         self._round_ended_at = self._epoch_began_at = now
-        # The epoch at which this peer was last together with others, or was given a state; and when.
+        # The epoch at which this peer last met others or took over a state, and when that was.
         self._contact: tuple[int, float] | None = None
-        # How many seconds the latest epochs took, and how many of them were spent on training.
+        # Of the latest epochs: how many seconds each took, and how many of them were training.
         self._epochs: deque[tuple[float, float]] = deque(maxlen=_EPOCHS_TIMED)
         self._trained_until = now
         self._counts_itself_until = -math.inf
-        # Whom this peer has begun to wait for, when, and for how many seconds at most.
+        # Which peers this one waits for, since when, and for how many seconds at most.
         self._awaited: tuple[frozenset[bytes], float, float] = (frozenset(), now, 0.0)
         self._waits_again_at = -math.inf
-        # Peers about which the user has been told; strangers can be any number of peers.
+        # Until then no peers without a round join or lead groups, because some have joined and then held them up.
+        self._admits_again_at = -math.inf
+        # How many seconds rounds take when no newcomer fails in them: what more they take with one is wasted.
+        self._durations: deque[float] = deque(maxlen=_EPOCHS_TIMED)
+        # Peers the user has been warned about, each once. Bounded, because a liar can invent any number of peers.
         self._doubted: dict[bytes, None] = {}
         self._missed: dict[bytes, None] = {}
+        # For how many rounds in a row this peer was alone although others could have come.
+        self._alone = 0
+        self.troubles: Counter[str] = Counter()
+        """Counts what the user was warned of, see :class:`~shoal.metrics.Metrics`."""
+        self._failed: dict[bytes, None] = {}
         self._warn_seldom = Seldom(logger.warning)
 
     # --- what has happened --------------------------------------------------------------------------------------------
 
     def begin_to_wait(self, peers: Collection[bytes], now: float, patience: float) -> None:
-        """This peer is ready for a round, and expects these others.
+        """This peer is ready for a round and begins to wait for these others.
 
         Args:
-            patience: seconds after which it goes on without them.
+            patience: after this many seconds it goes on without them.
         """
         self._awaited, self._trained_until = (frozenset(peers), now, patience), now
 
-    def note_round(self, samples: Mapping[bytes, float], now: float) -> None:
+    def note_round(
+        self,
+        samples: Mapping[bytes, float],
+        now: float,
+        companions: Mapping[bytes, Companion] | None = None,
+        own: int = 0,
+    ) -> None:
         """A round is over.
 
         Args:
-            samples: of its members, with this peer; infinite: they are not counted. Nobody, if it has failed.
+            samples: of each member, this peer included. Infinite: the round does not count them. Empty: it has failed.
+            companions: all known peers; those at this peer's epoch could have come.
+            own: this peer's epoch, which the round ends.
         """
         members = samples.keys() - {self._own}
+        reachable = {peer: c for peer, c in (companions or {}).items() if c.is_reachable(now)}
+        size = 1 + len(self._awaited[0] | members | reachable.keys())
+        self._meets_everybody = self.full_group is None or size <= self.full_group
         self._note_who_is_missing(members, now)
-        # Whoever has nothing that counts may have been there all the same: gradients can be infinite at the start.
+        self._note_if_alone(members, [peer for peer, c in reachable.items() if c.record.epoch == own])
+        # A round without any finite gradients, as at the start of mixed precision, says nothing about samples.
         if members and any(samples.values()):
-            seconds, self._round_ended_at = max(now - self._round_ended_at, _LEAST_SECONDS), now
+            trained_until = self._trained_until if self._trained_until > self._round_ended_at else now
+            seconds, self._round_ended_at = max(trained_until - self._round_ended_at, _LEAST_SECONDS), now
+            self._latest = {peer: each for peer, each in samples.items() if math.isfinite(each)}
+            self._rounds, self._seconds = self._rounds + 1, seconds
+            self._most_brought = max(*samples.values(), self._most_brought / _GENEROSITY)
             for peer in members:
-                # Who brings less once may bring more again.
+                # A peer that brings less once may bring more again, so its weight at most halves.
                 known = self._deeds.pop(peer, _Deeds(0.0, seconds))
                 _remember(self._deeds, peer, _Deeds(max(samples[peer], known.weight / _GENEROSITY), seconds))
+            self._typical = _Deeds(statistics.median(self._deeds[peer].weight for peer in members), seconds)
+        self._note_who_went_on(members, companions or {}, now, own)
+
+    def _note_who_went_on(
+        self, members: Collection[bytes], companions: Mapping[bytes, Companion], now: float, own: int
+    ) -> None:
+        """If more hosts have ended this epoch without this peer than with it, they are the run: wait for them next."""
+        without = [
+            peer
+            for peer, c in companions.items()
+            if own < c.record.epoch <= own + EPOCHS_AHEAD and not c.record.client_mode and c.is_reachable(now)
+            if peer not in members
+        ]
+        if not self.knows_rounds or not self._meets_everybody:
+            return
+        if len({*map(self._host_of, without)}) <= len({*map(self._host_of, [*members, self._own])}):
+            return
+        for peer in without:
+            known = self._deeds.pop(peer, self._typical)
+            _remember(self._deeds, peer, _Deeds(known.weight, known.seconds))
+
+    def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
+        """A round took so many seconds, and these members failed in it. To be called before :meth:`note_round`.
+
+        The time that newcomers cost by failing counts like the time spent waiting for absent ones.
+        """
+        strangers = [peer for peer in failed if not self.is_proven(peer)]
+        if not strangers:
+            self._durations.append(seconds)
+            return
+        usual = statistics.median(self._durations) if self._durations else 0.0
+        self.note_waste(strangers, max(0.0, seconds - usual), now)
+
+    def note_waste(self, peers: Collection[bytes], seconds: float, now: float) -> None:
+        """This peer has lost so many seconds to members of its group; only unproven ones among them count."""
+        strangers = [peer for peer in peers if not self.is_proven(peer)]
+        if not strangers or seconds <= 0:
+            return
+        self._admits_again_at = max(self._admits_again_at, now + seconds / _SHARE_WASTED)
+        for peer in strangers:
+            self._tell_once(
+                self._failed,
+                peer,
+                "waited in vain for peer %s, which was in no round before, in a group: no peers that are new join or "
+                "lead for a while, so that they cost little time. Is its line too slow, or its machine stuck?",
+            )
 
     def _note_who_is_missing(self, members: Collection[bytes], now: float) -> None:
         (awaited, since, patience), self._awaited = self._awaited, (frozenset(), now, 0.0)
+        if not self._meets_everybody:
+            return
         strangers = [peer for peer in awaited if peer not in members and not self.is_proven(peer)]
         if strangers:
             self._waits_again_at = now + min(now - since, patience) / _SHARE_WASTED
         for peer in members:
             if peer in self._deeds:
                 self._deeds[peer].missed = 0
-        # If nobody came, it may be this peer's own line.
+        # If nobody came at all, this peer's own line may be down: that is not held against the others.
         known = [peer for peer in awaited if peer not in members and peer in self._deeds] if members else []
         for peer in known:
             self._deeds[peer].missed += 1
+        self.troubles["waited in vain"] += len(strangers) + len(known)
         for peer in [*strangers, *(peer for peer in known if not self.is_proven(peer))]:
             self._tell_once(
                 self._missed,
                 peer,
-                "waited in vain for peer %s, which says that it takes part and was not in the round: it is seldom "
-                "waited for from now on, until it comes. Is its line too slow, or its machine stuck?",
+                "waited in vain for peer %s in %s running: it says that it takes part, and was not there. It is "
+                "seldom waited for from now on, until it comes. Is its line too slow, or its machine stuck?",
+                counted(self._deeds[peer].missed if peer in self._deeds else 1, "round"),
             )
 
-    def _tell_once(self, told: dict[bytes, None], peer: bytes, kind: str, *values: object) -> None:
-        if peer not in told:
-            self._warn_seldom(kind, PeerID(peer), *values)
-            _remember(told, peer, None)
+    def _note_if_alone(self, members: Collection[bytes], others: Collection[bytes]) -> None:
+        if members or not others:
+            self._alone = 0
+            return
+        self._alone += 1
+        self.troubles["alone"] += 1
+        if self._alone == _ROUNDS_ALONE:
+            logger.warning(
+                "this peer has made %d steps without anybody, although %s could have been there, such as %s. Look at "
+                "what was said of them before, and at this machine's connection; `shoal doctor` finds out more",
+                self._alone,
+                counted(len(others), "other peer"),
+                PeerID(min(others)),
+            )
+
+    def _tell_once(self, told: dict[bytes, None], peer: bytes, kind: str, *values: object) -> bool:
+        """Warn the user of a peer, but only once. Returns whether this was the first time."""
+        if peer in told:
+            return False
+        self._warn_seldom(kind, PeerID(peer), *values, about=peer)
+        _remember(told, peer, None)
+        return True
 
     def note_epoch(self, before: int, epoch: int, now: float, *, with_others: bool) -> None:
         """This peer has gone from one epoch to another.
 
         Args:
-            with_others: in a round. If it is not the next epoch, one of them has given this peer its state.
+            with_others: in a round with others. If ``epoch`` is not the next one, this peer has taken over a state.
         """
         began_at, self._epoch_began_at = self._epoch_began_at, now
         is_next = epoch == before + 1
@@ -165,8 +290,15 @@ class Evidence:
         self._contact = epoch, now
 
     def note_vain_attempt(self, now: float, seconds: float) -> None:
-        """Nobody has given this peer the state of the epoch that others claim, and the attempt took so long."""
+        """This newcomer lost so many seconds because no peer gave it a later state. So it votes, too, for a while."""
         self._counts_itself_until = now + seconds / _SHARE_WASTED
+
+    def note_testimony(self, samples: Mapping[bytes, float]) -> None:
+        """A peer that this one has met vouches for what others have brought to a round without this peer."""
+        for peer, brought in samples.items():
+            self.testimony.pop(peer, None)
+            deeds = _Deeds(min(brought, self._most_brought), self._seconds)  # capped, because witnesses may lie
+            _remember(self.testimony, peer, (self._rounds, deeds))
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
@@ -175,16 +307,51 @@ class Evidence:
         """Whether this peer has been in a round with others."""
         return bool(self._deeds)
 
+    @property
+    def _knows_nothing(self) -> bool:
+        """Whether this peer is in its first epoch, has made no step alone, and has taken over no state."""
+        return not self.knows_rounds and self._contact is None and not self._alone
+
     def is_proven(self, peer: bytes) -> bool:
-        """Whether a peer takes part in rounds, as far as this one can know."""
-        deeds = self._deeds.get(peer)
+        """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
+        deeds = self._known_deeds(peer)
         return not self.knows_rounds or (deeds is not None and deeds.missed < _ROUNDS_TO_LOSE_TRUST)
 
+    def has_time_for(self, peer: bytes, now: float) -> bool:
+        """Whether a peer may join or lead a group: it is proven, or newcomers have not used up the time for them."""
+        return now >= self._admits_again_at or self.is_proven(peer)
+
+    def is_known(self, peer: bytes) -> bool:
+        """Whether this peer knows what another one has brought to rounds, either to its own or lately to others'."""
+        return self._known_deeds(peer) is not None
+
+    def has_met(self, peer: bytes) -> bool:
+        """Whether this peer was in a round with another one."""
+        return peer in self._deeds
+
+    def _known_deeds(self, peer: bytes) -> _Deeds | None:
+        met, (known_since, told) = self._deeds.get(peer), self.testimony.get(peer, (-math.inf, None))
+        if told is None or known_since < self._rounds - _ROUNDS_OF_TESTIMONY:
+            return met
+        return told if met is None or told.weight > met.weight else met
+
     def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
-        """Those of several peers that claim to come for whom it is worth to wait."""
+        """Of several peers that claim to come, those that this peer should wait for."""
+        if not self._meets_everybody:
+            return peers
         proven = {peer for peer in peers if self.is_proven(peer)}
-        # Without anybody else, those that may come are better than nobody.
-        return proven if proven and now < self._waits_again_at else peers
+        # If no proven peer comes, one that may come is better than nobody.
+        return proven if proven and now < max(self._waits_again_at, self._admits_again_at) else peers
+
+    def _deeds_of(self, peer: bytes) -> _Deeds | None:
+        """What a peer has brought to rounds; in several groups, the typical amount stands for a peer not met yet."""
+        return self._known_deeds(peer) or (self._typical if self._believes_strangers else None)
+
+    @property
+    def _believes_strangers(self) -> bool:
+        """Whether a peer that this one does not know may be taking part all the same."""
+        must_be_shown = self.has_receipts and self._rounds >= _ROUNDS_TO_MIX and not self._is_large
+        return not (self._meets_everybody or must_be_shown)
 
     def most_samples(self, peer: bytes, now: float, batch_size: int) -> float:
         """How many samples a peer can have made since the last round, as far as this one can know.
@@ -194,44 +361,70 @@ class Evidence:
         """
         if not self.knows_rounds:
             return MOST
-        if peer not in self._deeds:
+        deeds = self._deeds_of(peer)
+        if deeds is None:
             return max(1, batch_size)
-        deeds = self._deeds[peer]
         rounds = max(1.0, (now - self._round_ended_at) / deeds.seconds)
         return min(MOST, _GENEROSITY * deeds.weight * rounds + max(1, batch_size))
 
-    def limited(self, record: LocalTrainingProgress, now: float, batch_size: int) -> LocalTrainingProgress:
-        """What counts of a peer's progress; the arguments are those of :meth:`most_samples`."""
-        if not self.knows_rounds:
-            return record
-        most, deeds = self.most_samples(record.peer_id, now, batch_size), self._deeds.get(record.peer_id)
+    def largest_weight(self, peer: bytes, now: float, batch_size: int) -> float:
+        """The most samples that a member can bring to a round that begins now; arguments as of :meth:`most_samples`.
+
+        In a run of several groups, a member must not weigh less because this peer meets it for the first time.
+        """
+        most = self.most_samples(peer, now, batch_size)
+        return most if self._meets_everybody else max(most, min(MOST, _GENEROSITY * self._most_brought))
+
+    def least_limit(self, leader: bytes, peer: bytes) -> float:
+        """A lower bound of what an honest leader finds by :meth:`largest_weight`: what it saw the peer bring, if both
+        were in this peer's latest round."""
+        return self._latest.get(peer, 0.0) if leader in self._latest else 0.0
+
+    def limited(
+        self, records: Collection[LocalTrainingProgress], now: float, batch_size: int
+    ) -> list[LocalTrainingProgress]:
+        """The records of all peers, cut to what is believed; the other arguments are those of :meth:`most_samples`."""
+        if self.knows_rounds:
+            return [self._limited_by_deeds(record, now, batch_size) for record in records]
+        if len(records) < PEERS_PER_LIAR or self._knows_nothing:
+            return list(records)
+        samples = largest_but_for_liars(record.samples_accumulated for record in records)
+        speed = largest_but_for_liars(record.samples_per_second for record in records)
+        most = min(MOST, _GENEROSITY * samples + max(1, batch_size))
+        return [record.at_most(most, _GENEROSITY * speed) for record in records]
+
+    def _limited_by_deeds(self, record: LocalTrainingProgress, now: float, batch_size: int) -> LocalTrainingProgress:
+        most, deeds = self.most_samples(record.peer_id, now, batch_size), self._deeds_of(record.peer_id)
         fastest = 0.0 if deeds is None else _GENEROSITY * deeds.weight / deeds.seconds
-        if record.samples_accumulated <= most and record.samples_per_second <= fastest:
-            return record
-        return msgspec.structs.replace(
-            record,
-            samples_accumulated=int(min(record.samples_accumulated, most)),
-            samples_per_second=min(record.samples_per_second, fastest),
-        )
+        return record.at_most(most, fastest)
 
     def called_end(self, companions: Mapping[bytes, Companion], epoch: int, own_estimate: float, now: float) -> float:
-        """The earliest end of this epoch that others have called; infinite if nobody has.
+        """The earliest DHT time at which this epoch ends according to enough others; infinite if too few say so.
 
         Args:
-            own_estimate: when it ends by this peer's own estimate.
+            own_estimate: DHT time at which it ends by this peer's own estimate.
         """
-        calls = [
-            companion.end
-            for peer, companion in companions.items()
-            if companion.end is not None
-            and companion.record.epoch == epoch
-            and companion.is_reachable(now)
-            and self.is_proven(peer)
-        ]
-        return max(min(calls), self._earliest_end(own_estimate)) if calls else math.inf
+        ends: dict[Hashable, float] = {}
+        for peer, c in companions.items():
+            if c.end is not None and c.record.epoch == epoch and c.is_reachable(now) and self._has_a_say(peer):
+                host = self._host_of(peer)
+                ends[host] = min(c.end, ends.get(host, math.inf))
+        liars = self._most_liars(companions, now) if ends else 0
+        return max(sorted(ends.values())[liars], self._earliest_end(own_estimate)) if len(ends) > liars else math.inf
+
+    def _has_a_say(self, peer: bytes) -> bool:
+        """Whether a peer's word that an epoch is over counts; it takes enough others that say the same."""
+        return self.is_proven(peer) or self._believes_strangers
+
+    def _most_liars(self, companions: Mapping[bytes, Companion], now: float) -> int:
+        """How many of the hosts that have a say may be liars: if more say the same, one of them is honest."""
+        if self._knows_nothing:
+            return 0
+        speakers = [peer for peer, c in companions.items() if c.is_reachable(now) and self._has_a_say(peer)]
+        return len({self._host_of(peer) for peer in speakers}) // PEERS_PER_LIAR
 
     def _earliest_end(self, own_estimate: float) -> float:
-        """The epoch does not end before this, whoever says so."""
+        """DHT time before which the epoch does not end, whatever others say."""
         if not self.knows_rounds:
             return -math.inf
         return self._epoch_began_at + _LEAST_SHARE_OF_EPOCH * (own_estimate - self._epoch_began_at)
@@ -243,29 +436,34 @@ class Evidence:
         now: float,
         own_estimate: Callable[[Mapping[bytes, Companion]], float],
     ) -> dict[bytes, Companion]:
-        """Those of several peers that are not beyond any epoch that the run can have reached.
+        """The peers whose epoch the run can have reached; the others are left out.
 
-        Clients lead nobody to another epoch: what they claim does no harm.
+        Clients are never left out: they lead nobody to another epoch, so what they claim does no harm.
 
         Args:
             own: this peer's epoch.
-            own_estimate: when it ends by this peer's own estimate, if only some companions count.
+            own_estimate: DHT time at which it ends by this peer's own estimate, if only the given companions count.
         """
+        self._is_large = len(companions) > MAX_CALLED
         leading = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.record.epoch > own}
         if not leading:
             return dict(companions)
-        voters = [c.record for c in companions.values() if not c.record.client_mode and c.is_reachable(now)]
-        last = max(self._epoch_of_most(voters, own, now), self._epoch_within_reach(own, now))
+        voters = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
+        votes = votes_by_host({peer: c.record.epoch for peer, c in voters.items()}, self._host_of)
+        last = max(self._epoch_of_most(votes, own, now), self._epoch_within_reach(votes, own, now))
         rest = {peer: c for peer, c in companions.items() if peer not in leading or c.record.epoch <= last}
         ahead = {peer: c for peer, c in leading.items() if peer not in rest}
         if not ahead:
             return rest
-        # Who is done with this epoch says that it is over.
-        done = {peer: c for peer, c in ahead.items() if c.record.epoch <= own + EPOCHS_AHEAD and self.is_proven(peer)}
-        if done and now >= self._earliest_end(own_estimate(rest)):
-            rest.update(done)
+        # A peer at one of the next epochs also claims that this one is over.
+        done = {peer: c for peer, c in ahead.items() if c.record.epoch <= own + EPOCHS_AHEAD and self._has_a_say(peer)}
+        is_certain = len({self._host_of(peer) for peer in done}) > self._most_liars(companions, now)
+        if done and is_certain:
+            before = {**rest, **{peer: c.as_at_the_beginning(own, self._epoch_began_at) for peer, c in done.items()}}
+            if now >= self._earliest_end(own_estimate(before)):
+                rest.update(done)
         for peer in [peer for peer in ahead if peer not in done]:
-            self._tell_once(
+            self.troubles["epochs that cannot be"] += self._tell_once(
                 self._doubted,
                 peer,
                 "peer %s says that it is at epoch %d, this one is at %d, and the run cannot have come so far: it does "
@@ -275,20 +473,22 @@ class Evidence:
             )
         return rest
 
-    def _epoch_of_most(self, claims: Collection[LocalTrainingProgress], own: int, now: float) -> int:
-        """The last epoch that most of those have reached that can be called."""
-        by_host: dict[Hashable, list[int]] = {}
-        for record in claims:
-            by_host.setdefault(self._host_of(record.peer_id), []).append(record.epoch)
-        votes = sorted(sorted(epochs)[(len(epochs) - 1) // 2] for epochs in by_host.values())
+    def _epoch_of_most(self, votes: list[int], own: int, now: float) -> int:
+        """The last epoch that most hosts have reached; ``votes`` are their epochs, the lowest first."""
         if votes and self._contact is None and now >= self._counts_itself_until:
-            # A newcomer: half of them are enough, for there may be one that it can start from, and one that lies.
+            # For a newcomer half of the votes are enough: of two peers, one may be the run and the other a liar.
             return votes[len(votes) // 2]
         votes = sorted([*votes, own])
         return votes[(len(votes) - 1) // 2]
 
-    def _epoch_within_reach(self, own: int, now: float) -> float:
-        """Which epoch somebody may have reached who went on when this peer was last with others."""
+    def _epoch_within_reach(self, votes: list[int], own: int, now: float) -> float:
+        """The last epoch that others can have reached if they went on when this peer last met them."""
+        reach = self._epoch_within_time(own, now)
+        if len(votes) < PEERS_PER_LIAR or self._knows_nothing:
+            return reach
+        return min(reach, largest_but_for_liars(votes))
+
+    def _epoch_within_time(self, own: int, now: float) -> float:
         if not self.knows_rounds:
             return own + EPOCHS_AHEAD
         if self._contact is None or not self._epochs:

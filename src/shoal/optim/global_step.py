@@ -1,4 +1,12 @@
-"""The step that all peers make together: average gradients, step, average parameters, go to the next epoch."""
+"""The step that all peers make together: average gradients, step, average parameters, go to the next epoch.
+
+::
+
+    declare the epoch over ─► round of gradients ─► optimizer step ─► round of parameters ─► announce the next epoch
+
+Depending on the settings, the step and the rounds run in the background of the next epoch. A round that fails costs no
+step: this peer goes on with its own gradients, or its own parameters.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class GlobalStep:
-    """Makes global steps, and schedules their rounds in advance. Used by the training thread alone."""
+    """Makes global steps, and schedules their rounds in advance. Used only by the training thread."""
 
     settings: OptimizerSettings
     state_averager: TrainingStateAverager
     grad_averager: GradientAverager | None
-    """``None``: the optimizer steps with local gradients, only parameters are averaged."""
+    """``None``: the optimizer steps with local gradients, and only parameters are averaged."""
     tracker: ProgressTracker
     comparison: PeerComparison
     scheduled_grads: StepControl | None = None
@@ -47,9 +55,9 @@ class GlobalStep:
     # --- in advance ---------------------------------------------------------------------------------------------------
 
     def schedule_rounds(self) -> None:
-        """Begin to look for a group for the first round of the next global step if it is near.
+        """If the next global step is near, begin to look for a group for its first round.
 
-        Not for the second round: a peer that misses the first one would keep those waiting who have made it.
+        The second round is not scheduled in advance: a peer that misses the first one would keep the others waiting.
         """
         now, due = get_dht_time(), self.tracker.estimated_next_update_time
         if due - now > self.settings.matchmaking_time or not self._expected_members() or not self.tracker.is_introduced:
@@ -69,9 +77,10 @@ class GlobalStep:
             self.scheduled_state.keep_open = True
 
     def _when(self, due: float, now: float) -> dict[str, float]:
-        """A group starts when everybody is there; the scheduled time limits the wait for those who do not come."""
+        """A group starts as soon as it is complete; the scheduled time limits the wait for peers that do not come."""
         patience = self.settings.averaging_timeout
         latest = max(due, now) + self.settings.matchmaking_time
+        # The group must begin before the time of the whole round is up.
         return {"scheduled_time": min(latest, now + 0.9 * patience), "timeout": patience}
 
     def _expected_members(self) -> set[PeerID]:
@@ -84,15 +93,15 @@ class GlobalStep:
 
     @property
     def _last_epoch(self) -> int:
-        """Whoever is beyond this epoch does not come to this peer's first round."""
+        """A peer beyond this epoch does not come to this peer's first round."""
         return last_epoch_in_first_round(self.state_averager.local_epoch, overlaps=self.settings.overlaps)
 
     def _will_average_state(self) -> bool:
-        """Must be the same in all peers: they wait for each other."""
+        """Whether the next epoch averages parameters. It must be the same in all peers, which wait for each other."""
         return self._next_epoch % self.settings.average_state_every == 0
 
     def let_go_of_rounds(self, timeout: float) -> None:
-        """End scheduled rounds without making others wait."""
+        """Withdraw from scheduled rounds without making others wait."""
         controls = self.scheduled_grads, self.scheduled_state
         self.scheduled_grads = self.scheduled_state = None
         for control in controls:
@@ -101,14 +110,15 @@ class GlobalStep:
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def run(self, grad_scaler: GradScaler | None = None) -> None:
-        """Bring this peer to the next epoch. Never raises because of other peers.
+        """Bring this peer to the next epoch. It never raises because of other peers.
 
         Args:
-            grad_scaler: knows whether gradients are finite; they have been unscaled.
+            grad_scaler: knows whether the gradients are finite. They have been unscaled already.
         """
         with self.tracker.pause_updates():
             self.tracker.declare_epoch_over(self.settings.matchmaking_time)
             if self.settings.delay_optimizer_step:
+                # The previous step may still be reading the averaged gradients, which the next round overwrites.
                 self.state_averager.finish_jobs(self.settings.averaging_timeout)
             mates: dict[PeerID, int] | None = None
             trigger: Callable[[], object] | None = None
@@ -125,7 +135,7 @@ class GlobalStep:
                     self._give_gradients_to_optimizer(self.grad_averager, averaged=mates is not None)
                     has_gradients = has_gradients or mates is not None
                 if control is None:
-                    # A peer that comes only now has to average its own gradients first: do not wait for it.
+                    # Nobody is expected. A peer that appears now would have to average gradients first: do not wait.
                     mates = {}
             if mates is None:
                 mates = dict.fromkeys(self._expected_members(), self.state_averager.local_epoch)
@@ -137,7 +147,7 @@ class GlobalStep:
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def _begin_gradient_round(self, averager: GradientAverager) -> StepControl | None:
-        """Start averaging with everybody who is expected; ``None`` if this peer is alone."""
+        """Start averaging with all expected peers; returns ``None`` if none is expected."""
         control, self.scheduled_grads = self.scheduled_grads, None
         expected = self._expected_members()
         if not expected:
@@ -149,9 +159,9 @@ class GlobalStep:
             timeout = self.settings.averaging_timeout
             control = averager.schedule_step(gather=self.comparison.describe(), timeout=timeout)
         control.keep_open = False
-        # Accumulators are kept until the outcome is known, unless the next batches must go into them meanwhile.
+        # Keep the accumulators for the case of a failure, unless the next batches go into them meanwhile.
         averager.step(control=control, reset_accumulators=self.settings.delay_grad_averaging, wait=False)
-        # Everybody goes on to the next epoch meanwhile.
+        # With delayed averaging, peers announce the next epoch during the round: that does not mean that they left it.
         if self.settings.delay_grad_averaging:
             RoundWatch(control, self.tracker, dict.fromkeys(expected, self._last_epoch))
         else:
@@ -159,7 +169,7 @@ class GlobalStep:
         return control
 
     def _in_time(self, control: StepControl) -> bool:
-        """A step that was scheduled long ago has too little time left to find a group."""
+        """Whether a scheduled step has a group, or enough time left to find one."""
         has_group = control.stage > AveragingStage.LOOKING_FOR_GROUP
         return usable(control) and (has_group or control.deadline - get_dht_time() > self.settings.matchmaking_time)
 
@@ -167,15 +177,15 @@ class GlobalStep:
         """Wait for the average.
 
         Returns:
-            The other members with parameters of their own, and at which epoch they were; ``None`` if the round failed:
-            then the local mean gradient is used.
+            The other members that have parameters, and their epochs. ``None`` if the round failed; then this peer uses
+            its own mean gradient.
         """
         if control is None:
             self.tracker.note_round(None)
             return None
         try:
             gathered = control.result(self.settings.averaging_timeout)
-        except Exception as e:  # whatever it is, training goes on
+        except Exception as e:  # whatever has failed, training goes on
             control.cancel()
             self.tracker.note_round(None)
             message = "gradients of epoch %d were not averaged (%s). Proceeding with local gradients"
@@ -195,18 +205,19 @@ class GlobalStep:
         return {peer: self.comparison.epoch_of(gathered.get(peer)) for peer in mates}
 
     def _finish_delayed_round(self, control: StepControl, own_mean: Sequence[torch.Tensor]) -> None:
-        """Wait for the average in the background; the accumulators have gradients of the next epoch by then."""
+        """Wait for the average in the background. If the round fails, ``own_mean`` takes its place: the accumulators
+        already have gradients of the next epoch."""
         assert self.grad_averager is not None
-        # A round that failed late may have left its mark.
+        # A round that fails late may have changed a part of the tensors, so all of them are overwritten.
         if self._finish_gradient_round(control) is None:
             with self.grad_averager.get_tensors() as averaged:
                 copy_all(averaged, own_mean)
 
     def _give_gradients_to_optimizer(self, averager: GradientAverager, averaged: bool) -> None:
-        """Make the average, or after a failure this peer's own mean, the optimizer's gradient."""
+        """Give the optimizer the average gradient; after a failed round, this peer's own mean."""
         averager.notify_used_averaged_gradients()
         if not averaged:
-            # A round that failed late may have left its mark.
+            # A round that fails late may have changed a part of the tensors.
             averager.load_accumulators_into_averager_()
         if self.state_averager.offload_optimizer:
             return  # there the averaged tensors are the optimizer's gradients
@@ -220,7 +231,7 @@ class GlobalStep:
     # --- parameters ---------------------------------------------------------------------------------------------------
 
     def _note_averaged_parameters(self, result: RoundResult | None) -> None:
-        """Without rounds of gradients these are the rounds that count; otherwise they make up for those that failed."""
+        """With local updates, these rounds end epochs; otherwise they make up for failed rounds of gradients."""
         if self.grad_averager is None:
             self.tracker.note_round(result, weights_are_samples=False)
         elif result is not None:
@@ -233,16 +244,19 @@ class GlobalStep:
         trigger: Callable[[], object] | None,
         grad_scaler: GradScaler | None,
     ) -> None:
-        """Step the optimizer and average parameters, as far as it is time for either.
+        """Step the optimizer and average parameters, each if it is time for it.
 
         Args:
-            mates: who else averages parameters now, and at which epoch they were before this step.
+            mates: the other peers that average parameters now, and their epochs before this step.
+            has_gradients: there is an average, or this peer's own mean, to step with.
+            trigger: in the background, waits until the gradients are there; ``None`` if they are.
+            grad_scaler: as for :meth:`run`.
         """
         settings = self.settings
         control, self.scheduled_state = self.scheduled_state, None
         averages = bool(mates) and self._will_average_state()
         if self.grad_averager is None and self._will_average_state() and not averages:
-            self.tracker.note_round(None)  # nobody else is there
+            self.tracker.note_round(None)  # this round was due, and nobody else is there
         if control is not None and not (averages and self._in_time(control)):
             let_go(control, settings.averaging_timeout)
             control = None
@@ -268,16 +282,17 @@ class GlobalStep:
 
 
 class Auxiliary:
-    """Takes part in whatever rounds the others make, and never keeps them waiting. Used by the training thread alone.
+    """Takes part in all rounds of the others without data, and never keeps them waiting. Used only by the training
+    thread.
 
-    It has nothing to wait for itself, so it is always looking for a group, for each kind of round, and ready as soon as
-    there is one. Its promised time is late: others lead.
+    It has no batches to wait for. So it always looks for a group, for each kind of round, and is ready as soon as it
+    has found one. It promises a late time, so that others lead.
 
     Args:
-        state_averager: for rounds of parameters; its epoch follows that of the swarm.
-        grad_averager: for rounds of gradients, if there are any.
+        state_averager: makes rounds of parameters; its epoch follows that of the swarm.
+        grad_averager: makes rounds of gradients; ``None`` if there are none.
         tracker: knows how far the swarm is.
-        averaging_timeout: seconds of one search for a group.
+        averaging_timeout: how long one search for a group lasts, in seconds.
     """
 
     def __init__(
@@ -294,7 +309,7 @@ class Auxiliary:
         self._controls: list[StepControl | None] = [None] * len(self._averagers)
 
     def step(self) -> None:
-        """See to it that this peer looks for groups; returns at once."""
+        """Start searches for groups that are not under way, and follow the swarm's epoch. Returns at once."""
         for index, averager in enumerate(self._averagers):
             control = self._controls[index]
             if control is None or control.done():
@@ -307,6 +322,7 @@ class Auxiliary:
             logger.debug("the swarm is at epoch %d", epoch)
 
     def _look_for_group(self, averager: GradientAverager | TrainingStateAverager) -> StepControl:
+        # The peer that promised the earliest start leads, so this one promises a late start, which is still in time.
         late = get_dht_time() + 0.9 * self._averaging_timeout
         control = averager.schedule_step(scheduled_time=late, timeout=self._averaging_timeout)
         control.weight = 0.0
@@ -314,7 +330,7 @@ class Auxiliary:
         return control
 
     def let_go_of_rounds(self) -> None:
-        """Look for no more groups, and finish what has begun."""
+        """Look for no more groups, and finish the rounds that have begun."""
         controls, self._controls = self._controls, [None] * len(self._averagers)
         for control in controls:
             let_go(control, self._averaging_timeout)

@@ -1,4 +1,8 @@
-"""Gradients: accumulate them locally, then average them with other peers, each weighted by its number of samples."""
+"""Gradients: accumulate them locally, then average them with other peers, each weighted by its number of samples.
+
+Batches add their gradients to accumulators, on the device of the model. A round writes their mean to tensors on the
+CPU, averages those in place, and the optimizer reads the result from them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.control import Gathered
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.gradient_accumulator import GradientAccumulator
+from shoal.optim.peer_momentum import PeerMomentum, check_peer_momentum
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -21,36 +26,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 GradientAveragerT = TypeVar("GradientAveragerT", bound="GradientAverager")
 
-# A round that runs out of time says why, a moment later.
+# Wait this much longer than a round may take: when its time is up, it says why it failed.
 REPORT_SECONDS = 0.5
 
 GradientAveragerFactory = Callable[..., "GradientAverager"]
-"""Makes a gradient averager; called with keywords."""
+"""A function that makes a gradient averager; it is called with keywords."""
 
 
 def make_averaged_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Room for averages on the CPU, in single precision at least: means over many samples are too small for half."""
+    """Zeros on the CPU for averages, in single precision at least: means over many samples are too small for half."""
     return [torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device="cpu") for p in parameters]
 
 
 class GradientAverager(DecentralizedAverager):
-    """Averages gradients with other peers so that every sample of the swarm counts the same.
+    """Averages gradients with other peers so that all samples of the swarm count the same.
 
-    The result of a round is Σ samples · mean gradient / Σ samples over the members of the group.
+    The result of a round is Σ samples · mean gradient / Σ samples, summed over the members of the group.
 
     Args:
-        parameters: whose gradients are averaged.
+        parameters: the parameters whose gradients are averaged.
         dht: how averagers find each other.
-        prefix: name of the run; averagers with other prefixes never meet.
-        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; never zero gradients then.
-        accumulate_grads_on: device of the accumulators; default: that of each parameter.
-        client_mode: only connect to others; default: as the DHT.
-        warn: tell when results are not used, or accumulators are not reset.
-        averaged_grads: CPU tensors that receive the averages; default: new ones.
+        prefix: name of the run; averagers with different prefixes never meet.
+        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; then never zero gradients.
+        accumulate_grads_on: device of the accumulators; default: the device of each parameter.
+        client_mode: connect to others, but accept no connections; default: as in the DHT.
+        warn: log a warning when results are not used, or accumulators are not reset.
+        averaged_grads: CPU tensors that receive the averages, with the shapes of the parameters; default: new ones.
+        peer_momentum: average the momentum of each peer instead of its gradient: m ← β · m + (1 - β) · gradient, where
+            this is β. It makes robust averages more robust, see ``aggregation``. The optimizer must have no momentum of
+            its own. Must be the same in all peers.
         averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
 
     Raises:
-        ValueError: ``averaged_grads`` do not fit the parameters.
+        ValueError: ``averaged_grads`` do not fit the parameters, or ``peer_momentum`` is not from 0 to below 1.
     """
 
     def __init__(
@@ -64,8 +72,10 @@ class GradientAverager(DecentralizedAverager):
         client_mode: bool | None = None,
         warn: bool = True,
         averaged_grads: Sequence[torch.Tensor] = (),
+        peer_momentum: float = 0.0,
         **averager_kwargs: Any,
     ) -> None:
+        self.peer_momentum = check_peer_momentum(peer_momentum)
         if reuse_grad_buffers and accumulate_grads_on is not None:
             raise ValueError("accumulate_grads_on has no meaning with reuse_grad_buffers=True: leave one of them out")
         self.parameters = tuple(parameters)
@@ -77,6 +87,9 @@ class GradientAverager(DecentralizedAverager):
         averaged = (
             self._check_averaged_grads(averaged_grads) if averaged_grads else make_averaged_grads(self.parameters)
         )
+        self._momentum = PeerMomentum(self.peer_momentum, averaged) if peer_momentum else None
+        if peer_momentum:
+            self.phases += f", peer_momentum {self.peer_momentum:g}"
         averager_kwargs.setdefault(
             "tensor_infos",
             [
@@ -103,7 +116,7 @@ class GradientAverager(DecentralizedAverager):
 
     @property
     def averaged_grads(self) -> Sequence[torch.Tensor]:
-        """Where the averages are, one for each parameter; use them inside ``get_tensors()``."""
+        """The tensors with the averages, one for each parameter; use them inside ``get_tensors()``."""
         return self._tensors
 
     # --- accumulating -------------------------------------------------------------------------------------------------
@@ -122,11 +135,11 @@ class GradientAverager(DecentralizedAverager):
         yield from self.accumulator.buffers
 
     def accumulate_grads_(self, batch_size: int, loss_scale: float = 1.0) -> None:
-        """Count the present gradients as those of one more batch.
+        """Add the present gradients, which are those of one more batch.
 
         Args:
-            batch_size: samples over which the loss of this batch is the mean.
-            loss_scale: the gradients are so many times too large; see :class:`~shoal.GradScaler`.
+            batch_size: number of samples over which the loss of this batch is the mean.
+            loss_scale: factor by which the loss, and so the gradients, were scaled; see :class:`~shoal.GradScaler`.
         """
         if self._accumulators_used and self.warn:
             logger.warning(
@@ -139,24 +152,32 @@ class GradientAverager(DecentralizedAverager):
     def reset_accumulated_grads_(self) -> None:
         """Forget what was accumulated."""
         self._accumulators_used = False
+        if self._momentum is not None:
+            self._momentum.next_step()
         self.accumulator.reset()
 
     def load_accumulators_into_averager_(self) -> None:
-        """Put this peer's own mean gradient where the averages go."""
+        """Put this peer's own mean gradient, or its momentum, where the averages go."""
         with self.get_tensors() as averaged:
-            self.accumulator.write_mean(averaged)
+            self._write_own(averaged)
 
     def own_mean(self) -> list[torch.Tensor]:
-        """A copy of this peer's own mean gradient, for the case that a round fails after the accumulators are reset."""
+        """A copy of this peer's own mean gradient, or its momentum, in case a round fails after the accumulators are
+        reset."""
         targets = [torch.empty_like(grad) for grad in self._tensors]
-        self.accumulator.write_mean(targets)
+        self._write_own(targets)
         return targets
+
+    def _write_own(self, targets: Sequence[torch.Tensor]) -> None:
+        self.accumulator.write_mean(targets)
+        if self._momentum is not None:
+            self._momentum.replace(targets, self.accumulator.batches)
 
     # --- averaging ----------------------------------------------------------------------------------------------------
 
     @property
     def is_ready_to_schedule(self) -> bool:
-        """Whether a step can be scheduled now without extra cost."""
+        """Whether a step can be scheduled now without extra cost. Subclasses may need time between two rounds."""
         return True
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs: Any) -> StepControl:
@@ -188,16 +209,16 @@ class GradientAverager(DecentralizedAverager):
         """Average the accumulated gradients with other peers.
 
         Args:
-            weight: of this peer's mean gradient; default: its number of samples.
-            reset_accumulators: begin to accumulate anew. If the round may fail and its input is needed then, reset
-                later.
-            control: from :meth:`schedule_step`; default: a new one, with ``kwargs``.
+            weight: weight of this peer's mean gradient; default: its number of samples.
+            reset_accumulators: begin to accumulate anew at once. If you need the input again after a failed round,
+                reset later instead.
+            control: from :meth:`schedule_step`; default: a new one, made with ``kwargs``.
             timeout: seconds until a group must be found; with ``wait``, also until the result.
-            wait: return the result; otherwise the control at once.
+            wait: return the result; otherwise return the control at once.
 
         Raises:
             AssertionError: the control was used before.
-            RuntimeError: a control together with options of a new one.
+            RuntimeError: options of a new control were given together with a control.
             AllreduceException: no group was found, or the round failed.
             TimeoutError: no result in time; the round is cancelled.
         """
@@ -231,11 +252,11 @@ class GradientAverager(DecentralizedAverager):
     # --- for newcomers ------------------------------------------------------------------------------------------------
 
     def get_buffers(self) -> list[torch.Tensor]:
-        """What a newcomer must know of earlier rounds; not to be changed. This averager needs nothing."""
+        """Tensors of earlier rounds that a newcomer needs. Do not change them. This averager has none."""
         return []
 
     def set_buffers(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take over what another peer's :meth:`get_buffers` gave.
+        """Take over the buffers of another peer, from its :meth:`get_buffers`.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.
@@ -246,24 +267,29 @@ class GradientAverager(DecentralizedAverager):
     # --- for a restart ------------------------------------------------------------------------------------------------
 
     def get_memory(self) -> list[torch.Tensor]:
-        """What this peer itself must know of earlier rounds to go on after a restart; not to be changed."""
-        return self.get_buffers()
+        """Tensors of earlier rounds that this peer needs to go on after a restart. Do not change them."""
+        return [*self.get_buffers(), *(self._momentum.tensors if self._momentum else ())]
 
     def set_memory(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Go on from what :meth:`get_memory` gave.
+        """Go on from the tensors that :meth:`get_memory` gave.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.
         """
-        self.set_buffers(tensors)
+        if self._momentum is None:
+            self.set_buffers(tensors)
+            return
+        split = max(0, len(tensors) - len(self._momentum.tensors))
+        self._momentum.load(tensors[split:])
+        self.set_buffers(tensors[:split])
 
     # --- using the result ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def use_averaged_gradients(self) -> Iterator[None]:
-        """Inside this context every ``parameter.grad`` is the average; afterwards it is what it was, also ``None``.
+        """Inside this context every ``parameter.grad`` is the average; afterwards it is what it was before.
 
-        It is a copy where the parameter is on another device than the average, or of another type.
+        It is a copy where the parameter is on another device or of another type than the average.
         """
         self.notify_used_averaged_gradients()
         with self.get_tensors() as averaged:
@@ -277,10 +303,10 @@ class GradientAverager(DecentralizedAverager):
                     parameter.grad = own_grad
 
     def notify_used_averaged_gradients(self) -> None:
-        """The results of the last round have been read in another way than :meth:`use_averaged_gradients`."""
+        """Tell that the results of the last round were used without :meth:`use_averaged_gradients`: no warning then."""
         self._new_averaged_grads = False
 
     def shutdown(self) -> None:
-        """Leave, and let go of the parameters. Idempotent."""
+        """Leave, and remove the hooks from the parameters. Idempotent."""
         self.accumulator.close()
         super().shutdown()

@@ -1,6 +1,6 @@
-"""Loss scaling for half precision, where many batches and many peers make one step.
+"""Loss scaling for half precision, when a step takes many batches of many peers.
 
-:class:`GradScaler` is what users hold; :class:`LossScaling` is its part in the optimizer.
+Users hold a :class:`GradScaler`; the optimizer uses it through :class:`LossScaling`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 class GradScaler(TorchGradScaler):
     """Scales losses as ``torch.amp.GradScaler`` does, for a :class:`~shoal.Optimizer`.
 
-    Use it as torch's: ``scaler.scale(loss).backward()``, ``scaler.step(opt)``, ``scaler.update()``. A batch whose
+    Use it like torch's: ``scaler.scale(loss).backward()``, ``scaler.step(opt)``, ``scaler.update()``. A batch whose
     gradients overflow is dropped, and the scale is reduced. Otherwise gradients stay scaled until the global step, and
-    only then the scale may grow. With gradients that are not accumulated in place
-    (``reuse_grad_buffers=False``), torch's own scaler works, too.
+    only then may the scale grow. If gradients do not accumulate in place (``reuse_grad_buffers=False``), torch's own
+    scaler works, too.
 
-    Of torch's class only public methods are used, so that no change inside it matters.
+    This class uses only public methods of torch's, so changes inside torch's do not matter.
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: see ``torch.amp.GradScaler``.
@@ -56,16 +56,16 @@ class GradScaler(TorchGradScaler):
         # Optimizers may step in the background.
         self._lock = threading.RLock()
         self._in_global_step = False
-        # There was a global step since the last update.
+        # Whether there was a global step since the last update.
         self._has_stepped = False
-        # By id of an optimizer: whether its gradients were finite, at the last look since the last update.
+        # By id of an optimizer: whether its gradients were finite at the last check since the last update.
         self._finite: dict[int, bool] = {}
-        # By id of an inner optimizer that has not stepped since: its gradients have been unscaled, and are finite.
+        # By id of an inner optimizer with unscaled gradients, until it steps: whether they are finite.
         self._unscaled: dict[int, bool] = {}
 
     @contextlib.contextmanager
     def running_global_step(self) -> Iterator[None]:
-        """Inside this context :meth:`unscale_` and :meth:`step` are meant by the optimizer itself."""
+        """Context for a global step, in which the optimizer itself calls :meth:`unscale_` and :meth:`step`."""
         with self._lock:
             before, self._in_global_step = self._in_global_step, True
             try:
@@ -74,13 +74,13 @@ class GradScaler(TorchGradScaler):
                 self._in_global_step = before
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> bool:  # type: ignore[override]
-        """Outside a global step: look whether all gradients are finite, and leave them scaled.
+        """Check whether all gradients are finite; unscale them only inside a global step.
 
         Returns:
             Whether gradients were unscaled.
 
         Raises:
-            AssertionError: not a shoal.Optimizer.
+            AssertionError: it is not a shoal.Optimizer.
         """
         from shoal.optim.multi_process import MultiProcessOptimizer
         from shoal.optim.optimizer import Optimizer
@@ -101,28 +101,28 @@ class GradScaler(TorchGradScaler):
             return True
 
     def expect_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients with which an inner optimizer will step are finite and have been unscaled otherwise."""
+        """Note that an inner optimizer's gradients are finite, and were unscaled without :meth:`unscale_`."""
         with self._lock:
             self._unscaled[id(optimizer)] = True
 
     def note_global_step(self) -> None:
-        """Another process of this peer has made a global step with gradients of this one."""
+        """Note that another process of this peer has made a global step with gradients of this one."""
         with self._lock:
             self._has_stepped = True
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
-        """Call ``optimizer.step``; of a :class:`~shoal.Optimizer`, which makes a global step when it is time.
+        """Call ``optimizer.step``. A :class:`~shoal.Optimizer` then makes a global step if it is time for one.
 
         Returns:
             Whether this was the step of an inner optimizer inside a global step.
 
         Raises:
-            RuntimeError: inside a global step, before the gradients were unscaled.
+            RuntimeError: inside a global step, the gradients have not been unscaled.
         """
         if not self.is_enabled():
             optimizer.step(*args, **kwargs)
             return False
-        # Not under the lock: it may wait for a step in the background.
+        # Without the lock: the step may wait for one in the background, which needs the lock.
         if not self._steps_inner():
             training: Any = optimizer
             training.step(*args, grad_scaler=self, **kwargs)
@@ -139,15 +139,15 @@ class GradScaler(TorchGradScaler):
         return True
 
     def _steps_inner(self) -> bool:
-        """Whether this thread is inside a global step; others have to wait for that to end."""
+        """Whether this thread is inside a global step; other threads wait here until it ends."""
         with self._lock:
             return self._in_global_step
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> bool:  # type: ignore[override]
-        """Adapt the scale, if there was a global step or an overflow since the last time.
+        """Adapt the scale if there was a global step or an overflow since the last update, or set a new scale.
 
         Returns:
-            Whether there was.
+            Whether one of these was the case.
         """
         if not self.is_enabled():
             return False
@@ -170,6 +170,7 @@ class GradScaler(TorchGradScaler):
             state["scale"] *= self.get_backoff_factor()
         elif steps == self.get_growth_interval():
             steps, larger = 0, state["scale"] * self.get_growth_factor()
+            # An infinite scale could never become finite again.
             if larger <= torch.finfo(torch.float32).max:
                 state["scale"] = larger
         self.load_state_dict({**state, "_growth_tracker": steps})
@@ -178,7 +179,7 @@ class GradScaler(TorchGradScaler):
         """Whether all gradients of an optimizer are finite.
 
         Args:
-            use_cached: believe what was found since the last update, if anything was.
+            use_cached: use the result of a check since the last update, if there was one.
         """
         if not self.is_enabled():
             return True
@@ -194,7 +195,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class LossScaling:
-    """Keeps gradients of scaled losses apart from others. Used by the training thread alone.
+    """Keeps gradients of scaled and unscaled losses apart. Only the training thread uses it.
 
     Args:
         in_place: gradients accumulate in ``parameter.grad``, where they stay scaled until the global step; otherwise
@@ -203,19 +204,19 @@ class LossScaling:
 
     def __init__(self, in_place: bool) -> None:
         self._in_place = in_place
-        # The scaler of the gradients that were accumulated last.
+        # The scaler of the most recently accumulated gradients.
         self._accumulated: GradScaler | None = None
 
     def accumulate(
         self, averager: GradientAverager, optimizer: Optimizer, batch_size: int, scaler: GradScaler | None
     ) -> bool:
-        """Add the present gradients to those accumulated before.
+        """Add the current gradients to those accumulated before.
 
         Returns:
-            Whether they were added: if they have overflowed, they are dropped.
+            Whether they were added; gradients that have overflowed are dropped.
 
         Raises:
-            ValueError: those before were scaled and these are not, or the other way round.
+            ValueError: scaled and unscaled gradients would be mixed.
         """
         mixed = averager.local_times_accumulated > 0 and (scaler is None) != (self._accumulated is None)
         if self._in_place and mixed:
@@ -223,17 +224,17 @@ class LossScaling:
         self._accumulated = scaler
         if scaler is not None and not scaler.are_grads_finite(optimizer):
             logger.debug("a batch is dropped: its gradients are not finite")
-            if self._in_place:  # nobody can tell it from those before it
+            if self._in_place:  # its gradients cannot be separated from those before it
                 averager.reset_accumulated_grads_()
             return False
         averager.accumulate_grads_(batch_size, 1.0 if scaler is None or self._in_place else scaler.get_scale())
         return True
 
     def before_global_step(self, optimizer: Optimizer, scaler: GradScaler | None) -> GradScaler | None:
-        """Unscale what was accumulated, if that has not been done.
+        """Unscale the accumulated gradients, if that has not been done.
 
         Returns:
-            The scaler that must hear of the optimizer's step.
+            The scaler that must step the inner optimizer, if there is one.
         """
         if self._in_place:
             scaler = self._accumulated
@@ -244,6 +245,6 @@ class LossScaling:
         return scaler
 
     def unscale(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Give the gradients of the user's parameters their true size."""
+        """Unscale the gradients of the user's parameters."""
         with scaler.running_global_step():
             scaler.unscale_(optimizer)

@@ -1,4 +1,4 @@
-"""The mean gradient of many batches, weighted by their sizes."""
+"""Accumulates the mean gradient of many batches, weighted by their sizes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class GradientAccumulator:
-    """Adds up gradients of mean losses, so that every sample counts the same.
+    """Sums gradients of mean losses so that all samples have equal weight.
 
     Args:
-        parameters: whose ``.grad`` is accumulated.
-        reuse_grad_buffers: the sum is kept in ``.grad`` itself, where ``backward`` puts it unless gradients are zeroed.
-            What ``backward`` adds is remembered until :meth:`add`, where it is weighted if its batch has another size
-            than the first one; see :meth:`expect_batches_of`.
-        device: where the sums are kept; default: beside each parameter.
+        parameters: their ``.grad`` is accumulated.
+        reuse_grad_buffers: keep the sum in ``.grad`` itself, where ``backward`` puts it unless gradients are zeroed.
+            The gradients that ``backward`` adds are remembered until :meth:`add`, which weights them if their batch
+            has another size than the first one; see :meth:`expect_batches_of`.
+        device: device of the sums; default: that of each parameter.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class GradientAccumulator:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Where the sums are kept."""
+        """The tensors with the sums."""
         return self._grads() if self._sums is None else self._sums
 
     def _grads(self) -> list[torch.Tensor]:
-        """Every parameter's ``.grad``; missing ones are made, full of zeros."""
+        """Every parameter's ``.grad``; missing ones are created with zeros."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def expect_batches_of(self, batch_size: int) -> None:
-        """All batches will have this size: nothing need be remembered to weigh them.
+        """Announce that all batches have this size, so that no gradients need be remembered to weight them.
 
-        To remember all gradients of a batch takes as much memory as they have, and the time to get and clear it.
+        Remembering takes as much memory as all gradients of a batch, and the time to allocate and clear it.
         """
         if self._latest is not None:
             self._expected_batch_size = batch_size
@@ -75,9 +75,9 @@ class GradientAccumulator:
         """Count the gradients in ``.grad`` as those of one more batch with a mean loss.
 
         Args:
-            batch_size: number of samples in it.
-            loss_scale: the gradients are so many times too large. Only with sums of their own: what accumulates in
-                ``.grad`` is unscaled there.
+            batch_size: number of samples in the batch.
+            loss_scale: divide the gradients by this. Only without ``reuse_grad_buffers``: gradients that accumulate in
+                ``.grad`` are unscaled there.
         """
         if batch_size <= 0:
             raise ValueError(f"batch_size must be positive, got {batch_size}")
@@ -95,12 +95,12 @@ class GradientAccumulator:
         present = [(s, p.grad) for s, p in zip(self._sums, self.parameters, strict=True) if p.grad is not None]
         if present:
             sums = [s for s, _ in present]
-            # All of it is there when this returns.
+            # Blocking copies: all gradients are there when to() returns.
             grads = [grad.to(s.device) for s, grad in present]
             torch._foreach_add_(sums, grads, alpha=weight / loss_scale)
 
     def _take_for_expected(self, batch_size: int) -> int:
-        """The gradients of this batch have been added to the others already, and nobody knows them any more."""
+        """Count a batch of unexpected size as one of the expected size: its gradients are in the sum, unweighted."""
         expected, self._expected_batch_size = self._expected_batch_size, None
         assert expected is not None
         logger.warning(
@@ -114,9 +114,9 @@ class GradientAccumulator:
         return expected
 
     def _weigh_latest(self, weight: float) -> None:
-        """``backward`` has added the latest gradients to those in ``.grad`` with weight 1."""
+        """Correct the weight of the latest gradients, which ``backward`` has added to ``.grad`` with weight 1."""
         if self._latest is None:
-            return  # all have the same size
+            return  # all batches have the same size
         latest = self._latest.take()
         if weight == 1:
             return
@@ -133,12 +133,12 @@ class GradientAccumulator:
 
     @property
     def unit(self) -> int:
-        """Sums are in units of a mean gradient over so many samples: those of the first batch."""
+        """Number of samples in the first batch: sums are in units of a mean gradient over that many samples."""
         return self._first_batch_size or 1
 
     @torch.no_grad()
     def change_unit(self, unit: int) -> None:
-        """Let sums be in units of a mean over ``unit`` samples, to be added to sums of the same unit."""
+        """Convert sums to units of a mean over ``unit`` samples, so that they can be added to sums of that unit."""
         if unit != self.unit:
             torch._foreach_mul_(self.buffers, self.unit / unit)
         self._first_batch_size = unit
@@ -160,12 +160,12 @@ class GradientAccumulator:
                 if torch.promote_types(source.dtype, target.dtype) == target.dtype:
                     copy_all([target], [source])
                     target.div_(in_units_of_the_first)
-                else:  # the sum may be too large for the narrow type
+                else:  # divide first: the sum may be too large for the narrow type
                     target.copy_(source / in_units_of_the_first)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Begin anew."""
+        """Start again from zero."""
         self.samples = self.batches = self._first_batch_size = 0
         present = self._sums
         if present is None:
@@ -176,24 +176,24 @@ class GradientAccumulator:
             self._latest.take()
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Remove the hooks from the parameters."""
         if self._latest is not None:
             self._latest.close()
 
 
 class LatestGradients:
-    """What ``backward`` has added to ``.grad`` since the last look: the tensors that it had made anyway.
+    """Keeps the gradients that ``backward`` has added to ``.grad`` since the last :meth:`take`.
 
-    They live a little longer for that, until :meth:`take`. Only a gradient that has itself become ``.grad`` is copied,
-    because the next one is added to it.
+    These are the tensors that ``backward`` makes anyway; they just live longer, until :meth:`take`. Only a gradient
+    that has itself become ``.grad`` is copied, because the next one will be added to it.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        # On their way to ``.grad``, or to whoever has called ``torch.autograd.grad``.
+        # On their way to ``.grad``, or to a caller of ``torch.autograd.grad``.
         self._arriving: list[torch.Tensor | None] = [None] * len(parameters)
         self._added: list[torch.Tensor | None] = [None] * len(parameters)
         self._handles: list[RemovableHandle] = []
-        own = weakref.ref(self)  # parameters outlive whoever trains them
+        own = weakref.ref(self)  # parameters may outlive this object
         for index, parameter in enumerate(parameters):
             if parameter.requires_grad:
                 before, after = _hooks(own, index)
@@ -204,7 +204,7 @@ class LatestGradients:
         self._arriving[index] = grad.detach()
 
     def is_added(self, index: int, total: torch.Tensor | None) -> None:
-        """Args: total of the parameter, with what has arrived."""
+        """Note that the gradient that arrived last is now part of ``total``, the parameter's ``.grad``."""
         grad, before = self._arriving[index], self._added[index]
         self._arriving[index] = None
         if grad is not None and total is not None and _share_memory(grad, total):
@@ -212,13 +212,13 @@ class LatestGradients:
         self._added[index] = grad if before is None or grad is None else before + grad
 
     def take(self) -> list[torch.Tensor | None]:
-        """One for each parameter, ``None`` where nothing was added; from now on they begin anew."""
+        """Return and forget the added gradients, one per parameter; ``None`` where nothing was added."""
         added, count = self._added, len(self._added)
         self._arriving, self._added = [None] * count, [None] * count
         return added
 
     def close(self) -> None:
-        """Remember nothing any more."""
+        """Remove the hooks, and forget all gradients."""
         for handle in self._handles:
             handle.remove()
         self.take()
@@ -241,21 +241,21 @@ def _hooks(
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # Those that are not are refused later.
+    # Sparse gradients have no such pointer; _check_gradients refuses them later.
     are_dense = one.layout is other.layout is torch.strided
     return are_dense and one.data_ptr() == other.data_ptr()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Sums are kept in single precision at least."""
+    """The type of the sums: at least single precision."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _check_gradients(gradients: Sequence[torch.Tensor]) -> None:
-    """All of them are dense.
+    """Check that all gradients are dense.
 
     Raises:
-        ValueError: one is not.
+        ValueError: one is sparse.
     """
     for gradient in gradients:
         if gradient.layout is not torch.strided:

@@ -1,6 +1,7 @@
-"""Matrices in which large tensors are looked at when a few directions stand for all of them.
+"""Low-rank approximation of large tensors: their matrices, orthonormal bases, and the state that all peers share.
 
-Also what all peers know of them in common, and how they make sure of it.
+Before a round, each member states which rounds have made its state. From these statements all members derive the same
+:class:`Agreement`: which state counts, and whether some members lack it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shoal.averaging.control import GROUP_ID_BYTES
 from shoal.averaging.state.download import hash_of
 from shoal.serializer import MSGPackSerializer
 
-# The unit is the rounding error: a column that sticks out less from the ones before it is nothing but noise.
+# In units of the rounding error. A column is mere noise if its part orthogonal to the columns before it is shorter.
 MIN_RELATIVE_RESIDUAL = 32.0
 
 
@@ -26,17 +27,17 @@ MIN_RELATIVE_RESIDUAL = 32.0
 def orthogonalize_(matrix: torch.Tensor, eps: float = 1e-8) -> None:
     """Make the columns of a matrix orthonormal, in place, from left to right.
 
-    A column that is zero, or a combination of the ones before it up to rounding, becomes zero: there is no direction in
-    it, and what is left of it would be noise that differs from machine to machine. With more columns than rows that
-    holds for the surplus ones. Any scale of the values will do; half precision is computed in single precision.
+    A column that is zero, or up to rounding a combination of the ones before it, becomes zero: it has no new direction,
+    and its remainder would be noise that differs between machines. If there are more columns than rows, this applies to
+    the surplus ones. The values may have any scale; half precision is computed in single precision.
 
     Args:
-        matrix: (rows, columns), changed in place. What it spans stays the same.
+        matrix: (rows, columns), changed in place. The space that it spans stays the same.
         eps: relative length below which a column counts as a combination of the ones before it; rounding sets a lower
             bound.
 
     Raises:
-        ValueError: not a matrix of real floating point numbers.
+        ValueError: it is not a matrix of real floating point numbers.
     """
     if matrix.ndim != 2 or not matrix.is_floating_point():
         raise ValueError(
@@ -46,7 +47,7 @@ def orthogonalize_(matrix: torch.Tensor, eps: float = 1e-8) -> None:
         return
     wide = matrix.dtype if matrix.dtype in (torch.float32, torch.float64) else torch.float32
     scale = torch.linalg.vector_norm(matrix, ord=torch.inf, dim=0).to(wide)
-    # The squares of tiny values would be zero.
+    # Scale first: the squares of tiny values would be zero.
     scaled = matrix.to(wide) / torch.where(scale > 0, scale, 1)
     shortest = torch.linalg.vector_norm(scaled, dim=0) * max(eps, MIN_RELATIVE_RESIDUAL * torch.finfo(wide).eps)
     directions, products = torch.linalg.qr(scaled)
@@ -54,16 +55,16 @@ def orthogonalize_(matrix: torch.Tensor, eps: float = 1e-8) -> None:
     if len(residuals) == len(scale) and bool((residuals.abs() > shortest).all()):
         matrix.copy_(directions * residuals.sign())
     else:
-        # Where a column adds nothing, the factorization makes up a direction, which changes the ones after it.
+        # If a column adds nothing, the factorization makes up a direction, which changes the columns after it.
         matrix.copy_(_orthogonal_columns(scaled, shortest))
 
 
 def _orthogonal_columns(matrix: torch.Tensor, shortest: torch.Tensor) -> torch.Tensor:
-    """Gram-Schmidt; columns of which no more than the ``shortest`` length is new become zero."""
-    columns = matrix.t().contiguous()  # each column in one piece of memory
+    """Gram-Schmidt; a column becomes zero if its new part is not longer than ``shortest``."""
+    columns = matrix.t().contiguous()  # makes each column contiguous
     for index in range(len(columns)):
         column, before = columns[index], columns[:index]
-        # The second time removes what rounding has left of the first.
+        # The second pass removes the rounding errors of the first one.
         for _ in range(2):
             column -= before.t() @ (before @ column)
         length = torch.linalg.vector_norm(column)
@@ -74,8 +75,8 @@ def _orthogonal_columns(matrix: torch.Tensor, shortest: torch.Tensor) -> torch.T
 def get_flatten_greedy_dims(tensor: torch.Tensor, max_ndim: int = 2) -> Sequence[int]:
     """Sizes of a tensor with at most ``max_ndim`` dimensions that has the same values in the same order.
 
-    Of all neighbors the pair with the smallest product is merged, the left one of equals, until few enough are left:
-    (16, 3, 5, 5) gives (16, 75).
+    The two neighboring dimensions with the smallest product are merged, the leftmost of equal pairs, until there are
+    few enough: (16, 3, 5, 5) gives (16, 75).
 
     Raises:
         ValueError: ``max_ndim`` is less than 1.
@@ -90,10 +91,10 @@ def get_flatten_greedy_dims(tensor: torch.Tensor, max_ndim: int = 2) -> Sequence
     return sizes
 
 
-# Stands for no rounds at all.
+# The ``made_by`` of a state before any round.
 NEVER = bytes(GROUP_ID_BYTES)
 
-# Whoever claims more rounds, in a checkpoint or as a donor, is not believed.
+# Upper limit for the rounds that a statement, a checkpoint or a donor may claim.
 MAX_ROUNDS = 2**53
 _COUNT_BYTES = 8
 _DIGEST_BYTES = 8
@@ -101,34 +102,34 @@ _ORIGIN_BYTES = GROUP_ID_BYTES + _COUNT_BYTES + _DIGEST_BYTES
 
 
 class LowRankState(NamedTuple):
-    """Never changed, only replaced as a whole: a round that fails leaves nothing behind."""
+    """The state that all members share. Immutable, and replaced as a whole: a failed round leaves nothing behind."""
 
     bases: tuple[torch.Tensor, ...]
-    """For each compressed tensor, a matrix of (rows, columns): (columns, rank), the directions to begin with."""
+    """For each compressed tensor of (rows, columns): the directions that the next round starts from, (columns, rank)"""
     estimates: tuple[torch.Tensor, ...]
-    """For each compressed tensor, if there are any: (rows, columns), what all peers take for the average."""
+    """For each compressed tensor, the common estimate of the average: (rows, columns). Empty without estimates."""
     made_by: bytes = NEVER
-    """Stands for the rounds that led here: equal in two peers if these were the same ones."""
+    """Identifies the rounds that led here: equal in two peers that took part in the same ones."""
     rounds: int = 0
-    """How many there have been."""
+    """Number of these rounds."""
     digest: bytes = b""
-    """Equal in two peers if they have the very same bits; empty if nobody has computed it."""
+    """Hash of the values: equal in two peers if all bits are equal. Empty if it has not been computed."""
 
     def with_digest(self) -> LowRankState:
-        """The same state, with its digest."""
+        """The same state, with its digest computed."""
         return self._replace(digest=_digest([*self.bases, *self.estimates]))
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of it as tensors of floating point numbers; :meth:`replaced_by` understands them."""
+        """The whole state as floating point tensors, for :meth:`replaced_by`."""
         matrices = [*self.bases, *self.estimates]
         origin = self.made_by + self.rounds.to_bytes(_COUNT_BYTES, "big") + _digest(matrices)
         return [*matrices, torch.tensor(list(origin), dtype=torch.float32, device="cpu")]
 
     def replaced_by(self, tensors: Sequence[torch.Tensor]) -> LowRankState:
-        """Another peer's state. If it has lost some bits on its way, it does not count as the same.
+        """Another peer's state, from its :meth:`tensors`. If bits were lost on the way, it does not count as the same.
 
         Raises:
-            ValueError: it does not fit into the place of this one.
+            ValueError: the shapes differ from those of this state, or values are not finite.
         """
         own = [*self.bases, *self.estimates]
         shapes = [tuple(t.shape) for t in tensors]
@@ -140,6 +141,7 @@ class LowRankState(NamedTuple):
         copies = tuple(t.detach().to(mine.dtype, copy=True) for t, mine in zip(tensors[:-1], own, strict=True))
         origin, split = bytes(tensors[-1].round().clamp(0, 255).to(torch.uint8).tolist()), len(self.bases)
         made_by, rounds, digest = NEVER, 0, _digest(copies)
+        # Otherwise the codec has changed the values, so they are not the state that the donor stated.
         if origin[-_DIGEST_BYTES:] == digest:
             made_by = origin[:GROUP_ID_BYTES]
             rounds = min(int.from_bytes(origin[GROUP_ID_BYTES:-_DIGEST_BYTES], "big"), MAX_ROUNDS - 1)
@@ -151,39 +153,39 @@ def _digest(matrices: Sequence[torch.Tensor]) -> bytes:
 
 
 def after_round(made_by: bytes, round_id: bytes) -> bytes:
-    """What stands for the same rounds and one more."""
+    """The ``made_by`` of the same rounds and one more."""
     return hashlib.sha256(made_by + round_id).digest()[:GROUP_ID_BYTES]
 
 
 def first_basis(name: str, columns: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Directions to begin with: (columns, rank), spread evenly over [-1, 1], the same bits on every machine.
+    """The first basis: (columns, rank), uniform in [-1, 1], with the same bits on every machine.
 
     Args:
-        name: other names give other directions.
+        name: different names give different directions.
     """
     digest = hashlib.shake_256(name.encode()).digest(2 * columns * rank)
     values = np.frombuffer(digest, dtype="<i2").astype(np.float32)
     return torch.from_numpy((values + 0.5) / 2**15).reshape(columns, rank).to(dtype)
 
 
-# --- what members tell each other before a round ----------------------------------------------------------------------
+# --- statements before a round ----------------------------------------------------------------------------------------
 
 
 class Statement(NamedTuple):
-    """What a member says before a round."""
+    """A member's statement about its state before a round."""
 
     for_user: bytes
-    """What its user gave for the other users."""
+    """Data from its user for the other users."""
     made_by: bytes | None
-    """The rounds that made its state; ``None`` if it has none, or one that is about to change."""
+    """Identifies the rounds that made its state; ``None`` if it has no state, or one that is about to change."""
     rounds: int
-    """How many these are, with the one that is about to change it; 0 if it has none."""
+    """Number of these rounds, including one that is about to change it; 0 if it has no state."""
     digest: bytes
-    """Of its state; empty if it has not been computed."""
+    """Hash of its state; empty if it has not been computed."""
 
     @classmethod
     def parse(cls, blob: bytes) -> Statement:
-        """Read what another member says; from whoever says nothing that makes sense nothing follows."""
+        """Read another member's statement; one that makes no sense counts as that of a member without a state."""
         try:
             value = MSGPackSerializer.loads(blob)
         except ValueError:
@@ -199,25 +201,25 @@ class Statement(NamedTuple):
         return cls(for_user, made_by if is_origin else None, rounds, digest)
 
     def packed(self) -> list[Any]:
-        """As a plain value."""
+        """The statement as a plain value."""
         return list(self)
 
 
 class Agreement(NamedTuple):
-    """What follows from all statements; the same for all members, because all have the same statements."""
+    """The conclusion from all statements. It is the same for all members, because all have the same statements."""
 
     made_by: bytes | None
-    """Of the state that counts; ``None`` if nobody could tell."""
+    """Identifies the state that counts; ``None`` if no member could name its state."""
     differs: bool
-    """Not all members have it, as far as they could tell."""
+    """Whether some members lack that state, as far as they could tell."""
     rounds: int
-    """How many there have been before this one."""
+    """Number of rounds before this one."""
     same_bits: bool
-    """All members have shown that they have it, bit by bit."""
+    """Whether the digests prove that all members have it, bit by bit."""
 
 
 def agree(statements: Sequence[Statement]) -> Agreement:
-    """The state with most rounds behind it counts, of several that of most members."""
+    """Choose the state with the most rounds behind it; among several, the one of most members."""
     present = [s for s in statements if s.made_by is not None or s.rounds > 0]
     rounds = max((s.rounds for s in present), default=0)
     known = Counter((s.rounds, s.made_by) for s in present if s.made_by is not None)

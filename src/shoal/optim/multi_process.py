@@ -1,4 +1,4 @@
-"""A peer that is several processes, such as one for each GPU of a machine."""
+"""A peer that consists of several processes, such as one per GPU of a machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shoal.optim.comparison import Remainder
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.optimizer import Optimizer
-from shoal.optim.optimizer_state import catch_up
 from shoal.optim.processes import Command, Processes, Word
 from shoal.optim.progress import count_of_samples
+from shoal.optim.schedules import catch_up
 from shoal.optim.training_setup import (
     OptimizerFactory,
     Parameters,
@@ -39,24 +39,24 @@ logger = logging.getLogger(__name__)
 
 
 class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
-    """Makes one peer of several processes that train the same model, each with batches of its own.
+    """Makes one peer of several processes that train the same model, each with its own batches.
 
-    They belong to one group of ``torch.distributed`` and call the same methods in the same order. The first one has an
-    :class:`~shoal.Optimizer` and speaks to the swarm; it alone decides. The others add up their gradients, hand them
-    over before each global step, and get the parameters when they have changed. To the swarm this is one peer with the
-    samples of all processes.
+    The processes belong to one group of ``torch.distributed`` and call the same methods in the same order. The first
+    one has an :class:`~shoal.Optimizer`, talks to the swarm and makes all decisions. The others accumulate their
+    gradients, hand them over before each global step, and get the parameters when they have changed. To the swarm this
+    is one peer with the samples of all processes.
 
-    Gradients need not be averaged among the processes before: they travel once for each global step, weighted by
-    samples. So the model needs no ``DistributedDataParallel`` around it. With one, call ``backward`` in its
-    ``no_sync()``; otherwise it averages after each batch, to the same end if batches have equal sizes. Buffers of the
-    model, such as those of batch normalization, stay each process' own.
+    Gradients travel once per global step, weighted by samples, so they need not be averaged among the processes before,
+    and the model needs no ``DistributedDataParallel`` around it. With one, call ``backward`` in its ``no_sync()``.
+    Otherwise it averages after each batch, with the same result if batches have equal sizes. Each process keeps its
+    own buffers of the model, such as those of batch normalization.
 
     If a call fails in one process, it raises the error there, and :class:`~shoal.errors.ProcessGroupError` with its
-    text in the others. So does the next call of the others if a process ends; if it hangs, after the timeout of the
-    group.
+    text in the others. If a process ends, the next call of the others raises that too; if it hangs, their next call
+    does so after the timeout of the group.
 
     Args:
-        dht: of the first process; the others have none.
+        dht: DHT of the first process; ``None`` in the others.
         optimizer, params, scheduler, batch_size_per_step, reuse_grad_buffers, extra_tensors: as for
             :class:`~shoal.Optimizer`, the same in all processes. ``batch_size_per_step`` counts samples of one process.
         process_group: default: all processes.
@@ -90,17 +90,17 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         if not self._processes.agree_on([len(main), sum(p.numel() for p in main)]):
             raise ValueError("the processes of this peer train models of different sizes")
         self.batch_size_per_step, self.reuse_grad_buffers = batch_size_per_step, reuse_grad_buffers
-        # Tensors that are the same in all processes.
+        # Tensors that the first process sends to the others when they have changed.
         self._followed = [*main, *extra_tensors]
         if (model := options.get("model")) is not None:
             self._followed += [tensor for _, tensor in Remainder.find(model, main, extra_tensors).trained]
-        # Marks the state of these tensors that the others have.
+        # Identifies the version of these tensors that the others have.
         self._known: object = None
         self.news = Word(Command.CARRY_ON)
-        """What the first process has told last; the same in all processes."""
+        """The last word of the first process; the same in all processes."""
         self._is_shut_down = False
         self.swarm: Optimizer | None = None
-        """Of the first process."""
+        """Only in the first process."""
         if self._processes.is_first:
             with self._deciding():
                 if dht is None:
@@ -135,18 +135,18 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
     ) -> Any:
-        """Count the present gradients of this process, and follow the first one.
+        """Accumulate the current gradients of this process, then do what the first process decides.
 
         Args:
             closure: computes the loss and its gradients, if they have not been computed before.
             batch_size: samples of this process; see :meth:`shoal.Optimizer.step`.
-            grad_scaler: has scaled the loss; a batch whose gradients overflow is dropped, in this process alone.
+            grad_scaler: the scaler of the loss; a batch whose gradients overflow is dropped in this process only.
 
         Returns:
             What the closure returned.
 
         Raises:
-            ValueError: bad arguments.
+            ValueError: an argument is invalid.
             ProcessGroupError: another process has ended.
         """
         if self._is_shut_down:
@@ -159,7 +159,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
                     loss = closure()
             samples = self._accumulate(batch_size, scaler)
         except Exception as e:
-            # The others wait for this process: they learn of it, then it is raised here.
+            # The others wait for this process, so tell them first; the error is raised below.
             error = e
         total = self._processes.add_up(samples, error)
         if self.swarm is None:
@@ -168,7 +168,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         with self._deciding():
             self._accumulator.samples += total - samples
             if self.swarm.grad_averager is not None:
-                # They have been counted already.
+                # The samples have been counted above already.
                 self.swarm.step(batch_size=0, grad_scaler=scaler)
             elif total > 0:
                 self._fetch_gradients()
@@ -190,19 +190,19 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         return batch_size, scaler
 
     def _accumulate(self, batch_size: int, scaler: GradScaler | None) -> int:
-        """Returns how many samples are used."""
+        """Accumulate the gradients; returns the number of samples used."""
         if batch_size == 0 or (scaler is not None and not scaler.are_grads_finite(self)):
             return 0
         self._accumulator.add(batch_size, 1.0 if scaler is None else scaler.get_scale())
         return batch_size
 
     def _fetch_gradients(self) -> None:
-        """Let the first process have the sums of all."""
+        """Called in the first process: sum the gradients of all processes here."""
         self._processes.tell(Word(Command.GIVE_GRADIENTS, unit=self._accumulator.unit))
         self._processes.sum_at_first(self._accumulator.buffers)
 
     def _use_mean_gradients(self) -> None:
-        """With local updates: the next step of the first process uses the gradients of all."""
+        """With local updates: let the next step of the first process use the gradients of all processes."""
         parameters = self._accumulator.parameters
         for parameter in parameters:
             if parameter.grad is None:
@@ -214,7 +214,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _deciding(self) -> Iterator[None]:
-        """What the first process does while all others wait; they learn what came of it."""
+        """Context for the first process to act in while all others wait; at its end they get the result."""
         try:
             yield
         except ProcessGroupError:
@@ -240,10 +240,10 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             self._known = state
 
     def _follow(self, scaler: GradScaler | None = None, error: Exception | None = None) -> None:
-        """Do what the first process wants, until the next batch may come.
+        """Follow the first process' commands until the next batch may come.
 
         Args:
-            error: this process has failed, and the first one knows it.
+            error: the error of this process if it has failed; the first process knows of it.
         """
         while (word := self._processes.hear(error)).command == Command.GIVE_GRADIENTS:
             self._accumulator.change_unit(word.unit)
@@ -275,7 +275,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             return self.swarm.load_state_from_peers(**kwargs)
 
     def finish_background_work(self) -> None:
-        """Wait for steps and averaging in the background; afterwards all processes have the results."""
+        """Wait for background steps and averaging; afterwards all processes have the results."""
         if self.swarm is None:
             self._follow()
             return
@@ -295,12 +295,12 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
 
     @property
     def scheduler(self) -> Any | None:
-        """The schedule of the learning rate, which is at the same epoch in all processes."""
+        """The learning rate scheduler, which is at the same epoch in all processes."""
         return self._setup.scheduler if self.swarm is None else self.swarm.scheduler
 
     @property
     def local_epoch(self) -> int:
-        """How many global steps this peer has made."""
+        """Number of global steps that this peer has made."""
         return self.news.epoch
 
     @property
@@ -310,7 +310,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
 
     @state.setter
     def state(self, _: Any) -> None:
-        """The base class sets an empty one; there is only that of ``opt``."""
+        """Ignored: the base class sets an empty state, but the state is that of ``opt``."""
 
     @property
     def param_groups(self) -> Any:
@@ -321,7 +321,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, _: Any) -> None:
-        """The base class sets an empty list; the groups are those of ``opt``."""
+        """Ignored: the base class sets an empty list, but the groups are those of ``opt``."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the last batch.
@@ -334,11 +334,11 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the first process' optimizer; see :meth:`shoal.Optimizer.state_dict`. The others' says nothing."""
+        """State of the first process' optimizer, see :meth:`shoal.Optimizer.state_dict`; save it only there."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave in the first process; all processes must call it, with the same."""
+        """Restore the first process' :meth:`state_dict`; all processes must call this with the same state."""
         if self.swarm is None:
             epoch = state_dict["state"].get(EPOCH)
             load_checkpoint(self._setup, {**state_dict, "state": {} if epoch is None else {EPOCH: epoch}})
@@ -350,7 +350,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
-        """Whether this peer takes part, as far as this process knows."""
+        """Whether this peer takes part in the run, as far as this process knows."""
         return not self._is_shut_down and (self.swarm is None or self.swarm.is_alive())
 
     def shutdown(self) -> None:
@@ -363,7 +363,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
 
 
 class _FirstProcess(Optimizer):
-    """Has the gradients of all processes before each global step."""
+    """An optimizer that fetches the gradients of all processes before each global step."""
 
     def __init__(self, fetch_gradients: Callable[[], None], **options: Any) -> None:
         self._fetch_gradients = fetch_gradients

@@ -1,4 +1,5 @@
-"""Train together: an optimizer whose steps are made by all peers of a run at once."""
+"""An optimizer whose steps all peers of a run make together. It holds the user's interface, counts batches, and decides
+when to step and when to catch up; :class:`~shoal.optim.global_step.GlobalStep` makes the step."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging import StepControl
+from shoal.averaging import Aggregation, StepControl
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
 from shoal.errors import ReactorError
@@ -17,13 +18,13 @@ from shoal.facade import Facade
 from shoal.optim.comparison import PeerComparison, Remainder
 from shoal.optim.devices import BatchesAhead
 from shoal.optim.global_step import Auxiliary, GlobalStep
-from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
+from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options, check_run_id
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
-from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, TrainingStateAverager
+from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, CheckState, TrainingStateAverager
 from shoal.optim.synchronization import Synchronization
 from shoal.optim.training_setup import (
     OptimizerFactory,
@@ -46,10 +47,10 @@ logger = logging.getLogger(__name__)
 class Optimizer(Facade, torch.optim.Optimizer):
     """Steps a model together with all peers of the same run. Use it in a ``with`` block, or call :meth:`shutdown`.
 
-    Every peer accumulates gradients of its own batches. When all peers together have ``target_batch_size`` samples,
-    they average their gradients, each weighted by its samples, and everybody makes the same step: one *epoch*. Peers
-    may join and leave at any time: a newcomer downloads the state of another peer, a peer that is cut off goes on with
-    its own gradients, and a peer that fell behind downloads the state again.
+    Each peer accumulates gradients of its own batches. When all peers together have ``target_batch_size`` samples,
+    they average their gradients, weighted by their samples, and all make the same step: one *epoch*. Peers may join and
+    leave at any time: a newcomer downloads the state of another peer, a peer that is cut off goes on with its own
+    gradients, and a peer that has fallen behind downloads the state again.
 
     Args:
         dht: connected DHT of this peer.
@@ -59,45 +60,53 @@ class Optimizer(Facade, torch.optim.Optimizer):
         optimizer: a torch optimizer, or a function that makes one from parameter groups.
         params: parameters or groups; required with a function.
         scheduler: learning rate schedule over epochs, or a function that makes it.
-        matchmaking_time: seconds for which a group waits for members that do not come, and how early peers begin to
-            look for one.
-        averaging_timeout: seconds after which a round of averaging is given up.
-        allreduce_timeout: seconds for the all-reduce alone; default: ``averaging_timeout``.
-        next_chunk_timeout: seconds of silence after which a member is given up; must be longer than a batch takes.
+        matchmaking_time: for how many seconds a group waits for members that do not come, and how many seconds before
+            the end of an epoch peers begin to look for a group.
+        averaging_timeout: a round of averaging is given up after this many seconds.
+        allreduce_timeout: the same for the all-reduce alone; default: ``averaging_timeout``.
+        next_chunk_timeout: a member is given up after this many seconds of silence; must be longer than a batch takes.
             Default: ``matchmaking_time``, but at least a quarter of ``averaging_timeout``.
-        load_state_timeout: seconds for a download of the state.
-        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; never zero gradients then.
-        offload_optimizer: keep single precision parameters and optimizer statistics on the CPU; default: with a
-            function as ``optimizer``.
+        load_state_timeout: a download of the state is given up after this many seconds.
+        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; then never zero gradients.
+        offload_optimizer: keep single precision parameters and optimizer statistics on the CPU. Default: yes, if
+            ``optimizer`` is a function.
         delay_optimizer_step: step in the background, one step later; default: as ``delay_grad_averaging``.
         delay_grad_averaging: average gradients in the background, too.
         delay_state_averaging: average parameters in the background.
-        average_state_every: average parameters only every so many epochs.
-        use_local_updates: step at once with local gradients, average only parameters.
-        client_mode: only connect to others; default: as the DHT.
-        auxiliary: help others to average, without own batches: call :meth:`step` without arguments every now and then.
+        average_state_every: average parameters only once in this many epochs.
+        use_local_updates: step at once with local gradients, and average only parameters.
+        client_mode: connect to others, but accept no connections; default: as in the DHT.
+        auxiliary: help others to average, without own batches: call :meth:`step` without arguments now and then.
         grad_compression: codec for gradients.
         grad_averager: function that makes the gradient averager, see its ``get_factory``; ``None`` = local updates.
             Default: PowerEF of rank 32.
         grad_averager_factory: another name of ``grad_averager``.
         use_ext_grad_buffer: let newcomers download the gradient averager's buffers with the parameters, if it has any.
-            The same in all peers.
+            Must be the same in all peers.
         state_averaging_compression: codec for averaging parameters.
         load_state_compression: codec for downloads of the state.
         average_opt_statistics: names of optimizer statistics that are averaged with the parameters.
         extra_tensors: further tensors that are averaged with the parameters.
-        model: what the parameters belong to. Its buffers, and parameters that the optimizer does not have, are averaged
-            with the parameters, too, and given to newcomers; not those that are frozen.
+        model: the module that the parameters belong to. Its buffers, and its parameters that the optimizer does not
+            have, are averaged with the parameters, too, and given to newcomers; frozen parameters are not.
+        check_state: can refuse a downloaded state, for example by the loss of a batch. It is called in the thread that
+            calls ``step()``; see :class:`~shoal.optim.state_averager.TrainingStateAverager`.
+        aggregation: how the gradients of all peers become one. ``None`` = their mean; with ``ClipToMedianNorm()``, for
+            example, a minority of faulty or lying peers does not decide. See :mod:`shoal.averaging.aggregation`. Must
+            be the same in all peers.
+        state_aggregation: the same for parameters and what is averaged with them, such as ``TrimmedMean(0.3)``.
+        peer_momentum: send momentum with this factor, such as 0.9, instead of gradients, so that small lies stand out,
+            too. The optimizer must have no momentum of its own. Must be the same in all peers.
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
-        performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed.
-        shutdown_timeout: seconds for leaving politely.
+        performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
+        shutdown_timeout: how long :meth:`shutdown` may take to leave politely, in seconds.
         verbose: log what happens at level INFO.
 
     Raises:
-        ValueError, AssertionError: options that contradict each other, something that cannot be trained with others, or
-            another Optimizer with this ``run_id`` is at work on this DHT.
-        TypeError: an option that is something else than what it should be.
+        ValueError, AssertionError: options contradict each other, something cannot be trained with others, or another
+            Optimizer with this ``run_id`` is at work on this DHT.
+        TypeError: an option has a wrong type.
         ReactorError: the DHT is shut down.
     """
 
@@ -141,6 +150,10 @@ class Optimizer(Facade, torch.optim.Optimizer):
         shutdown_timeout: float = 5,
         verbose: bool = False,
         model: torch.nn.Module | None = None,
+        check_state: CheckState | None = None,
+        aggregation: Aggregation | None = None,
+        state_aggregation: Aggregation | None = None,
+        peer_momentum: float = 0.0,
     ) -> None:
         check_dht(dht)
         check_run_id(run_id)
@@ -156,13 +169,11 @@ class Optimizer(Facade, torch.optim.Optimizer):
         if model is not None:
             extra_tensors = [*extra_tensors, *remainder.take_what_changes()]
         self.be_the_only(f"an Optimizer with run_id {run_id!r}", dht)
-        self.dht, self.run_id, self.target_batch_size = dht, run_id, target_batch_size
-        self.client_mode, self.auxiliary = client_mode, auxiliary
-        self.batch_size_per_step = settings.batch_size_per_step
+        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
+        self.target_batch_size, self.batch_size_per_step = target_batch_size, settings.batch_size_per_step
         self.status_loglevel = logging.INFO if verbose else logging.DEBUG
         self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
-        self._closing = threading.Event()
-        self._scaling = LossScaling(in_place=settings.reuse_grad_buffers)
+        self._closing, self._scaling = threading.Event(), LossScaling(in_place=settings.reuse_grad_buffers)
         self._batches = BatchesAhead(main)
         self.state_averager = TrainingStateAverager(
             prefix=f"{run_id}_state_averager",
@@ -175,19 +186,20 @@ class Optimizer(Facade, torch.optim.Optimizer):
             performance_ema_alpha=performance_ema_alpha,
             average_opt_statistics=average_opt_statistics,
             extra_tensors=extra_tensors,
-            # Without this a peer that is an epoch behind would stay there.
+            # Where rounds overlap, a peer that is an epoch behind would otherwise stay behind.
             sync_epoch_when_averaging=settings.overlaps,
             status_loglevel=self.status_loglevel,
+            check_state=check_state,
             **state_options,
         )
         tracker_options: dict[str, Any] = {"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})}
         self.tracker = ProgressTracker(
             dht, run_id, target_batch_size, client_mode=self.client_mode, start=False, **tracker_options
         )
-        self.grad_averager = settings.make_grad_averager(main, prefix=f"{run_id}_grad_averager", **gradient_options)
-        if self.grad_averager is not None:
-            self._connect_gradients(self.grad_averager)
-        # Groups of limited size mix parameters, so their rounds say nothing about kinship.
+        self.grad_averager = settings.make_grad_averager(
+            main, self.state_averager, prefix=f"{run_id}_grad_averager", **gradient_options
+        )
+        # Peers of different groups share no rounds although they train one model: rounds would not show a split.
         self._compares_rounds = not (averager_opts or {}).get("target_group_size")
         if self._compares_rounds:
             self.tracker.compare_rounds()
@@ -204,27 +216,16 @@ class Optimizer(Facade, torch.optim.Optimizer):
         self._groups_under_construction = None
         self._begin()
 
-    def _connect_gradients(self, averager: GradientAverager) -> None:
-        """Let gradients be averaged right where the optimizer reads them, if they are not the user's."""
-        if self.batch_size_per_step is not None:
-            averager.accumulator.expect_batches_of(self.batch_size_per_step)
-        if self.settings.use_ext_grad_buffer:
-            self.state_averager.shared_buffers = averager
-        if self.settings.offload_optimizer:
-            trained = [s for s in self.state_averager.optimizer_parameters if s.requires_grad]
-            for parameter, grad in zip(trained, averager.averaged_grads, strict=True):
-                parameter.grad = grad
-
     def _begin(self) -> None:
-        """From now on others hear of this peer. Whatever could be wrong with the arguments has been found before."""
+        """From now on others hear of this peer. It comes last, after all that can be wrong with the arguments."""
         try:
             for averager in (self.state_averager, self.grad_averager):
                 if averager is None:
                     continue
                 averager.run_in_background()
-                # A peer that has trained another model for a while is no company, and no donor.
-                if self._compares_rounds:
-                    self.tracker.advise(averager.node, weighs_samples=averager is self.grad_averager)
+                self.tracker.advise(averager.node, averager is self.grad_averager, self._compares_rounds)
+            if not self._compares_rounds:
+                self.tracker.collect_receipts(self.grad_averager, self.state_averager)
             self.tracker.run_in_background()
         except BaseException:
             self.shutdown()
@@ -235,19 +236,19 @@ class Optimizer(Facade, torch.optim.Optimizer):
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
     ) -> Any:
-        """Count the present gradients, and make the global step together with all peers when it is time.
+        """Add the gradients of a batch, and make the global step together with all peers when it is time.
 
         Args:
             closure: computes the loss and its gradients, if they have not been computed before.
-            batch_size: samples over which the loss is the mean; default: ``batch_size_per_step``. 0 = there are no new
-                gradients, only take part in the global step if it is time.
-            grad_scaler: has scaled the loss; a batch whose gradients overflow is dropped.
+            batch_size: number of samples in the batch, over which the loss is the mean; default:
+                ``batch_size_per_step``. 0 = no new gradients: only take part in the global step if it is time.
+            grad_scaler: the scaler of the loss, if there is one; a batch whose gradients overflow is dropped.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
-            TypeError, ValueError: bad arguments.
+            TypeError, ValueError: wrong arguments.
             ReactorError: this Optimizer or its DHT is shut down.
         """
         self._check_open()
@@ -258,6 +259,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._comparison.before_batch()
         epoch = self.local_epoch
+        # Between two batches: only here the results of background work may change the model.
         self.state_averager.step(apply_delayed_updates=True)
         loss = None
         if closure is not None:
@@ -268,14 +270,14 @@ class Optimizer(Facade, torch.optim.Optimizer):
         self.global_step.schedule_rounds()
         if self.settings.use_local_updates and batch_size > 0:
             self._make_local_step(scaler)
-        # The swarm has just been heard of.
+        # Look again whether the swarm is ahead: news may have arrived since the first look.
         if self.tracker.should_stop(self.matchmaking_time) and not self._catch_up():
             self._make_global_step(scaler)
         self._comparison.after_batch(epoch_began=self.local_epoch != epoch)
         return loss
 
     def _check_open(self) -> None:
-        """Alone it would go on, but nobody would hear of it."""
+        """Raises if this Optimizer or its DHT is closed: training would go on alone, and nobody would notice."""
         if self._closing.is_set():
             raise ReactorError("this Optimizer is shut down and trains with nobody any more: make a new one")
         if not self.dht.is_alive():
@@ -293,7 +295,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
         return True
 
     def _count_samples(self, batch_size: int, scaler: GradScaler | None) -> bool:
-        """Add a batch to those of this epoch, unless its gradients have overflowed; returns whether it is used."""
+        """Add a batch to this epoch, unless its gradients have overflowed; returns whether it is used."""
         is_used = True
         if self.grad_averager is not None:
             if batch_size > 0:
@@ -319,7 +321,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
         )
 
     def _make_global_step(self, scaler: GradScaler | None) -> None:
-        # Others are told that this peer is there, and it should be.
+        # This peer is about to tell others that it is ready, so the device must have finished its batches.
         self._batches.finish()
         groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, scaler)
@@ -358,7 +360,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
 
     @property
     def scheduler(self) -> Any | None:
-        """The schedule of the learning rate, if there is one."""
+        """The learning rate schedule; ``None`` if there is none."""
         return self.state_averager.scheduler
 
     @property
@@ -368,7 +370,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
 
     @property
     def local_progress(self) -> LocalTrainingProgress:
-        """What this peer has told the swarm about itself."""
+        """This peer's progress, as it tells it to the swarm."""
         return self.tracker.local_progress
 
     @property
@@ -381,12 +383,12 @@ class Optimizer(Facade, torch.optim.Optimizer):
 
     @property
     def scheduled_grads(self) -> StepControl | None:
-        """A round of gradients that was scheduled in advance."""
+        """The round of gradients that was scheduled in advance; ``None`` if there is none."""
         return self.global_step.scheduled_grads
 
     @property
     def scheduled_state(self) -> StepControl | None:
-        """A round of parameters that was scheduled in advance."""
+        """The round of parameters that was scheduled in advance; ``None`` if there is none."""
         return self.global_step.scheduled_state
 
     @property
@@ -396,7 +398,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
 
     @state.setter
     def state(self, _: Any) -> None:
-        """The base class sets an empty one; there is only that of ``opt``."""
+        """Ignored: the base class sets an empty state, but the state is that of ``opt``."""
 
     @property
     def param_groups(self) -> Any:
@@ -407,11 +409,11 @@ class Optimizer(Facade, torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, _: Any) -> None:
-        """The base class sets an empty list; the groups are those of ``opt``."""
+        """Ignored: the base class sets an empty list, but the groups are those of ``opt``."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Tells torch's gradient scalers to leave gradients scaled that accumulate in place."""
+        """Tells torch's gradient scalers not to unscale gradients that accumulate in place: they stay scaled."""
         return self.settings.reuse_grad_buffers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -435,21 +437,21 @@ class Optimizer(Facade, torch.optim.Optimizer):
         zero_gradients(self.state_averager.main_parameters, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """A checkpoint from which this peer can resume the run; the model must be saved beside it.
+        """A checkpoint from which this peer can resume the run. Save the model beside it.
 
-        It is the state of the optimizer that makes the steps, with ``state["local_epoch"]``, and under ``"shoal"`` the
-        state of the scheduler, the averager's buffers, and the wide parameters of an offloaded optimizer. Work in the
-        background is finished first.
+        It is the state of the optimizer that makes the steps, with ``state["local_epoch"]``. Under ``"shoal"`` it has
+        the state of the scheduler, the averager's buffers, and the single precision parameters of an offloaded
+        optimizer. Background work is finished first.
         """
         self.state_averager.finish_jobs(self.averaging_timeout)
         gradients = None if self.grad_averager is None else self.grad_averager.get_memory()
         return self.state_averager.make_checkpoint(gradients)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave. The argument is not changed.
+        """Restore a checkpoint from :meth:`state_dict`. The argument is not changed.
 
-        A checkpoint of a plain torch optimizer is taken, too; then the epoch stays what it is. If the swarm is ahead of
-        the checkpoint, the next step downloads its state.
+        The checkpoint of a plain torch optimizer works, too; the epoch then stays as it is. If the swarm is ahead of
+        the checkpoint, the next step downloads the swarm's state.
 
         Raises:
             ValueError: it is a checkpoint of another optimizer.
@@ -475,19 +477,19 @@ class Optimizer(Facade, torch.optim.Optimizer):
         return getattr(self, "_groups_under_construction", 0) is None and self.state_averager.is_alive()
 
     def shutdown(self) -> None:
-        """Leave the run: finish what others wait for, and tell them. Idempotent."""
+        """Leave the run: finish the rounds that others wait for, and say goodbye. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
         try:
             if self._auxiliary is not None:
                 self._auxiliary.let_go_of_rounds()
-            # Before the goodbye: a round that is under way in the background needs those who still expect this peer.
+            # Before the goodbye: after it others would drop this peer from a round under way in the background.
             self._synchronization.end_other_work()
         finally:
             self.tracker.shutdown(self.state_averager.shutdown_timeout)
             if self.grad_averager is not None:
-                # Both at once: either may have to wait for frozen peers.
+                # Both averagers end at the same time: each may have to wait for frozen peers.
                 self.grad_averager.begin_shutdown()
             self.state_averager.shutdown()
             if self.grad_averager is not None:

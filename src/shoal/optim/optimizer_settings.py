@@ -1,34 +1,39 @@
-"""The options of :class:`~shoal.optim.Optimizer`, with defaults resolved and contradictions refused."""
+"""Resolves the options of :class:`~shoal.optim.Optimizer`: fills in defaults and refuses contradictions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.averaging.aggregation import check_aggregation
 from shoal.compression.base import check_codec
 from shoal.facade import options_from
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.optimizer_state import LRSchedulerBase
+from shoal.optim.peer_momentum import check_has_no_momentum, check_peer_momentum
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.progress import count_of_samples
+from shoal.optim.schedules import LRSchedulerBase
 from shoal.optim.training_setup import TorchOptimizer
 
-# What averages gradients unless the user says otherwise.
+if TYPE_CHECKING:
+    from shoal.optim.state_averager import TrainingStateAverager
+
+# Averages gradients unless the user chooses another averager.
 DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = PowerEFGradientAverager.get_factory(averager_rank=32)
 
-# Default of parameters where ``None`` means something of its own.
+# Default of parameters for which ``None`` has a meaning of its own.
 UNSPECIFIED: Any = object()
 
 
 def check_run_id(run_id: object) -> None:
-    """A run has a name.
+    """Check the name of a run.
 
     Raises:
-        TypeError, ValueError, AssertionError: this is none.
+        TypeError, ValueError, AssertionError: it is not a valid name.
     """
     if not isinstance(run_id, str):
         raise TypeError(f"run_id must be a text, the name of the run: got {run_id!r}")
@@ -39,14 +44,14 @@ def check_run_id(run_id: object) -> None:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How training, averaging and stepping overlap."""
+    """The resolved options: how training, averaging and stepping overlap."""
 
     matchmaking_time: float
-    """Rounds are scheduled so many seconds in advance."""
+    """Seconds by which rounds are scheduled in advance."""
     averaging_timeout: float
-    """A round that takes longer is given up."""
+    """Seconds after which a round is given up."""
     average_state_every: int
-    """Parameters are averaged only every so many epochs."""
+    """Parameters are averaged once in this many epochs."""
     batch_size_per_step: int | None
     grad_averager_factory: GradientAveragerFactory | None
     """``None`` with local updates."""
@@ -57,20 +62,22 @@ class OptimizerSettings:
     delay_optimizer_step: bool
     delay_grad_averaging: bool
     delay_state_averaging: bool
-    """Also where the step before it is made in the background."""
+    """Also true if the step before the averaging is made in the background."""
     use_ext_grad_buffer: bool
     auxiliary: bool
-    """Only help others, without own batches."""
+    """Only help others, without batches of its own."""
+    peer_momentum: float = 0.0
+    """Peers send momentum with this factor instead of gradients; 0: they do not."""
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> OptimizerSettings:
-        """Work out what the user means.
+        """Resolve the user's options.
 
         Args:
             given: the arguments of the :class:`~shoal.optim.Optimizer`.
 
         Raises:
-            ValueError, AssertionError: options that contradict each other.
+            ValueError, AssertionError: options contradict each other.
         """
         use_local_updates, factory = _resolve_grad_averager(
             given["grad_averager"], given["grad_averager_factory"], given["use_local_updates"]
@@ -85,6 +92,12 @@ class OptimizerSettings:
             assert not given["use_ext_grad_buffer"], (
                 "with local updates there is no gradient averager: use_ext_grad_buffer is void"
             )
+            for name in ("aggregation", "peer_momentum"):
+                if given.get(name):
+                    raise ValueError(
+                        f"with local updates no gradients are averaged: {name} is void. For parameters there is "
+                        "state_aggregation"
+                    )
         offload, delays_step = given["offload_optimizer"], given["delay_optimizer_step"]
         has_buffer = given["use_ext_grad_buffer"]
         if offload is None:
@@ -110,21 +123,22 @@ class OptimizerSettings:
             use_local_updates=use_local_updates,
             offload_optimizer=offload,
             delay_optimizer_step=delays_step,
-            # parameters are averaged after the step; with local updates the step has been waited for by then
+            # Parameters are averaged after the step. With local updates the step is done by then.
             delay_state_averaging=given["delay_state_averaging"] or (delays_step and not use_local_updates),
+            peer_momentum=check_peer_momentum(given.get("peer_momentum", 0.0)),
             use_ext_grad_buffer=not use_local_updates if has_buffer is None else has_buffer,
         )
 
     @property
     def overlaps(self) -> bool:
-        """Peers go on to the next epoch while the first round of the global step is still under way."""
+        """Whether peers go on to the next epoch while the first round of the global step is still running."""
         return self.delay_state_averaging if self.use_local_updates else self.delay_grad_averaging
 
     def check_step(self, closure: object, batch_size: int | None, grad_scaler: object) -> int:
-        """How many samples the batch of this step has, 0 if there is none.
+        """Check the arguments of a step, and return the number of samples in its batch; 0 without a batch.
 
         Raises:
-            TypeError, ValueError: bad arguments of :meth:`shoal.optim.Optimizer.step`.
+            TypeError, ValueError: an argument of :meth:`shoal.optim.Optimizer.step` is invalid.
         """
         if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
             raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
@@ -139,33 +153,63 @@ class OptimizerSettings:
             raise ValueError(f"batch_size must not be negative, got {batch_size}")
         return batch_size if batch_size == 0 else count_of_samples("batch_size", batch_size)
 
-    def make_grad_averager(self, main: Sequence[torch.Tensor], **options: Any) -> GradientAverager | None:
-        """The gradient averager for the user's parameters, if there is to be one.
+    def make_grad_averager(
+        self, main: Sequence[torch.Tensor], state_averager: TrainingStateAverager, **options: Any
+    ) -> GradientAverager | None:
+        """Make the gradient averager for the user's parameters; ``None`` with local updates.
 
         Args:
-            options: given to the factory.
+            main: the user's parameters.
+            state_averager: has the optimizer that reads the averages.
+            options: for the factory.
+
+        Raises:
+            ValueError: the optimizer has momentum of its own beside that of the peers.
         """
         if self.grad_averager_factory is None:
             return None
         trained = [parameter for parameter in main if parameter.requires_grad]
-        # As wide as the optimizer's copies of the parameters.
+        # The averages must be as wide as the optimizer's copies of the parameters.
         if self.offload_optimizer:
             options["averaged_grads"] = make_averaged_grads(trained)
-        return self.grad_averager_factory(parameters=trained, reuse_grad_buffers=self.reuse_grad_buffers, **options)
+        if self.peer_momentum:  # a factory may have its own
+            options["peer_momentum"] = self.peer_momentum
+        averager = self.grad_averager_factory(parameters=trained, reuse_grad_buffers=self.reuse_grad_buffers, **options)
+        try:
+            if averager.peer_momentum:
+                check_has_no_momentum(state_averager.optimizer)
+        except ValueError:
+            averager.shutdown()
+            raise
+        self._connect_gradients(averager, state_averager)
+        return averager
+
+    def _connect_gradients(self, averager: GradientAverager, state_averager: TrainingStateAverager) -> None:
+        """Let gradients be averaged right where the optimizer reads them, if they are not the user's."""
+        if self.batch_size_per_step is not None:
+            averager.accumulator.expect_batches_of(self.batch_size_per_step)
+        if self.use_ext_grad_buffer:
+            state_averager.shared_buffers = averager
+        if self.offload_optimizer:
+            trained = [s for s in state_averager.optimizer_parameters if s.requires_grad]
+            for parameter, grad in zip(trained, averager.averaged_grads, strict=True):
+                parameter.grad = grad
 
 
 def averager_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the averagers of gradients and of parameters get of the arguments of an Optimizer.
+    """The options for the averagers of gradients and of parameters, from the arguments of an Optimizer.
 
     Raises:
-        TypeError: a codec is none.
+        TypeError: an option for a codec is not a codec, or one for a rule of averaging not a rule.
     """
     for name in ("grad_compression", "state_averaging_compression", "load_state_compression"):
         check_codec(name, given[name])
+    for name in ("aggregation", "state_aggregation"):
+        check_aggregation(name, given[name])
     matchmaking_time, allreduce_timeout = given["matchmaking_time"], given["allreduce_timeout"]
     next_chunk_timeout = given["next_chunk_timeout"]
     if next_chunk_timeout is None:
-        # Members of a group may be in the middle of a batch when the round begins.
+        # Generous, because members of a group may be in the middle of a batch when the round begins.
         next_chunk_timeout = max(matchmaking_time, given["averaging_timeout"] / 4)
     both = {
         "dht": given["dht"],
@@ -178,12 +222,15 @@ def averager_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         "start": False,
     }
     own = given["averager_opts"] or {}
-    compression = {} if given["grad_compression"] is None else {"compression": given["grad_compression"]}
+    # A factory may have its own.
+    wanted = {"compression": given["grad_compression"], "aggregation": given["aggregation"]}
+    gradients = {name: value for name, value in wanted.items() if value is not None}
     state = {
+        "aggregation": given["state_aggregation"],
         "compression": given["state_averaging_compression"],
         "state_compression": given["load_state_compression"],
     }
-    return {**compression, **both, **own}, {**state, **both, **own}
+    return {**gradients, **both, **own}, {**state, **both, **own}
 
 
 def _resolve_grad_averager(

@@ -1,11 +1,15 @@
-"""State of optimizers and learning rate schedules: make it exist, take it apart for sending, put a received one in."""
+"""State of optimizers: create it, take it apart for sending, and put a received one in place.
+
+The state is sent as plain values and a list of tensors, both in a fixed order. A hash of the names of all statistics
+shows whether two optimizers can exchange their states.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,109 +19,16 @@ from shoal.averaging.finite import first_not_finite
 
 logger = logging.getLogger(__name__)
 
-LRSchedulerBase = torch.optim.lr_scheduler.LRScheduler
-"""Base class of torch's schedulers."""
-
-
-def check_scheduler(scheduler: Any) -> None:
-    """Only schedules that depend on nothing but the number of steps can be followed.
-
-    Raises:
-        ValueError: this one needs more.
-    """
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "ReduceLROnPlateau depends on a metric that differs between peers: use a schedule that depends on epochs"
-        )
-
-
-def catch_up(scheduler: Any, epoch: int) -> None:
-    """Step the scheduler forward until it is at this epoch; it never goes back."""
-    if position_of(scheduler) >= epoch:
-        return
-    # After a download the optimizer's steps were made by others; torch would take this for a mistake in the order.
-    scheduler.optimizer._opt_called = True
-    while position_of(scheduler) < epoch:
-        scheduler.step()
-
-
-def position_of(scheduler: Any) -> int:
-    """How many steps the scheduler has made."""
-    chained = getattr(scheduler, "_schedulers", None)
-    return int(scheduler.last_epoch) if hasattr(scheduler, "last_epoch") or not chained else position_of(chained[0])
-
-
-def dump_scheduler_state(scheduler: Any) -> dict[str, Any] | None:
-    """State of a scheduler as plain values, without what cannot be sent."""
-    return None if scheduler is None else _dump(scheduler.state_dict())
-
-
-def _dump(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _dump(item) for key, item in value.items() if _can_be_sent(item)}
-    if isinstance(value, (list, tuple)):
-        return [_dump(item) if _can_be_sent(item) else None for item in value]
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    return value
-
-
-def _can_be_sent(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, (bool, int, float, list, tuple)) or (
-        isinstance(value, Mapping)
-        and not isinstance(value, Counter)
-        and all(isinstance(key, (str, int)) for key in value)
-    )
-
-
-def load_scheduler_state(scheduler: Any, received: Any) -> None:
-    """Take over what another peer's scheduler of the same kind has in motion.
-
-    Only numbers that this scheduler has, too, are taken; anything else in the message is ignored.
-
-    Args:
-        received: from :func:`dump_scheduler_state`; ``None`` leaves the scheduler alone.
-    """
-    if scheduler is None or not isinstance(received, dict):
-        return
-    state = scheduler.state_dict()
-    scheduler.load_state_dict({key: _merge(value, received.get(key)) for key, value in state.items()})
-    own, theirs = state.get("base_lrs"), received.get("base_lrs")
-    if own is not None and theirs is not None and list(map(float, own)) != theirs:
-        logger.warning("the swarm's schedule starts from learning rates %s instead of %s: taken over", theirs, own)
-
-
-def _merge(own: Any, given: Any) -> Any:
-    """The given value where it has the form of the own one, else the own one."""
-    if isinstance(own, Mapping) and not isinstance(own, Counter):
-        return {key: _merge(value, given.get(key)) for key, value in own.items()} if isinstance(given, dict) else own
-    if isinstance(own, (list, tuple)):
-        if not isinstance(given, (list, tuple)) or len(given) != len(own):
-            return own
-        return type(own)(_merge(mine, theirs) for mine, theirs in zip(own, given, strict=True))
-    if isinstance(own, bool) or isinstance(given, bool):
-        return given if isinstance(own, bool) and isinstance(given, bool) else own
-    if isinstance(own, int) and isinstance(given, int):
-        return given
-    if isinstance(own, float) and isinstance(given, (int, float)):
-        return float(given)
-    if isinstance(own, torch.Tensor) and own.numel() == 1 and isinstance(given, (int, float)):
-        return torch.full_like(own, given)
-    return own
-
-
 TorchOptimizer = torch.optim.Optimizer
 
-# Parameters whose statistics are made together.
+# Statistics are created for this many bytes of parameters at a time, which bounds the extra memory.
 PART_BYTES = 2**26
-# Statistics of torch's optimizers that a step with zero gradients changes, and their values before the first step.
+# A step with zero gradients creates the statistics, but changes these ones: their values before the first step.
 _FRESH_VALUES = {"step": 0.0, "mu_product": 1.0, "exp_inf": 0.0}
 
-_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
-_SCHEDULED_WITH_MOMENTUM = ("momentum", "betas", "base_momentum", "max_momentum")
+# Where a torch optimizer keeps its hooks. There is no public way to suspend them.
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# Types of values that can be sent as they are.
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -128,11 +39,11 @@ def has_statistics(optimizer: TorchOptimizer) -> bool:
 
 @torch.no_grad()
 def initialize_optimizer_state_(optimizer: TorchOptimizer) -> None:
-    """Make the optimizer's statistics exist, with the values that they have before the first step.
+    """Create the optimizer's statistics, with the values that they have before the first step.
 
-    Parameters, gradients and hyper-parameters are afterwards what they were, and no hook is called. (Only the first
-    step of SGD with ``dampening`` differs from that of an optimizer whose buffers do not exist yet.) Beside the
-    statistics it takes memory for a few parameters at a time, twice their size.
+    Parameters, gradients and hyper-parameters are the same afterwards, and no hook is called. (One thing differs: with
+    ``dampening``, the first step of SGD is not that of an optimizer whose buffers do not exist yet.) Besides the
+    statistics it needs memory for a few parameters at a time, twice their size.
     """
     groups = optimizer.param_groups
     try:
@@ -151,7 +62,7 @@ def initialize_optimizer_state_(optimizer: TorchOptimizer) -> None:
 
 
 def _step_in_parts(optimizer: TorchOptimizer, group: dict[str, Any]) -> None:
-    """Step with zero gradients, which leaves parameters as they are."""
+    """Step with zero gradients and without weight decay: this creates statistics. A few parameters at a time."""
     parameters, decay = group["params"], group.get("weight_decay")
     try:
         if "weight_decay" in group:
@@ -166,7 +77,7 @@ def _step_in_parts(optimizer: TorchOptimizer, group: dict[str, Any]) -> None:
 
 
 def _parts(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The same ones in order, at most :data:`PART_BYTES` together, or one that is larger."""
+    """Split parameters, in order, into parts of at most :data:`PART_BYTES`; a larger one is a part of its own."""
     part: list[torch.Tensor] = []
     size = 0
     for parameter in parameters:
@@ -193,7 +104,7 @@ def _step_in_place(optimizer: TorchOptimizer, parameters: Sequence[torch.Tensor]
 
 @contextlib.contextmanager
 def _without_hooks(optimizer: TorchOptimizer) -> Iterator[None]:
-    """Inside this context nobody is told of steps."""
+    """Inside this context the optimizer calls no hooks at its steps."""
     kept = {name: vars(optimizer)[name] for name in _HOOKS if name in vars(optimizer)}
     vars(optimizer).update({name: OrderedDict() for name in kept})
     try:
@@ -203,7 +114,7 @@ def _without_hooks(optimizer: TorchOptimizer) -> Iterator[None]:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything that is no container, with where it is, in an order that does not depend on insertion."""
+    """All values that are not containers, with their paths. The order is the same in all peers: keys are sorted."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=lambda key: (str(type(key)), key)):
             yield from _leaves(value[key], f"{path}/{key}")
@@ -218,7 +129,7 @@ def dump_optimizer_state(optimizer: TorchOptimizer) -> tuple[dict[str, Any], lis
     """Take the state of an optimizer apart.
 
     Returns:
-        Plain values, and tensors; both are understood by :func:`load_optimizer_state` of an optimizer of the same kind.
+        Plain values, and tensors. :func:`load_optimizer_state` takes both for an optimizer of the same kind.
     """
     state = optimizer.state_dict()
     leaves = list(_leaves(state["state"]))
@@ -235,7 +146,7 @@ def dump_optimizer_state(optimizer: TorchOptimizer) -> tuple[dict[str, Any], lis
 
 
 def _structure(leaves: Sequence[tuple[str, Any]]) -> str:
-    """Names and kinds of all statistics as one short text, equal for optimizers that can exchange their states."""
+    """A hash of the names and kinds of all statistics, equal for optimizers that can exchange their states."""
     kinds = ((path, "tensor" if isinstance(value, torch.Tensor) else _is_plain(value)) for path, value in leaves)
     return hashlib.sha256("\n".join(f"{path} {kind}" for path, kind in kinds).encode()).hexdigest()
 
@@ -247,7 +158,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain_copy(value: Any) -> Any:
-    """A learning rate may be a tensor."""
+    """A copy without tensors: a hyper-parameter such as the learning rate may be one."""
     if isinstance(value, (list, tuple)):
         return [_plain_copy(item) for item in value]
     return value.item() if isinstance(value, torch.Tensor) else value
@@ -257,7 +168,7 @@ def check_optimizer_state(optimizer: TorchOptimizer, metadata: Any, tensors: Seq
     """Check that a received state fits this optimizer.
 
     Raises:
-        ValueError: it does not; nothing has been changed.
+        ValueError: it does not fit.
     """
     if not isinstance(metadata, dict) or {"structure", "values", "groups"} - metadata.keys():
         raise ValueError("the optimizer state is malformed")
@@ -270,8 +181,27 @@ def check_optimizer_state(optimizer: TorchOptimizer, metadata: Any, tensors: Seq
         raise ValueError(f"optimizer statistics have shapes {shapes}, expected {own_shapes}")
     if not isinstance(metadata["values"], list) or not isinstance(metadata["groups"], list):
         raise ValueError("the optimizer state is malformed")
+    _check_values([value for _, value in leaves if not isinstance(value, torch.Tensor)], metadata["values"])
     if len(metadata["groups"]) != len(optimizer.param_groups):
         raise ValueError(f"{len(metadata['groups'])} parameter groups, expected {len(optimizer.param_groups)}")
+
+
+def _check_values(own: Sequence[Any], given: Sequence[Any]) -> None:
+    """Check that received statistics that are not tensors can be converted to the types of this peer's own ones.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    own = [value for value in own if _is_plain(value)]
+    try:
+        for value, theirs in zip(own, given, strict=True):
+            _as_own(value, theirs)
+    except (TypeError, ValueError, OverflowError) as e:
+        raise ValueError(f"optimizer statistics are malformed: {e}") from None
+
+
+def _as_own(own: Any, given: Any) -> Any:
+    return given if given is None or own is None else type(own)(given)
 
 
 @torch.no_grad()
@@ -284,8 +214,10 @@ def load_optimizer_state(
     """Put a received state into an optimizer, in place.
 
     Args:
+        optimizer: receives the state.
         metadata, tensors: from :func:`dump_optimizer_state`.
-        scheduled: hyper-parameters that are taken over; the others stay this peer's own, with a warning if they differ.
+        scheduled: hyper-parameters that are taken over. This peer keeps its own values of the others, with a warning if
+            they differ.
 
     Raises:
         ValueError: the state does not fit; nothing has been changed.
@@ -301,13 +233,13 @@ def load_optimizer_state(
 
 
 def _indexed_parameters(optimizer: TorchOptimizer) -> list[tuple[int, torch.Tensor]]:
-    """Parameters in the order in which ``_leaves`` walks through their statistics."""
+    """Parameters with their numbers, in the order in which ``_leaves`` visits their statistics."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return sorted(enumerate(parameters), key=lambda item: item[0])
 
 
 def _filled(value: Any, tensors: Iterator[torch.Tensor], values: Iterator[Any], path: str) -> Any:
-    """The same structure with the given contents, tensors in place."""
+    """The same structure, filled with the given values; tensors are changed in place."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=lambda key: (str(type(key)), key)):
             value[key] = _filled(value[key], tensors, values, path)  # type: ignore[index]
@@ -317,19 +249,8 @@ def _filled(value: Any, tensors: Iterator[torch.Tensor], values: Iterator[Any], 
     if isinstance(value, torch.Tensor):
         return value.copy_(next(tensors))
     if _is_plain(value):
-        given = next(values)
-        return given if given is None or value is None else type(value)(given)
+        return _as_own(value, next(values))
     return value
-
-
-def scheduled_hyperparameters(scheduler: Any) -> tuple[str, ...]:
-    """Which hyper-parameters a scheduler moves, so that a newcomer must take them over."""
-    if scheduler is None:
-        return ()
-    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
-    if any(getattr(part, "cycle_momentum", False) for part in parts):
-        return _SCHEDULED + _SCHEDULED_WITH_MOMENTUM
-    return _SCHEDULED
 
 
 def _load_hyperparameters(group: dict[str, Any], given: Any, scheduled: Sequence[str], number: int) -> None:
@@ -358,7 +279,7 @@ def _load_hyperparameters(group: dict[str, Any], given: Any, scheduled: Sequence
 
 
 def _like(own: Any, value: Any) -> Any:
-    """A received number, or list of numbers, in the form of this peer's own one; ``None`` if it is something else."""
+    """A received number, or list of numbers, in the form of this peer's own value; ``None`` if that is impossible."""
     if isinstance(own, (list, tuple)):
         if isinstance(value, (list, tuple)) and len(value) == len(own) and all(map(_is_number, value)):
             return type(own)(map(float, value))
@@ -371,7 +292,7 @@ def _is_number(value: Any) -> bool:
 
 
 def zero_gradients(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
-    """Forget gradients as ``torch.optim.Optimizer.zero_grad`` does."""
+    """Reset gradients as ``torch.optim.Optimizer.zero_grad`` does."""
     for parameter in parameters:
         if set_to_none:
             parameter.grad = None
@@ -380,11 +301,11 @@ def zero_gradients(parameters: Iterable[torch.Tensor], set_to_none: bool) -> Non
 
 
 class GradientCheck:
-    """Whether an optimizer may step. If not, it skips the step, as with a gradient scaler.
+    """Decides whether an optimizer may step: with infinite gradients or NaN it skips, as with a gradient scaler.
 
     Args:
-        names: of the parameters.
-        parameters: what the optimizer steps.
+        names: names of the parameters.
+        parameters: the parameters that the optimizer steps.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
@@ -392,7 +313,7 @@ class GradientCheck:
         self._has_told = False
 
     def are_sound(self, epoch: int) -> bool:
-        """Whether all gradients are finite; the first of several steps that are skipped is told."""
+        """Whether all gradients are finite. Of several skipped steps in a row, only the first one is a warning."""
         named = [(name, parameter.grad) for name, parameter in self._named if parameter.grad is not None]
         bad = first_not_finite([grad for _, grad in named])
         if bad is not None:

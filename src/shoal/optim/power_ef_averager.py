@@ -1,4 +1,4 @@
-"""PowerEF: what all peers take for the gradient, corrected by matrices of low rank."""
+"""PowerEF: a common estimate of the gradient, which is corrected by matrices of low rank."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ __all__ = ["PowerEFGradientAverager"]
 class PowerEFGradientAverager(LowRankAverager):
     """Averages the differences between gradients and a common estimate of them, by matrices of low rank.
 
-    All peers have the same estimate of the average gradient. In each round they average what their own gradients
-    differ from it, as PowerSGD averages gradients, and correct the estimate: that is the result (error feedback as in
-    EF21, Richtárik et al., 2021, https://arxiv.org/abs/2106.05203). No peer has a memory of its own, so nothing is lost
-    when one leaves, and a newcomer has everything after its first round.
+    All peers have the same estimate of the average gradient. In each round they average the differences of their own
+    gradients from it, as PowerSGD averages gradients, and correct the estimate, which is then the result (error
+    feedback as in EF21, Richtárik et al., 2021, https://arxiv.org/abs/2106.05203). No peer has a memory of its own. So
+    nothing is lost when one leaves, and a newcomer has everything after its first round.
 
-    On different machines the same computation may give slightly different last bits. Therefore every
-    ``grad_averaging_interval`` rounds members compare their estimates by a hash, and average them first if they differ.
-    They agree on the number of the round before it begins.
+    On different machines the same computation may differ in the last bits. So every ``grad_averaging_interval`` rounds
+    the members compare hashes of their estimates, and average the estimates first if they differ. The members agree on
+    the number of a round before it begins.
 
     Args:
-        parameters: whose gradients are averaged.
-        averager_rank: more costs more bytes and is more exact. The same in all peers.
-        dht: how averagers find each other.
+        parameters: their gradients are averaged.
+        averager_rank: a higher rank costs more bytes and is more exact. The same in all peers.
+        dht: lets averagers find each other.
         prefix: name of the run.
-        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; never zero gradients then.
+        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; then never zero gradients.
         accumulate_grads_on: device of the accumulators.
         client_mode: only connect to others; default: as the DHT.
-        warn: tell when results are not used, or accumulators are not reset.
-        min_compression_ratio: tensors of which less than this share would be saved are averaged as they are. The same
+        warn: warn when results are not used, or accumulators are not reset.
+        min_compression_ratio: a tensor is averaged as it is if compression would save less than this share. The same
             in all peers.
         averaged_grads: CPU tensors that receive the averages; default: new ones.
-        grad_averaging_interval: repair the estimates every so many rounds. The same in all peers.
+        grad_averaging_interval: check the estimates once in this many rounds. Must be the same in all peers.
         min_comprasion_ratio: old name of ``min_compression_ratio``.
         averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
     """

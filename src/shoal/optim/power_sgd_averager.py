@@ -1,15 +1,15 @@
-"""Gradients averaged as matrices of low rank; what does not fit is sent later (PowerSGD, arXiv:1905.13727).
+"""Averages gradients as matrices of low rank, and sends the remainder later (PowerSGD, arXiv:1905.13727).
 
 A matrix D of (rows, columns) is sent as two slim ones. First all members average P = D·Q, where Q is the same for all,
-and make the columns of the average orthonormal; then they average R = Dᵀ·P. The average of all D is about P·Rᵀ, and R
+and make the columns of the average orthonormal. Then they average R = Dᵀ·P. The average of all D is about P·Rᵀ, and R
 is the next Q: from round to round it turns towards the directions in which gradients are large (power iteration).
-:class:`LowRankAverager` does this; PowerSGD and PowerEF differ in what D is, and in what they make of the average.
+:class:`LowRankAverager` does this. PowerSGD and PowerEF differ in what D is, and in how they use the average.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from shoal.optim.low_rank import (
     get_flatten_greedy_dims,
     orthogonalize_,
 )
+from shoal.p2p import PeerID
 from shoal.tasks import run_in_worker
 
 if TYPE_CHECKING:
@@ -45,23 +46,23 @@ __all__ = ["PowerSGDGradientAverager"]
 
 @dataclass(frozen=True)
 class Matrix:
-    """How a tensor is seen when it is compressed."""
+    """A tensor that is compressed, seen as a matrix."""
 
     index: int
-    """Of the tensor."""
+    """Index of the tensor."""
     rows: int
     columns: int
     dtype: torch.dtype
-    """In which it is computed."""
+    """Type for the computation."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(rows, columns); a copy unless the tensor is just that."""
+        """The tensor as (rows, columns); a view if shape and type allow it, else a copy."""
         return tensor.detach().reshape(self.rows, self.columns).to(self.dtype)
 
 
 @dataclass
 class LowRankRound:
-    """Everything that a round works on; put in place only when the round has succeeded."""
+    """The working data of a round; the results replace the state only if the round succeeds."""
 
     state: LowRankState
     weight: float
@@ -77,17 +78,17 @@ class LowRankRound:
 class LowRankAverager(GradientAverager):
     """Base class: averages large tensors as matrices of low rank, the others as they are.
 
-    A tensor is compressed if that saves the share ``min_compression_ratio`` of its values at least.
+    A tensor is compressed if that saves at least the share ``min_compression_ratio`` of its values.
 
-    All members of a group must begin with the same state, that is the matrices Q and whatever a subclass adds. Members
-    say before a round which rounds have made their state. If these differ, because somebody is new or has missed one,
-    the round begins with a phase in which all get the state of those that have most rounds behind them.
+    All members of a group must begin with the same state: the matrices Q, and anything that a subclass adds. Before a
+    round, each member states which rounds have made its state. If these differ, because a member is new or has missed
+    a round, the round begins with a phase in which all get the state with the most rounds behind it.
 
-    With a lossy codec, what members have in common differs by as much as the codec loses.
+    With a lossy codec the shared state differs between members by as much as the codec loses.
 
     Args:
-        parameters: whose gradients are averaged.
-        averager_rank: of the matrices; more costs more bytes and is more exact.
+        parameters: their gradients are averaged.
+        averager_rank: rank of the matrices; a higher one costs more bytes and is more exact.
         min_compression_ratio: tensors that would be compressed less are sent as they are.
         averaged_grads: as in :class:`~shoal.optim.grad_averager.GradientAverager`, like all other arguments.
 
@@ -97,7 +98,7 @@ class LowRankAverager(GradientAverager):
 
     method: str
     synchronize_every: int | None = None
-    """Every so many rounds all members make sure that they have the same state, bit by bit."""
+    """Once in this many rounds all members check that they have the same state, bit by bit; ``None`` = never."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class LowRankAverager(GradientAverager):
         )
 
     def _as_matrix(self, index: int, tensor: torch.Tensor) -> Matrix | None:
-        """``None`` if it is not worth compressing."""
+        """The tensor as a matrix; ``None`` if it is not worth compressing."""
         if tensor.ndim < 2 or tensor.numel() == 0:
             return None
         rows, columns = get_flatten_greedy_dims(tensor)
@@ -153,13 +154,13 @@ class LowRankAverager(GradientAverager):
             return None
         return Matrix(index, rows, columns, torch.promote_types(tensor.dtype, torch.float32))
 
-    # --- what subclasses differ in ------------------------------------------------------------------------------------
+    # --- hooks for subclasses -----------------------------------------------------------------------------------------
 
     def _first_state(self) -> LowRankState:
         return LowRankState(self._first_bases, ())
 
     def _difference(self, position: int, gradient: torch.Tensor, state: LowRankState, weight: float) -> torch.Tensor:
-        """What is sent of a gradient: a new tensor of the same size, a matrix."""
+        """D, the part of a gradient that is sent: a new matrix of the same size."""
         raise NotImplementedError
 
     def _results(self, work: LowRankRound) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
@@ -167,7 +168,7 @@ class LowRankAverager(GradientAverager):
         raise NotImplementedError
 
     def _contributed(self, work: LowRankRound) -> None:
-        """The round has succeeded, and this member's gradients are in it."""
+        """Called when a round has succeeded and this member's gradients are in its average."""
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -185,9 +186,9 @@ class LowRankAverager(GradientAverager):
 
     @property
     def is_ready_to_schedule(self) -> bool:
-        """Not while a round is in progress: what this peer says of its state would be wrong when the next one begins.
+        """Whether no round is in progress; during one, this peer's statement would be outdated when the next begins.
 
-        If that is done nevertheless, all members get the same state first, which costs as much as a round of repair.
+        If a step is scheduled anyway, all members first get the same state, which costs as much as a repair.
         """
         return self._running is None or self._running.done()
 
@@ -198,7 +199,7 @@ class LowRankAverager(GradientAverager):
     async def average_in_group(
         self, session: GroupSession, tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]
     ) -> None:
-        """Average in two phases, after one that makes states equal if they are not."""
+        """Average in two phases; if the members' states differ, a phase that makes them equal comes first."""
         state = self._state
         statements = [Statement.parse(blob) for blob in session.group.gathered]
         session.show_gathered([statement.for_user for statement in statements])
@@ -219,7 +220,7 @@ class LowRankAverager(GradientAverager):
         await _to_the_end(run_in_worker(self._finish, work, tensors, made_by, rounds, contributed))
 
     def _is_checked(self, rounds: int) -> bool:
-        """Whether states must be the same, bit by bit, after so many rounds."""
+        """Whether states must be equal, bit by bit, after this number of rounds."""
         return self.synchronize_every is not None and rounds > 0 and rounds % self.synchronize_every == 0
 
     async def _synchronize(self, session: GroupSession, state: LowRankState, agreement: Agreement) -> LowRankState:
@@ -235,10 +236,10 @@ class LowRankAverager(GradientAverager):
     async def _reduce(
         self, session: GroupSession, tensors: Sequence[torch.Tensor], weight: float | None = None
     ) -> RoundResult:
-        """Average all of it or fail: values of different peers must not be mixed."""
+        """Average everything or fail: a mix of averages and peers' own values is of no use."""
         infos = [CompressionInfo.from_tensor(t, key=i, role=TensorRole.GRADIENT) for i, t in enumerate(tensors)]
         result = await session.all_reduce(tensors, infos, weight=weight)
-        # No further attempt: it would have the same gradients.
+        # Not an AveragingError, so the round is not retried: another attempt would have the same gradients.
         if weight is None and not any(result.weights):
             raise ShoalError("no member of the group has gradients that count: they are not finite, or have weight 0")
         if result.share_averaged < 1:
@@ -271,13 +272,13 @@ class LowRankAverager(GradientAverager):
     ) -> None:
         results, estimates = self._results(work)
         bases = tuple(
-            # A direction that was lost would never come back.
+            # Restore a lost direction from the first basis: it would never come back by itself.
             torch.where((right == 0).all(0), first, right)
             for right, first in zip(work.right, self._first_bases, strict=True)
         )
         for matrix, result in zip(self._matrices, results, strict=True):
             tensor = tensors[matrix.index]
-            if tensor.dtype != result.dtype:  # of a smaller range, perhaps
+            if tensor.dtype != result.dtype:  # its range may be smaller
                 result = result.clamp(-torch.finfo(tensor.dtype).max, torch.finfo(tensor.dtype).max)
             tensor.copy_(result.reshape(tensor.shape))
         for index, average in zip(self._uncompressed, work.uncompressed, strict=True):
@@ -296,13 +297,13 @@ class LowRankAverager(GradientAverager):
         self._state = self._state.replaced_by(tensors)
 
     def get_current_state(self) -> OwnedState:
-        """What newcomers download: what all members know in common."""
+        """The state that all members share, for newcomers to download."""
         tensors = self.get_buffers()
         infos = [CompressionInfo.from_tensor(t, key=i, role=TensorRole.GRADIENT) for i, t in enumerate(tensors)]
         return OwnedState({"group_bits": self.node.group_bits}, tensors, infos)
 
-    async def _download_state(self) -> State | None:
-        state = await super()._download_state()
+    async def _download_state(self, skip: Collection[PeerID] = ()) -> State | None:
+        state = await super()._download_state(skip)
         if state is not None:
             try:
                 await run_in_worker(self.set_buffers, state.tensors)
@@ -317,7 +318,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """What has begun to be put in place is put in place, even if the step is cancelled or out of time meanwhile."""
+    """Run work to its end, even if the step is cancelled or times out: results must not be half written."""
     task = asyncio.ensure_future(work)
     while not task.done():
         try:
@@ -331,20 +332,20 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
 class PowerSGDGradientAverager(LowRankAverager):
     """Averages gradients by PowerSGD (Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
 
-    Each large tensor of (rows, columns) costs rank · (rows + columns) values instead of rows · columns. What the
-    approximation leaves out of a peer's gradients stays with this peer and is added to its next ones (error feedback),
-    weighted by the samples from which it came. This memory is this peer's own: it is lost when the peer leaves.
+    Each large tensor of (rows, columns) costs rank · (rows + columns) values instead of rows · columns. The part of a
+    peer's gradients that the approximation leaves out stays with this peer and is added to its next gradients (error
+    feedback), weighted by the samples that it came from. This memory is lost when the peer leaves.
 
     Args:
-        parameters: whose gradients are averaged.
-        averager_rank: 1 to 4 is usual; more costs more bytes and is more exact. The same in all peers.
-        dht: how averagers find each other.
+        parameters: their gradients are averaged.
+        averager_rank: usually 1 to 4; a higher rank costs more bytes and is more exact. The same in all peers.
+        dht: lets averagers find each other.
         prefix: name of the run.
-        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; never zero gradients then.
+        reuse_grad_buffers: accumulate in ``parameter.grad`` itself; then never zero gradients.
         accumulate_grads_on: device of the accumulators.
         client_mode: only connect to others; default: as the DHT.
-        warn: tell when results are not used, or accumulators are not reset.
-        min_compression_ratio: tensors of which less than this share would be saved are averaged as they are. The same
+        warn: warn when results are not used, or accumulators are not reset.
+        min_compression_ratio: a tensor is averaged as it is if compression would save less than this share. The same
             in all peers.
         averaged_grads: CPU tensors that receive the averages; default: new ones.
         averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
@@ -352,7 +353,7 @@ class PowerSGDGradientAverager(LowRankAverager):
 
     method = "PowerSGD"
 
-    # For each compressed tensor: what was left out so far, summed over samples; ``None`` = nothing.
+    # For each compressed tensor, the part left out so far, summed over samples; ``None`` = nothing.
     _errors: list[torch.Tensor] | None = None
 
     def _difference(self, position: int, gradient: torch.Tensor, state: LowRankState, weight: float) -> torch.Tensor:
@@ -364,7 +365,7 @@ class PowerSGDGradientAverager(LowRankAverager):
     def _project(self, work: LowRankRound) -> None:
         super()._project(work)
         for difference, left, right in zip(work.differences, work.left, work.right, strict=True):
-            difference.addmm_(left, right.t(), alpha=-1)  # what is left out
+            difference.addmm_(left, right.t(), alpha=-1)  # D becomes the part that is left out
 
     def _results(self, work: LowRankRound) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
         return [without_overflow(left @ right.t()) for left, right in zip(work.left, work.right, strict=True)], ()

@@ -1,4 +1,4 @@
-"""Processes that are one peer together: what they tell each other, through a group of ``torch.distributed``."""
+"""The processes of one peer, and the messages between them through a group of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from shoal.errors import ProcessGroupError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# What a process that has failed says about it, at most.
+# Most bytes of the error message of a process that has failed.
 REASON_BYTES = 1000
-# Tensors travel in batches of about this size: one by one, small ones would be slow.
+# Tensors travel in buckets of about this size, because small ones would be slow one by one.
 BUCKET_BYTES = 64 * 2**20
 
 
 class Command(enum.IntEnum):
-    """What the first process wants from the others."""
+    """Commands of the first process to the others."""
 
     GIVE_GRADIENTS = enum.auto()
     CARRY_ON = enum.auto()
-    """With the next batch."""
+    """Continue with the next batch."""
     GIVE_UP = enum.auto()
-    """A process has failed, and says now why."""
+    """A process has failed; its error message follows."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """The first process' word to the others. Numbers only: they travel as one small tensor."""
+    """A message of the first process to the others. It holds only numbers, so it can travel as one small tensor."""
 
     command: int
     unit: int = 1
-    """Gradients are wanted in units of a mean over so many samples."""
+    """Gradients must be given in units of a mean over this many samples."""
     forgets_gradients: bool = False
     sends_parameters: bool = False
     epoch: int = 0
-    """Global steps that this peer has made."""
+    """Number of global steps that this peer has made."""
     global_epoch: int = 0
     num_peers: int = 1
     samples_per_second: float = 0.0
     culprit: int = 0
-    """Rank of the process that has failed."""
+    """Rank of the process that has failed, with ``GIVE_UP``."""
 
 
 class Processes:
     """The processes of this peer. The first one decides, the others wait for its word.
 
     Args:
-        group: all of them; default: every process of ``torch.distributed``.
-        device: where the model is.
+        group: their process group; default: all processes of ``torch.distributed``.
+        device: device of the model.
 
     Raises:
         ValueError: there is no process group.
@@ -70,8 +70,8 @@ class Processes:
         self._members, self._first = members, members[0]
         by_gloo = dist.get_backend(self._group) == "gloo"
         self._device = torch.device("cpu") if by_gloo else device
-        # gloo notices at once when a process dies, and does not make the GPU wait
-        # local: other groups may make theirs at the same time, and would meet these processes under the same name
+        # gloo notices at once when a process dies, and does not make the GPU wait.
+        # Synchronized locally, because other groups may be made at the same time, under the same name otherwise.
         self._control: Any = (
             self._group if by_gloo else dist.new_group(members, backend="gloo", use_local_synchronization=True)
         )
@@ -93,14 +93,15 @@ class Processes:
     # --- words --------------------------------------------------------------------------------------------------------
 
     def add_up(self, number: int, error: Exception | None = None) -> int:
-        """The sum of the numbers of all processes. Only the first one gets to know it.
+        """Sum the numbers of all processes. Only the first process gets the sum; the others get their own number.
 
         Args:
-            error: this process has failed; the others learn of it. Of those that are not the first, :meth:`hear` does.
+            error: the error of this process, if it has failed; the others learn of it.
 
         Raises:
-            ProcessGroupError: in the first one, if another one has failed.
-            Exception: the error of the first one itself.
+            ProcessGroupError: another process has failed; raised in the first process. In the others :meth:`hear`
+                raises it.
+            Exception: the first process' own error; raised there.
         """
         total = torch.zeros(1 + self.size, dtype=torch.int64, device="cpu")
         total[0], total[1 + self.rank] = number, int(error is not None)
@@ -122,18 +123,18 @@ class Processes:
         return bool((least[: len(numbers)] == -least[len(numbers) :]).all())
 
     def tell(self, word: Word) -> None:
-        """Of the first process, to all others."""
+        """Send a word from the first process to all others."""
         self._broadcast(torch.tensor([float(value) for value in astuple(word)], dtype=torch.float64, device="cpu"))
 
     def give_up(self, culprit: int, error: BaseException | None) -> BaseException:
-        """Of the first process: all others shall know that a process has failed, and why.
+        """Called in the first process: tell all others that a process has failed, and why.
 
         Args:
-            culprit: its rank.
-            error: of this process, if it has failed.
+            culprit: rank of the process that has failed.
+            error: the error of this process, if it has failed.
 
         Returns:
-            What to raise.
+            The error to raise.
         """
         self.tell(Word(Command.GIVE_UP, culprit=culprit))
         return self._learn_reason(culprit, error)
@@ -154,11 +155,11 @@ class Processes:
         """Wait for the first process' word.
 
         Args:
-            error: this process has failed, and the first one has been told so.
+            error: the error of this process if it has failed; the first process has been told so.
 
         Raises:
             ProcessGroupError: another process has failed, or the first one has ended.
-            Exception: ``error``.
+            Exception: ``error``, if it is given.
         """
         numbers = torch.zeros(len(astuple(Word(0))), dtype=torch.float64, device="cpu")
         self._broadcast(numbers)
@@ -177,7 +178,7 @@ class Processes:
 
     @torch.no_grad()
     def sum_at_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add the tensors of all processes up, in place, in the first process. In the others they become undefined."""
+        """Sum the tensors of all processes, in place in the first process; those of the others become undefined."""
         for bucket, flat in self._buckets(tensors):
             with self._failing_clearly():
                 dist.reduce(flat, self._first, group=self._group)
@@ -185,7 +186,7 @@ class Processes:
 
     @torch.no_grad()
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give the tensors in all processes the values that they have in the first one."""
+        """Copy the tensors' values from the first process to all others."""
         for bucket, flat in self._buckets(tensors):
             with self._failing_clearly():
                 dist.broadcast(flat, self._first, group=self._group)
@@ -193,11 +194,12 @@ class Processes:
                 _scatter(flat, bucket)
 
     def _buckets(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        """Tensors of one type that travel together, and a copy of their values, where the group can reach it."""
+        """Buckets of tensors of one type, each with a flat copy of their values on a device that the group can use."""
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             left = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
             while left:
-                bucket, size = [left.pop(0)], 0
+                bucket = [left.pop(0)]
+                size = bucket[0].nbytes
                 while left and (size := size + left[0].nbytes) <= BUCKET_BYTES:
                     bucket.append(left.pop(0))
                 yield bucket, torch.cat([tensor.to(self._device).reshape(-1) for tensor in bucket])

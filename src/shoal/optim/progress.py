@@ -1,4 +1,10 @@
-"""Progress of one peer and of the swarm: how fast it is, the records, and what follows from them: pure functions."""
+"""Progress of one peer and of the swarm: records, the estimate of a peer's speed, and what follows from them.
+
+Each peer tells the others its epoch, the samples it has accumulated, and how many it makes in a second. Everybody
+extrapolates these records to the present. The epoch ends when the sum over all peers reaches the target batch size.
+Everything that follows from records is computed by pure functions here. :mod:`shoal.optim.progress_board` holds what a
+peer knows of the others at run time.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +14,27 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
 
+from shoal.dht.spread import Depth
 from shoal.optim.epochs import takes_part
 from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
+from shoal.p2p import PeerID
+from shoal.p2p.identity import Identity, verify_signature
 from shoal.p2p.transport import Count, Moment, PeerIDBytes
 
 
 class PerformanceEMA:
-    """Running estimate of samples per second.
+    """Running estimate of samples per second: an exponential moving average of the seconds per sample.
+
+    Its bias towards the start at zero is corrected as in Adam (Kingma & Ba, 2015, arXiv:1412.6980).
 
     Args:
         alpha: weight of the newest measurement, from 0 to 1.
-        eps: smallest time per sample that is believed, in seconds.
+        eps: lower bound of the time per sample, in seconds.
         paused: begin with the clock stopped.
         clock: source of time in seconds.
     """
@@ -33,7 +44,7 @@ class PerformanceEMA:
     ) -> None:
         self.alpha, self.eps, self.num_updates = alpha, eps, 0
         self.ema_seconds_per_sample = 0.0
-        """The average without correction for its start at zero."""
+        """The average before it is corrected for its start at zero."""
         self.samples_per_second = eps
         self.paused = paused
         self._clock = clock if clock is not None else time.perf_counter
@@ -41,7 +52,7 @@ class PerformanceEMA:
         self._lock = threading.Lock()
 
     def update(self, task_size: float, interval: float | None = None) -> float:
-        """Take note that some samples have been processed.
+        """Count samples that have been processed.
 
         Args:
             task_size: how many samples.
@@ -87,7 +98,7 @@ class PerformanceEMA:
 
     @contextmanager
     def update_threadsafe(self, task_size: float) -> Iterator[None]:
-        """Measure a task that may run at the same time as others: what they do together counts once."""
+        """Measure a task that may run in several threads at once: time that tasks share is counted once."""
         start = self._clock()
         yield
         with self._lock:
@@ -101,26 +112,26 @@ class PerformanceEMA:
 Speed = Annotated[float, msgspec.Meta(ge=0.0, le=1e21)]
 
 MAX_ADDRESSES = 8
-# How many peers are called directly; in larger swarms the others learn from the DHT.
+# How many peers are called directly: calls to all peers of a large swarm would cost too much. The rest read the DHT.
 MAX_CALLED = 64
-# How many of the nodes that hold the records are asked for them in passing.
+# How many of the DHT nodes that hold the records are asked in a regular reading.
 HOLDERS_READ = 2
 
-# As it stands in the DHT: owner tag, numbers, addresses and two signatures.
+# Size of a record in the DHT: owner tag, numbers, addresses and two signatures.
 _BYTES_OF_RECORD = 450
-# What either side sends on average when one tells the other its progress and hears the other's.
+# What each side of a call sends on average.
 _BYTES_OF_CALL = 64
-# For each doubling of the number of peers: what readings of the records, and calls, may cost in the long run.
+# What readings, and calls, may cost in the long run; the budget grows by this with each doubling of the swarm.
 _BYTES_PER_SECOND = 100.0
-# Others are told anew when what they believe of a peer is off by this share of what it contributes to an epoch.
+# A peer tells its progress again when the others' estimate of it is off by this share of its part of an epoch.
 _TOLERANCE = 0.05
 
-# Samples per second: nothing is divided by 0 where the swarm stands still.
+# Samples per second, so that nothing is divided by 0 where the swarm stands still.
 _NO_SPEED = 1e-20
 
 
 def count_of_samples(option: str, number: object) -> int:
-    """A number of samples that a user gave.
+    """Check a number of samples that the user gave as an option, and return it as an int.
 
     Raises:
         TypeError: it is not a whole number.
@@ -136,13 +147,13 @@ def count_of_samples(option: str, number: object) -> int:
 
 
 class LocalTrainingProgress(msgspec.Struct, frozen=True):
-    """How far one peer is, as it says itself."""
+    """How far one peer is, by its own account."""
 
     peer_id: PeerIDBytes
     epoch: Count
     """How many global steps it has made."""
     samples_accumulated: Count
-    """Samples whose gradients it has in store for the next global step."""
+    """Samples that it has processed for the next global step."""
     samples_per_second: Speed
     time: Moment
     """DHT time of the record."""
@@ -152,23 +163,44 @@ class LocalTrainingProgress(msgspec.Struct, frozen=True):
         """Plain values, for the DHT."""
         return msgspec.structs.asdict(self)
 
+    def at_most(self, samples: float, samples_per_second: float) -> LocalTrainingProgress:
+        """A copy of this record whose claims are cut to these limits."""
+        if self.samples_accumulated <= samples and self.samples_per_second <= samples_per_second:
+            return self
+        return msgspec.structs.replace(
+            self,
+            samples_accumulated=int(min(self.samples_accumulated, samples)),
+            samples_per_second=min(self.samples_per_second, samples_per_second),
+        )
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """The rounds behind the peer's parameters, if the record tells them."""
+        return None
+
 
 class ProgressRecord(LocalTrainingProgress, frozen=True):
-    """What a peer writes into the DHT."""
+    """A peer's progress as it stands in the DHT."""
 
     addresses: Annotated[list[str], msgspec.Meta(max_length=MAX_ADDRESSES)] = []
-    """Where it can be called; empty for a client."""
+    """Where others can call it; empty for a client."""
     endorsement: bytes = b""
-    """The peer's signature, which says that the subkey of this record is its own."""
+    """The peer's signature of the subkey under which this record stands: the subkey is its own."""
     rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] = b""
     """The rounds behind its parameters, see :class:`~shoal.optim.lineage.Lineage`; empty if it has none."""
+    depth: Depth = 0
+    """Depth of the keys among which its peer spreads its records, see :mod:`shoal.dht.spread`."""
+
+    @property
+    def lineage(self) -> Lineage:
+        return Lineage.unpack(self.rounds)
 
 
 def parse_record(value: object) -> ProgressRecord:
-    """Check the form of a record that came from another peer.
+    """Decode and check a record that came from another peer.
 
     Raises:
-        ValueError: it is not one, or its numbers are impossible.
+        ValueError: it has another form, or its numbers are impossible.
     """
     try:
         record = msgspec.convert(value, ProgressRecord, strict=True, builtin_types=(bytes,))
@@ -178,6 +210,23 @@ def parse_record(value: object) -> ProgressRecord:
     return record
 
 
+# Part of what is signed, so that the signature is worth nothing in any other place.
+_PURPOSE = b"shoal progress owner 1"
+
+
+def endorse(identity: Identity, owner_tag: bytes) -> bytes:
+    """Sign that the records under this owner tag belong to this peer."""
+    return identity.sign(_PURPOSE + owner_tag)
+
+
+def is_endorsed(record: ProgressRecord, owner_tag: object) -> bool:
+    """Whether the peer named in a record has signed that this owner tag is its own."""
+    public_key = PeerID(record.peer_id).public_key
+    if public_key is None or not isinstance(owner_tag, bytes):
+        return False
+    return verify_signature(public_key, record.endorsement, _PURPOSE + owner_tag)
+
+
 @dataclass(frozen=True)
 class GlobalTrainingProgress:
     """How far the swarm is, as this peer sees it."""
@@ -185,70 +234,72 @@ class GlobalTrainingProgress:
     epoch: int
     """The largest epoch of any peer that others can reach."""
     samples_accumulated: int
-    """Samples that peers at this epoch have reported."""
+    """The sum of what peers at this epoch have reported."""
     target_batch_size: int
     num_peers: int
     """Peers with a valid record that can be reached, this one included once it has published its own."""
     num_clients: int
     """How many of them are in client mode."""
     eta_next_epoch: float
-    """DHT time at which the target will be reached, by extrapolation; infinite if nobody makes progress."""
+    """DHT time at which the target will be reached, by extrapolation; in the far future if nobody makes progress."""
     next_fetch_time: float
     """DHT time at which the records will be read again."""
 
 
 @dataclass(frozen=True)
 class RefreshPolicy:
-    """How often the records are read."""
+    """How often a peer reads the records of the others. All periods are seconds."""
 
     min_period: float = 0.5
     max_period: float = 10.0
     default_period: float = 3.0
-    """While there are no records."""
+    """The period while there are no records."""
     expected_drift_peers: float = 3.0
-    """How many peers may join or leave unseen in an epoch."""
+    """How many peers may join or leave unnoticed in an epoch."""
     expected_drift_rate: float = 0.2
-    """Which share of the peers may."""
+    """The same as a share of all peers; the larger one of both counts."""
 
-    def reading_period(self, num_others: int, reaches_others: bool) -> float:
+    def reading_period(self, num_others: int, reaches_others: bool, is_moving: bool = False) -> float:
         """Least seconds between two readings of the records in the DHT.
 
-        Each brings the records of all peers, and somebody has to send them: the more there are, the longer the pause.
+        A reading transfers the records of all peers, so the pause grows with their number.
 
         Args:
-            num_others: how many records there are.
+            num_others: how many records a reading brings.
             reaches_others: some of them can be called, which is cheaper and tells the latest news.
+            is_moving: this reading has led to other keys, and the others have yet to get there, too.
         """
         cost = HOLDERS_READ * _BYTES_OF_RECORD * num_others
         least = 2 * self.max_period if reaches_others else self.default_period
-        return max(least, _affordable(cost, num_others))
+        return least if is_moving else max(least, _affordable(cost, num_others))
 
     def calling_period(self, num_called: int) -> float:
-        """Least seconds between two rounds of calls to so many peers."""
+        """The least time between two rounds of calls to this many peers, in seconds."""
         return max(self.min_period, _affordable(_BYTES_OF_CALL * num_called, num_called))
 
     def next_fetch_time(self, now: float, eta: float, num_peers: int) -> float:
-        """When to read the records again: the nearer the end of the epoch, the sooner."""
+        """DHT time of the next reading: the nearer the end of the epoch, the sooner."""
         if num_peers == 0:
             return now + self.default_period
+        # With so many peers the epoch would end earlier: look again before it could be over.
         surprised = max(num_peers + self.expected_drift_peers, num_peers * (1 + self.expected_drift_rate))
         period = (eta - now) * num_peers / surprised
         return now + min(max(period, self.min_period), self.max_period)
 
 
 def _affordable(cost: float, num_peers: int) -> float:
-    """Seconds after which so many bytes may be spent again, where twice as many peers may talk only a bit more."""
+    """After how many seconds this many bytes may be spent again. The budget grows with the logarithm of the swarm."""
     return cost / (_BYTES_PER_SECOND * math.log2(2 + num_peers))
 
 
 def estimate_is_off(told: LocalTrainingProgress, own: LocalTrainingProgress, share: float, batch_size: int) -> bool:
-    """Whether those who extrapolate what a peer has told them are wrong about it.
+    """Whether others that extrapolate a peer's last record are wrong about it by now.
 
     Args:
-        told: what they have been told.
-        own: how it is.
-        share: samples of an epoch that come from this peer.
-        batch_size: progress goes in steps of this size, which others cannot foresee.
+        told: the record that they have.
+        own: the peer's progress now.
+        share: how many samples of an epoch come from this peer.
+        batch_size: its progress goes in steps of this size, which others cannot foresee.
     """
     if told.epoch != own.epoch:
         return True
@@ -266,6 +317,7 @@ def summarize(
     next_fetch_time: float,
     stopped: Collection[bytes] = (),
     is_sketchy: bool = False,
+    num_others: float | None = None,
 ) -> GlobalTrainingProgress:
     """Progress of the swarm from the records of its peers.
 
@@ -273,25 +325,36 @@ def summarize(
         own: this peer's progress.
         others: valid records of other peers.
         published: others know of this peer.
-        stopped: peers that cannot be reached: what they have accumulated will not come.
-        is_sketchy: there are too many peers to hear of everybody in each epoch: those of whom nothing was heard are
-            believed to be as far as the others, by their speed.
+        target_batch_size: samples of all peers together that make an epoch.
+        now: DHT time.
+        next_fetch_time: passed on as it is.
+        stopped: peers that cannot be reached; what they have accumulated is lost.
+        is_sketchy: there are too many peers to hear of all of them in each epoch. Those whose last record is from an
+            earlier epoch are then assumed to be as far as the rest, in proportion to their speed.
+        num_others: estimated number of other peers, if ``others`` is only a sample of them.
     """
-    moving = [own, *(record for record in others if record.peer_id not in stopped)]
-    epoch = max([own.epoch, *(record.epoch for record in moving[1:] if not record.client_mode)])
+    moving = [record for record in others if record.peer_id not in stopped]
+    epoch = max([own.epoch, *(record.epoch for record in moving if not record.client_mode)])
     present = [record for record in moving if record.epoch == epoch]
-    samples = sum(record.samples_accumulated for record in present)
-    estimate = samples + sum(max(0.0, now - record.time) * record.samples_per_second for record in present)
-    speed = sum(record.samples_per_second for record in moving) + _NO_SPEED
-    present_speed = sum(record.samples_per_second for record in present)
+    # If only a sample is known, each of its peers stands for this many.
+    factor = 1.0 if num_others is None else max(1.0, num_others / max(1, len(moving)))
+    samples: float = sum(record.samples_accumulated for record in present)
+    ahead = sum(max(0.0, now - record.time) * record.samples_per_second for record in present)
+    present_speed = factor * sum(record.samples_per_second for record in present)
+    speed = factor * sum(record.samples_per_second for record in moving) + own.samples_per_second + _NO_SPEED
+    samples, estimate = factor * samples, factor * (samples + ahead)
+    if own.epoch == epoch:
+        samples += own.samples_accumulated
+        estimate += own.samples_accumulated + max(0.0, now - own.time) * own.samples_per_second
+        present_speed += own.samples_per_second
     if is_sketchy and present_speed > 0:
-        samples, estimate = round(samples * speed / present_speed), estimate * speed / present_speed
+        samples, estimate = samples * speed / present_speed, estimate * speed / present_speed
     return GlobalTrainingProgress(
         epoch=epoch,
-        samples_accumulated=samples,
+        samples_accumulated=round(samples),
         target_batch_size=target_batch_size,
-        num_peers=len(moving) - 1 + published,
-        num_clients=sum(record.client_mode for record in moving[1:]) + (published and own.client_mode),
+        num_peers=round(factor * len(moving)) + published,
+        num_clients=round(factor * sum(record.client_mode for record in moving)) + (published and own.client_mode),
         eta_next_epoch=now + max(0.0, target_batch_size - estimate) / speed,
         next_fetch_time=next_fetch_time,
     )
@@ -299,29 +362,34 @@ def summarize(
 
 @dataclass
 class Companion:
-    """What this peer knows about another one beyond its record."""
+    """What this peer knows about another one: its record, and the signs of life behind it."""
 
     record: LocalTrainingProgress
     expiration: float
-    """DHT time after which the record is worth nothing."""
+    """DHT time after which the record no longer counts."""
     end: float | None = None
-    """It has declared its epoch over and is on its way to the next one: others may go on until this DHT time."""
+    """It has declared its epoch over and is ready for the next one; others may go on until this DHT time."""
     heard_at: float = field(default=-math.inf)
     """DHT time of its last direct sign of life."""
     called_at: float = field(default=-math.inf)
-    """DHT time of this peer's last call to it."""
+    """DHT time at which this peer last called it."""
     unreachable_since: float | None = None
-    """DHT time of the first failed call since the last sign of life."""
+    """DHT time of the first failed call since its last sign of life; ``None`` if it can be reached."""
     kept_until: float = field(default=-math.inf)
-    """DHT time until which the record counts in any case, because nobody looks for a newer one before."""
+    """DHT time until which the record counts even if it has expired, because the next reading is only then."""
     lineage: Lineage = field(default_factory=Lineage)
-    """The rounds behind its parameters, as it told last."""
+    """The rounds behind its parameters, as it told them last."""
     lineage_time: float = -math.inf
-    """DHT time of the record in which it did."""
+    """DHT time of the record that told them."""
 
     def is_valid(self, now: float) -> bool:
         """Whether the record still counts."""
         return max(self.expiration, self.kept_until) >= now
+
+    def as_at_the_beginning(self, epoch: int, began_at: float) -> Companion:
+        """This peer as it was at the beginning of an epoch that it has ended by now; its speed stands for the rest."""
+        record = msgspec.structs.replace(self.record, epoch=epoch, samples_accumulated=0, time=began_at)
+        return replace(self, record=record)
 
     def is_reachable(self, now: float) -> bool:
         """Whether it is still there, as far as this peer knows."""
@@ -331,16 +399,20 @@ class Companion:
 def expected_members(
     epoch: int, until_epoch: int, companions: Mapping[bytes, Companion], last_members: Collection[bytes], now: float
 ) -> set[bytes]:
-    """Other peers that will take part in the round which ends ``epoch``, as far as this one can know.
+    """Other peers that will take part in the round that ends ``epoch``, as far as this one can know.
 
-    These are the peers that are known to be at this epoch, and those that were in the last round and may still be
-    finishing it. A peer that died is left out as soon as it cannot be reached, and at the latest after one round,
-    because nothing of it is heard at the next epoch. To expect too many costs a wait until the scheduled time; to
-    expect too few would leave peers behind, so in doubt a peer is expected.
+    These are the peers known to be at this epoch, and those that were in the last round and may still be finishing it.
+    A dead peer is left out as soon as it cannot be reached, and at the latest after one round, because it does not
+    announce the next epoch. To expect too many peers costs a wait until the scheduled time; to expect too few leaves
+    peers behind. So in doubt a peer is expected.
 
     Args:
-        until_epoch: whoever is beyond this epoch has finished the round, see
+        epoch: this peer's epoch.
+        until_epoch: a peer beyond this epoch has finished the round, see
             :func:`~shoal.optim.epochs.last_epoch_in_first_round`.
+        companions: all other peers.
+        last_members: the other members of the last round.
+        now: DHT time.
     """
     expected = set()
     for peer, companion in companions.items():

@@ -1,7 +1,5 @@
-"""What one peer knows about everybody's progress, shared between its training thread and its event loop.
-
-The lock is held for a look or a change, never while waiting for anything.
-"""
+"""What one peer knows about the progress of all peers. Its training thread and its event loop share it under a lock,
+which is held only to read or change something, never while waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from shoal.optim.progress import (
     GlobalTrainingProgress,
     LocalTrainingProgress,
     PerformanceEMA,
-    ProgressRecord,
     RefreshPolicy,
     estimate_is_off,
     expected_members,
@@ -28,23 +25,23 @@ from shoal.optim.progress import (
 )
 from shoal.optim.sides import Kinship, Verdict
 
-# After so long a connection is used at the next occasion, which comes in ten seconds; it is closed after thirty.
+# A connection idle for this long is used at the next refresh, within ten seconds: after thirty it would be closed.
 SECONDS_BETWEEN_USES = 15.0
-# Peers whose goodbye is remembered: until they come back, or so many others have left.
+# How many goodbyes are remembered, so that late records of peers that have left do not bring them back.
 MAX_DEPARTED = 1024
 
 
 class ProgressBoard:
-    """Own progress, other peers' records and the signs of life behind them.
+    """This peer's progress, the records of other peers, and the signs of life behind them.
 
     Args:
-        peer_id: this peer.
-        client_mode: others cannot call it.
-        target_batch_size: samples that make an epoch.
+        peer_id: id of this peer.
+        client_mode: whether others cannot call it.
+        target_batch_size: samples of all peers together that make an epoch.
         refresh: how often the swarm's records are read.
         performance_ema: measures this peer's speed.
-        now: DHT time.
-        host_of: peers for which this is the same have one vote together about the epoch of the run.
+        now: DHT time, in seconds, as in all methods.
+        host_of: the host of a peer. All peers of one host have one vote together about the epoch of the run.
     """
 
     def __init__(
@@ -58,29 +55,31 @@ class ProgressBoard:
         host_of: Callable[[bytes], Hashable] = bytes,
     ) -> None:
         self._lock = threading.Lock()
-        self._target_batch_size = target_batch_size
-        self._refresh = refresh
+        self._target_batch_size, self._refresh = target_batch_size, refresh
         self.performance_ema = performance_ema
         self.own = LocalTrainingProgress(peer_id, 0, 0, 0.0, now, client_mode)
         """This peer's progress."""
         self.published = False
-        """Others can find this peer's record."""
+        """Whether others can find this peer's record."""
         self.introduced = False
-        """Everybody that can be called has been told that this peer takes part."""
+        """Whether all peers that can be called have been told that this one takes part."""
         self.epoch_when_introduced = 0
-        """Of the swarm, when everybody had been told."""
+        """The swarm's epoch at that moment."""
+        self.num_others: float | None = None
+        """The estimated number of other peers; ``None`` if this peer knows all of them, not only a sample."""
         self.on_change: list[Callable[[], object]] = []
-        """Called, without the lock, after anything has changed that others may wait for."""
-        self.kinship = Kinship(peer_id)
-        """Knows who trains another model than this peer: such peers are not counted."""
+        """The watchers. They are called, without the lock, after a change that somebody may wait for."""
+        self.tell_change: Callable[[], object] = self.call_watchers
+        """Called after news from others. It calls the watchers, at once or a little later for several news together."""
+        self.kinship = Kinship(peer_id, host_of)
+        """Knows which peers train another model than this one; those are not counted."""
         self.evidence = Evidence(peer_id, host_of, now)
-        """Compares what others claim with what they have done."""
+        """Limits what others claim by what they have done."""
         self._companions: dict[bytes, Companion] = {}
-        # Peers that have said goodbye, with the DHT times of the last records that count no more.
+        # Peers that have said goodbye, and up to which DHT time their records no longer count.
         self._departed: dict[bytes, float] = {}
         self._last_members: frozenset[bytes] = frozenset()
-        self._contributed = False
-        self._batch_size = 0
+        self._contributed, self._batch_size = False, 0
         self._declared_end: float | None = None
         self._next_reading = self._planned_at = now
         self._global = GlobalTrainingProgress(0, 0, target_batch_size, 0, 0, math.inf, now)
@@ -94,15 +93,15 @@ class ProgressBoard:
 
     @property
     def next_fetch_time(self) -> float:
-        """DHT time at which the others' progress is to be found out again."""
+        """DHT time of the next refresh of the others' progress."""
         return self._global.next_fetch_time
 
     def wants_reading(self, now: float) -> bool:
-        """Whether the records in the DHT are to be read; otherwise it is enough to call others."""
+        """Whether the next refresh should read the records in the DHT; otherwise calls to others are enough."""
         return now >= self._next_reading
 
     def plan_refresh(self, now: float) -> None:
-        """The others' progress has just been found out: decide when to do so again."""
+        """The others' progress was just refreshed: plan the next time."""
         with self._lock:
             self._plan_refresh(now)
 
@@ -114,32 +113,32 @@ class ProgressBoard:
         self._global = replace(progress, next_fetch_time=max(due, earliest))
 
     def wants_publishing(self, now: float) -> bool:
-        """Whether others should know of this peer: it has samples to give and is not far behind."""
+        """Whether others should learn of this peer: it has made samples and is at most an epoch behind."""
         with self._lock:
             return self._contributed and self.own.epoch >= self._summarize(now).epoch - 1
 
     @property
     def relies_on_records(self) -> bool:
-        """Some peers learn from this peer's record in the DHT alone how far it is."""
+        """Whether some peers learn this peer's progress only from its record in the DHT, because nobody calls them."""
         return self.own.client_mode or len(self._companions) > MAX_CALLED
 
     def is_misjudged(self, told: LocalTrainingProgress) -> bool:
-        """Whether those who have been told this about this peer, and nothing since, are wrong by now."""
+        """Whether peers that have this record of this peer, and nothing newer, are wrong about it by now."""
         with self._lock:
             share = self._target_batch_size / max(1, self._global.num_peers)
             return estimate_is_off(told, self.own, share, self._batch_size)
 
     def calling_period(self) -> float:
-        """Least seconds between two rounds of calls to everybody, unless there is news for which others wait."""
+        """The least time between two rounds of calls, in seconds. News that others wait for goes out at once."""
         with self._lock:
             return self._refresh.calling_period(min(MAX_CALLED, len(self._callable())))
 
     # --- the end of the epoch -----------------------------------------------------------------------------------------
 
     def end_of_epoch(self, now: float) -> float:
-        """DHT time of the next global step, by count, by extrapolation, or because another peer says so.
+        """DHT time of the next global step, by count, by extrapolation, or because other peers say so.
 
-        Never in the past: what is overdue is due now.
+        If it is overdue, this is now.
         """
         with self._lock:
             kin = self._kin(now)
@@ -152,29 +151,29 @@ class ProgressBoard:
     def epoch_is_over(self, now: float) -> bool:
         """Whether it is time for the next global step."""
         if self._contributed and not self.introduced:
-            return False  # others would not wait for a peer that they do not know
+            return False  # others do not wait for a peer that they do not know: it would come alone
         if self.end_of_epoch(now) > now:
             return False
         return bool(self.expected_members(now)) or self._is_known_to_be_over(now)
 
     def _is_known_to_be_over(self, now: float) -> bool:
-        """Not by extrapolation: a peer alone, which stands still for a moment, has no more samples for that."""
+        """Whether it is time by count. Alone, extrapolation says nothing: this peer may just have paused."""
         progress = self.global_progress(now)
         return progress.epoch > self.own.epoch or progress.samples_accumulated >= progress.target_batch_size
 
     def should_stop(self, now: float, patience: float) -> bool:
         """Whether this peer should make the global step rather than begin another batch.
 
-        Each peer stops after the batch whose end is the nearest to the end of the epoch. Otherwise one that is done a
-        moment too early would begin another batch, and all others would have to wait for it.
+        Each peer stops after the batch that ends closest to the end of the epoch. Otherwise a peer that is ready a
+        moment early would begin another batch, and all others would wait for it.
 
         Args:
-            patience: most seconds to wait for the end.
+            patience: the longest time to wait for the end of the epoch, in seconds.
         """
         if self.epoch_is_over(now):
             return True
         if not self.introduced or not self.expected_members(now):
-            # Alone there is nobody to wait for: not a sample need be missing.
+            # Alone nobody waits for this peer: it can make the batch complete to the last sample.
             return False
         return self.end_of_epoch(now) - now < self._longest_wait(patience)
 
@@ -183,16 +182,16 @@ class ProgressBoard:
 
     @property
     def batch_time(self) -> float:
-        """Seconds that a batch as large as this peer's latest one takes on average; 0 before the first one."""
+        """Average time of a batch as large as this peer's latest one, in seconds; 0 before the first one."""
         return self._batch_size * self.performance_ema.seconds_per_sample
 
     @property
     def updating(self) -> bool:
-        """This peer has declared its epoch over and has not finished the transition."""
+        """Whether this peer has declared its epoch over and has not reached the next one yet."""
         return self._declared_end is not None
 
     def seconds_to_end(self, now: float) -> float:
-        """While :attr:`updating`: seconds for which others may still go on in this epoch."""
+        """While :attr:`updating`: for how many seconds others may still go on in this epoch."""
         end = self._declared_end
         return 0.0 if end is None else max(0.0, end - now)
 
@@ -202,18 +201,18 @@ class ProgressBoard:
         """Other peers that will take part in the round at the end of this peer's epoch.
 
         Args:
-            until_epoch: whoever is beyond this epoch has moved on; default: this peer's epoch.
+            until_epoch: a peer beyond this epoch has finished the round; default: this peer's epoch.
         """
         with self._lock:
             if self.own.peer_id in self._settled(now).losers:
-                # It is about to take over another state, and nobody waits for it meanwhile.
+                # This peer is about to take over another state, and the others do not count it meanwhile.
                 return set()
             last = self.own.epoch if until_epoch is None else until_epoch
             expected = expected_members(self.own.epoch, last, self._kin(now), self._last_members, now)
             return self.evidence.whom_to_wait_for(expected, now)
 
     def still_expected(self, now: float, last_epochs: Mapping[bytes, int]) -> set[bytes]:
-        """Those of several peers that have not left, and are not beyond the epoch given for each."""
+        """Those of several peers that have not left and are not beyond the epoch given for each of them."""
         with self._lock:
             strangers = self._settled(now).losers
             if self.own.peer_id in strangers:
@@ -228,7 +227,7 @@ class ProgressBoard:
         return companion.unreachable_since is not None or companion.record.epoch > until_epoch
 
     def time_of_record(self, peer: bytes) -> float | None:
-        """When a peer has last said something about its progress, in DHT time."""
+        """DHT time of a peer's latest record; ``None`` if this peer has none."""
         companion = self._companions.get(peer)
         return None if companion is None else companion.record.time
 
@@ -239,10 +238,10 @@ class ProgressBoard:
             return [companion.record for companion in self._callable()]
 
     def companions_to_ask(self, now: float) -> list[LocalTrainingProgress]:
-        """Records of the peers that can be called and of which nothing was heard lately.
+        """Records of the peers that can be called and were not heard of lately.
 
-        Those to which the connection would soon be closed because it is not used are also called: at the end of the
-        epoch a new one would cost time, and more bytes than many calls.
+        A peer whose idle connection would soon be closed is called, too: a new connection costs more bytes than many
+        calls, and at the end of the epoch it costs time.
         """
         with self._lock:
             self._drop_expired(now)
@@ -255,23 +254,22 @@ class ProgressBoard:
             ]
 
     def companions_to_try_again(self, now: float) -> list[LocalTrainingProgress]:
-        """Records of the peers that could not be called, which may have been an outage that is over."""
+        """Records of the peers that could not be called a while ago: the outage may be over."""
         with self._lock:
             too_early = now - self._refresh.max_period
             return [c.record for c in self._callable() if c.unreachable_since is not None and c.called_at < too_early]
 
     def note_call(self, peer: bytes, now: float) -> None:
-        """This peer calls another one."""
+        """This peer is about to call another one."""
         with self._lock:
-            companion = self._companions.get(peer)
-            if companion is not None:
+            if (companion := self._companions.get(peer)) is not None:
                 companion.called_at = now
 
     def _callable(self) -> list[Companion]:
         return [companion for companion in self._companions.values() if not companion.record.client_mode]
 
     def is_client(self, peer: bytes) -> bool:
-        """Whether a peer is known to be one that cannot be called."""
+        """Whether a peer is known to be a client, which cannot be called."""
         with self._lock:
             companion = self._companions.get(peer)
             return companion is not None and companion.record.client_mode
@@ -279,10 +277,10 @@ class ProgressBoard:
     # --- own progress -------------------------------------------------------------------------------------------------
 
     def report(self, epoch: int, samples: int, now: float) -> None:
-        """This peer has accumulated so many samples."""
+        """This peer is at this epoch and has accumulated this many samples for the next one."""
         with self._lock:
             before = self.own.samples_accumulated
-            # whoever has been brought to the others' epoch by averaging with them keeps its samples
+            # A peer that was brought to the others' epoch by averaging with them keeps its samples.
             extra = samples - before if self.own.epoch == epoch or samples > before else samples
             if extra > 0:
                 self._batch_size = extra
@@ -294,7 +292,7 @@ class ProgressBoard:
             self._set_own(epoch, samples, now)
 
     def begin_update(self, now: float, patience: float) -> None:
-        """This peer declares its epoch over: it begins no more batches. Others may, until the end of the epoch.
+        """This peer declares its epoch over and begins no more batches. Others may, until the end of the epoch.
 
         Args:
             patience: as for :meth:`should_stop`.
@@ -305,10 +303,10 @@ class ProgressBoard:
             self.evidence.begin_to_wait(expected, now, patience)
 
     def finish_update(self, epoch: int, members: Iterable[bytes], now: float) -> None:
-        """This peer is at a new epoch.
+        """This peer has reached a new epoch.
 
         Args:
-            members: other peers in the round that led there.
+            members: the other peers in the round that led there.
         """
         with self._lock:
             self._declared_end = None
@@ -316,15 +314,15 @@ class ProgressBoard:
             self.evidence.note_epoch(self.own.epoch, epoch, now, with_others=bool(self._last_members))
             self._set_own(epoch, 0, now)
             self.kinship.changed = True
-        self._changed()
+        self.call_watchers()
 
     def note_round(self, samples: Mapping[bytes, float], now: float) -> None:
         """A round is over, see :meth:`Evidence.note_round <shoal.optim.evidence.Evidence.note_round>`."""
         with self._lock:
-            self.evidence.note_round(samples, now)
+            self.evidence.note_round(samples, now, self._companions, self.own.epoch)
 
     def cancel_update(self) -> None:
-        """The transition did not come to an end."""
+        """This peer has given up the transition to the next epoch."""
         self._declared_end = None
 
     def _set_own(self, epoch: int, samples: int, now: float) -> None:
@@ -333,7 +331,7 @@ class ProgressBoard:
         self.own = LocalTrainingProgress(own.peer_id, epoch, samples, speed, now, own.client_mode)
 
     def note_introduction(self, now: float) -> None:
-        """Everybody that can be called has been told that this peer takes part: from now on they wait for it."""
+        """All peers that can be called know that this one takes part. From now on they wait for it."""
         with self._lock:
             self.epoch_when_introduced = self._summarize(now).epoch
             self.introduced = True
@@ -349,11 +347,11 @@ class ProgressBoard:
         end: float | None = None,
         lineage: Lineage | None = None,
     ) -> None:
-        """A peer tells its progress itself, so it is alive.
+        """A peer has told its progress itself, so it is alive.
 
         Args:
-            end: it has declared its epoch over, which for all others is at this DHT time.
-            lineage: the rounds behind its parameters; ``None``: it has not told.
+            end: it has declared its epoch over, and others may go on until this DHT time.
+            lineage: the rounds behind its parameters; ``None`` if it has not told them.
         """
         with self._lock:
             companion = self._take_note(record, expiration, lineage)
@@ -361,34 +359,36 @@ class ProgressBoard:
                 return
             self.kinship.changed = self.kinship.changed or companion.unreachable_since is not None
             companion.heard_at, companion.unreachable_since = now, None
-            if companion.record.epoch == record.epoch:  # an answer may be older than what it has told since
+            if companion.record.epoch == record.epoch:  # else this answer is older than what it has told since
                 companion.end = end
-        self._changed()
+        self.tell_change()
 
-    def hear_many(self, found: Iterable[tuple[LocalTrainingProgress, float]], now: float) -> list[bytes]:
-        """The records in the DHT have been read; the next reading is planned accordingly.
+    def hear_many(
+        self, found: Iterable[tuple[LocalTrainingProgress, float]], now: float, is_moving: bool = False
+    ) -> list[bytes]:
+        """The records in the DHT have been read; the next reading is planned accordingly, soon if ``is_moving``.
 
         Args:
             found: records of other peers and their expirations.
 
         Returns:
-            Peers that can be called and were not known before.
+            The peers that can be called and were not known before.
         """
         with self._lock:
             known = set(self._companions)
-            read = [self._take_note(record, expiration, _lineage_of(record)) for record, expiration in found]
+            read = [self._take_note(record, expiration, record.lineage) for record, expiration in found]
             strangers = [peer for peer, c in self._companions.items() if peer not in known and not c.record.client_mode]
             self._drop_expired(now)
             reaches_others = any(companion.unreachable_since is None for companion in self._callable())
-            self._next_reading = now + self._refresh.reading_period(len(self._companions), reaches_others)
+            self._next_reading = now + self._refresh.reading_period(len(read), reaches_others, is_moving)
             for companion in filter(None, read):
                 companion.kept_until = self._next_reading + self._refresh.max_period
             self._plan_refresh(now)
-        self._changed()
+        self.tell_change()
         return strangers
 
     def _take_note(self, record: LocalTrainingProgress, expiration: float, lineage: Lineage | None) -> Companion | None:
-        """Returns whose record it is; nobody's if the peer has said goodbye since."""
+        """Returns the peer whose record it is; ``None`` if that peer has said goodbye since."""
         if record.time <= self._departed.get(record.peer_id, -math.inf):
             return None
         self._departed.pop(record.peer_id, None)
@@ -398,23 +398,22 @@ class ProgressBoard:
             self.kinship.changed = True
         if record.time >= companion.record.time:
             if lineage is not None:
-                news = (record.epoch, lineage) != (companion.record.epoch, companion.lineage)
-                self.kinship.changed = self.kinship.changed or news
+                self.kinship.changed |= (record.epoch, lineage) != (companion.record.epoch, companion.lineage)
                 companion.lineage, companion.lineage_time = lineage, record.time
             if record.epoch != companion.record.epoch:
                 companion.end = None
             companion.record, companion.expiration = record, max(expiration, companion.expiration)
             if companion.unreachable_since is not None and record.time > companion.unreachable_since:
-                # Alive after all, though it could not be called.
+                # A record from after the failed call: the peer is alive, though this one could not call it.
                 companion.unreachable_since = None
                 self.kinship.changed = True
         return companion
 
     def forget(self, peer: bytes, expiration: float, last_word: float = -math.inf) -> None:
-        """A peer has said goodbye; a record with a later expiration counts more.
+        """A peer has said goodbye. A known record that expires later than the goodbye overrules it.
 
         Args:
-            last_word: DHT time of the goodbye: records from before it, which may still be on their way, do not count.
+            last_word: DHT time of the goodbye. Older records, which may still be on their way, no longer count.
         """
         with self._lock:
             companion = self._companions.pop(peer, None)
@@ -426,17 +425,17 @@ class ProgressBoard:
                 del self._departed[next(iter(self._departed))]
             self._last_members = self._last_members - {peer}
             self.kinship.forget(peer)
-        self._changed()
+        self.tell_change()
 
     def mark_unreachable(self, peer: bytes, called_at: float) -> None:
-        """A call to a peer has failed; what it said after the call was made counts more."""
+        """A call to a peer has failed. If the peer was heard of after the call was made, that counts more."""
         with self._lock:
             companion = self._companions.get(peer)
             if companion is None or companion.heard_at >= called_at or companion.unreachable_since is not None:
                 return
             companion.unreachable_since = called_at
             self.kinship.changed = True
-        self._changed()
+        self.tell_change()
 
     def _drop_expired(self, now: float) -> None:
         for peer in [peer for peer, companion in self._companions.items() if not companion.is_valid(now)]:
@@ -446,7 +445,7 @@ class ProgressBoard:
     # --- sides of the run ---------------------------------------------------------------------------------------------
 
     def verdict(self, now: float) -> Verdict:
-        """Which side of the run goes on, if it has come apart."""
+        """Which side of the run goes on, if it was split."""
         with self._lock:
             return self._settled(now)
 
@@ -454,16 +453,19 @@ class ProgressBoard:
         return self.kinship.verdict(self.own, self._companions, now)
 
     def _kin(self, now: float) -> dict[bytes, Companion]:
-        """Peers but for those that train another model and will give that up, or claim an epoch that cannot be."""
+        """The peers that count: without those that train another model and will give way, or claim false epochs."""
         verdict = self._settled(now)
         kin = {peer: c for peer, c in self._companions.items() if peer not in verdict.losers}
         epoch = max(self.own.epoch, verdict.epoch if self.own.peer_id in verdict.losers else 0)
-        return self.evidence.credible(kin, epoch, now, lambda rest: self._summary_of(rest, now).eta_next_epoch)
+        # A peer that has declared its epoch over itself believes others that say the same.
+        return self.evidence.credible(
+            kin, epoch, now, lambda few: now if self.updating else self._summary_of(few, now).eta_next_epoch
+        )
 
     def largest_weight(self, peer: bytes, now: float) -> float:
-        """How many samples a peer can have brought to a round that begins now."""
+        """The most samples that a peer can bring to a round that begins now."""
         with self._lock:
-            return self.evidence.most_samples(peer, now, self._batch_size)
+            return self.evidence.largest_weight(peer, now, self._batch_size)
 
     def believed_epochs(self, now: float) -> dict[bytes, int]:
         """The epochs of all peers that count."""
@@ -477,24 +479,22 @@ class ProgressBoard:
     def _summary_of(self, companions: Mapping[bytes, Companion], now: float) -> GlobalTrainingProgress:
         valid = [c for c in companions.values() if c.is_valid(now)]
         own = self.own
-        # It is about to take over the others' state.
+        # This peer is about to take over the winners' state: its own progress no longer counts.
         if own.peer_id in self._settled(now).losers:
             own = msgspec.structs.replace(own, epoch=0, samples_accumulated=0, samples_per_second=0.0)
         return summarize(
             own,
-            [self.evidence.limited(c.record, now, self._batch_size) for c in valid],
+            self.evidence.limited([c.record for c in valid], now, self._batch_size),
             published=self.published,
             target_batch_size=self._target_batch_size,
             now=now,
             next_fetch_time=self._global.next_fetch_time,
-            stopped=[c.record.peer_id for c in valid if c.unreachable_since is not None],
+            stopped={c.record.peer_id for c in valid if c.unreachable_since is not None},
             is_sketchy=len(valid) > MAX_CALLED,
+            num_others=self.num_others,
         )
 
-    def _changed(self) -> None:
+    def call_watchers(self) -> None:
+        """Tell the watchers that something has changed."""
         for callback in list(self.on_change):
             callback()
-
-
-def _lineage_of(record: LocalTrainingProgress) -> Lineage | None:
-    return Lineage.unpack(record.rounds) if isinstance(record, ProgressRecord) else None

@@ -1,11 +1,13 @@
-"""How peers learn of each other's progress.
+"""How peers learn of each other's progress: through records in the DHT, and by direct calls.
 
-Records travel two ways. The DHT holds one for every peer, through which peers find each other. To read it brings the
-records of all peers to each of them, so it is read rarely. Those that it knows a peer calls directly, which takes a
-few dozen bytes: every few seconds, more often towards the end of the epoch, and at once when something happens that
-they wait for: it takes part from now on, its progress is not what it was believed to be, it declares the epoch over, it
-has reached the next epoch, it leaves. A call that fails says that the other one is gone, long before its record
-expires.
+Each peer keeps a record in the DHT; peers find each other by these records. One reading transfers the records of all
+peers, so readings are rare. A peer calls directly those that it knows: every few seconds, more often near the end of
+the epoch, and at once with news that others wait for. Such news is that the peer takes part from now on, that others
+estimate its progress wrongly, that it declares the epoch over, has reached the next one, or leaves. A call takes a few
+dozen bytes. A failed call shows that a peer is gone, long before its record expires.
+
+A peer also calls those that it has met lately, even if it finds no record of them. So an attacker that hides records
+in the DHT cannot part peers that know each other.
 """
 
 from __future__ import annotations
@@ -15,24 +17,28 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
+from shoal.dht.spread import TOO_MANY, Spread, key_at
+from shoal.dht.validation import is_short_lived
 from shoal.errors import P2PDaemonError, P2PHandlerError, ShoalError
-from shoal.optim.lineage import MAX_LINEAGE_BYTES, Lineage
+from shoal.optim.acquaintances import Acquaintances
+from shoal.optim.lineage import Lineage
 from shoal.optim.progress import (
     HOLDERS_READ,
     MAX_ADDRESSES,
     MAX_CALLED,
     LocalTrainingProgress,
     ProgressRecord,
-    Speed,
+    is_endorsed,
     parse_record,
 )
-from shoal.p2p import P2P, Header, P2PContext, PeerID, ServicerBase
-from shoal.p2p.transport import Count, Moment
+from shoal.optim.progress_message import ProgressMessage
+from shoal.optim.vouching import Vouching
+from shoal.p2p import P2P, P2PContext, PeerID, ServicerBase
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -40,70 +46,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# More records of one key need not be read to know that it is to be divided. Those that hold it could not send them all
+# to everybody in a large swarm that comes at once.
+MOST_READ = 5 * TOO_MANY // 4
 # Seconds within which another peer must answer a direct call, else it does not count as present.
 CALL_TIMEOUT = 10.0
-# Seconds for which a newcomer waits until everybody has heard of it.
+# Seconds that a newcomer waits at most for its calls to all others.
 INTRODUCTION_TIMEOUT = 3.0
-
 DIAL_ATTEMPTS = 2
-# Seconds between two attempts: one refusal may be chance, a process that was killed refuses every time.
+# Seconds between two attempts. A single refusal may be chance, but a killed process refuses every time.
 DIAL_PAUSE = 0.2
-# How many of the peers in larger swarms are called in passing.
+# How many peers of a large swarm are called in a refresh.
 MAX_ASKED = 16
-# How many of the nodes that hold the records a newcomer asks for them: it must not miss anybody.
+# How many of the DHT nodes that hold the records a newcomer asks: more than usual, because it must not miss a peer.
 HOLDERS_READ_AT_START = 5
-
+# Seconds that a goodbye may take, because the user waits for it. If it is lost, the record expires.
 GOODBYE_TIMEOUT = 1.0
+# Watchers look at all peers, so in large swarms they are called at most this often (seconds).
+SECONDS_BETWEEN_CHANGES = 0.1
 # Least seconds between two records of this peer in the DHT.
 NEWS_PERIOD = 10.0
-
-
-class ProgressMessage(Header, array_like=True):
-    """A peer's progress, told directly. Everybody tells it everybody, so it is as short as can be."""
-
-    epoch: Count
-    samples_accumulated: Count
-    samples_per_second: Speed
-    time: Moment
-    client_mode: bool
-    taking_part: bool = True
-    """False: the sender has no samples yet, its numbers say nothing about the swarm."""
-    ends_in: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] | None = None
-    """The sender has declared its epoch over: it begins no more batches. The others may go on for so many seconds, by
-    its estimate."""
-    leaving: bool = False
-    rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] | None = None
-    """The rounds behind the sender's parameters. Who was with it in the last one knows them: ``None``."""
-
-    @classmethod
-    def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:
-        """Tell a progress, and whatever else there is to say."""
-        return cls(
-            progress.epoch,
-            progress.samples_accumulated,
-            progress.samples_per_second,
-            progress.time,
-            progress.client_mode,
-            **more,
-        )
-
-    def progress_of(self, peer: PeerID) -> LocalTrainingProgress:
-        """The progress of the peer that has sent this."""
-        return LocalTrainingProgress(
-            peer.to_bytes(),
-            self.epoch,
-            self.samples_accumulated,
-            self.samples_per_second,
-            self.time,
-            self.client_mode,
-        )
+# So many readings in a row may move to other keys and be repeated soon. More would serve peers that make up records.
+MAX_MOVES = 8
 
 
 class Table(Protocol):
-    """What is needed of a :class:`~shoal.dht.DHTNode`."""
+    """The part of :class:`~shoal.dht.DHTNode` that is used here."""
 
     async def get(
-        self, key: Any, latest: bool = False, *, beam_size: int | None = None, keep_copies: bool = True
+        self,
+        key: Any,
+        latest: bool = False,
+        *,
+        beam_size: int | None = None,
+        num_workers: int | None = None,
+        keep_copies: bool = True,
+        most_entries: int = 0,
     ) -> Any: ...
     async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool: ...
 
@@ -112,12 +90,12 @@ class ProgressExchange(ServicerBase):
     """Keeps a :class:`ProgressBoard` and the swarm in agreement. Lives in one event loop.
 
     Args:
-        node: the distributed table.
-        p2p: this peer.
+        node: the DHT.
+        p2p: connections of this peer.
         prefix: name of the training run.
-        board: what is known.
+        board: this peer's knowledge of all peers, which is kept up to date.
         owner_tag: the subkey under which this peer writes.
-        endorsement: the peer's word for it, see :mod:`shoal.optim.progress_schema`.
+        endorsement: this peer's signature of the subkey, see :mod:`shoal.optim.progress_schema`.
         min_period: least time between two records that this peer puts into the DHT, in seconds; see also
             :data:`NEWS_PERIOD`.
         metadata_expiration: seconds for which a record is valid.
@@ -139,40 +117,62 @@ class ProgressExchange(ServicerBase):
         self._owner_tag, self._endorsement = owner_tag, endorsement
         self._peers_by_tag: dict[Any, bytes] = {}
         self.key, self._run = f"{prefix}_progress", f"run {prefix!r}"
+        self.spread = Spread(owner_tag)
+        """Under which keys this peer's record stands: in a large swarm the records are spread over several."""
+        # Each key with a record of this peer, and when that record expires.
+        self._written_until: dict[str, float] = {}
+        self._moves = 0  # readings in a row that have led to other keys
         self._min_period, self._metadata_expiration = min_period, metadata_expiration
         self.report_due, self.call_due = asyncio.Event(), asyncio.Event()
-        """Set inside the loop: there is news to publish; others must be told directly."""
+        """Set inside the loop: the first if there is news to publish, the second if others must be called."""
         self.on_fetch: Callable[[], object] | None = None
-        """Called after the others' progress has been found out while this peer stayed at one epoch."""
+        """Called after each refresh of the others' progress during which this peer stayed at one epoch."""
         self._written: LocalTrainingProgress | None = None
-        # What stands in the DHT about this peer, and what those that can be called have been told.
+        # The record above stands in the DHT; this one is what the peers that can be called were told last.
         self._told = board.own
         self._tasks: list[asyncio.Task[None]] = []
+        self.vouching: Vouching | None = None
+        """Receipts of rounds; ``None`` unless the run averages in several groups."""
         self._calls: dict[PeerID, asyncio.Task[None]] = {}
         self._call_again: set[PeerID] = set()
+        self.acquaintances = Acquaintances()
+        self._telling: asyncio.TimerHandle | None = None
 
     @classmethod
     def handle_name(cls, method: str, namespace: str | None) -> str:
-        """There is one method. Its name on the wire is short, for it makes up a large part of a call."""
+        """The name of the method on the wire. It is short because it makes up a large part of a call."""
         return str(namespace)
 
     async def start(self) -> None:
         await self.add_p2p_handlers(self._p2p, namespace=self.key)
         loop = asyncio.get_running_loop()
+        self._board.tell_change = self._tell_change
         self._tasks = [
             loop.create_task(work()) for work in (self._keep_publishing, self._keep_fetching, self._keep_calling)
         ]
+
+    def _tell_change(self) -> None:
+        """Call the watchers. They look at all peers, so in a large swarm they are not called at every message."""
+        if self._board.own.client_mode or not self._board.relies_on_records:
+            self._board.call_watchers()
+        elif self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(SECONDS_BETWEEN_CHANGES, self._tell_all_changes)
+
+    def _tell_all_changes(self) -> None:
+        self._telling = None
+        self._board.call_watchers()
 
     @property
     def is_alive(self) -> bool:
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
     async def stop(self) -> None:
-        """Say goodbye and end. The goodbye is bounded in time, and has been sent when this returns."""
+        """Say goodbye and stop. When this returns, the goodbye has been sent, or its time is up."""
         if not self._tasks:
             return
         tasks, self._tasks = [*self._tasks, *self._calls.values()], []
-        # The next tracker may be on its way.
+        self._board.tell_change = self._board.call_watchers
+        # The handlers go first: the next tracker of this run may be about to register its own.
         await self.remove_p2p_handlers(self._p2p, namespace=self.key)
         await cancel_and_wait(*tasks)
         if self._board.published:
@@ -200,7 +200,7 @@ class ProgressExchange(ServicerBase):
             await _sleep(self._min_period)
 
     def _is_news(self, now: float) -> bool:
-        """Whether somebody misses a record of this peer, or a newer one."""
+        """Whether the DHT needs a newer record of this peer."""
         written = self._written
         if written is None:
             return True
@@ -210,12 +210,12 @@ class ProgressExchange(ServicerBase):
         return age >= NEWS_PERIOD and self._board.relies_on_records and self._board.is_misjudged(written)
 
     async def _introduce(self) -> None:
-        """Get to know everybody who has published, and make this peer known to them.
+        """Find all peers that have published, and tell them that this one takes part.
 
-        Of two peers that publish at the same time at least one finds the other: each looks after it has published.
+        Each peer reads after it has published. So if two publish at the same time, at least one finds the other.
         """
         self._board.published = True
-        await self._fetch(HOLDERS_READ_AT_START)
+        await self.fetch(HOLDERS_READ_AT_START, is_moving=True)  # others come at the same time
         calls = [self._call_soon(peer) for peer in self._peers_to_call()]
         if calls:
             await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
@@ -225,63 +225,132 @@ class ProgressExchange(ServicerBase):
         own = self._written = msgspec.structs.replace(self._board.own, time=get_dht_time())
         addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)][:MAX_ADDRESSES]
         rounds = self._board.kinship.lineage(get_dht_time()).pack()
-        record = ProgressRecord(**own.to_dict(), addresses=addresses, endorsement=self._endorsement, rounds=rounds)
-        try:
-            expiration = get_dht_time() + self._metadata_expiration
-            if not await self._node.store(self.key, record.to_dict(), expiration, subkey=self._owner_tag):
-                logger.debug("the record of this peer's progress was not accepted by the DHT")
-        except ShoalError as e:
-            logger.warning("could not publish this peer's progress: %s", e)
+        more: dict[str, Any] = {
+            "addresses": addresses,
+            "endorsement": self._endorsement,
+            "rounds": rounds,
+            "depth": self.spread.depth,
+        }
+        record = ProgressRecord(**own.to_dict(), **more)
+        for place in self.spread.places_to_write():
+            try:
+                key, expiration = key_at(self.key, place), get_dht_time() + self._metadata_expiration
+                self._written_until[key] = expiration
+                if not await self._node.store(key, record.to_dict(), expiration, subkey=self._owner_tag):
+                    logger.debug("the record of this peer's progress was not accepted by the DHT")
+            except ShoalError as e:
+                logger.warning("could not publish this peer's progress: %s", e)
+        now = get_dht_time()
+        self._written_until = {key: until for key, until in self._written_until.items() if until > now}
 
     async def _withdraw(self) -> None:
+        # The DHT keeps the entry that expires last: the goodbye must expire after all records of this peer.
         expiration = math.nextafter(get_dht_time() + self._metadata_expiration, math.inf)
-        await self._node.store(self.key, None, expiration, subkey=self._owner_tag)
+        stores = [self._node.store(key, None, expiration, subkey=self._owner_tag) for key in self._written_until]
+        await asyncio.gather(*stores)
 
     async def _keep_fetching(self) -> None:
         while True:
             epoch = self._board.own.epoch
             if self._board.wants_reading(get_dht_time()):
-                calls = await self._fetch(HOLDERS_READ)
-                # Records may be half a minute old: a newcomer must know the epoch before it begins.
+                calls = await self.fetch(HOLDERS_READ)
+                # Records may be half a minute old, and a newcomer must know the present epoch before it begins.
                 if calls:
                     await asyncio.wait(calls, timeout=INTRODUCTION_TIMEOUT)
             else:
                 await self._ask_others()
             if self.on_fetch is not None and epoch == self._board.own.epoch:
                 self.on_fetch()
-            # not at the same moment as the others: of two peers it is enough if one calls
+            # A random share of the pause, so that peers do not call each other at the same moment: one call is enough.
             await _sleep((self._board.next_fetch_time - get_dht_time()) * self._p2p.rng.uniform(0.75, 1.0))
 
-    async def _fetch(self, holders: int) -> list[asyncio.Task[None]]:
-        """Read the records, and call those that were not known: returns these calls."""
-        entries: dict[Any, Any] = {}
+    async def fetch(self, holders: int, is_moving: bool = False) -> list[asyncio.Task[None]]:
+        """Read the records, and call those that were not known: returns these calls.
+
+        Args:
+            is_moving: read them again soon. So it is in any case if the keys have changed.
+        """
+        spread = self.spread
+        found: dict[bytes, tuple[ProgressRecord, float]] = {}
+        seen: dict[Any, bytes] = {}
+        depth = spread.depth
+        if await self.read(spread.place, holders, found, seen):
+            await self.read(spread.place, holders, found, seen)
+        beside = spread.place_beside(self._p2p.rng)
+        if beside is not None:
+            await self.read(beside, holders, found, seen)
+        self._moves = self._moves + 1 if is_moving or spread.depth != depth else 0
+        self._peers_by_tag = seen
+        self._board.num_others = None if spread.size is None else max(0.0, spread.size - 1)
+        strangers = self._board.hear_many(found.values(), get_dht_time(), 0 < self._moves <= MAX_MOVES)
+        for peer in self.acquaintances.whom_to_call(self._is_known, get_dht_time(), self._p2p.rng):
+            self._call_soon(peer)  # nobody waits for it
+        called = self._p2p.rng.sample(strangers, min(len(strangers), MAX_CALLED))
+        return [self._call_soon(PeerID(peer)) for peer in called]
+
+    async def read(
+        self,
+        place: str,
+        holders: int,
+        found: dict[bytes, tuple[ProgressRecord, float]],
+        seen: dict[Any, bytes],
+    ) -> bool:
+        """Read the records under one key.
+
+        Args:
+            place: which key, see :mod:`shoal.dht.spread`.
+            holders: how many of the nodes that hold the records are asked.
+            found: receives the latest record of each other peer, and when it expires.
+            seen: receives the peers by their owner tags.
+
+        Returns:
+            Whether this peer's record now belongs under another key.
+        """
+        key = key_at(self.key, place)
+        # One holder after the other, where there are many records: each sends only those that are new.
+        workers = 1 if len(self._peers_by_tag) > MAX_ASKED else None
         try:
-            found = await self._node.get(self.key, latest=True, beam_size=holders, keep_copies=False)
-            if found is not None and isinstance(found.value, dict):
-                entries = found.value
+            how: dict[str, Any] = {"beam_size": holders, "num_workers": workers, "most_entries": MOST_READ}
+            stored = await self._node.get(key, latest=True, keep_copies=False, **how)
         except ShoalError as e:
             logger.warning("could not read the swarm's progress: %s", e)
-        now = get_dht_time()
-        records = []
+            return False
+        entries = stored.value if stored is not None and isinstance(stored.value, dict) else {}
+        # A record that lives longer than honest ones would outlive its peer, and nothing later could replace it.
+        entries = {tag: item for tag, item in entries.items() if is_short_lived(item.expiration_time)}
+        depths, now = dict[bytes, int](), get_dht_time()
         for tag, entry in entries.items():
             if entry.value is None:
                 if tag in self._peers_by_tag:
                     self._board.forget(self._peers_by_tag[tag], entry.expiration_time)
+                    self.acquaintances.forget(PeerID(self._peers_by_tag[tag]))
                 continue
             try:
                 record = parse_record(entry.value)
                 _check_time(record, now)
+                # DHT nodes check owners under the first key, but not under the keys over which records are spread.
+                is_checked = not place or self._peers_by_tag.get(tag, seen.get(tag)) == record.peer_id
+                if not is_checked and not is_endorsed(record, tag):
+                    raise ValueError("a record in the name of another peer")
             except ValueError as e:
-                logger.debug("skipped a malformed record under %s: %s", self.key, e)
+                logger.debug("skipped a malformed record under %s: %s", key, e)
                 continue
-            self._peers_by_tag[tag] = record.peer_id
+            seen[tag] = record.peer_id
+            depths[record.peer_id] = record.depth  # by peer, not by tag: a peer can make any number of tags
             if record.peer_id != self._board.own.peer_id:
-                self._p2p.add_addresses(PeerID(record.peer_id), record.addresses)
-                records.append((record, float(entry.expiration_time)))
-        self._peers_by_tag = {tag: peer for tag, peer in self._peers_by_tag.items() if tag in entries}
-        strangers = self._board.hear_many(records, now)
-        called = self._p2p.rng.sample(strangers, min(len(strangers), MAX_CALLED))
-        return [self._call_soon(PeerID(peer)) for peer in called]
+                known = found.get(record.peer_id)
+                if known is None or known[0].time < record.time:
+                    self._p2p.add_addresses(PeerID(record.peer_id), record.addresses)
+                    found[record.peer_id] = (record, float(entry.expiration_time))
+        if not self.spread.learn(place, list(depths.values())):
+            return False
+        # A newcomer, which begins at the top, or the swarm has grown or shrunk: others look for this record elsewhere.
+        self._written = None
+        self.report_due.set()
+        return True
+
+    def _is_known(self, peer: PeerID) -> bool:
+        return self._board.time_of_record(peer.to_bytes()) is not None
 
     # --- directly -----------------------------------------------------------------------------------------------------
 
@@ -294,12 +363,12 @@ class ProgressExchange(ServicerBase):
                 self._call_soon(peer)
 
     def _others_are_wrong(self, now: float) -> bool:
-        """Whether those that can be called believe something of this peer's progress that is not so."""
+        """Whether the peers that can be called estimate this peer's progress wrongly by now."""
         board, told = self._board, self._told
         return board.introduced and board.is_misjudged(told) and now - told.time >= board.calling_period()
 
     async def _ask_others(self) -> None:
-        """Find out by calls how far the others are, and who is still there, or there again."""
+        """Call others to learn how far they are, which of them are gone, and which are back."""
         for record in self._board.companions_to_try_again(get_dht_time())[:MAX_ASKED]:
             self._call_soon(PeerID(record.peer_id))  # nobody waits for it
         records = self._board.companions_to_ask(get_dht_time())
@@ -318,7 +387,7 @@ class ProgressExchange(ServicerBase):
         return [PeerID(record.peer_id) for record in records]
 
     def _call_soon(self, peer: PeerID) -> asyncio.Task[None]:
-        """Tell a peer the latest news; a peer that is being told older news gets a second call after that."""
+        """Tell a peer the latest news. If a call to it is under way, it gets a second one after that."""
         if peer in self._calls:
             self._call_again.add(peer)
             return self._calls[peer]
@@ -341,10 +410,12 @@ class ProgressExchange(ServicerBase):
             try:
                 reply = await stub.rpc_exchange_progress(self._message(peer, leaving), timeout=CALL_TIMEOUT)
                 self._hear(peer, reply)
+                if self._hear_receipts(peer, reply):
+                    self._call_again.add(peer)
                 return
             except P2PHandlerError as e:
                 logger.debug("peer %s refused this peer's progress: %s", peer, e)
-                return
+                return  # it has answered, so it can be reached
             except P2PDaemonError as e:
                 logger.debug("peer %s cannot be called: %s", peer, e)
                 said_at = self._board.time_of_record(peer.to_bytes())
@@ -361,13 +432,20 @@ class ProgressExchange(ServicerBase):
         board, now = self._board, get_dht_time()
         ends_in = board.seconds_to_end(now) if board.updating else None
         rounds = board.kinship.news_for(to.to_bytes(), now)
-        own = (
-            msgspec.structs.replace(board.own, time=now) if leaving else board.own
-        )  # no record is later than a goodbye
-        return ProgressMessage.of(own, taking_part=board.published, ends_in=ends_in, leaving=leaving, rounds=rounds)
+        # A goodbye must be later than all records of this peer: older ones no longer count after it.
+        own = msgspec.structs.replace(board.own, time=now) if leaving else board.own
+        receipts = None if self.vouching is None else self.vouching.word_for(to.to_bytes())
+        told = {"ends_in": ends_in, "leaving": leaving, "rounds": rounds, "receipts": receipts}
+        return ProgressMessage.of(own, taking_part=board.published, **told)
+
+    def _hear_receipts(self, peer: PeerID, message: ProgressMessage) -> bool:
+        """Take in what a peer says about receipts; returns whether there is more to say to it."""
+        if self.vouching is None or message.receipts is None:
+            return False
+        return self.vouching.hear(peer.to_bytes(), message.receipts)
 
     def _hear(self, peer: PeerID, message: ProgressMessage) -> None:
-        """Take note of what a peer says itself.
+        """Take in what a peer says about itself.
 
         Raises:
             ValueError: its numbers are impossible.
@@ -376,21 +454,25 @@ class ProgressExchange(ServicerBase):
         progress = message.progress_of(peer)
         _check_time(progress, now)
         if message.leaving:
+            self.acquaintances.forget(peer)
             self._board.forget(progress.peer_id, math.inf, progress.time)
         elif message.taking_part:
+            if not message.client_mode:
+                self.acquaintances.note(peer, now)
             end = None if message.ends_in is None else now + message.ends_in
             lineage = None if message.rounds is None else Lineage.unpack(message.rounds)
             self._board.hear(progress, now + self._metadata_expiration, now, end=end, lineage=lineage)
 
     async def rpc_exchange_progress(self, request: ProgressMessage, context: P2PContext) -> ProgressMessage:
-        """Another peer tells its progress and is told this one's."""
+        """Another peer tells its progress, and gets this one's in return."""
         self._hear(context.remote_id, request)
+        self._hear_receipts(context.remote_id, request)
         return self._message(context.remote_id)
 
     async def trains_the_same_model(self, peer: PeerID) -> bool:
-        """Whether this peer may average with another one, which is asked if what is known of it may be old."""
+        """Whether this peer may average with another one. It calls that peer first if its knowledge may be old."""
         kinship, tag = self._board.kinship, peer.to_bytes()
-        # If it has gone over to another side since, it has told that at once.
+        # A mate shares this peer's last round. Had it changed sides since, it would have told that at once.
         is_known = tag in kinship.mates
         if not is_known and kinship.lineage(get_dht_time()).rounds and not self._board.is_client(tag):
             await asyncio.shield(self._call_soon(peer))
@@ -399,10 +481,10 @@ class ProgressExchange(ServicerBase):
 
 
 def _check_time(progress: LocalTrainingProgress, now: float) -> None:
-    """Nothing later could replace what claims to come from the future.
+    """Refuse a record from the future: no honest record could replace it.
 
     Raises:
-        ValueError: this does.
+        ValueError: it is from the future, by more than clocks may differ.
     """
     if progress.time > now + MAX_DHT_TIME_DISCREPANCY_SECONDS:
         raise ValueError(f"progress from {progress.time - now:.1f} s in the future")

@@ -1,4 +1,5 @@
-"""When it is time for the next global step: the swarm's progress as the training thread sees it."""
+"""When it is time for the next global step: the training thread's view of the swarm's progress. The view is a
+``ProgressBoard``, which a ``ProgressExchange`` keeps up to date in the background."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal.averaging import AveragingStage, RoundResult, StepControl
+from shoal.averaging.allreduce.receipts import MAX_MEMBERS
 from shoal.clock import get_dht_time
 from shoal.dht.dht import check_dht
+from shoal.dht.validation import SHORT_LIFETIME_SECONDS
 from shoal.facade import Facade
 from shoal.optim.lineage import Lineage
 from shoal.optim.progress import (
@@ -25,16 +28,17 @@ from shoal.optim.progress import (
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.optim.sides import Verdict, weights_of
+from shoal.optim.vouching import Vouching
 from shoal.p2p import PeerID
 from shoal.reactor import Portal
 
 if TYPE_CHECKING:
+    from shoal.averaging import DecentralizedAverager
     from shoal.averaging.node import AveragerNode
     from shoal.dht import DHT
     from shoal.dht.crypto import PrivateKey, SignatureValidator
     from shoal.dht.schema import SchemaValidator
     from shoal.optim.progress_schema import TrainingProgressSchema
-
 
 __all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker", "TrainingProgressSchema"]
 
@@ -55,17 +59,17 @@ class ProgressTracker(Facade):
 
     Args:
         dht: connected DHT of this peer.
-        prefix: name of the training run; the records are under ``{prefix}_progress``.
+        prefix: name of the training run; its records stand under ``{prefix}_progress``.
         target_batch_size: samples of all peers together that make an epoch.
-        client_mode: others cannot call this peer; default: as the DHT.
-        min_refresh_period: least seconds between two readings of the records, and between two records of this peer.
-        max_refresh_period: most seconds between two readings.
-        default_refresh_period: seconds between two readings while there are no records.
-        expected_drift_peers: how many peers may join or leave unseen in an epoch.
-        expected_drift_rate: which share of the peers may.
-        performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed.
-        metadata_expiration: seconds for which a record is valid.
-        status_loglevel: level of the messages about epochs.
+        client_mode: whether others cannot call this peer; default: as in the DHT.
+        min_refresh_period: least time between two refreshes, and between two records of this peer, in seconds.
+        max_refresh_period: most time between two refreshes, in seconds.
+        default_refresh_period: seconds between two refreshes while there are no records.
+        expected_drift_peers: how many peers may join or leave unnoticed in an epoch.
+        expected_drift_rate: the same as a share of all peers; the larger one of both counts.
+        performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
+        metadata_expiration: seconds for which a record is valid, an hour at most.
+        status_loglevel: level of the log messages about epochs.
         private_key: signs this peer's records; default: a new one.
         daemon: without effect, kept for compatibility.
         start: begin at once; otherwise call :meth:`run_in_background`.
@@ -98,9 +102,11 @@ class ProgressTracker(Facade):
         self.client_mode = dht.client_mode if client_mode is None else client_mode
         self.status_loglevel = status_loglevel
         self.performance_ema = PerformanceEMA(alpha=performance_ema_alpha)
-        self.metadata_expiration = metadata_expiration
+        if metadata_expiration > SHORT_LIFETIME_SECONDS:
+            logger.warning("metadata_expiration is %.0f s: records of progress live an hour", metadata_expiration)
+        self.metadata_expiration = min(metadata_expiration, SHORT_LIFETIME_SECONDS)
         self.fetched_global_progress_this_epoch = threading.Event()
-        """The swarm's records have been read since this peer's last global step."""
+        """Set when the swarm's progress has been refreshed since this peer's last global step."""
         self._min_refresh_period = min_refresh_period
         refresh = RefreshPolicy(
             min_refresh_period, max_refresh_period, default_refresh_period, expected_drift_peers, expected_drift_rate
@@ -116,7 +122,8 @@ class ProgressTracker(Facade):
         )
         self._private_key = private_key
         self._in_pause = False
-        self._exchange: ProgressExchange | None = None
+        self._vouching: Vouching | None = None
+        self.exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")
         if start:
             try:
@@ -128,12 +135,12 @@ class ProgressTracker(Facade):
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Start to publish and to read; returns when others can call this peer's tracker.
+        """Start to publish and to read. Returns when others can call this tracker.
 
         Raises:
             ValueError: another tracker with this prefix is at work on this DHT.
         """
-        # Not in the event loop: these load pydantic and more.
+        # Here, not in the event loop, which would stand still: these imports load pydantic and more.
         from shoal.dht.crypto import PrivateKey
         from shoal.optim.progress_schema import progress_validators
 
@@ -146,6 +153,7 @@ class ProgressTracker(Facade):
     async def _start(self, schema: SchemaValidator, signatures: SignatureValidator) -> None:
         from shoal.optim.progress_schema import endorse
 
+        self.board.evidence.troubles = self.dht.p2p.metrics.troubles
         self.dht.add_validators([schema, signatures])
         exchange = ProgressExchange(
             self.dht.node,
@@ -158,19 +166,20 @@ class ProgressTracker(Facade):
             metadata_expiration=self.metadata_expiration,
         )
         exchange.on_fetch = self.fetched_global_progress_this_epoch.set
+        exchange.vouching = self._vouching
         await exchange.start()
         self._portal.on_close(exchange.stop)
-        self._exchange = exchange
+        self.exchange = exchange
 
     def is_alive(self) -> bool:
         """Whether the tracker works in the background."""
-        return not self._portal.closed and self._exchange is not None and self._exchange.is_alive
+        return not self._portal.closed and self.exchange is not None and self.exchange.is_alive
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Tell the others that this peer leaves, and stop. Idempotent.
 
         Args:
-            timeout: most seconds to wait for it.
+            timeout: the longest time to wait for it, in seconds.
         """
         self._portal.close(timeout)
 
@@ -180,11 +189,11 @@ class ProgressTracker(Facade):
             portal.begin_close()
 
     def _wake(self, *, calls: bool = False) -> None:
-        """There is news to publish, and to tell others directly if ``calls``."""
-        exchange = self._exchange
+        """There is news to publish, and with ``calls`` also news to tell others at once."""
+        exchange = self.exchange
         if exchange is None or self._portal.closed:
             return
-        # The loop has just ended: nobody is left to be told.
+        # The loop may just have ended: then nothing is left to wake.
         with contextlib.suppress(RuntimeError):
             self._portal.reactor.loop.call_soon_threadsafe(exchange.report_due.set)
             if calls:
@@ -214,28 +223,28 @@ class ProgressTracker(Facade):
 
     @property
     def estimated_next_update_time(self) -> float:
-        """DHT time at which the next global step is due: now, if it is."""
+        """DHT time at which the next global step is due; now if it is overdue."""
         return self.board.end_of_epoch(get_dht_time())
 
     def should_stop(self, patience: float) -> bool:
         """Whether this peer should make the global step rather than begin another batch.
 
-        It should if it is time for it, or will be before half of that batch is done: each peer stops after the batch
-        whose end is the nearest to that of the epoch.
+        It should if the epoch is over, or will be before half of that batch is done: each peer stops after the batch
+        that ends closest to the end of the epoch.
 
         Args:
-            patience: most seconds to wait for the end of the epoch.
+            patience: the longest time to wait for the end of the epoch, in seconds.
         """
         return self.board.should_stop(get_dht_time(), patience)
 
     @property
     def knows_others(self) -> bool:
-        """Whether there is a record of any other peer that could be called."""
+        """Whether this peer has a record of any other one that can be called."""
         return bool(self.board.companions_to_call(get_dht_time()))
 
     @property
     def is_introduced(self) -> bool:
-        """Whether everybody who can be called has been told that this peer takes part."""
+        """Whether all peers that can be called have been told that this one takes part."""
         return self.board.introduced
 
     @property
@@ -245,53 +254,81 @@ class ProgressTracker(Facade):
 
     @property
     def expected_group_size(self) -> int:
-        """How many peers, with this one, are believed to take part in the next round."""
+        """How many peers are expected in the next round, this one included."""
         return 1 + len(self.board.expected_members(get_dht_time()))
 
     def expected_members(self, until_epoch: int | None = None) -> set[PeerID]:
-        """Other peers that are believed to take part in the next round.
+        """Other peers that are expected in the next round.
 
         Args:
-            until_epoch: whoever is beyond this epoch has moved on; default: this peer's epoch.
+            until_epoch: a peer beyond this epoch has finished the round; default: this peer's epoch.
         """
         return {PeerID(peer) for peer in self.board.expected_members(get_dht_time(), until_epoch)}
 
     def still_expected(self, last_epochs: Mapping[PeerID, int]) -> set[PeerID]:
-        """Those of several peers that have not left, and are not beyond the epoch given for each."""
+        """Those of several peers that have not left and are not beyond the epoch given for each of them."""
         by_id = {peer.to_bytes(): epoch for peer, epoch in last_epochs.items()}
         return {PeerID(peer) for peer in self.board.still_expected(get_dht_time(), by_id)}
 
     def watch(self, callback: Callable[[], object]) -> None:
-        """Call this, from any thread, whenever something about other peers changes."""
+        """From now on, call this whenever something about other peers changes. It may be called in any thread."""
         self.board.on_change.append(callback)
 
     def unwatch(self, callback: Callable[[], object]) -> None:
-        """Call this no more."""
+        """Stop calling this."""
         if callback in self.board.on_change:
             self.board.on_change.remove(callback)
 
     # --- sides of the run ---------------------------------------------------------------------------------------------
 
     def compare_rounds(self) -> None:
-        """From now on it counts which rounds peers have in common, see :mod:`shoal.optim.sides`, and who is in them."""
+        """From now on, compare the rounds of peers (:mod:`shoal.optim.sides`) and note which peers are in them."""
         self.board.kinship.begin()
 
-    def note_round(self, result: RoundResult | None, *, weights_are_samples: bool = True) -> None:
-        """The round which ends this peer's epoch is over.
+    def collect_receipts(self, grads: DecentralizedAverager | None, state: DecentralizedAverager) -> None:
+        """Use receipts of rounds, because the run averages in several groups. Call this before the tracker starts.
 
         Args:
-            result: what came of it; ``None``: it has failed, or there was nobody else.
-            weights_are_samples: members have brought as many samples as they had weight.
+            grads: the averager whose rounds end an epoch, with samples as weights; ``None`` with local updates.
+            state: the averager of parameters. Without ``grads`` its rounds end an epoch, and all weights are equal.
         """
+        node, board = (grads or state).node, self.board
+        board.evidence.has_receipts = True
+        self._vouching = Vouching(
+            self.dht.peer_id.to_bytes(),
+            node.config.prefix,
+            node.p2p.identity.sign,
+            board.evidence,
+            lambda: board.own.epoch,
+            node.config.target_group_size or MAX_MEMBERS,
+            get_dht_time,
+            weights_are_samples=grads is not None,
+        )
+        node.on_receipt, node.next_epoch = self._vouching.take, lambda: board.own.epoch + 1
+
+    def note_round(self, result: RoundResult | None, *, weights_are_samples: bool = True) -> None:
+        """The round that ends this peer's epoch is over.
+
+        Args:
+            result: of the round; ``None`` if it failed or nobody else came.
+            weights_are_samples: the weight of a member is its number of samples; otherwise samples are not counted.
+        """
+        self._note_failures(result)
         self.board.kinship.note_round(result, self.board.own.epoch + 1, get_dht_time())
-        if self.board.kinship.has_begun:
+        if self.board.kinship.has_begun or self._vouching is not None:
             weights = {} if result is None else weights_of(result)
             samples = weights if weights_are_samples else dict.fromkeys(weights, math.inf)
             self.board.note_round(samples, get_dht_time())
 
     def note_repair(self, result: RoundResult) -> None:
-        """Parameters were averaged, which makes up for rounds of gradients that failed."""
+        """Parameters were averaged: that makes up for rounds of gradients that failed."""
+        self._note_failures(result)
         self.board.kinship.note_repair(result)
+
+    def _note_failures(self, result: RoundResult | None) -> None:
+        if result is not None and self.board.kinship.has_begun:
+            failed = [peer.to_bytes() for peer in result.failed_peers]
+            self.board.evidence.note_failures(failed, result.duration, get_dht_time())
 
     @property
     def lineage(self) -> Lineage:
@@ -304,7 +341,7 @@ class ProgressTracker(Facade):
 
     @property
     def gives_way_to(self) -> Verdict | None:
-        """Another side of the run whose state this peer must take over."""
+        """The verdict whose winners' state this peer must take over; ``None`` if it is not on a losing side."""
         verdict = self.board.verdict(get_dht_time())
         return verdict if self.dht.peer_id.to_bytes() in verdict.losers else None
 
@@ -314,10 +351,10 @@ class ProgressTracker(Facade):
         return self.board.kinship.epochs_given_up(self.board.own.epoch)
 
     def rank_donors(self, peers: Iterable[PeerID]) -> dict[PeerID, float]:
-        """How much a newcomer, or a peer that gives way, wants the states of several peers: the higher, the more.
+        """Rank the donors of a state, for a newcomer or a peer that gives way; the highest rank is the best.
 
         Returns:
-            Their epochs, as far as they are believed. Peers whose state must not be taken over are missing.
+            Their epochs, as far as this peer believes them. Peers whose state must not be taken over are missing.
         """
         now = get_dht_time()
         verdict, epochs = self.board.verdict(now), self.board.believed_epochs(now)
@@ -328,32 +365,47 @@ class ProgressTracker(Facade):
             if tag in verdict.losers or (gives_way and tag not in verdict.winners):
                 continue
             if self.board.time_of_record(tag) is None:
-                ranks[peer] = -1.0  # it offers its state and does not train, or has not been heard of yet
+                ranks[peer] = -1.0  # it offers its state but does not train, or is not known yet
             elif tag in epochs:
                 ranks[peer] = epochs[tag]
         return ranks
 
     def note_vain_attempt(self, seconds: float) -> None:
-        """Nobody has given this peer the state of the epoch that others claim, and the attempt took so long."""
+        """No peer gave this one the state of the epoch that others claim; the attempt took this many seconds."""
         self.board.evidence.note_vain_attempt(get_dht_time(), seconds)
 
     async def trains_the_same_model(self, peer: PeerID) -> bool:
-        """Whether this peer may average with another one; inside the event loop."""
-        return self._exchange is None or await self._exchange.trains_the_same_model(peer)
+        """Whether this peer may average with another one. Called inside the event loop."""
+        return self.exchange is None or await self.exchange.trains_the_same_model(peer)
 
-    def advise(self, averager: AveragerNode, *, weighs_samples: bool) -> None:
-        """From now on an averager knows what this peer knows of others.
+    def advise(self, averager: AveragerNode, weighs_samples: bool, trains_one: bool) -> None:
+        """From now on, an averager judges other peers by what this tracker knows of them.
 
         Args:
-            weighs_samples: a member's weight is its number of samples; otherwise all weigh the same.
+            weighs_samples: the weight of a member is its number of samples; otherwise all weights are equal.
+            trains_one: all peers should train one model, so the averager keeps away from peers that train another one.
         """
         board, trust = self.board, averager.trust
-        trust.admits = self.trains_the_same_model
-        trust.is_proven = lambda peer: board.evidence.is_proven(peer.to_bytes())
+        board.evidence.full_group = averager.config.target_group_size
+        averager.state_sharing.rank_donors = self.rank_donors
+        trust.depth = averager.state_sharing.depth = self._depth
+        if trains_one:
+            trust.admits = self.trains_the_same_model
+            trust.is_proven = lambda peer: board.evidence.is_proven(peer.to_bytes())
+            trust.has_time_for = lambda peer: board.evidence.has_time_for(peer.to_bytes(), get_dht_time())
+            trust.note_waste = lambda peer, seconds: board.evidence.note_waste(
+                [peer.to_bytes()], seconds, get_dht_time()
+            )
         trust.largest_weight = lambda peer: (
             board.largest_weight(peer.to_bytes(), get_dht_time()) if weighs_samples else 1.0
         )
-        averager.state_sharing.rank_donors = self.rank_donors
+        # Where all weights are 1, a leader has no reason to make any smaller.
+        trust.least_limit = lambda leader, peer: (
+            board.evidence.least_limit(leader.to_bytes(), peer.to_bytes()) if weighs_samples else 1.0
+        )
+
+    def _depth(self) -> int:
+        return 0 if self.exchange is None else self.exchange.spread.depth
 
     # --- reporting ----------------------------------------------------------------------------------------------------
 
@@ -363,16 +415,16 @@ class ProgressTracker(Facade):
         """Tell the swarm how many samples this peer has accumulated.
 
         Args:
-            local_epoch: global steps that this peer has made.
+            local_epoch: how many global steps this peer has made.
             samples_accumulated: samples since the last one.
-            update_global_samples: kept for compatibility: the sum over all peers always contains the latest report.
+            update_global_samples: without effect, because the sum over all peers always contains the latest report.
         """
         self.board.report(local_epoch, samples_accumulated, get_dht_time())
         self._wake()
 
     @contextmanager
     def pause_updates(self) -> Iterator[None]:
-        """Time inside this context does not count for this peer's speed; the epoch can be changed inside only."""
+        """Time inside this context does not count for this peer's speed. The epoch can change only inside it."""
         assert not self._in_pause, "pause_updates() is not reentrant"
         self._in_pause = True
         try:
@@ -386,13 +438,13 @@ class ProgressTracker(Facade):
         """Tell the others at once that this peer is ready for the global step, and until when they may go on.
 
         Args:
-            patience: as for :meth:`should_stop`; by default they may not.
+            patience: as for :meth:`should_stop`; by default they should stop at once.
         """
         self.board.begin_update(get_dht_time(), patience)
         self._wake(calls=True)
 
     def look_after_others(self) -> None:
-        """Call those whose records are known, to learn who is still there. What they answer shows up soon."""
+        """Call all known peers to learn which are still there. The answers arrive soon, in the background."""
         self._wake(calls=True)
 
     def update_epoch(self, new_epoch: int | None = None, members: Collection[PeerID] = ()) -> int:
@@ -400,7 +452,7 @@ class ProgressTracker(Facade):
 
         Args:
             new_epoch: its epoch now; default: the next one.
-            members: other peers in the round that led there; they are expected in the next one.
+            members: the other peers in the round that led there. They are expected in the next round.
 
         Returns:
             The new epoch.
@@ -419,13 +471,13 @@ class ProgressTracker(Facade):
 
 
 class RoundWatch:
-    """From now on the step knows how many members to wait for, and ends when nobody is left to wait for.
+    """Tells an averaging step how many members to wait for, and cancels it when no other peer will come.
 
     Args:
-        control: the step; watched until it is done.
-        tracker: knows who is alive and at which epoch.
-        last_epochs: the only peers that will come. Whoever is beyond the epoch that is given for it has finished the
-            round without this peer. Default: whoever the tracker expects at this epoch.
+        control: the step, which is watched until it is done.
+        tracker: knows which peers are alive, and their epochs.
+        last_epochs: the only peers that can come. A peer beyond the epoch given for it has finished the round without
+            this peer. Default: the peers that the tracker expects.
     """
 
     def __init__(
@@ -443,6 +495,6 @@ class RoundWatch:
         last_epochs, tracker = self._last_epochs, self._tracker
         expected = tracker.expected_members() if last_epochs is None else tracker.still_expected(last_epochs)
         if expected:
-            control.expected_group_size = 1 + len(expected)
+            control.expect(expected)
         elif control.stage <= AveragingStage.LOOKING_FOR_GROUP:
             control.cancel()

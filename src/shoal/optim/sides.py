@@ -1,35 +1,41 @@
-"""Which of two sides goes on, when both halves of a run have trained without each other.
+"""Which side of a run goes on when the run was split and each part has trained without the others.
 
-Two peers are *apart* if each has gone on without the other for some rounds: longer than parameter averaging is left to
-repair, or so differently that one of them would download the other's state anyway. Who has merely fallen behind is not
-apart from anybody: the rounds that it has are among those of the others.
+Each peer keeps the ids of the latest rounds behind its parameters (:mod:`shoal.optim.lineage`) and sends them with its
+progress. Two peers are *apart* if each has made rounds that the other lacks, and more of them than parameter averaging
+is left to repair, or epochs so different that one would download the other's state anyway. A peer whose rounds are all
+known to another one has merely fallen behind, and is not apart from it.
 
-Peers that share rounds and are not apart form a side. That side goes on whose peers had more weight in the last round
-common to both; with equal weight, or nothing in common, the one at the higher epoch; else the one whose next round has
-the smaller id. All of it follows from the records alone, whoever looks at them, so all who see the same records agree.
+Peers that share rounds and are not apart form a *side*. One side goes on, and the peers of the others take over its
+state; so it must have a peer that others can call. Of two such sides, that one goes on which has, in this order:
 
-Each peer keeps the :class:`~shoal.optim.lineage.RoundHistory` of its parameters and tells it with its progress. To a
-peer of the side that goes on the others do not exist until they have taken over its state; to one of theirs only that
-side does.
+1. more weight in the last common round; without a common round, more hosts,
+2. the higher epoch, if they differ by more than one,
+3. the smaller id of its round after the common one; without a common round, of its latest round.
+
+All of this follows from the records, so all peers that see the same records agree. What a peer says about a round costs
+nothing, though: if two sides claim more of its weight together than there was, one of them lies, or both know the round
+from a common donor. Then hosts are counted instead.
+
+Until the losers have taken over the winners' state, the winners ignore the losers, and the losers ignore each other.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from shoal.averaging import RoundResult
-from shoal.optim.lineage import BEGINNING, LAST_ROUNDS, Lineage, Parting, RoundHistory
+from shoal.optim.lineage import BEGINNING, LAST_ROUNDS, WHOLE, Lineage, Parting, RoundHistory
 from shoal.optim.progress import Companion, LocalTrainingProgress
 
-# A single step alone is a round that failed.
+# A single step of its own may just be a round that failed.
 MIN_STEPS_APART = 2
-# Peers of one side differ by an epoch every now and then, and so do two sides that advance at the same pace.
+# Peers of one side are an epoch apart now and then, and so are two sides of the same speed: that decides nothing.
 EPOCH_TOLERANCE = 1
-# If a run is in more pieces than this, the most frequent ones are settled first.
+# All pairs are compared. In a run of more pieces than this, the most frequent ones are settled first.
 MAX_VARIANTS = 64
 
 
@@ -40,24 +46,24 @@ class Standing(NamedTuple):
     epoch: int
     lineage: Lineage
     can_give: bool
-    """Others can download its state."""
+    """Whether others can download its state."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of it. Peers that stand in neither set are newcomers or behind."""
+    """Which peers go on and which give way. Peers in neither set are newcomers, or have fallen behind."""
 
     winners: frozenset[bytes] = frozenset()
     losers: frozenset[bytes] = frozenset()
     epoch: int = 0
-    """Of the side that goes on."""
+    """The epoch of the side that goes on."""
     common: bytes = BEGINNING
-    """The last round that it has in common with another side, as far as both know."""
+    """The last round that the winners have in common with another side, as far as both know."""
 
 
 @dataclass
 class _Variant:
-    """Peers of which the same is known."""
+    """Peers that tell the same epoch and the same rounds."""
 
     epoch: int
     lineage: Lineage
@@ -69,7 +75,7 @@ class _Variant:
 
 
 def _steps_without(mine: _Variant, other: _Variant) -> int:
-    """How many of the latest rounds of one are unknown to the other."""
+    """How many of the latest rounds of ``mine`` the other one does not know."""
     for steps, round_id in enumerate(reversed(mine.lineage.rounds)):
         if round_id in other.known:
             return steps
@@ -79,15 +85,16 @@ def _steps_without(mine: _Variant, other: _Variant) -> int:
 class _Relation(Enum):
     KIN = 1
     BEHIND = 2
-    """The other one has all that the first one has, and more."""
+    """The other one has all rounds of the first one, and more."""
     AHEAD = 3
     APART = 4
     UNKNOWN = 5
-    """Both have made but a few steps, without each other: the first rounds may have failed."""
+    """They share no round, but have made only a few: perhaps the first rounds have failed."""
 
 
 def _relation(one: _Variant, other: _Variant) -> _Relation:
     steps = _steps_without(one, other), _steps_without(other, one)
+    # Averaging of parameters repairs smaller differences.
     is_long = max(steps) >= LAST_ROUNDS or abs(one.epoch - other.epoch) > EPOCH_TOLERANCE
     if is_long and min(steps) >= MIN_STEPS_APART:
         return _Relation.APART
@@ -99,32 +106,38 @@ def _relation(one: _Variant, other: _Variant) -> _Relation:
 
 
 class _Side:
-    def __init__(self, variants: Sequence[_Variant]) -> None:
+    def __init__(self, variants: Sequence[_Variant], host_of: Callable[[bytes], Hashable]) -> None:
+        self.hosts = len({host_of(peer) for variant in variants for peer in variant.peers})
         self.peers = sorted(peer for variant in variants for peer in variant.peers)
         self.epoch = max(variant.epoch for variant in variants)
         self.can_give = any(variant.can_give for variant in variants)
         self.last_id = min(variant.lineage.rounds[-1] for variant in variants)
         self.partings = [p for v in sorted(variants, key=_order) for p in reversed(v.lineage.partings)]
-        """Of all its peers, the latest ones of each first."""
+        """The partings of all its peers, the latest ones of each first."""
 
     def parting(self, round_id: bytes) -> Parting:
-        """Its peers may have seen it differently: the greatest share, and the smallest next id."""
+        """What the side says about a round. Its peers may differ: the greatest share and the smallest next id count."""
         same = [parting for parting in self.partings if parting.round_id == round_id]
         return Parting(round_id, max(p.kept for p in same), min(p.next_id for p in same))
 
 
-def settle(standings: Iterable[Standing]) -> Verdict:
+def settle(
+    standings: Iterable[Standing],
+    host_of: Callable[[bytes], Hashable] = bytes,
+) -> Verdict:
     """Find the sides of a run, and the one that goes on.
 
     Args:
-        standings: of all peers that are there, in any order.
+        standings: what is known of each peer that can be reached, in any order.
+        host_of: the host of a peer; hosts are counted, because one machine can pretend to be any number of peers.
 
     Returns:
-        Empty sets if all train together.
+        The winners and the losers; both sets are empty if all train together.
     """
-    sides = _sides(_variants(standings))
+    sides = _sides(_variants(standings), host_of)
     if len(sides) < 2:
         return Verdict()
+    # If nobody can give its state, one side must be chosen all the same.
     able = [side for side in sides if side.can_give] or sides
     winner = able[0]
     for side in able[1:]:
@@ -142,7 +155,7 @@ def _order(variant: _Variant) -> bytes:
 def _variants(standings: Iterable[Standing]) -> list[_Variant]:
     found: dict[tuple[int, Lineage], _Variant] = {}
     for peer, epoch, lineage, can_give in standings:
-        if lineage.rounds:
+        if lineage.rounds:  # newcomers, which have none, are on no side
             variant = found.setdefault((epoch, lineage), _Variant(epoch, lineage, [], False))
             variant.peers.append(peer)
             variant.can_give = variant.can_give or can_give
@@ -150,8 +163,9 @@ def _variants(standings: Iterable[Standing]) -> list[_Variant]:
     return sorted(ranked[:MAX_VARIANTS], key=_order)
 
 
-def _sides(variants: Sequence[_Variant]) -> list[_Side]:
-    """Groups of kin, of all peers that are apart from anybody; in the order of their first peers."""
+def _sides(variants: Sequence[_Variant], host_of: Callable[[bytes], Hashable]) -> list[_Side]:
+    """Group the peers that are apart from anybody into sides, in the order of their first peers."""
+    # The usual case: all peers tell the same rounds.
     if len({variant.lineage.rounds for variant in variants}) < 2:
         return []
     pairs = [(i, j) for j in range(len(variants)) for i in range(j)]
@@ -166,7 +180,7 @@ def _sides(variants: Sequence[_Variant]) -> list[_Side]:
         if i in group and j in group and relation in (_Relation.BEHIND, _Relation.AHEAD):
             behind, before = (i, j) if relation is _Relation.BEHIND else (j, i)
             ahead[behind].add(before)
-    # A peer behind one side belongs to it; a peer behind several of them belongs to none.
+    # A peer that is behind one side belongs to it; a peer that is behind several sides belongs to none.
     for _ in concerned:
         for index in concerned:
             others = {group[other] for other in ahead[index]} - {group[index]}
@@ -177,7 +191,7 @@ def _sides(variants: Sequence[_Variant]) -> list[_Side]:
     members: dict[int, list[_Variant]] = {}
     for index in concerned:
         members.setdefault(group[index], []).append(variants[index])
-    return sorted((_Side(each) for each in members.values()), key=lambda side: side.peers)
+    return sorted((_Side(each, host_of) for each in members.values()), key=lambda side: side.peers)
 
 
 def _join(group: dict[int, int], one: int, other: int) -> None:
@@ -187,12 +201,13 @@ def _join(group: dict[int, int], one: int, other: int) -> None:
 
 
 def _better(one: _Side, other: _Side) -> _Side:
-    """The one of two sides that goes on."""
+    """Which of two sides goes on, by the rules in the module's docstring."""
     common = _last_common_round(one, other)
+    first, second = _worth(one, other, common)
+    if first != second:
+        return one if first > second else other
     if common is not None:
         ours, theirs = one.parting(common), other.parting(common)
-        if ours.kept != theirs.kept:
-            return one if ours.kept > theirs.kept else other
     if abs(one.epoch - other.epoch) > EPOCH_TOLERANCE:
         return one if one.epoch > other.epoch else other
     if common is not None and ours.next_id != theirs.next_id:
@@ -200,8 +215,17 @@ def _better(one: _Side, other: _Side) -> _Side:
     return one if one.last_id < other.last_id else other
 
 
+def _worth(one: _Side, other: _Side, common: bytes | None) -> tuple[int, int]:
+    """How much each of two sides counts: its weight in the last common round, or its number of hosts."""
+    if common is None or common == BEGINNING:
+        return one.hosts, other.hosts
+    # Both shares are rounded, so together they may be one too large.
+    claims = one.parting(common).kept, other.parting(common).kept
+    return claims if sum(claims) <= WHOLE + 1 else (one.hosts, other.hosts)
+
+
 def _last_common_round(one: _Side, other: _Side) -> bytes | None:
-    """The last round, or the beginning, after which both know of having gone different ways."""
+    """The last round after which both say that they parted; ``BEGINNING`` if that was before any round."""
     known = {parting.round_id for parting in other.partings}
     shared = [parting.round_id for parting in one.partings if parting.round_id in known]
     return next((round_id for round_id in shared if round_id != BEGINNING), BEGINNING if shared else None)
@@ -211,17 +235,18 @@ class Kinship:
     """This peer's rounds, and how they compare with those of others. Safe to use from any thread.
 
     Args:
-        own: this peer.
+        own: id of this peer.
+        host_of: the host of a peer, see :func:`settle`.
     """
 
-    def __init__(self, own: bytes) -> None:
-        self._own = own
+    def __init__(self, own: bytes, host_of: Callable[[bytes], Hashable] = bytes) -> None:
+        self._own, self._host_of = own, host_of
         self._lock = threading.Lock()
-        # ``None``: it does not matter what peers have in common.
+        # ``None``: rounds are not compared, as in runs of several groups, where most peers share none.
         self._history: RoundHistory | None = None
         self._verdict = Verdict()
         self.changed = False
-        """Something has been told since the last verdict that may lead to another one."""
+        """Whether there was news since the last verdict that may change it: to settle is too slow for every look."""
 
     @property
     def has_begun(self) -> bool:
@@ -241,7 +266,7 @@ class Kinship:
             return Lineage() if self._history is None else self._history.lineage(now)
 
     def news_for(self, peer: bytes, now: float) -> bytes | None:
-        """What a peer should be told of this peer's rounds; ``None`` if it knows them, or if they do not matter."""
+        """This peer's rounds, packed, to tell another peer; ``None`` if it knows them or if rounds are not compared."""
         with self._lock:
             if self._history is None or peer in self._history.mates:
                 return None
@@ -249,16 +274,16 @@ class Kinship:
 
     @property
     def mates(self) -> frozenset[bytes]:
-        """Other members of the latest round: they have the same rounds as this peer."""
+        """The other members of the latest round. They have the same rounds as this peer."""
         with self._lock:
             return frozenset() if self._history is None else self._history.mates
 
     def note_round(self, result: RoundResult | None, epoch: int, now: float) -> None:
-        """This peer's parameters contain another round.
+        """This peer has applied another round to its parameters.
 
         Args:
-            result: what came of it; ``None``: it has failed, or there was nobody else.
-            epoch: to which it leads.
+            result: of the round; ``None`` if it failed or nobody else came.
+            epoch: this peer's epoch after it.
         """
         with self._lock:
             if self._history is not None and result is not None:
@@ -268,7 +293,7 @@ class Kinship:
             self.changed = True
 
     def note_repair(self, result: RoundResult) -> None:
-        """Parameters were averaged, which makes up for earlier rounds of gradients that failed."""
+        """Parameters were averaged: that makes up for earlier rounds of gradients that failed."""
         with self._lock:
             if self._history is not None:
                 self._history.note_repair(frozenset(weights_of(result).keys() - {self._own}))
@@ -291,7 +316,7 @@ class Kinship:
     # --- others -------------------------------------------------------------------------------------------------------
 
     def verdict(self, own: LocalTrainingProgress, companions: Mapping[bytes, Companion], now: float) -> Verdict:
-        """Which side goes on, if the run has come apart."""
+        """Which side goes on, if the run was split."""
         with self._lock:
             if self.changed:
                 self._verdict, self.changed = self._settle(own, companions, now), False
@@ -305,14 +330,14 @@ class Kinship:
         for peer, companion in companions.items():
             if companion.is_reachable(now):
                 record, told = companion.record, companion.lineage
-                # That was before the common round.
+                # What a mate told before the common round is out of date: it has this peer's rounds now.
                 if peer in mates and companion.lineage_time < met_at:
                     told = Lineage(lineage.rounds, told.partings)
                 standings.append(Standing(peer, record.epoch, told, not record.client_mode))
-        return settle(standings)
+        return settle(standings, self._host_of)
 
     def epochs_given_up(self, own_epoch: int) -> int:
-        """Of a peer that stands on another side than the one that goes on: how much it has trained without that."""
+        """For a peer that gives way: how many epochs it has trained since the last round common with the winners."""
         with self._lock:
             if self._history is None:
                 return 0
@@ -320,7 +345,7 @@ class Kinship:
 
 
 def weights_of(result: RoundResult) -> dict[bytes, float]:
-    """Of those who have parameters of their own and were in it to the end."""
+    """The weights of the members that have parameters of their own and stayed to the end of the round."""
     left_out = {*result.failed_peers, *result.auxiliaries}
     members = zip(result.peers, result.weights, strict=True)
     return {peer.to_bytes(): weight for peer, weight in members if peer not in left_out}

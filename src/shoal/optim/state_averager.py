@@ -1,28 +1,26 @@
-"""The training state: optimizer steps, averaging of parameters, and the state that newcomers download."""
+"""Steps the optimizer and averages parameters with other peers, in the foreground or in the background.
+
+A call of :meth:`TrainingStateAverager.step` starts a *job*: an optimizer step, then a round of averaging. In the
+background a job changes copies of the parameters (unless ``reuse_tensors`` averages the model's own tensors). The next
+call from the training thread puts the results of finished jobs into the model. So the model does not change in the
+middle of a batch.
+"""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging import DecentralizedAverager, RoundResult, StepControl
-from shoal.averaging.state.download import OwnedState
+from shoal.averaging import RoundResult, StepControl
 from shoal.facade import options_from
 from shoal.logs import counted
-from shoal.optim.devices import LaunchedWork
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.lineage import LineageKeeper
 from shoal.optim.optimizer_state import (
     GradientCheck,
-    LRSchedulerBase,
-    catch_up,
     dump_optimizer_state,
     has_statistics,
     initialize_optimizer_state_,
@@ -30,6 +28,8 @@ from shoal.optim.optimizer_state import (
     zero_gradients,
 )
 from shoal.optim.progress import PerformanceEMA
+from shoal.optim.schedules import LRSchedulerBase, catch_up
+from shoal.optim.state_holder import CheckState, StateHolder
 from shoal.optim.state_jobs import StateJob, StateJobs, StepRequest, log_failure
 from shoal.optim.training_setup import (
     OptimizerFactory,
@@ -42,21 +42,15 @@ from shoal.optim.training_setup import (
 from shoal.optim.training_state import (
     SharedBuffers,
     StateTensors,
-    TrainingState,
-    apply_state,
-    check_epoch,
-    describe_state,
     latest_epoch,
-    load_checkpoint,
-    make_checkpoint,
 )
-from shoal.reactor import in_thread
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
 
 __all__ = [
     "ZERO_GRAD_SET_TO_NONE_DEFAULT",
+    "CheckState",
     "LRSchedulerBase",
     "OptimizerFactory",
     "ParamGroups",
@@ -71,39 +65,45 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# As in torch 2.
+# The default of torch 2.
 ZERO_GRAD_SET_TO_NONE_DEFAULT = True
 
 
-class TrainingStateAverager(DecentralizedAverager):
-    """Steps an optimizer, averages parameters with other peers, and shares all of it with newcomers.
+class TrainingStateAverager(StateHolder):
+    """Steps an optimizer, averages parameters with other peers, and shares the whole state with newcomers.
 
     Args:
         dht: how averagers find each other.
         optimizer: an optimizer, or a function that makes one from parameter groups.
         params: parameters or groups; required with a function.
         scheduler: a learning rate scheduler, or a function that makes one; it follows ``local_epoch``.
-        initialize_optimizer: make the optimizer's statistics exist at once; default: if there are none.
+        initialize_optimizer: create the optimizer's statistics at once; default: if there are none.
         offload_optimizer: the optimizer works on single precision copies of the parameters on the CPU.
-        custom_gradients: somebody else fills the gradients of these copies.
-        reuse_tensors: average the optimizer's own tensors instead of copies; default: with ``offload_optimizer``, but
-            not with ``delta_rule_averaging``.
-        delta_rule_averaging: apply what averaging has changed as a difference, so that steps made meanwhile survive.
-        performance_ema_alpha: weight of the newest measurement of ``delay_before_averaging``.
+        custom_gradients: the caller fills the gradients of these copies; otherwise they come from the parameters.
+        reuse_tensors: average the optimizer's own tensors instead of copies. Default: yes with ``offload_optimizer``,
+            unless with ``delta_rule_averaging``.
+        delta_rule_averaging: add the change that averaging has made, so that steps made meanwhile survive.
+        performance_ema_alpha: weight of the newest measurement of ``delay_before_averaging``, from 0 to 1.
         sync_epoch_when_averaging: adopt the largest epoch in the group.
-        parameter_names: names for codecs; default: their numbers.
+        parameter_names: names of the parameters for codecs; default: their numbers.
         average_opt_statistics: names of optimizer statistics that are averaged, too, such as ``"exp_avg_sq"``.
         extra_tensors: further tensors that are averaged and given to newcomers.
-        shared_buffers: has tensors that are only given to newcomers.
-        status_loglevel: level of messages about steps.
+        shared_buffers: source of tensors that are given to newcomers but not averaged.
+        status_loglevel: level of log messages about steps.
+        check_state: can refuse a downloaded state, for example by the loss of a batch. It is called without arguments
+            when the whole state is in place: in the user's parameters, extra tensors, optimizer, scheduler and
+            ``local_epoch``. It refuses by returning something false other than ``None``, or by raising
+            :class:`~shoal.errors.StateRefusedError`. Then this peer's own state comes back, the donor and its state are
+            left out, and the next donor is asked. Any other exception also brings the own state back, and is raised.
+            It runs in the thread that calls :meth:`load_state_from_peers` (with ``wait=False``, in a thread of its
+            own). Meanwhile nobody averages with this peer or downloads its state: so the hook should be quick and must
+            not call this averager. Changes that it makes to gradients and to the mode of modules stay.
         averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
 
     Raises:
-        ValueError: arguments that contradict each other.
+        ValueError: arguments contradict each other.
         AssertionError: a parameter is given twice.
     """
-
-    instead_of_a_copy = "save its make_checkpoint(), which load_checkpoint() takes"
 
     def __init__(
         self,
@@ -124,6 +124,7 @@ class TrainingStateAverager(DecentralizedAverager):
         extra_tensors: Sequence[torch.Tensor] = (),
         shared_buffers: SharedBuffers | None = None,
         status_loglevel: int = logging.DEBUG,
+        check_state: CheckState | None = None,
         **averager_kwargs: Any,
     ) -> None:
         if reuse_tensors is None:
@@ -133,61 +134,19 @@ class TrainingStateAverager(DecentralizedAverager):
         if custom_gradients and not offload_optimizer:
             raise ValueError("custom_gradients=True has a meaning only with offload_optimizer=True")
         setup = prepare_training(optimizer, params, scheduler, parameter_names, offload_optimizer)
-        self._setup, self.optimizer, self.scheduler = setup, setup.optimizer, setup.scheduler
-        self.main_parameters, self.parameter_names = setup.main_parameters, setup.parameter_names
-        self.optimizer_parameters = setup.optimizer_parameters
-        """What the optimizer steps: the main parameters, which are the user's, or copies of them."""
         self.offload_optimizer, self.custom_gradients = offload_optimizer, custom_gradients
-        self.reuse_tensors, self.delta_rule_averaging = reuse_tensors, delta_rule_averaging
+        self.delta_rule_averaging = delta_rule_averaging
         self.sync_epoch_when_averaging, self.status_loglevel = sync_epoch_when_averaging, status_loglevel
-        if initialize_optimizer or (initialize_optimizer is None and not has_statistics(self.optimizer)):
-            initialize_optimizer_state_(self.optimizer)
-        self._contents = StateTensors(setup, average_opt_statistics, extra_tensors, reuse_tensors)
-        self.extra_tensors = self._contents.extra_tensors
-        self.shared_buffers = shared_buffers
-        """Has tensors that are only given to newcomers."""
-        # Held while the optimizer steps, so that newcomers never get half a step. Taken after the tensor lock.
-        self._state_lock = threading.RLock()
-        self._launched = LaunchedWork([*self.main_parameters, *self.optimizer_parameters])
-        self._local_epoch = 0
-        self._stepped_epoch = 0
-        self._gradients = GradientCheck(self.parameter_names, self.optimizer_parameters)
+        if initialize_optimizer or (initialize_optimizer is None and not has_statistics(setup.optimizer)):
+            initialize_optimizer_state_(setup.optimizer)
+        contents = StateTensors(setup, average_opt_statistics, extra_tensors, reuse_tensors)
+        self._gradients = GradientCheck(setup.parameter_names, setup.optimizer_parameters)
         self._jobs = StateJobs()
         self.on_averaged: Callable[[RoundResult | None], object] | None = None
-        """Called at the end of each round, in whatever thread, with what came of it; ``None``: it has failed."""
-        self.lineage_keeper: LineageKeeper | None = None
+        """Called with the result at the end of each round, in any thread; with ``None`` if the round failed."""
         self.delay_before_averaging = PerformanceEMA(alpha=performance_ema_alpha)
         """Seconds from the start of a step to the start of its all-reduce."""
-        averager_kwargs.setdefault("tensor_infos", self._contents.infos())
-        super().__init__(self._contents.averaged, dht, **averager_kwargs)
-
-    # --- what it holds ------------------------------------------------------------------------------------------------
-
-    @property
-    def local_epoch(self) -> int:
-        """How many global steps this state contains, or will contain when the work in the background is done."""
-        return self._local_epoch
-
-    @local_epoch.setter
-    def local_epoch(self, epoch: int) -> None:
-        with self._state_lock:
-            self._local_epoch = self._stepped_epoch = epoch
-            if self.scheduler is not None:
-                catch_up(self.scheduler, epoch)
-
-    def learning_rates(self) -> tuple[int, list[float]] | None:
-        """The epoch of the latest optimizer step, and the learning rate of each group since then.
-
-        ``None`` while a step is at work, and for rates that are tensors, which may have to be fetched.
-        """
-        if not self._state_lock.acquire(blocking=False):
-            return None
-        try:
-            rates = [group.get("lr") for group in self.optimizer.param_groups]
-            numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
-            return (self._stepped_epoch, numbers) if len(numbers) == len(rates) else None
-        finally:
-            self._state_lock.release()
+        super().__init__(contents, dht, shared_buffers, check_state, **averager_kwargs)
 
     @property
     def averaging_in_progress(self) -> bool:
@@ -195,7 +154,7 @@ class TrainingStateAverager(DecentralizedAverager):
         return self._jobs.averaging
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs: Any) -> StepControl:
-        """Begin to look for a group, in advance; give the control to :meth:`step` or cancel it."""
+        """Begin to look for a group in advance. Give the control to :meth:`step`, or cancel it: others wait for it."""
         control = super().step(scheduled_time=scheduled_time, wait=False, require_trigger=True, **kwargs)
         assert isinstance(control, StepControl)
         return control
@@ -218,26 +177,27 @@ class TrainingStateAverager(DecentralizedAverager):
         set_to_none: bool = ZERO_GRAD_SET_TO_NONE_DEFAULT,
         averaging_opts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Do any of: finish earlier work, step the optimizer, average with peers; each in the background if wanted.
+        """Finish earlier work, step the optimizer and average with peers: each only if asked, each in the background
+        if asked.
 
         Args:
-            wait_for_delayed_updates: wait for work in the background that was started before; default: when it would
-                collide with what is asked now.
-            apply_delayed_updates: put results of finished work into the model.
+            wait_for_delayed_updates: wait for earlier work in the background. Default: only if it would collide with
+                this step.
+            apply_delayed_updates: put the results of finished work into the model.
             increment_epoch: this step leads to the next epoch.
             optimizer_step: step the optimizer, then the scheduler.
-            zero_grad: zero the optimizer's gradients after that.
-            delay_optimizer_step: do all this in the background.
-            averaging_round: average with peers after that.
-            delay_averaging: do the averaging in the background; default: as ``delay_optimizer_step``.
-            averaging_control: from :meth:`schedule_step`.
-            wait_for_trigger: called before anything else is done; if it raises, nothing is.
+            zero_grad: zero the optimizer's gradients after the step.
+            delay_optimizer_step: do all of this in the background.
+            averaging_round: average with peers after the step.
+            delay_averaging: average in the background; default: as ``delay_optimizer_step``.
+            averaging_control: from :meth:`schedule_step`; default: a new one.
+            wait_for_trigger: called before anything else; if it raises, nothing is done.
             grad_scaler: has unscaled the optimizer's gradients, and knows whether they are finite.
-            set_to_none: how gradients are zeroed.
-            averaging_opts: options of the round, and ``timeout`` for its result.
+            set_to_none: zero gradients by setting them to ``None``.
+            averaging_opts: options of the round, and ``timeout`` for its result, in seconds.
 
         Raises:
-            ValueError: arguments that contradict each other.
+            ValueError: arguments contradict each other, or this step would collide with work in the background.
         """
         request = options_from(
             StepRequest,
@@ -261,8 +221,9 @@ class TrainingStateAverager(DecentralizedAverager):
         if apply_delayed_updates:
             self._apply_finished_jobs()
         if increment_epoch:
-            with self._state_lock:  # a round in the background may just adopt an epoch
+            with self._state_lock:  # a round in the background may be adopting an epoch at this moment
                 self._local_epoch += 1
+            self._forget_own_state()
         if request.has_actions:
             self._run(StateJob(request, self._local_epoch, averaging_control))
         elif increment_epoch:
@@ -302,7 +263,7 @@ class TrainingStateAverager(DecentralizedAverager):
         self._average(job)
 
     def _step_optimizer(self, job: StateJob) -> None:
-        """Wait for the trigger, then step optimizer and scheduler to the job's epoch."""
+        """Wait for the trigger, then step the optimizer, and bring the scheduler to the job's epoch."""
         request = job.request
         job_started = time.perf_counter()
         if request.wait_for_trigger is not None:
@@ -325,22 +286,8 @@ class TrainingStateAverager(DecentralizedAverager):
         if request.averaging_round:
             self.delay_before_averaging.update(1, interval=max(1e-9, time.perf_counter() - job_started))
 
-    @contextmanager
-    def _state_access(self) -> Iterator[None]:
-        """Alone with parameters and optimizer, and with all work done that others have launched on them."""
-        with self._state_lock:
-            self._launched.wait()
-            try:
-                yield
-            finally:
-                self._launched.mark()
-
-    def _optimizer_access(self) -> AbstractContextManager[Any]:
-        """Where the optimizer's tensors are themselves averaged, they must not change while that happens."""
-        return self.get_tensors() if self.reuse_tensors else nullcontext()
-
     def _average(self, job: StateJob) -> None:
-        """Average with peers; a failure is logged and leaves the local values."""
+        """Average with peers. A failure is logged and leaves the local values as they are."""
         request = job.request
         if not request.averaging_round:
             return
@@ -349,7 +296,7 @@ class TrainingStateAverager(DecentralizedAverager):
         patience = options.get("timeout")
         control = job.control
         is_used_up = control is not None and (control.triggered or (control.done() and not control.cancelled()))
-        # A round that was called off is not begun anew: nobody would come.
+        # A cancelled control is kept, and fails below: a new round would find nobody.
         if control is None or is_used_up:
             control = job.control = self.schedule_step(**options)
         try:
@@ -357,7 +304,7 @@ class TrainingStateAverager(DecentralizedAverager):
                 self._contents.load_into_averaged(remember=self.delta_rule_averaging)
             control.allow_allreduce()
             gathered = control.result(patience)
-        except Exception as e:  # whatever it is, training goes on
+        except Exception as e:  # whatever has failed, training goes on
             control.cancel()
             log_failure("parameters were not averaged in epoch %d: %s", job.epoch, e)
             if self.on_averaged is not None:
@@ -371,7 +318,7 @@ class TrainingStateAverager(DecentralizedAverager):
             self.on_averaged(control.round)
         logger.log(self.status_loglevel, "averaged parameters with %s", counted(len(gathered), "peer"))
         if self.sync_epoch_when_averaging:
-            epoch = latest_epoch(gathered.values(), self.lineage_keeper)
+            epoch = latest_epoch(gathered, self.lineage_keeper, self.node.p2p.metrics.troubles)
             with self._state_lock:
                 if epoch > self._local_epoch:
                     self.local_epoch = epoch
@@ -379,17 +326,17 @@ class TrainingStateAverager(DecentralizedAverager):
     # --- work in the background ---------------------------------------------------------------------------------------
 
     def _apply_finished_jobs(self, unfinished: StateJob | None = None) -> None:
-        """Put results into the model: averages of finished jobs, and optimizer steps also of ``unfinished``.
+        """Put results into the model: averages and optimizer steps of finished jobs, and the step of ``unfinished``.
 
-        What went wrong in the background is raised here.
+        An error of a job in the background is raised here.
         """
         finished = self._jobs.finished()
         averaged = [job for job in finished if job.averaging_done]
         if averaged or any(job.optimizer_done for job in [*finished, unfinished] if job is not None):
-            # a round in progress holds the tensors: local steps must not wait for it
+            # A round in progress holds the tensor lock. Local steps without averages must not wait for it.
             access = self.get_tensors() if averaged else self._optimizer_access()
             with access, self._state_access():
-                if averaged:  # only one at a time averages
+                if averaged:  # it is one job: jobs that average never overlap
                     meanwhile = self.delta_rule_averaging and averaged[-1].request.delay_averaging
                     self._contents.take_averaged(as_difference=meanwhile)
                 self._contents.update_main_parameters()
@@ -401,14 +348,18 @@ class TrainingStateAverager(DecentralizedAverager):
             job.finished.result()
 
     def let_go_of_searches(self) -> None:
-        """Give up rounds in the background that should have begun by now, and that nobody has joined.
+        """Give up rounds in the background that nobody has joined although they should have begun by now.
 
-        Before this peer leaves, or takes over a state: the others may have left, or gone on.
+        Called before this peer leaves or takes over a state: the others may have left or moved on.
         """
         self._jobs.let_go_of_searches(self._config.min_matchmaking_time + self._config.request_timeout)
 
     def finish_jobs(self, timeout: float | None = None) -> None:
-        """Wait for everything in the background and put its results into the model."""
+        """Wait for all work in the background, and put its results into the model.
+
+        Args:
+            timeout: after this many seconds, rounds that are still averaging are cancelled.
+        """
         self._jobs.wait(timeout)
         self._apply_finished_jobs()
 
@@ -417,82 +368,3 @@ class TrainingStateAverager(DecentralizedAverager):
         self._jobs.cancel()
         super().shutdown()
         self._jobs.cancel(self.shutdown_timeout)
-
-    # --- state --------------------------------------------------------------------------------------------------------
-
-    def get_current_state(self) -> OwnedState:
-        """What newcomers download: parameters, extra tensors, optimizer, scheduler and epoch, all of one moment."""
-        with self._optimizer_access(), self._state_access():
-            lineage = None if self.lineage_keeper is None else self.lineage_keeper.lineage
-            return describe_state(
-                self._setup, self.extra_tensors, self._buffers(), self._stepped_epoch, self.node.group_bits, lineage
-            )
-
-    def _buffers(self) -> list[torch.Tensor]:
-        return [] if self.shared_buffers is None else self.shared_buffers.get_buffers()
-
-    def load_state_from_peers(
-        self, wait: bool = True, timeout: float | None = None, *, accept_older: bool = False
-    ) -> Any:
-        """Download the state of another peer and put it into the model, the optimizer and the scheduler.
-
-        Args:
-            wait: return the outcome; otherwise a future of it, which cannot be cancelled once the download has begun.
-            timeout: seconds for the download.
-            accept_older: also a state of an earlier epoch than this peer's.
-
-        Returns:
-            Whether there was a donor whose state fits and is not older than this one.
-        """
-        if not wait:
-            return in_thread(partial(self.load_state_from_peers, timeout=timeout, accept_older=accept_older))
-        downloaded = super().load_state_from_peers(timeout=timeout)
-        if downloaded is None:
-            logger.warning("nobody shares a training state: this peer keeps its own")
-            return False
-        return self._load_state(downloaded.metadata, downloaded.tensors, accept_older)
-
-    def make_checkpoint(self, gradients: Any = None) -> dict[str, Any]:
-        """What :meth:`load_checkpoint` needs to go on from here, but for the model. Tensors are not copied.
-
-        Args:
-            gradients: something to be kept with it, see :func:`~shoal.optim.training_state.make_checkpoint`.
-        """
-        return make_checkpoint(self._setup, self._local_epoch, gradients)
-
-    def load_checkpoint(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the optimizer, the scheduler and the epoch; with an offloaded optimizer, the parameters, too.
-
-        Args:
-            state_dict: from :meth:`make_checkpoint`, or of a torch optimizer.
-
-        Raises:
-            ValueError: it does not fit.
-        """
-        with self.get_tensors(), self._state_access():
-            epoch = load_checkpoint(self._setup, state_dict)
-            self._contents.adopt_statistics()
-            if epoch is not None:
-                self.local_epoch = epoch
-
-    def _load_state(self, metadata: Any, tensors: Sequence[torch.Tensor], accept_older: bool = False) -> bool:
-        try:
-            state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors, self._buffers())
-        except ValueError as e:
-            logger.warning("a downloaded training state was refused: %s", e)
-            return False
-        with self.get_tensors(), self._state_access():
-            try:
-                check_epoch(state.epoch, self._local_epoch, accept_older, self.lineage_keeper)
-                if self.shared_buffers is not None:
-                    self.shared_buffers.set_buffers(state.buffers)
-            except ValueError as e:
-                logger.warning("a downloaded training state was refused: %s", e)
-                return False
-            apply_state(state, self._setup, self.extra_tensors)
-            self._contents.load_into_averaged()
-            self._contents.update_main_parameters()
-            self.local_epoch = state.epoch
-            if self.lineage_keeper is not None:
-                self.lineage_keeper.adopt_lineage(state.lineage, state.epoch)
-        return True

@@ -1,4 +1,8 @@
-"""Steps that take a while: rounds that were scheduled in advance, and work of a state averager in the background."""
+"""Work that outlasts a call: rounds that were scheduled in advance, and jobs of a state averager in the background.
+
+A :class:`StateJob` is an optimizer step and a round of averaging, started by one call. Its thread sets flags as it gets
+on. The training thread waits for these flags, puts the results into the model, and forgets the job.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def usable(control: StepControl | None) -> bool:
-    """Whether a step that was scheduled before can still be used."""
+    """Whether a scheduled step can still be used."""
     return control is not None and not control.done() and not control.triggered
 
 
 def log_failure(message: str, epoch: int, error: Exception) -> None:
-    """Warn that a round failed: why, in words; with the traceback if it is none of the failures that must be expected.
+    """Warn that a round failed, with the reason in words. An unexpected error is logged with its traceback.
 
     Args:
-        message: with a place for the epoch and one for the reason.
+        message: format of the message, with a place for the epoch and one for the reason.
+        epoch: the epoch that the round ends.
+        error: what the round raised.
     """
     reason, unexpected = str(error) or type(error).__name__, False
     if isinstance(error, concurrent.futures.CancelledError):
@@ -38,12 +44,13 @@ def log_failure(message: str, epoch: int, error: Exception) -> None:
 
 
 def let_go(control: StepControl | None, timeout: float) -> None:
-    """End a step that is not wanted any more without making its group wait.
+    """Withdraw from a scheduled step without making its group wait.
 
-    A group that is complete already would miss this peer, so it takes part there with weight 0.
+    A group that is complete already would wait for this peer, so this peer takes part in it with weight 0.
 
     Args:
-        timeout: seconds for that.
+        control: the step; ``None`` if there is none.
+        timeout: the longest time to take part, in seconds.
     """
     if control is None or control.done():
         return
@@ -80,7 +87,7 @@ class StepRequest:
 
     def check(self, *, is_offloaded: bool, reuse_tensors: bool, custom_gradients: bool) -> None:
         """Raises:
-        ValueError: arguments that contradict each other, or this averager's settings.
+        ValueError: arguments contradict each other, or the settings of the averager.
         """
         if self.delay_optimizer_step and not self.delay_averaging:
             raise ValueError("delay_optimizer_step=True requires delay_averaging=True: averaging comes after the step")
@@ -97,23 +104,23 @@ class StepRequest:
 
 @dataclass(eq=False)
 class StateJob:
-    """Work that a step has started, and how far it is."""
+    """The work that one call has started, and how far it is."""
 
     request: StepRequest
     epoch: int
     """The epoch that this work leads to."""
     control: StepControl | None = None
     optimizer_done: bool = False
-    """The optimizer has made its step, the main parameters have not followed yet."""
+    """The optimizer has made its step, but the user's parameters do not have it yet."""
     stepped: threading.Event = field(default_factory=threading.Event)
-    """The optimizer is not going to be touched any more."""
+    """Set when this job no longer needs the optimizer."""
     averaging_started: bool = False
     averaging_done: bool = False
-    """There are averages, and they have not been put to use yet."""
+    """There are averages that have not been put into the model yet."""
     finished: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
 
     def run_in_background(self, work: Callable[[StateJob], None]) -> None:
-        """Do the rest in a thread that does not keep the interpreter from leaving."""
+        """Do the rest in a thread. It is a daemon, so it does not keep the interpreter from exiting."""
         threading.Thread(target=self._run, args=(work,), name="shoal-state-job", daemon=True).start()
 
     def _run(self, work: Callable[[StateJob], None]) -> None:
@@ -125,10 +132,10 @@ class StateJob:
         self.finish(error)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """All of it is done, or given up.
+        """The job is done, or given up.
 
         Args:
-            error: raised where the result would be put to use.
+            error: raised later in the training thread, when it would use the result.
         """
         self.stepped.set()
         if error is None:
@@ -137,13 +144,13 @@ class StateJob:
             self.finished.set_exception(error)
 
     def cancel(self) -> None:
-        """Give up averaging; a step of the optimizer that is at work comes to its end."""
+        """Give up averaging. An optimizer step under way is completed."""
         if self.control is not None:
             self.control.cancel()
 
 
 class StateJobs:
-    """Work that is not done, or whose results have not been put to use."""
+    """The jobs that are under way, or whose results have not been put into the model."""
 
     def __init__(self) -> None:
         self._jobs: list[StateJob] = []
@@ -152,7 +159,7 @@ class StateJobs:
         return iter(self._jobs)
 
     def add(self, job: StateJob) -> None:
-        """From now on others wait for it."""
+        """From now on this job counts."""
         self._jobs.append(job)
 
     @property
@@ -161,7 +168,7 @@ class StateJobs:
         return any(job.averaging_started and not job.finished.done() for job in self._jobs)
 
     def wait(self, timeout: float | None) -> None:
-        """Wait for all of it; what takes too long to average is given up."""
+        """Wait for all jobs. After ``timeout`` seconds, averaging is given up."""
         running = [job for job in self._jobs if not job.finished.done()]
         _, late = concurrent.futures.wait([job.finished for job in running], timeout)
         if late:
@@ -171,13 +178,13 @@ class StateJobs:
             concurrent.futures.wait(late)
 
     def wait_for_optimizer(self) -> None:
-        """Wait until none of it needs the optimizer and its gradients; averaging may go on."""
+        """Wait until no job needs the optimizer and its gradients. Averaging may go on."""
         for job in self._jobs:
             job.stepped.wait()
         concurrent.futures.wait([job.finished for job in self._jobs if not job.request.averaging_round])
 
     def let_go_of_searches(self, patience: float) -> None:
-        """Give up rounds that nobody has joined after so many seconds."""
+        """Give up rounds that nobody has joined after ``patience`` seconds."""
         self.wait_for_optimizer()
         concurrent.futures.wait([job.finished for job in self._jobs], patience)
         for job in self._jobs:
@@ -185,18 +192,18 @@ class StateJobs:
                 job.control.cancel()
 
     def finished(self) -> list[StateJob]:
-        """What is done, and has not been forgotten."""
+        """The jobs that are done and have not been forgotten."""
         return [job for job in self._jobs if job.finished.done()]
 
     def forget(self, jobs: Collection[StateJob]) -> None:
-        """Their results have been put to use."""
+        """The results of these jobs are in the model."""
         self._jobs = [job for job in self._jobs if job not in jobs]
 
     def cancel(self, patience: float | None = None) -> None:
         """Give up all averaging.
 
         Args:
-            patience: seconds to wait for the end of it; ``None``: do not.
+            patience: seconds to wait until the jobs end; ``None``: do not wait.
         """
         for job in self._jobs:
             job.cancel()

@@ -1,4 +1,9 @@
-"""Keeping up with the swarm: notice that this peer is behind, and download the state of another one."""
+"""Keeping up with the swarm: notice that this peer has fallen behind, or that it is on the losing side of a split run,
+and download the state of another peer.
+
+Before each step the optimizer asks :meth:`Synchronization.is_needed`. To be one epoch behind is usual where rounds
+overlap with training, and averaging repairs it; a download is needed for more, or if nobody is left to average with.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +26,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which the first step waits to learn how far the swarm is.
+# Seconds that the first step waits at most to learn how far the swarm is.
 FIRST_FETCH_TIMEOUT = 5.0
 
+# How many times a download is tried in one step of the optimizer; the next step tries again.
 LOAD_ATTEMPTS = 3
-# Seconds before the second attempt to download a state; doubles with every further one.
+# Seconds before the second attempt to download a state; the pause doubles with each further attempt.
 FIRST_LOAD_PAUSE = 0.5
 
 
 class Synchronization:
-    """Brings a peer that is behind to the swarm's epoch. Used by the training thread alone.
+    """Brings a peer that is behind to the swarm's epoch. Used only by the training thread.
 
     Args:
-        state_averager: what is downloaded.
-        grad_averager: what is forgotten then; ``None`` with local updates.
+        state_averager: receives the downloaded state.
+        grad_averager: forgets its gradients after a download; ``None`` with local updates.
         tracker: knows how far the swarm is.
         global_step: has rounds under way, in which others may wait for this peer.
-        averaging_timeout: seconds within which these rounds end.
-        load_state_timeout: seconds for a download.
+        averaging_timeout: the longest time to finish these rounds, in seconds.
+        load_state_timeout: the longest time for a download, in seconds.
         closing: set when the optimizer shuts down.
     """
 
@@ -69,27 +75,31 @@ class Synchronization:
             fetched.wait(FIRST_FETCH_TIMEOUT)
         if tracker.gives_way_to is not None:
             return True
-        # Should the run come apart again, that is told again.
+        # If the run is split again, the user is warned again.
         self._has_told_what_is_lost = False
         if self._strict_check_due and fetched.is_set():
             if self._state_averager.local_epoch < self._epoch_to_begin_with():
                 return True
-            # before others have told it directly, a newcomer knows only records, which may be seconds old
+            # Until others have called it, a newcomer knows only records, which may be seconds old: look again.
             self._strict_check_due = not tracker.is_introduced
         behind = tracker.global_epoch - self._state_averager.local_epoch
         return behind > 1 or (behind == 1 and self._would_go_on_alone())
 
     def _would_go_on_alone(self) -> bool:
-        """Whether nobody is left to make the next step with, although others train.
+        """Whether nobody is left for the next step, although others train.
 
-        Where rounds overlap with training, the others may wait for this peer in the round under way.
+        Not where rounds overlap with training: there others may be waiting for this peer in the round under way.
         """
         if self._overlaps or not self._tracker.is_introduced:
             return False
         return self._tracker.expected_group_size == 1
 
     def _epoch_to_begin_with(self) -> int:
-        """The swarm's epoch, as far as others have not begun it while they wait for this peer in an earlier round."""
+        """The epoch from which this peer must begin.
+
+        That is the swarm's epoch. Where rounds overlap with training, others may already have announced the next one
+        while they wait for this peer in the round before; then it is the epoch at which they began to wait for it.
+        """
         if self._overlaps and self._tracker.is_introduced:
             return self._tracker.epoch_when_introduced
         return self._tracker.global_epoch
@@ -115,50 +125,50 @@ class Synchronization:
             loaded = self._try_to_download(**options) if other_side is None else self._give_way_to(other_side, options)
             if not loaded:
                 self._tracker.note_vain_attempt(get_dht_time() - began_at)
-                self._tracker.look_after_others()  # whoever was ahead may be gone
+                self._tracker.look_after_others()  # the peers that were ahead may be gone
                 return False
             if other_side is not None:
                 self._begin_anew()
                 return True
             epoch = self._tracker.global_epoch
             if self._usual_lag == 0 and self._state_averager.local_epoch == epoch - 1:
-                # the swarm is faster than the download; averaging repairs the difference
+                # The swarm has moved on by one epoch during the download; averaging repairs that difference.
                 self._state_averager.local_epoch = epoch
             self._begin_anew()
         return True
 
     def end_other_work(self) -> None:
-        """Finish what is under way with other peers, and in the background."""
+        """Finish rounds with other peers and work in the background."""
         self._global_step.let_go_of_rounds(self._averaging_timeout)
         self._state_averager.let_go_of_searches()
         self._state_averager.finish_jobs(self._averaging_timeout)
 
     def resume(self) -> None:
-        """This peer has the state of a checkpoint, which may be older than that of the swarm."""
+        """This peer has loaded a checkpoint, which may be older than the state of the swarm."""
         self._tracker.adopt_lineage(Lineage(), self._state_averager.local_epoch)
         self._begin_anew()
         self._strict_check_due = True
 
     def _begin_anew(self) -> None:
-        """This peer has another state than before: forget its gradients and tell its epoch."""
+        """This peer has another state than before: forget its gradients and announce its epoch."""
         if self._grad_averager is not None:
             self._grad_averager.reset_accumulated_grads_()
         self._tracker.update_epoch(self._state_averager.local_epoch)
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """This peer is at a new epoch: newcomers prefer it to those that are behind."""
+        """This peer is at a new epoch: from now on newcomers prefer it to donors that are behind."""
         self._strict_check_due = self._usual_lag == 0
         if not self._state_averager.client_mode:
             self._state_averager.state_sharing_priority = self._state_averager.local_epoch
 
     def _give_way_to(self, other_side: Verdict, options: Mapping[str, Any]) -> bool:
-        """Take over the state of another side of the run, also if it is at an earlier epoch."""
+        """Take over the state of the winning side, even if it is at an earlier epoch."""
         self._tell_what_is_lost(other_side)
         averager, pause = self._state_averager, FIRST_LOAD_PAUSE
         shares_state = averager.allow_state_sharing
         if shares_state:
-            # If they think that it is they who give way, both must look again.
+            # Two sides may both believe that they give way. Then neither may get the other's state: both look again.
             averager.allow_state_sharing = False
         try:
             for _ in range(LOAD_ATTEMPTS):
@@ -197,7 +207,7 @@ class Synchronization:
             return False
 
     def _try_to_download(self, **options: Any) -> bool:
-        """Try a few times, with pauses: donors may be between two epochs, or just leaving."""
+        """Try a few times, with pauses, because donors may be between two epochs or about to leave."""
         loaded, pause = False, FIRST_LOAD_PAUSE
         attempts = LOAD_ATTEMPTS if self._tracker.knows_others else 1
         for attempt in range(attempts):

@@ -1,4 +1,8 @@
-"""Average a model with other peers whenever the training loop says so."""
+"""Average a model with other peers whenever the training loop says so.
+
+A round copies the user's tensors, averages the copies, and writes the result back: as a whole, or, if training goes on
+meanwhile, as the difference that averaging has made.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +25,7 @@ from shoal.optim.devices import copy_all, wait_for_devices
 from shoal.optim.optimizer_state import has_statistics, initialize_optimizer_state_
 from shoal.optim.training_setup import TorchOptimizer, TrainingSetup, prepare_training
 from shoal.optim.training_state import TrainingState, add_change, apply_state, copy_for_averaging, describe_state
+from shoal.p2p import PeerID
 from shoal.reactor import in_thread
 
 __all__ = ["TrainingAverager"]
@@ -32,7 +37,7 @@ T = TypeVar("T")
 class TrainingAverager(DecentralizedAverager):
     """Averages parameters, gradients or optimizer statistics of a model with other peers, one round per call.
 
-    For training loops of the user's own; :class:`~shoal.Optimizer` decides by itself when to average and when to step.
+    It is for training loops of the user's own. :class:`~shoal.Optimizer` decides itself when to average and to step.
 
     Args:
         opt: optimizer of the model.
@@ -41,11 +46,11 @@ class TrainingAverager(DecentralizedAverager):
         average_opt_statistics: names of optimizer statistics to average, such as ``"exp_avg_sq"``.
         extra_tensors: further tensors to average.
         parameter_names: names for codecs; default: their numbers.
-        initialize_optimizer: make the optimizer's statistics exist at once.
+        initialize_optimizer: create the optimizer's statistics at once.
         averager_kwargs: see :class:`~shoal.averaging.DecentralizedAverager`.
 
     Raises:
-        ValueError: nothing is to be averaged, or a statistic does not exist.
+        ValueError: there is nothing to average, or a statistic does not exist.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class TrainingAverager(DecentralizedAverager):
         yield from ((tensor, index, TensorRole.UNSPECIFIED) for index, tensor in enumerate(self.extra_tensors))
 
     def local_tensors(self) -> Iterator[torch.Tensor]:
-        """The user's tensors, in the order in which they are averaged. Missing gradients are made, full of zeros."""
+        """The user's tensors, in the order in which they are averaged. Missing gradients are created as zeros."""
         return (tensor for tensor, _, _ in self._local())
 
     def _describe(self, averaged: Sequence[torch.Tensor]) -> list[CompressionInfo]:
@@ -112,13 +117,14 @@ class TrainingAverager(DecentralizedAverager):
         """Average once. A round that fails leaves the model as it is.
 
         Args:
-            data_lock: held while the model is read or changed. With it, what averaging has changed is added to the
-                model, so that training may go on meanwhile; without it, the averages replace the model's values.
-            wait: return the result; otherwise a future of it at once.
+            data_lock: a lock to hold while the model is read or changed. With it, the change that averaging has made is
+                added to the model, so that training can go on during the round. Without it, the averages replace the
+                model's values.
+            wait: return the result; otherwise return a future of it at once.
             kwargs: options of the round, see :meth:`DecentralizedAverager.step`.
 
         Returns:
-            What each member gave as ``gather``; ``None`` if the round failed.
+            What each member gave as ``gather``, by member; ``None`` if the round failed.
         """
         if wait:
             return self._average(data_lock, kwargs)
@@ -132,7 +138,7 @@ class TrainingAverager(DecentralizedAverager):
         with self._step_lock:
             with access, self.get_tensors() as averaged:
                 local = list(self.local_tensors())
-                # Training may use other streams than this thread.
+                # Training may have launched work on other streams than this thread's.
                 wait_for_devices(local)
                 copy_all(averaged, local)
                 before = None if data_lock is None else [tensor.clone() for tensor in averaged]
@@ -145,7 +151,7 @@ class TrainingAverager(DecentralizedAverager):
                     else:
                         for tensor, new, old in zip(local, averaged, before, strict=True):
                             add_change(tensor, new, old)
-                    # Before training goes on with what was written.
+                    # Training may go on only when all values are written.
                     wait_for_devices(local)
             self.local_step += 1
             return gathered
@@ -165,23 +171,26 @@ class TrainingAverager(DecentralizedAverager):
     # --- state --------------------------------------------------------------------------------------------------------
 
     def get_current_state(self) -> OwnedState:
-        """What newcomers download: parameters, extra tensors, optimizer state and the number of steps."""
+        """The state that newcomers download: parameters, extra tensors, optimizer state and the number of steps."""
         with self._step_lock:
             wait_for_devices(self._setup.main_parameters)
             state = describe_state(self._setup, self.extra_tensors, [], self.local_step, self.node.group_bits)
         metadata = {**state.metadata, "step": self.local_step}
         return OwnedState(metadata, state.tensors, state.infos)
 
-    def load_state_from_peers(self, wait: bool = True, timeout: float | None = None) -> Any:
+    def load_state_from_peers(
+        self, wait: bool = True, timeout: float | None = None, *, skip: Collection[PeerID] = ()
+    ) -> Any:
         """Download the state of another peer and put it into the model and its optimizer.
 
         Args:
-            wait: return whether it was done; otherwise a future of that.
-            timeout: seconds for the download.
+            wait: return whether a state was taken over; otherwise return a future of that at once.
+            timeout: the longest time for the download, in seconds.
+            skip: donors that are not asked.
         """
         if not wait:
-            return in_thread(functools.partial(self.load_state_from_peers, timeout=timeout))
-        downloaded = super().load_state_from_peers(timeout=timeout)
+            return in_thread(functools.partial(self.load_state_from_peers, timeout=timeout, skip=skip))
+        downloaded = super().load_state_from_peers(timeout=timeout, skip=skip)
         if downloaded is None:
             return False
         try:

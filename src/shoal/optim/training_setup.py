@@ -1,4 +1,4 @@
-"""What users give as ``params``, ``optimizer`` and ``scheduler``: brought into one form, or refused with what to do."""
+"""Normalizes the users' ``params``, ``optimizer`` and ``scheduler``, or refuses them and says what to do instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from shoal.optim.devices import copy_to_host
-from shoal.optim.optimizer_state import LRSchedulerBase, check_scheduler
+from shoal.optim.schedules import LRSchedulerBase, check_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ TorchOptimizer = torch.optim.Optimizer
 OptimizerFactory = Callable[[Any], TorchOptimizer]
 SchedulerFactory = Callable[[TorchOptimizer], Any]
 
-# Classes of parameters that are spread over processes. Whose module is not loaded, of that there is none.
+# Classes of parameters that are sharded over processes. If a module is not loaded, there are no objects of its class.
 _SHARDED = {
     "torch.distributed.tensor": "DTensor",
     "torch.distributed._tensor": "DTensor",
@@ -32,10 +32,10 @@ _SHARDED = {
 
 
 def check_parameters(parameters: Sequence[torch.Tensor]) -> None:
-    """All of them have a shape, and all of their values are here.
+    """Check that all parameters are dense tensors with a shape and all of their values in this process.
 
     Raises:
-        TypeError, ValueError: not so.
+        TypeError, ValueError: one of them is not.
     """
     for index, parameter in enumerate(parameters):
         if not isinstance(parameter, torch.Tensor):
@@ -61,10 +61,10 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """One step of it is one use of averaged gradients.
+    """Check that the optimizer steps with dense gradients that were computed before, so that averages can be used.
 
     Raises:
-        ValueError: not of this one.
+        ValueError: it needs a closure or sparse gradients, or is in eval mode.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -88,13 +88,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass
 class TrainingSetup:
-    """Parameters and who moves them."""
+    """The parameters, and the optimizer and scheduler that train them."""
 
     main_parameters: tuple[torch.Tensor, ...]
-    """The user's model."""
+    """Those of the user's model."""
     parameter_names: tuple[str, ...]
     optimizer_parameters: tuple[torch.Tensor, ...]
-    """What the optimizer steps: the main parameters, or wide copies of them on the CPU."""
+    """The parameters that the optimizer steps: the main parameters, or wide copies of them on the CPU."""
     optimizer: TorchOptimizer
     scheduler: Any | None
 
@@ -104,7 +104,7 @@ class TrainingSetup:
 
 
 def listed(params: Parameters | ParamGroups | None) -> list[Any] | None:
-    """Parameters or groups that may be gone through more than once."""
+    """Turn iterators of parameters or groups into lists, which can be iterated more than once."""
     if params is None:
         return None
     return [{**item, "params": list(item["params"])} if isinstance(item, dict) else item for item in params]
@@ -118,7 +118,6 @@ def main_parameters(optimizer: TorchOptimizer | OptimizerFactory, params: list[A
     """
     if isinstance(optimizer, TorchOptimizer):
         check_optimizer(optimizer)
-    if isinstance(optimizer, TorchOptimizer):
         groups = optimizer.param_groups
     else:
         groups, _ = _as_groups(params or ())
@@ -134,10 +133,10 @@ def prepare_training(
     parameter_names: Iterable[str] | None,
     offload_optimizer: bool,
 ) -> TrainingSetup:
-    """Check and combine what the user gave.
+    """Check and combine the user's arguments.
 
     Raises:
-        ValueError: the arguments do not go together.
+        ValueError: the arguments contradict each other.
         AssertionError: a parameter is given twice.
     """
     if isinstance(optimizer, TorchOptimizer):
@@ -178,7 +177,7 @@ def prepare_training(
 
 
 def _as_groups(params: Parameters | ParamGroups) -> tuple[list[dict[str, Any]], list[str] | None]:
-    """Parameter groups, and names if the parameters came with names."""
+    """The parameter groups, and the names if the parameters came with names."""
     given: list[Any] = list(params)
     if not given:
         raise ValueError("params is empty: there is nothing to train")
@@ -190,7 +189,7 @@ def _as_groups(params: Parameters | ParamGroups) -> tuple[list[dict[str, Any]], 
 
 
 def _with_parameters(groups: list[dict[str, Any]], parameters: tuple[torch.Tensor, ...]) -> list[dict[str, Any]]:
-    """The same groups with other parameters, given in the same order."""
+    """The same groups with other parameters in the same order."""
     left = iter(parameters)
     return [{**group, "params": [next(left) for _ in group["params"]]} for group in groups]
 
@@ -201,7 +200,7 @@ def _wide_copy(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _step_on_cpu(optimizer: TorchOptimizer) -> None:
-    """What captures steps in graphs of a device works there alone."""
+    """Turn off ``capturable``: capturing steps in device graphs does not work on the CPU."""
     captured = [group for group in optimizer.param_groups if group.get("capturable")]
     for group in captured:
         group["capturable"] = False
@@ -224,12 +223,12 @@ def _warn_if_frozen(parameters: tuple[torch.Tensor, ...]) -> None:
 
 
 class MainGroup(MutableMapping[str, Any]):
-    """One group. Hyper-parameters are read from the optimizer and written to it; the parameters are the user's.
+    """A parameter group with the user's parameters. All other entries are read from and written to the optimizer's.
 
     Args:
-        optimizer: has the copies.
-        index: of the group.
-        parameters: the user's.
+        optimizer: the optimizer, which has copies of the parameters.
+        index: index of the group.
+        parameters: the user's parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, index: int, parameters: list[torch.Tensor]) -> None:
@@ -237,7 +236,7 @@ class MainGroup(MutableMapping[str, Any]):
 
     @property
     def _group(self) -> dict[str, Any]:
-        # Loading a checkpoint replaces it.
+        # Looked up each time, because loading a checkpoint replaces the group.
         return self._optimizer.param_groups[self._index]
 
     def __getitem__(self, name: str) -> Any:
@@ -264,10 +263,10 @@ class MainGroup(MutableMapping[str, Any]):
 
 
 def main_groups(optimizer: torch.optim.Optimizer, main_parameters: Sequence[torch.Tensor]) -> tuple[MainGroup, ...]:
-    """All groups, in order.
+    """All groups of the optimizer, in order, with the user's parameters.
 
     Args:
-        main_parameters: one for each parameter of the optimizer, in the same order.
+        main_parameters: the user's parameters, in the order of the optimizer's.
     """
     left = iter(main_parameters)
     return tuple(

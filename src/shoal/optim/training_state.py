@@ -1,12 +1,16 @@
 """The training state: its tensors, the download that newcomers get, and checkpoints.
 
-A checkpoint is the state dictionary of the optimizer that makes the steps, with ``state["local_epoch"]`` and one more
-entry, ``"shoal"``. A plain torch optimizer of the same kind loads it, too, and ignores what it does not know.
+- :class:`StateTensors` moves values between the user's model, the optimizer and the tensors that are averaged.
+- :func:`describe_state` copies the state for a newcomer; :class:`TrainingState` is such a copy, received and checked.
+- A checkpoint is the state dictionary of the optimizer that makes the steps, with ``state["local_epoch"]`` and one more
+  entry, ``"shoal"``. A plain torch optimizer of the same kind can load it, too, and ignores these additions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,33 +19,33 @@ import torch
 from shoal.averaging.finite import all_finite, first_not_finite, without_overflow
 from shoal.averaging.state.download import OwnedState
 from shoal.compression import CompressionInfo, TensorRole
+from shoal.logs import Seldom, quoted
 from shoal.optim.devices import copies_beside_training, copy_all, copy_to_host
 from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.lineage import Lineage, LineageKeeper
 from shoal.optim.optimizer_state import (
     check_optimizer_state,
     dump_optimizer_state,
-    dump_scheduler_state,
     has_statistics,
     initialize_optimizer_state_,
     load_optimizer_state,
-    load_scheduler_state,
-    scheduled_hyperparameters,
 )
+from shoal.optim.schedules import dump_scheduler_state, load_scheduler_state, scheduled_hyperparameters
 from shoal.optim.training_setup import TrainingSetup
+from shoal.p2p import PeerID
 
 
 class StateTensors:
-    """Knows which tensors are copies of which, and moves values between them.
+    """Knows which tensors are copies of which others, and moves values between them.
 
     Args:
         setup: parameters and optimizer.
         average_opt_statistics: names of optimizer statistics that are averaged, too.
         extra_tensors: further tensors that are averaged and given to newcomers.
-        reuse_tensors: average the optimizer's own tensors instead of copies, and extra tensors that are on the CPU.
+        reuse_tensors: average the optimizer's own tensors, and extra tensors on the CPU, instead of copies.
 
     Raises:
-        ValueError: tensors that are averaged in place are not on the CPU, or there is no such statistic.
+        ValueError: tensors to be averaged in place are not on the CPU, or there is no such statistic.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class StateTensors:
         not_here = [index for index, tensor in enumerate(local) if tensor.device.type != "cpu"]
         if reuse_tensors and any(index < len(local) - len(self.extra_tensors) for index in not_here):
             raise ValueError("reuse_tensors=True averages tensors in place: they must be on the CPU")
-        # Which of the averaged tensors are copies.
+        # Indices of the averaged tensors that are copies.
         self._copied = not_here if reuse_tensors else list(range(len(local)))
         self.averaged = [tensor.detach() for tensor in local]
         for index in self._copied:
@@ -75,17 +79,17 @@ class StateTensors:
                 )
 
     def statistics(self, name: str) -> list[torch.Tensor]:
-        """One statistic of all parameters that have it."""
+        """One statistic of all parameters that have it, in the order of the parameters."""
         state = self.setup.optimizer.state
         return [state[p][name] for p in self.setup.optimizer_parameters if p in state and name in state[p]]
 
     def local(self) -> list[torch.Tensor]:
-        """The tensors whose values are averaged, where the optimizer has them, in the order of ``averaged``."""
+        """The optimizer's own tensors whose values are averaged, then the extra ones; in the order of ``averaged``."""
         statistics = [tensor for name in self.average_opt_statistics for tensor in self.statistics(name)]
         return [*self.setup.optimizer_parameters, *statistics, *self.extra_tensors]
 
     def infos(self) -> list[CompressionInfo]:
-        """What codecs may know about ``averaged``."""
+        """Descriptions of ``averaged`` for codecs."""
         setup = self.setup
         keyed: list[tuple[Any, TensorRole]] = [(name, TensorRole.PARAMETER) for name in setup.parameter_names]
         names = dict(zip(map(id, setup.optimizer_parameters), setup.parameter_names, strict=True))
@@ -103,7 +107,7 @@ class StateTensors:
 
     @torch.no_grad()
     def adopt_statistics(self) -> None:
-        """The optimizer has got new statistics: put them where they are averaged, if that is in place."""
+        """The optimizer has new statistics. If they are averaged in place, move them into the averaged tensors."""
         if not self.reuse_tensors or not self.average_opt_statistics:
             return
         index = len(self.setup.optimizer_parameters)
@@ -119,20 +123,20 @@ class StateTensors:
 
     @torch.no_grad()
     def load_into_averaged(self, remember: bool = False) -> None:
-        """Before averaging: bring the copies up to date.
+        """Before a round: bring the copies up to date.
 
         Args:
-            remember: keep what was loaded, for :meth:`take_averaged` with ``as_difference``.
+            remember: keep the loaded values for :meth:`take_averaged` with ``as_difference``.
         """
         self._copy(from_local=True)
         self._before_averaging = [tensor.clone() for tensor in self.averaged] if remember else None
 
     @torch.no_grad()
     def take_averaged(self, as_difference: bool = False) -> None:
-        """After averaging: put the results where the optimizer has its tensors.
+        """After a round: write the results to the optimizer's tensors.
 
         Args:
-            as_difference: add what averaging has changed, so that local steps made meanwhile survive.
+            as_difference: add the change that averaging has made, so that local steps made meanwhile survive.
         """
         if not as_difference or self._before_averaging is None:
             self._copy(from_local=False)
@@ -148,13 +152,13 @@ class StateTensors:
 
     @torch.no_grad()
     def update_main_parameters(self) -> None:
-        """Put the optimizer's parameters into the user's model, where they are not the same tensors."""
+        """Copy the optimizer's parameters to the user's model, unless they are the same tensors."""
         if self.setup.is_offloaded:
             copy_all(self.setup.main_parameters, self.setup.optimizer_parameters)
 
     @torch.no_grad()
     def take_main_gradients(self) -> None:
-        """Give the optimizer the gradients of the user's model, where they are not the same tensors."""
+        """Copy the gradients of the user's model to the optimizer's parameters, unless they are the same tensors."""
         if not self.setup.is_offloaded:
             return
         for main, stepped in zip(self.setup.main_parameters, self.setup.optimizer_parameters, strict=True):
@@ -167,7 +171,7 @@ class StateTensors:
 
 
 def add_change(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> None:
-    """Add what averaging has changed; values that were not finite before it are replaced."""
+    """Add the change from ``old`` to ``new`` to a tensor; where ``old`` was not finite, take the new value instead."""
     change = new - old
     if not all_finite(change):
         spoilt = ~old.isfinite()
@@ -177,25 +181,32 @@ def add_change(local: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> Non
 
 
 def copy_for_averaging(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU; half precision is averaged in single precision."""
+    """A copy on the CPU. Half precision becomes single precision, so that averaging loses nothing."""
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return copy_to_host(tensor, dtype)
 
 
+# Beyond this number, a float can no longer count in ones.
 MAX_EPOCH = 2**53
-# A run makes no more epochs than this while somebody downloads a state.
+logger = logging.getLogger(__name__)
+_warn_seldom = Seldom(logger.warning)
+# A run makes fewer epochs than this while a peer downloads a state. A later epoch is a lie, or another run.
 _EPOCHS_DURING_DOWNLOAD = 1000
 
 
+class OlderStateError(ValueError):
+    """A downloaded state is of an earlier epoch than this peer's own. That is no fault of the donor."""
+
+
 class SharedBuffers(Protocol):
-    """Something else that a newcomer needs and that has its own idea of when it changes."""
+    """A source of further tensors that a newcomer needs. It changes them at times of its own."""
 
     def get_buffers(self) -> list[torch.Tensor]:
-        """Tensors that will not change any more."""
+        """The tensors as they are now. They must not be changed afterwards, only replaced by new ones."""
         ...
 
     def set_buffers(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take over those of another peer.
+        """Take over the buffers of another peer.
 
         Raises:
             ValueError: they do not fit; nothing has been changed.
@@ -211,7 +222,16 @@ def describe_state(
     group_bits: str,
     lineage: Lineage | None = None,
 ) -> OwnedState:
-    """Copy everything that a newcomer needs."""
+    """Copy everything that a newcomer needs.
+
+    Args:
+        setup: parameters, optimizer and scheduler.
+        extra_tensors: further tensors that are averaged.
+        buffers: tensors that are not averaged.
+        epoch: the epoch of the state.
+        group_bits: the bucket of peers in which this peer looks for groups.
+        lineage: the rounds behind the parameters.
+    """
     optimizer_metadata, statistics = dump_optimizer_state(setup.optimizer)
     metadata = {
         "epoch": epoch,
@@ -237,7 +257,7 @@ def describe_state(
 
 @dataclass
 class TrainingState:
-    """A downloaded state that fits."""
+    """A downloaded state, taken apart."""
 
     epoch: int
     parameters: Sequence[torch.Tensor]
@@ -257,69 +277,101 @@ class TrainingState:
         extra_tensors: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> TrainingState:
-        """Check what another peer sent.
+        """Check a state that another peer has sent, and take it apart.
+
+        Args:
+            metadata, tensors: from :func:`describe_state`.
+            setup, extra_tensors, buffers: this peer's own, which it must fit.
 
         Raises:
-            ValueError: it is not a state of this training.
+            ValueError: it does not fit, or is malformed.
         """
         if not isinstance(metadata, dict):
             raise ValueError("its metadata are malformed")
         epoch = metadata.get("epoch")
         if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 <= epoch < MAX_EPOCH:
-            raise ValueError(f"it has no valid epoch: {epoch!r}")
+            raise ValueError(f"it has no valid epoch: {quoted(epoch)}")
         own = [*setup.optimizer_parameters, *extra_tensors, *buffers]
         if len(tensors) < len(own):
             raise ValueError(f"it has {len(tensors)} tensors, expected at least {len(own)}")
         for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
             if mine.shape != theirs.shape:
                 raise ValueError(f"its tensor {index} has shape {tuple(theirs.shape)}, expected {tuple(mine.shape)}")
+        # Where this peer's own values are not finite either, the other state is no worse.
         bad = first_not_finite(tensors[: len(setup.optimizer_parameters)])
         if bad is not None and first_not_finite([own[bad]]) is None:
             raise ValueError(f"values of its parameter {bad} are NaN or infinite, and this peer's are not")
-        rounds = metadata.get("rounds", b"")
-        if not isinstance(rounds, bytes):
-            raise ValueError(f"its rounds are malformed: {rounds!r}")
-        num_parameters = len(setup.optimizer_parameters)
-        state = cls(
-            epoch,
-            tensors[:num_parameters],
-            tensors[num_parameters : num_parameters + len(extra_tensors)],
-            tensors[num_parameters + len(extra_tensors) : len(own)],
-            metadata.get("optimizer_metadata"),
-            tensors[len(own) :],
-            metadata.get("scheduler"),
-            Lineage.unpack(rounds),
-        )
+        if not isinstance(metadata.get("rounds", b""), bytes):
+            raise ValueError(f"its rounds are malformed: {quoted(metadata['rounds'])}")
+        state = cls.split(metadata, tensors, setup, len(extra_tensors), len(buffers))
         check_optimizer_state(setup.optimizer, state.optimizer_metadata, state.statistics)
         return state
 
+    @classmethod
+    def split(
+        cls, metadata: Any, tensors: Sequence[torch.Tensor], setup: TrainingSetup, extra_tensors: int, buffers: int
+    ) -> TrainingState:
+        """Take a state apart without checks.
+
+        Args:
+            metadata, tensors: from :func:`describe_state`.
+            setup: tells the number of parameters.
+            extra_tensors, buffers: how many there are of each.
+        """
+        extra = len(setup.optimizer_parameters)
+        buffer, statistic = extra + extra_tensors, extra + extra_tensors + buffers
+        return cls(
+            metadata["epoch"],
+            tensors[:extra],
+            tensors[extra:buffer],
+            tensors[buffer:statistic],
+            metadata.get("optimizer_metadata"),
+            tensors[statistic:],
+            metadata.get("scheduler"),
+            Lineage.unpack(metadata.get("rounds", b"")),
+        )
+
 
 def check_epoch(epoch: int, own: int, accept_older: bool, run: LineageKeeper | None) -> None:
-    """Whether a downloaded state of this epoch may be taken over.
+    """Check whether a downloaded state of this epoch may be taken over.
 
     Args:
+        epoch: the epoch of the state.
         own: this peer's epoch.
-        accept_older: also an earlier one than that.
-        run: knows how far the others are.
+        accept_older: accept an earlier epoch than this peer's, too.
+        run: knows how far the others are; ``None`` if that is not compared.
 
     Raises:
-        ValueError: it may not.
+        OlderStateError: the state is older than this peer's own.
+        ValueError: the run cannot have reached this epoch.
     """
     if epoch < own and not accept_older:
-        raise ValueError(f"it is of epoch {epoch}, older than this peer's epoch {own}")
+        raise OlderStateError(f"it is of epoch {epoch}, older than this peer's epoch {own}")
     if run is not None and epoch > max(own, run.global_epoch) + _EPOCHS_DURING_DOWNLOAD:
         raise ValueError(f"it is of epoch {epoch}, where the run, at epoch {run.global_epoch}, cannot be yet")
 
 
-def latest_epoch(claimed: Iterable[Any], run: LineageKeeper | None) -> int:
-    """The largest epoch that members of a group have given, but for those where nobody can be.
+def latest_epoch(claimed: Mapping[PeerID, Any], run: LineageKeeper | None, troubles: Counter[str]) -> int:
+    """The largest epoch that members of a group have claimed, without those that the run cannot have reached.
 
     Args:
-        run: knows how far the others are.
+        claimed: what each member gave in the round; it can be anything.
+        run: knows how far the others are; ``None``: all epochs are believed.
+        troubles: counts the members that are not believed.
     """
-    epochs = [epoch for epoch in claimed if isinstance(epoch, int) and not isinstance(epoch, bool)]
+    epochs = {peer: epoch for peer, epoch in claimed.items() if isinstance(epoch, int) and not isinstance(epoch, bool)}
     limit = MAX_EPOCH if run is None else run.global_epoch + EPOCHS_AHEAD
-    return max((epoch for epoch in epochs if epoch <= limit), default=0)
+    for peer in [peer for peer, epoch in epochs.items() if epoch > limit]:
+        troubles["epochs that cannot be"] += 1
+        _warn_seldom(
+            "peer %s says in a round that the next epoch is %s, and the run cannot be beyond epoch %d: this peer does "
+            "not follow it",
+            peer,
+            quoted(epochs.pop(peer)),
+            limit,
+            about=peer,
+        )
+    return max(epochs.values(), default=0)
 
 
 @torch.no_grad()
@@ -337,9 +389,11 @@ EPOCH, OWN = "local_epoch", "shoal"
 
 
 def make_checkpoint(setup: TrainingSetup, epoch: int, gradients: Any) -> dict[str, Any]:
-    """Everything that a run needs to go on from here, but for the model. Tensors are not copied, as in torch.
+    """A checkpoint: everything that is needed to go on from here except the model. Tensors are not copied, as in torch.
 
     Args:
+        setup: parameters, optimizer and scheduler.
+        epoch: this peer's epoch.
         gradients: state of the gradient averager.
     """
     state_dict = setup.optimizer.state_dict()
@@ -353,13 +407,14 @@ def make_checkpoint(setup: TrainingSetup, epoch: int, gradients: Any) -> dict[st
 
 @torch.no_grad()
 def load_checkpoint(setup: TrainingSetup, state_dict: Mapping[str, Any]) -> int | None:
-    """Put a checkpoint in place: optimizer, scheduler, and wide copies of the parameters if the optimizer has such.
+    """Put a checkpoint in place: optimizer, scheduler, and the parameters of an offloaded optimizer.
 
     Args:
-        state_dict: from :func:`make_checkpoint` or a torch optimizer; not changed.
+        setup: receives the state.
+        state_dict: from :func:`make_checkpoint`, or of a torch optimizer. It is not changed.
 
     Returns:
-        The epoch, if there is one in it.
+        The epoch; ``None`` if the checkpoint has none.
 
     Raises:
         ValueError: it does not fit.
@@ -378,7 +433,7 @@ def load_checkpoint(setup: TrainingSetup, state_dict: Mapping[str, Any]) -> int 
     optimizer.load_state_dict({**{key: state_dict[key] for key in state_dict if key != OWN}, "state": statistics})
     if needs_statistics and not has_statistics(optimizer):
         initialize_optimizer_state_(optimizer)
-    # It will catch up with the epoch; what it has done already must not be done twice.
+    # A plain checkpoint has rates that a scheduler has moved, but not how far. This peer's one would move them again.
     if own.get("scheduler") is None:
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)

@@ -1,14 +1,13 @@
-"""Addresses: where this machine can be reached, where other peers can, and which cannot although they are alive.
+"""Addresses: where this machine can be reached, where other peers can, and which live peers cannot be reached.
 
-*This machine* has many addresses, and most are of no use to others: loopback, the bridges of containers, the networks
-of virtual machines. The one from which it speaks to the rest of the world comes first, then what else looks like a
-network, then bridges and VPNs, and loopback in the end. Addresses change when a laptop moves, so they are looked at
-again: from time to time, and when a connection is bound to an address that was not there the last time.
+*This machine* has many addresses, and most are useless to others: loopback, container bridges, networks of virtual
+machines. The address of the default route comes first, then other real networks, then bridges and VPNs, and loopback
+last. Addresses change when a laptop moves. So this module looks again from time to time, and whenever a connection is
+bound to an address that it did not see the last time.
 
-*Others*: a dial that fails says little, for the peer may be gone, or busy. But if it has shown another sign of life
-since, through others, then it was there, and after a few such failures in a row it is the way to it that is closed: its
-user, or the one of this peer, has to do something about it. That is said once for each peer. A connection that is made
-takes everything back.
+*Other peers*: a failed dial says little, for the peer may be gone or busy. But a new sign of life, seen through others,
+shows that the peer was there. After a few such failures in a row, the way to the peer must be closed, and its user or
+the user of this peer has to act. Each such peer is reported once. A successful connection clears its failures.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 import ifaddr
 
 from shoal.errors import DialError
-from shoal.logs import get_logger, setting
+from shoal.logs import Seldom, get_logger, setting
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 
@@ -35,7 +34,7 @@ MAX_PEERS = 10_000
 MAX_ADDRESSES_PER_PEER = 8
 
 LOOK_AGAIN_SECONDS = 30.0
-# Others remember no more of one peer.
+# Other peers remember no more addresses of one peer than this.
 MAX_ANNOUNCED = 8
 
 _FAR_AWAY = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}
@@ -45,9 +44,9 @@ _VIRTUAL_NAME = re.compile(
 )
 _VIRTUAL_WORDS = re.compile(r"virtual|hyper-v|vmware|tap-|tunnel|wireguard|tailscale|zerotier|vpn", re.IGNORECASE)
 
-# What an address is good for, the best first: it is the one of the default route; of another network; of a bridge for
-# containers, a virtual machine or a VPN; one that a machine gives itself where nobody else does; of this machine alone;
-# it leads to where another one leads, and is not told to others.
+# What an address is good for, the best first. ROUTED: the default route uses it. PLUGGED: another network. VIRTUAL: a
+# container bridge, a virtual machine or a VPN. UNCONFIGURED: self-assigned (link-local). LOOPBACK: this machine alone.
+# SPARE: it leads to the same place as another address, so others are not told of it.
 ROUTED, PLUGGED, VIRTUAL, UNCONFIGURED, LOOPBACK, SPARE = range(6)
 
 
@@ -64,26 +63,26 @@ class OwnAddress:
 
 
 def everywhere(port: int = 0) -> list[str]:
-    """Listening addresses for all networks of this machine; port 0 is any free one."""
+    """Listening addresses for all networks of this machine; port 0 means any free port."""
     hosts = [f"/ip4/0.0.0.0/tcp/{port}"]
     return [*hosts, f"/ip6/::/tcp/{port}"] if _has_ipv6() else hosts
 
 
 def chosen_host_maddrs() -> list[str]:
-    """Where ``SHOAL_HOST_MADDRS`` says that peers shall listen; empty if it says nothing."""
+    """The listening addresses in ``SHOAL_HOST_MADDRS``; empty if it is not set."""
     return setting("HOST_MADDRS").replace(",", " ").split()
 
 
 def is_loopback(address: Multiaddr) -> bool:
-    """Whether only the machine itself can use an address; of a name nobody knows."""
+    """Whether only the machine itself can use an address; a host name never counts as loopback."""
     host = address.get("ip4") or address.get("ip6")
     return host is not None and ipaddress.ip_address(host).is_loopback
 
 
 def host_of(peer: PeerID, addresses: Iterable[Multiaddr]) -> PeerID | str:
-    """What peers of one host have in common: the network of a public address, of 256 hosts in IPv4 and a site in IPv6.
+    """What peers of one host have in common: the network of their public address (/24 in IPv4, /48, a site, in IPv6).
 
-    Whoever has none is a host of its own: in one network, or on one machine, peers know each other.
+    A peer without a public address is a host of its own: peers of one network or one machine know each other.
     """
     return next(filter(None, map(_public_network, addresses)), peer)
 
@@ -97,7 +96,7 @@ def _public_network(address: Multiaddr) -> str | None:
 
 
 def _has_ipv6() -> bool:
-    """Some systems, many containers among them, know IPv6 and have it switched off."""
+    """Whether IPv6 works: some systems, many containers among them, support it but have it switched off."""
     if not socket.has_ipv6:
         return False
     try:
@@ -111,9 +110,10 @@ def _has_ipv6() -> bool:
 def look_at_interfaces() -> list[OwnAddress]:
     """The addresses of this machine, the best first.
 
-    Of the addresses of IPv6 that an interface has, one is as good as another, and the temporary ones come and go.
+    All IPv6 addresses of one interface are equally good, and temporary ones come and go: one is kept, the rest are
+    spare.
     """
-    routed = {source for family in _FAR_AWAY if (source := _source_of_default_route(family)) is not None}
+    routed = {source for family in _FAR_AWAY if (source := source_of_default_route(family)) is not None}
     found: list[OwnAddress] = []
     for adapter in ifaddr.get_adapters():
         is_virtual = bool(_VIRTUAL_NAME.match(str(adapter.name)) or _VIRTUAL_WORDS.search(str(adapter.nice_name)))
@@ -125,8 +125,8 @@ def look_at_interfaces() -> list[OwnAddress]:
     return sorted(found, key=lambda each: (each.rank, each.is_ipv6))
 
 
-def _source_of_default_route(family: int) -> str | None:
-    """The address from which this machine would speak to somebody far away; nothing is sent."""
+def source_of_default_route(family: int) -> str | None:
+    """The address from which this machine would send to a distant host; nothing is sent."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.setblocking(False)
@@ -140,7 +140,7 @@ def _rank(ip: str, is_routed: bool, is_virtual: bool) -> int:
     parsed = ipaddress.ip_address(ip)
     if parsed.is_loopback:
         return LOOPBACK
-    # With IPv6 everybody has one, and it is not enough: it takes the name of an interface.
+    # In IPv6 every interface has one, and it works only together with the name of the interface.
     if parsed.is_link_local:
         return SPARE if parsed.version == 6 else UNCONFIGURED
     return ROUTED if is_routed else VIRTUAL if is_virtual else PLUGGED
@@ -155,7 +155,7 @@ def _has_network(addresses: Sequence[OwnAddress]) -> bool:
 
 
 class OwnAddresses:
-    """The addresses of this machine as they are now, not looked at more often than needed.
+    """The current addresses of this machine, looked up no more often than needed.
 
     Args:
         look: finds them.
@@ -166,24 +166,24 @@ class OwnAddresses:
         self._looked_at = -math.inf
         self._all: list[OwnAddress] = []
         self.lost: set[str] = set()
-        """Addresses that are not this machine's any more."""
+        """Addresses that this machine no longer has."""
 
     def __contains__(self, ip: str) -> bool:
         return any(ip == address.ip for address in self._all)
 
     def told(self) -> list[OwnAddress]:
-        """What others are to know, the best first.
+        """The addresses to tell others, the best first.
 
-        Addresses that nobody has configured lead to a neighbour on the same cable at best: they are told only where
-        there is no network. Windows has them on everything that is not plugged in.
+        A self-assigned address reaches a neighbour on the same cable at best, so it is told only if there is no
+        network. Windows has one on every interface that is not plugged in.
         """
         useless = (SPARE, UNCONFIGURED) if _has_network(self._all) else (SPARE,)
         return [address for address in self._all if address.rank not in useless]
 
     def look(self, now: float) -> bool:
-        """Look at the interfaces, and return whether others have something new to know.
+        """Look at the interfaces, and return whether there is news for others.
 
-        Without a network there is nothing better than what was there before: to be offline is not to have moved.
+        While the machine is offline, its last addresses stay: being offline does not mean that it has moved.
         """
         is_first, self._looked_at = self._looked_at == -math.inf, now
         found = list(self._look())
@@ -195,11 +195,11 @@ class OwnAddresses:
         return not is_first and self.told() != told
 
     def look_if_due(self, now: float) -> bool:
-        """The same, if the last time is long ago."""
+        """Like :meth:`look`, if the last look was long ago."""
         return now - self._looked_at >= LOOK_AGAIN_SECONDS and self.look(now)
 
     def look_if_unknown(self, ip: str, now: float) -> bool:
-        """The same, if a connection of this machine has an address that was not there."""
+        """Like :meth:`look`, if a connection of this machine has an address that was not there before."""
         return ip not in self and not ipaddress.ip_address(ip).is_loopback and self.look(now)
 
 
@@ -212,9 +212,9 @@ def choose_ip_address(
     """The IP address that others are most likely to reach.
 
     Args:
-        maddrs: addresses to choose from; those without an IP address do not count.
-        prefer_global: an address of the whole internet before one of the local network.
-        protocol_priority: among equals, the earlier protocol, then the earlier address.
+        maddrs: addresses to choose from; addresses without an IP address are ignored.
+        prefer_global: prefer a public address to one of the local network.
+        protocol_priority: among equals, the earlier protocol wins, then the earlier address.
 
     Raises:
         ValueError: no address of these protocols.
@@ -234,7 +234,7 @@ def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = Fal
 
     Args:
         visible_maddrs: from ``get_visible_maddrs()``.
-        only_p2p: tell only ``/p2p/<peer id>``, where addresses are found by other means.
+        only_p2p: show only ``/p2p/<peer id>``, for peers that find addresses by other means.
     """
     logger = get_logger(__name__)
     if only_p2p:
@@ -246,7 +246,7 @@ def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = Fal
 
 
 def _for_initial_peers(maddrs: Sequence[Multiaddr]) -> list[Multiaddr]:
-    """All addresses with the best IP address, or all if none has one."""
+    """All addresses with the best IP address, or all addresses if none has an IP address."""
     with_ip = [maddr for maddr in maddrs if "ip4" in maddr or "ip6" in maddr]
     if not with_ip:
         return list(maddrs)
@@ -257,31 +257,36 @@ def _for_initial_peers(maddrs: Sequence[Multiaddr]) -> list[Multiaddr]:
 class AddressBook:
     """Addresses by peer, without the ``/p2p`` part; the best first.
 
-    Bounded: forgets peers unused for longest. What the peer itself has told, or where it has answered, comes first and
-    is not pushed out by what others tell about it.
+    Bounded: it forgets the peers unused for longest. Addresses that the peer itself announced, or where it answered,
+    come first, and hearsay does not push them out.
+
+    Args:
+        supports: whether this peer can dial an address.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, supports: Callable[[Multiaddr], bool] = lambda address: True) -> None:
+        self._supports = supports
         # For each address: whether it is more than hearsay.
         self._known: OrderedDict[PeerID, dict[Multiaddr, bool]] = OrderedDict()
         self.changes = 0
-        """How often something has changed: who keeps what follows from it looks here."""
+        """The number of changes so far: caches of derived data compare it."""
 
     def __contains__(self, peer: PeerID) -> bool:
         return peer in self._known
 
     def add(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
-        """Remember addresses of a peer, as told by somebody.
+        """Remember addresses of a peer that a third party has told.
 
         Raises:
-            ValueError: an address belongs to somebody else or is not a multiaddr; nothing is remembered then.
+            ValueError: an address belongs to another peer or is not a multiaddr; nothing is remembered then.
         """
         self.changes += self._add(peer, [_without_peer(peer, address) for address in addresses], certain=False)
 
     def replace(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
-        """The peer itself has told where it can be dialled: that is now all that counts.
+        """Replace all addresses of a peer by those that the peer itself announces.
 
-        Addresses that make no sense here are skipped: a newer peer may have more of them.
+        Addresses that make no sense here are skipped: a newer peer may know more kinds. If it announces nothing that
+        this peer can dial, what is known besides stays.
         """
         plain = []
         for address in list(addresses)[:MAX_ADDRESSES_PER_PEER]:
@@ -289,12 +294,15 @@ class AddressBook:
                 plain.append(_without_peer(peer, address))
             except ValueError:
                 continue
-        former = list(self._known.pop(peer, {}).items())
+        former = self._known.pop(peer, {})
+        kept = {address: is_sure for address, is_sure in former.items() if self._supports(address)}
+        if kept and not any(map(self._supports, plain)):
+            self._known[peer] = kept
         self._add(peer, plain, certain=True)
-        self.changes += list(self._known.get(peer, {}).items()) != former
+        self.changes += list(self._known.get(peer, {}).items()) != list(former.items())
 
     def _add(self, peer: PeerID, addresses: list[Multiaddr], *, certain: bool) -> bool:
-        """Whether any of them is new."""
+        """Add addresses; returns whether any of them is new."""
         if not addresses:
             return False
         known = self._known.setdefault(peer, {})
@@ -310,7 +318,7 @@ class AddressBook:
 
     @staticmethod
     def _has_room(known: dict[Multiaddr, bool]) -> bool:
-        """Make room, if need be, by forgetting the oldest hearsay."""
+        """Make room, if need be, by forgetting the oldest hearsay; returns whether there is room."""
         if len(known) < MAX_ADDRESSES_PER_PEER:
             return True
         oldest = next((address for address, certain in known.items() if not certain), None)
@@ -327,7 +335,7 @@ class AddressBook:
         return list(self._known[peer])
 
     def peek(self, peer: PeerID) -> tuple[Multiaddr, ...]:
-        """The same in any thread. Nothing moves: :meth:`items` may be at work in another one."""
+        """Like :meth:`get`, from any thread. It reorders nothing, because :meth:`items` may run in another thread."""
         return tuple(self._known.get(peer, ()))
 
     def items(self) -> list[tuple[PeerID, list[Multiaddr]]]:
@@ -345,7 +353,7 @@ class AddressBook:
 
 @functools.lru_cache(4096)
 def _parse(text: str) -> Multiaddr:
-    """Many tell of the same addresses."""
+    """Parse an address; cached, because many peers tell the same addresses."""
     return Multiaddr(text)
 
 
@@ -360,18 +368,19 @@ def _without_peer(peer: PeerID, address: Multiaddr | str) -> Multiaddr:
 
 logger = logging.getLogger(__name__)
 
-# One failure may be chance; so many in a row, with signs of life between them, are not.
+# One failure may be chance; this many in a row, with signs of life between them, are not.
 FAILURES_TO_TELL = 3
 MAX_UNREACHABLE_PEERS = 1024
 
 
 class UnreachablePeers:
-    """What this peer has experienced with peers that it wanted to call."""
+    """Counts failed dials of peers that are alive, and tells the user about each such peer once."""
 
     def __init__(self) -> None:
-        # For each peer and kind of sign: how many signs of life went before a failure, and the last one.
+        # For each peer and company: the number of failures with a new sign of life, and the last sign.
         self._failures: OrderedDict[PeerID, dict[str, tuple[int, float]]] = OrderedDict()
         self._told: OrderedDict[PeerID, None] = OrderedDict()
+        self._warn_seldom = Seldom(logger.warning)
 
     def note_failure(
         self, peer: PeerID, error: BaseException, addresses: Sequence[Multiaddr], *, company: str, sign_of_life: float
@@ -379,33 +388,34 @@ class UnreachablePeers:
         """A call to a peer has failed.
 
         Args:
-            error: how; only a dial that failed counts.
-            addresses: where it is said to be.
-            company: what this peer and that one take part in.
-            sign_of_life: of that peer, growing with each new one. Signs of different companies are not compared.
+            error: the failure; only a failed dial counts.
+            addresses: the addresses known for the peer.
+            company: what both peers take part in.
+            sign_of_life: of that peer; it grows with each new sign. Signs of different companies are not compared.
         """
         if not isinstance(error, DialError):
             return
         failures = self._failures.setdefault(peer, {})
         count, last_sign = failures.get(company, (0, float("-inf")))
         if sign_of_life <= last_sign:
-            return  # it may be gone
+            return  # without a new sign of life the peer may be gone
         failures[company] = count + 1, sign_of_life
         _forget_oldest(self._failures)
         if count + 1 >= FAILURES_TO_TELL and peer not in self._told:
             self._told[peer] = None
             _forget_oldest(self._told)
-            logger.warning(
+            self._warn_seldom(
                 "peer %s of %s is there, but this peer cannot call it, so that they may not average with each other: "
                 "%s. What to do: %s",
                 peer,
                 company,
                 error,
                 what_to_do(addresses),
+                about=peer,
             )
 
     def note_connection(self, peer: PeerID) -> None:
-        """A peer could be called."""
+        """A dial of the peer has succeeded."""
         self._failures.pop(peer, None)
 
 
@@ -415,7 +425,7 @@ def _forget_oldest(known: OrderedDict[PeerID, Any]) -> None:
 
 
 def what_to_do(addresses: Sequence[Multiaddr]) -> str:
-    """How somebody who announces these addresses becomes reachable."""
+    """Advice on how a peer that announces these addresses becomes reachable."""
     client = "or start it with client_mode=True"
     if addresses and all(map(is_loopback, addresses)):
         return (
@@ -427,3 +437,18 @@ def what_to_do(addresses: Sequence[Multiaddr]) -> str:
         f"open port{port} of that machine in its firewall, or forward it in its router (announce_maddrs), {client}; "
         "'shoal doctor' with its address, from here, says more"
     )
+
+
+def checked_announcement(text: Multiaddr | str) -> Multiaddr:
+    """An address that the user wants to be told to others.
+
+    Raises:
+        ValueError: others could not use it.
+    """
+    address = Multiaddr(text)
+    if "0" in (address.get("tcp"), address.get("udp")):
+        raise ValueError(f"cannot announce {address}: others need a real port, not 0; fix the port in host_maddrs too")
+    unknown = next((protocol for protocol in address.protocols() if protocol.code is None), None)
+    if unknown is not None:
+        raise ValueError(f"cannot announce {address}: no peer knows the protocol {unknown!r}; announce /ip4/…/tcp/…")
+    return address

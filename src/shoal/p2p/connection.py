@@ -9,15 +9,22 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolError, StreamClosedError
+from shoal.errors import (
+    DialError,
+    NotAMemberError,
+    P2PDaemonError,
+    P2PHandlerError,
+    ProtocolError,
+    StreamClosedError,
+)
 from shoal.metrics import Metrics
 from shoal.p2p.limits import HeaderMemory
 from shoal.p2p.transport import (
     MOST,
     PREFIX_BYTES,
-    READ_STEP_BYTES,
     Amount,
     Buffer,
+    Count,
     Header,
     Kind,
     Moment,
@@ -32,10 +39,10 @@ from shoal.p2p.transport import (
 
 H = TypeVar("H", bound=Header)
 
-# Seconds that the side which is done waits for the other one to say its last word.
+# Seconds that a side which is done waits for the other side to end.
 DRAIN_TIMEOUT = 10.0
 
-# A payload that nobody wants is read in pieces of this size, so that the next message can be read.
+# An unwanted payload is read in pieces of this size, to get to the next message.
 _DISCARD_BYTES = 2**16
 
 
@@ -48,11 +55,13 @@ class Hello(Header):
     time: Moment = 0.0
     """The sender's DHT time."""
     clock_offset: Annotated[float, Meta(ge=-float(MOST), le=float(MOST))] = 0.0
-    """Seconds by which the clock of the sender's machine is ahead of that."""
+    """Seconds by which the clock of the sender's machine is ahead of ``time``."""
     waited: Amount | None = None
     """Seconds between the arrival of the other side's greeting and this one, if this is an answer."""
+    revocations: Count = 0
+    """The serial number of the newest list of revoked keys that the sender knows; 0 if it knows none."""
     instance: bytes = b""
-    """Chosen by chance at the sender's start: tells two processes with the same identity apart."""
+    """Random, chosen when the sender starts: tells two processes with the same identity apart."""
 
 
 class Open(Header):
@@ -63,7 +72,9 @@ class Open(Header):
 
 NO_HANDLER = "no handler"
 REFUSED = "refused"
+NOT_A_MEMBER = "not a member"
 MAX_FAILURE_CHARACTERS = 2000
+MAX_REASON_CHARACTERS = 32
 
 
 class Failure(Header):
@@ -73,17 +84,17 @@ class Failure(Header):
     type: str = ""
     text: str = ""
     is_final: bool = False
-    """The sender closes the connection; it carries no further call."""
+    """The sender closes the connection; it carries no more calls."""
 
     @classmethod
     def of_error(cls, error: Exception, *, is_final: bool = False) -> Failure:
-        """What the other side may know about an error: what it is and what it says, not where it happened."""
+        """What the other side may know about an error: its type and its text, not where it happened."""
         text = str(error)[:MAX_FAILURE_CHARACTERS].encode(errors="backslashreplace").decode()
         return cls(type=type(error).__name__, text=text, is_final=is_final)
 
 
 class Connection:
-    """One authenticated stream and who greets whom on it.
+    """One authenticated stream, the greetings on it, and the messages of the current call.
 
     Args:
         stream: the stream; from now on only this object uses it.
@@ -104,17 +115,17 @@ class Connection:
         self.metrics = metrics
         self.remote = stream.remote
         self.hello: Hello | None = None
-        """What the other side has told about itself, once it has."""
+        """The other side's greeting, once it has arrived."""
         self.round_trip: float | None = None
-        """Seconds that the exchange of greetings took on its way, if this side began it."""
+        """Seconds that the greetings spent on the network, if this side began the exchange."""
         self.writing_since = 0.0
-        """When the write began that the other side holds up, in the loop's time; 0 if none."""
+        """When the write in progress began, in the loop's time; 0 if there is none."""
         self.header_since = 0.0
-        """When the header began that is still arriving; 0 if none."""
+        """When the header that is still arriving began, in the loop's time; 0 if there is none."""
         self.is_member = False
         """Both sides have proven that they are members."""
         self.handler = ""
-        """Which handler the latest call is for; only what is served here or called from here."""
+        """The handler of the latest call; only names that are served here or called from here."""
         self._make_hello: Callable[[], Hello] | None = make_hello
         self._on_hello = on_hello
         self._memory = memory
@@ -153,12 +164,12 @@ class Connection:
         return hello
 
     async def send(self, kind: Kind, header: Header | None, *payload: Buffer, end: bool = False) -> None:
-        """Send one message; without a header it says nothing but that this side has ended."""
+        """Send one message; without a header it only says that this side has ended."""
         message = pack(kind, header, sum(map(len, payload)), end=end)
         await self._write(self._take_unsent() + message, payload)
 
     async def flush(self) -> None:
-        """Send what waits for a first item, such as the opening of a call that begins with listening."""
+        """Send what waits for the first item, such as the opening of a call in which this side listens first."""
         unsent = self._take_unsent()
         if unsent:
             await self._write(unsent, ())
@@ -169,7 +180,7 @@ class Connection:
                 self.writing_since = self._now()
                 await self.stream.write(*piece)
         except BaseException:
-            # Half a message may have left: nobody can make sense of what would follow.
+            # Half a message may have left, so the other side could not parse what follows.
             self.stream.abort()
             raise
         finally:
@@ -197,18 +208,20 @@ class Connection:
             self._on_hello(self, self.hello)
 
     async def _receive_header(self, size: int) -> bytearray:
-        self.header_since = self._now()
-        try:
-            if size <= READ_STEP_BYTES:
-                return await read_new(self.stream, size)
-            if not self._memory.take(self.remote, size):
+        self.header_since, taken = self._now(), 0
+
+        def take_memory(more: int) -> None:
+            nonlocal taken
+            if not self._memory.take(self.remote, more):
                 raise ProtocolError(f"a header of {size} bytes, too much beside the others that are still arriving")
-            try:
-                return await read_new(self.stream, size)
-            finally:
-                self._memory.give_back(self.remote, size)
+            taken += more
+
+        try:
+            return await read_new(self.stream, size, take_memory)
         finally:
             self.header_since = 0.0
+            if taken:
+                self._memory.give_back(self.remote, taken)
 
     async def receive_open(self) -> str:
         """The handler that the other side wants to call."""
@@ -233,28 +246,37 @@ class Call:
         self.connection = connection
         self.remote = connection.remote
         self.payload_size = 0
-        """Bytes of payload that follow the header received last and are still unread."""
+        """Unread bytes of the payload that follows the last header."""
+        self.has_received = False
+        """The other side has sent a message."""
+        self.is_premature = False
+        """The call is about something that does not exist here yet, and perhaps never will."""
         self.sent_end = False
         self.received_end = False
         self._is_final = False
 
     @property
     def clean(self) -> bool:
-        """Both sides have said their last word, so the connection may carry another call."""
+        """Both sides have ended, so the connection may carry another call."""
         ended = self.sent_end and self.received_end and not self.payload_size
         return ended and not self._is_final and not self.connection.closed
 
+    @property
+    def yields(self) -> bool:
+        """Whether the call may lose its place to another one if all places are taken."""
+        return not self.has_received or self.is_premature
+
     async def send(self, header: Header, *payload: Buffer, end: bool = False) -> None:
-        """Send one message; waits while the other side is slow to take it.
+        """Send one message, waiting while the other side is slow to take it.
 
         Args:
             header: a small typed header.
-            payload: raw buffers that follow it, of format ``B``; free for reuse as soon as this returns.
+            payload: raw buffers of format ``B`` that follow the header; free for reuse as soon as this returns.
             end: this is the last message of this side.
 
         Raises:
             StreamClosedError: the connection ended.
-            ValueError: more than fits into one message.
+            ValueError: the message is too large.
         """
         if self.sent_end:
             raise RuntimeError("this side of the call has ended already")
@@ -268,7 +290,7 @@ class Call:
             self.sent_end = True
 
     async def send_failure(self, failure: Failure) -> None:
-        """End this side by telling why the call failed."""
+        """End this side with the reason why the call failed."""
         if not self.sent_end:
             await self.connection.send(Kind.ERROR, failure, end=True)
             self.sent_end = True
@@ -280,7 +302,8 @@ class Call:
             P2PHandlerError: the other side's handler raised.
             P2PDaemonError: the other side has no such handler.
             DialError: the other side refuses this peer, and says why.
-            ProtocolError: not such a message.
+            NotAMemberError: it does so because of this peer's badge.
+            ProtocolError: the message is not of this type.
             StreamClosedError: the connection ended in the middle.
         """
         if self.received_end:
@@ -290,7 +313,7 @@ class Call:
         if self.connection.has_unsent:
             await self.connection.flush()
         prefix, raw = await self.connection.receive()
-        self.received_end = prefix.is_end
+        self.has_received, self.received_end = True, prefix.is_end
         self.payload_size = prefix.payload_bytes
         if prefix.kind is Kind.ERROR:
             failure = decode_header(raw, Failure)
@@ -303,10 +326,10 @@ class Call:
         return decode_header(raw, header_type)
 
     async def ask(self, request: Header, response_type: type[H]) -> H:
-        """Send the only message of this side, and receive the only one of the other.
+        """Send the only message of this side, and receive the only message of the other side.
 
         Raises:
-            ProtocolError: the other side ended without an answer, or gave another one.
+            ProtocolError: the other side ended without an answer, or the answer is of another type.
             P2PHandlerError, P2PDaemonError, StreamClosedError: as for :meth:`receive`.
         """
         await self.send(request, end=True)
@@ -321,10 +344,16 @@ class Call:
             return P2PDaemonError(f"peer {self.remote} has no handler for this call: {text}")
         if failure.code == REFUSED:
             return DialError(f"peer {self.remote} refuses this connection: {text}")
+        if failure.code == NOT_A_MEMBER:
+            refusal = f"peer {self.remote} does not let this peer in"
+            return NotAMemberError(f"{refusal}: {text}", reason=failure.type[:MAX_REASON_CHARACTERS])
         return P2PHandlerError(f"peer {self.remote}: {failure.type[:MAX_FAILURE_CHARACTERS]}: {text}")
 
-    async def read_payload_into(self, *buffers: memoryview) -> None:
+    async def read_payload_into(self, *buffers: memoryview, arrived: Callable[[int], object] | None = None) -> None:
         """Receive the payload straight into buffers that together have exactly its size.
+
+        Args:
+            arrived: called with the size of each buffer once it is full.
 
         Raises:
             ProtocolError: the payload has another size.
@@ -337,6 +366,8 @@ class Call:
         for buffer in buffers:
             if len(buffer):
                 await self.connection.stream.read_exactly_into(buffer)
+                if arrived is not None:
+                    arrived(len(buffer))
 
     async def read_payload(self, max_bytes: int) -> bytearray:
         """Receive the payload into new memory.

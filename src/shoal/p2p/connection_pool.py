@@ -1,8 +1,8 @@
 """Connections to other peers, each used by one call at a time and kept for the next one.
 
-A call that finds no idle connection dials a new one, so a bulk transfer never blocks a small call. A crowd of calls
-to one peer shares a few dials: whoever has waited longest takes the first connection that becomes free. A dial tries
-all addresses at which the peer may be, each a little later than the one before.
+A call that finds no idle connection dials a new one, so a bulk transfer never blocks a small call. Many calls to one
+peer share a few dials: the call that has waited longest takes the first connection that becomes free. A dial tries
+all known addresses of the peer, each a little later than the one before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, ShoalError
+from shoal.errors import DialError, IdentityMismatchError, NotAMemberError, P2PDaemonError, ShoalError
 from shoal.p2p.addresses import AddressBook
 from shoal.p2p.connection import Connection
 from shoal.p2p.identity import PeerID
@@ -19,22 +19,22 @@ from shoal.p2p.limits import MAX_DIALLED_PER_PEER
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Stream, Transport
 
-# Seconds after which the next address of a peer is tried beside the one that has not answered yet.
+# Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
 DIAL_STAGGER = 0.25
 
 
 class Dialler:
-    """Dials peers at their known addresses, and can give all of that up at once."""
+    """Dials peers at their known addresses; :meth:`close` gives up all dials at once."""
 
     def __init__(self, transport: Transport, addresses: AddressBook) -> None:
         self._transport = transport
         self._addresses = addresses
-        self._tasks: dict[asyncio.Task[Stream], None] = {}
+        self.tasks: dict[asyncio.Task[Stream], None] = {}
+        """Dials in progress."""
         self._closed = False
 
     async def dial(self, peer: PeerID) -> Stream:
-        """Dial the addresses of a peer one after another, each a little later than the one before; the first success
-        wins.
+        """Dial the addresses of a peer, each a little later than the one before; the first success wins.
 
         Raises:
             DialError: no address is known, or none answers as that peer.
@@ -74,8 +74,9 @@ class Dialler:
                 task.cancel()
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
-        if len(errors) == 1:
-            raise errors[0]
+        refusal = next((error for error in errors if isinstance(error, NotAMemberError)), errors[0])
+        if len(errors) == 1 or isinstance(refusal, NotAMemberError):
+            raise refusal
         kind = IdentityMismatchError if all(isinstance(e, IdentityMismatchError) for e in errors) else DialError
         raise kind(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
 
@@ -83,32 +84,32 @@ class Dialler:
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
         task = asyncio.get_running_loop().create_task(self._transport.dial(address, peer))
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
+        self.tasks[task] = None
+        task.add_done_callback(self.tasks.pop)
         return task
 
     async def close(self) -> None:
         """Give up every dial in progress."""
         self._closed = True
-        tasks = list(self._tasks)
+        tasks = list(self.tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _abort_late(task: asyncio.Task[Stream]) -> None:
-    """Another address was faster, or nobody waits any more."""
+    """Abort a late success: another address was faster, or nobody waits any more."""
     if not task.cancelled() and task.exception() is None:
         task.result().abort()
 
 
-# Dials to one peer at a time.
+# Dials to one peer at the same time.
 MAX_PARALLEL_DIALS = 2
 
-# Idle connections that are kept: making one costs round trips, keeping one a socket at both ends.
+# Limits on idle connections: a new connection costs round trips, an idle one costs a socket at both ends.
 MAX_IDLE_PER_PEER = 12
 MAX_IDLE = 256
-# Older connections are replaced by new ones: each begins with an exchange of addresses and of the time.
+# Older connections are replaced, because each new one begins with an exchange of addresses and of the time.
 MAX_AGE_SECONDS = 900.0
 
 # What a waiting call gets: a connection, or the right to dial one.
@@ -117,7 +118,7 @@ _Turn = Connection | None
 
 @dataclass(eq=False)
 class _Peer:
-    """What the pool has to do with one peer."""
+    """The connections and waiting calls of one peer."""
 
     peer_id: PeerID
     idle: list[Connection] = field(default_factory=list)
@@ -154,12 +155,12 @@ class ConnectionPool:
         self._dial = dial
         self._idle_timeout = idle_timeout
         self._peers: dict[PeerID, _Peer] = {}
-        self._idle_since: dict[Connection, float] = {}  # in this order
+        self._idle_since: dict[Connection, float] = {}  # idle for longest first
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
     def __contains__(self, peer: object) -> bool:
-        """Whether there are connections to this peer, or are going to be."""
+        """Whether there are connections to this peer, or soon will be."""
         return peer in self._peers
 
     @property
@@ -198,11 +199,11 @@ class ConnectionPool:
                 connection = await self._wait_for_turn(peer)
             if not connection.closed:
                 return connection
-            # It ended on its way from one call to the next.
+            # The connection ended between two calls.
             self.release(connection, reusable=False)
 
     def release(self, connection: Connection, *, reusable: bool) -> None:
-        """Give a connection back; one that is not reusable is cut, which cancels the handler on the other side."""
+        """Give a connection back. If it is not reusable it is cut, which cancels the handler on the other side."""
         peer = self._peers[connection.remote]
         is_old = connection.opened_at < asyncio.get_running_loop().time() - MAX_AGE_SECONDS
         if not reusable or connection.closed or self._closed or is_old:
@@ -218,7 +219,7 @@ class ConnectionPool:
         self._keep(peer, connection)
 
     async def prepare(self, peer_id: PeerID, count: int) -> None:
-        """Dial until so many connections are idle, for calls that are going to be made.
+        """Dial until ``count`` connections are idle, for calls that will be made soon.
 
         Raises:
             DialError: the peer cannot be reached.
@@ -233,7 +234,7 @@ class ConnectionPool:
             self._forget_if_possible(peer)
 
     def add(self, connection: Connection) -> None:
-        """Take over a connection that was made elsewhere, as an idle one."""
+        """Take over a connection that was made elsewhere and is idle."""
         self._keep(self._peers.setdefault(connection.remote, _Peer(connection.remote)), connection)
 
     def _check_open(self) -> None:
@@ -264,7 +265,7 @@ class ConnectionPool:
         return connection
 
     def _end_idle(self, connection: Connection) -> None:
-        """Nothing is on its way on an idle connection, so there is nothing to wait for."""
+        """Cut an idle connection. Nothing is in flight on it, so there is nothing to wait for."""
         if self._idle_since.pop(connection, None) is None:
             return
         peer = self._peers[connection.remote]
@@ -272,8 +273,21 @@ class ConnectionPool:
         connection.abort()
         self._forget_if_possible(peer)
 
+    @property
+    def peers(self) -> list[PeerID]:
+        """The peers that have connections, or soon will."""
+        return list(self._peers)
+
+    def cut(self, is_unwanted: Callable[[Stream], bool]) -> None:
+        """End the connections that are unwanted from now on; calls on them fail."""
+        for connection in [each for each in self._idle_since if is_unwanted(each.stream)]:
+            self._end_idle(connection)
+        for peer in self._peers.values():
+            for connection in [each for each in peer.in_use if is_unwanted(each.stream)]:
+                connection.stream.abort()
+
     def renew(self) -> list[PeerID]:
-        """Close what is idle, so that the next call greets anew; returns the peers to which there were connections."""
+        """Close idle connections, so that the next call greets again; returns the peers that had connections."""
         peers = [peer.peer_id for peer in self._peers.values() if peer.idle or peer.in_use]
         for connection in list(self._idle_since):
             self._end_idle(connection)
@@ -298,7 +312,7 @@ class ConnectionPool:
     # --- new connections ----------------------------------------------------------------------------------------------
 
     async def _dial_new(self, peer: _Peer) -> Connection:
-        """Dial; the caller has counted the dial."""
+        """Dial; the caller has already counted the dial in ``peer.dialling``."""
         try:
             connection = await self._dial(peer.peer_id)
         except BaseException as e:
@@ -326,7 +340,7 @@ class ConnectionPool:
         return await self._dial_new(peer) if connection is None else connection
 
     def _pass_on(self, peer: _Peer, turn: asyncio.Future[_Turn]) -> None:
-        """A caller gave up while it waited; if it was its turn already, that is the next one's."""
+        """A caller gave up while it waited; if its turn had already come, the next caller gets it."""
         if turn.cancelled():
             if turn in peer.waiting:
                 peer.waiting.remove(turn)
@@ -348,7 +362,7 @@ class ConnectionPool:
         self._forget_if_possible(peer)
 
     def _fail_waiting(self, peer: _Peer, error: ShoalError) -> None:
-        """What made one dial fail would make the next one fail as late: do not queue up time-outs."""
+        """Fail all waiting calls. Their dials would fail just as late, so do not let timeouts queue up."""
         turn = peer.next_in_line()
         while turn is not None:
             # Each caller gets a traceback of its own.

@@ -1,11 +1,17 @@
-"""TLS 1.3 with mutual proof of identity.
+"""TLS 1.3 with mutual proof of identity, and badges.
 
 The listener's certificate is made from its Ed25519 key, so the TLS handshake itself proves who it is; the dialler
 compares the key with the peer it wanted. Python's ``ssl`` cannot ask for a client certificate that no authority
-signed, so the dialler proves itself inside the channel: the listener sends a 32-byte nonce, the dialler answers
-with its public key and a signature over a label, the listener's peer id, the SHA-256 of the listener's certificate,
-and the nonce. Because the certificate is part of what is signed, the proof is worth nothing on any other channel.
-Nothing else is read before it holds.
+signed, so the dialler proves itself inside the channel::
+
+    listener ► dialler    nonce (32)                       length (2)   badge of the listener
+    dialler ► listener    public key (32), signature (64)  length (2)   badge of the dialler
+
+The signature is over a label, the listener's peer id, the SHA-256 of the listener's certificate, the nonce, and the
+SHA-256 of the dialler's badge. Because it covers the certificate, the proof is worthless on any other channel. The
+listener reads nothing else before the proof holds. Without a membership, a badge has no bytes. A dialler judges the
+listener's badge before it tells who it is; a listener leaves that to :class:`~.server.Server`, which can say why it
+refuses.
 """
 
 from __future__ import annotations
@@ -16,10 +22,12 @@ import hashlib
 import os
 import socket
 import ssl
+import struct
 import tempfile
 from pathlib import Path
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
+from shoal.p2p.badges import MAX_BADGE_BYTES, Badge
 from shoal.p2p.identity import (
     NEW_BINARY_FILE,
     PUBLIC_KEY_BYTES,
@@ -29,22 +37,45 @@ from shoal.p2p.identity import (
     peer_id_of_certificate,
     verify_signature,
 )
+from shoal.p2p.membership import Membership, judge_listener
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.tcp_stream import TcpStream
 
-ALPN = "shoal/1"
-PROOF_LABEL = b"shoal/1 dialler proof:"
+ALPN = "shoal/2"
+PROOF_LABEL = b"shoal/2 dialler proof:"
 NONCE_BYTES = 32
-PROOF_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
+_LENGTH = struct.Struct(">H")
+CHALLENGE_BYTES = NONCE_BYTES + _LENGTH.size
+"""What a listener sends before its badge."""
+PROOF_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES + _LENGTH.size
+"""What a dialler sends before its badge."""
 # Seconds for connecting, TLS and the proof together; also how long a listener waits for an unproven dialler.
 HANDSHAKE_TIMEOUT = 5.0
-# A TLS record: alert, fatal, access denied. For a host that causes more handshakes than its share.
+# A TLS record (alert, fatal, access denied), sent to a host that starts more handshakes than its share.
 BUSY_ALERT = bytes([21, 3, 3, 0, 2, 2, 49])
 
 
-def proof_message(listener: PeerID, certificate_der: bytes, nonce: bytes) -> bytes:
+def proof_message(listener: PeerID, certificate_der: bytes, nonce: bytes, badge: bytes = b"") -> bytes:
     """What the dialler signs."""
-    return PROOF_LABEL + listener.to_bytes() + hashlib.sha256(certificate_der).digest() + nonce
+    certificate, shown = hashlib.sha256(certificate_der).digest(), hashlib.sha256(badge).digest()
+    return PROOF_LABEL + listener.to_bytes() + certificate + nonce + shown
+
+
+def with_badge(proof: bytes, badge: bytes) -> bytes:
+    """A challenge or a proof, and after it a badge."""
+    return proof + _LENGTH.pack(len(badge)) + badge
+
+
+async def _read_with_badge(stream: TcpStream, size: int) -> tuple[bytes, bytes | None]:
+    """The other side's half, and its badge; ``None`` for a badge that is too long."""
+    head = bytearray(size)
+    await stream.read_exactly_into(memoryview(head))
+    (length,) = _LENGTH.unpack(head[-_LENGTH.size :])
+    if length > MAX_BADGE_BYTES:
+        return bytes(head[: -_LENGTH.size]), None
+    badge = bytearray(length)
+    await stream.read_exactly_into(memoryview(badge))
+    return bytes(head[: -_LENGTH.size]), bytes(badge)
 
 
 def _base_context(protocol: int) -> ssl.SSLContext:
@@ -56,16 +87,16 @@ def _base_context(protocol: int) -> ssl.SSLContext:
 
 @functools.cache
 def dialler_context() -> ssl.SSLContext:
-    """TLS settings for dialling anybody."""
+    """TLS settings for dialling any peer."""
     context = _base_context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    # The key is compared with the expected peer id, which is stronger.
+    # Comparing the key with the expected peer id is stronger than a chain of certificates.
     context.verify_mode = ssl.CERT_NONE
     return context
 
 
 def listener_context(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
-    """TLS settings for listening as somebody, and the certificate that dialling peers will see."""
+    """TLS settings for listening with this identity, and the certificate that dialling peers will see."""
     context = _base_context(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0
     certificate, key = identity.certificate_pem()
@@ -78,26 +109,36 @@ def listener_context(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
     return context, ssl.PEM_cert_to_DER_cert(certificate.decode())
 
 
-async def verify_dialler(stream: TcpStream, listener: PeerID, certificate_der: bytes) -> PeerID | None:
-    """The listener's half of the proof: who has dialled, or ``None`` if the proof is wrong.
+async def verify_dialler(
+    stream: TcpStream, listener: PeerID, certificate_der: bytes, own_badge: bytes = b""
+) -> tuple[PeerID, bytes] | None:
+    """The listener's half: the peer that has dialled and the badge that it shows, or ``None`` if its proof is wrong.
 
     Raises:
         StreamClosedError: the dialler left.
     """
     nonce = os.urandom(NONCE_BYTES)
-    await stream.write(nonce)
-    proof = bytearray(PROOF_BYTES)
-    await stream.read_exactly_into(memoryview(proof))
-    public_key, signature = bytes(proof[:PUBLIC_KEY_BYTES]), bytes(proof[PUBLIC_KEY_BYTES:])
-    message = proof_message(listener, certificate_der, nonce)
-    return PeerID.from_public_key(public_key) if verify_signature(public_key, signature, message) else None
+    await stream.write(with_badge(nonce, own_badge))
+    proof, badge = await _read_with_badge(stream, PROOF_BYTES)
+    if badge is None:
+        return None
+    public_key, signature = proof[:PUBLIC_KEY_BYTES], proof[PUBLIC_KEY_BYTES:]
+    message = proof_message(listener, certificate_der, nonce, badge)
+    return (PeerID.from_public_key(public_key), badge) if verify_signature(public_key, signature, message) else None
 
 
-async def prove_to_listener(stream: TcpStream, identity: Identity, address: Multiaddr, expected_peer: PeerID) -> None:
-    """The dialler's half: check who answers, then prove who asks.
+async def prove_to_listener(
+    stream: TcpStream,
+    identity: Identity,
+    address: Multiaddr,
+    expected_peer: PeerID,
+    membership: Membership | None = None,
+) -> Badge | None:
+    """The dialler's half: check who answers, then prove who dials; returns the listener's badge.
 
     Raises:
-        IdentityMismatchError: somebody else answers.
+        IdentityMismatchError: another peer answers.
+        NotAMemberError: that peer and this one are not of one run.
         DialError: no shoal peer answers.
         StreamClosedError: the listener left.
     """
@@ -112,22 +153,26 @@ async def prove_to_listener(stream: TcpStream, identity: Identity, address: Mult
             f"{address}: wrong identity: {who} answers there, not {expected_peer}; "
             "ask for its current address, or correct the part after /p2p/"
         )
-    nonce = bytearray(NONCE_BYTES)
-    await stream.read_exactly_into(memoryview(nonce))
-    signature = identity.sign(proof_message(expected_peer, certificate, bytes(nonce)))
-    await stream.write(identity.public_key + signature)
+    nonce, shown = await _read_with_badge(stream, CHALLENGE_BYTES)
+    if shown is None:
+        raise DialError(f"{address}: peer {expected_peer} shows a badge of over {MAX_BADGE_BYTES} bytes")
+    badge = judge_listener(membership, expected_peer, shown)
+    own_badge = b"" if membership is None else membership.shown_badge()
+    signature = identity.sign(proof_message(expected_peer, certificate, nonce, own_badge))
+    await stream.write(with_badge(identity.public_key + signature, own_badge))
+    return badge
 
 
 _BROKEN = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError, StreamClosedError, ssl.SSLEOFError)
 
 
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
-# Network unreachable, host unreachable: as they come from completion ports, without an ``errno`` of their own.
+# Network unreachable, host unreachable: completion ports report these codes without an ``errno``.
 _NO_ROUTE_ON_WINDOWS = (1231, 1232)
 
 
 def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:
-    """The error of a dial, with the address and what went wrong."""
+    """A failed dial as an error that names the address and what went wrong."""
     if isinstance(error, DialError):
         return error
     kind = InterruptedDialError if isinstance(error, _BROKEN) or "ALERT_ACCESS_DENIED" in str(error) else DialError
@@ -140,7 +185,7 @@ def has_no_route(error: OSError) -> bool:
 
 
 def explain(error: BaseException) -> str:
-    """What went wrong with a dial, in words for somebody who looks at an address list."""
+    """What went wrong with a dial, in words for a user with a list of addresses."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused: nothing listens there, or a firewall rejects it"
     if isinstance(error, TimeoutError):

@@ -26,7 +26,7 @@ from shoal.p2p.multiaddr import Multiaddr
 _ED25519_PROTOBUF = b"\x08\x01\x12\x20"
 _ED25519_MULTIHASH = b"\x00\x24" + _ED25519_PROTOBUF
 PUBLIC_KEY_BYTES = 32
-# Of any kind of key; those of shoal take 38.
+# Enough for any kind of key; shoal's ids take 38.
 MAX_PEER_ID_BYTES = 64
 _MAX_TEXT_LENGTH = 256
 
@@ -39,7 +39,7 @@ class PeerID:
         peer_id_bytes: the multihash; up to 64 bytes are taken as they are.
 
     Raises:
-        ValueError: they are more. Their text form takes time in the square of their number.
+        ValueError: more than 64 bytes. The time to make the text form grows with the square of the size.
     """
 
     __slots__ = ("_base58", "_bytes")
@@ -60,7 +60,7 @@ class PeerID:
             ValueError: the text is not base58.
         """
         try:
-            # Decoding takes time in the square of the length.
+            # The time to decode grows with the square of the length.
             if len(text) > _MAX_TEXT_LENGTH:
                 raise ValueError("it is too long")
             return cls(base58.b58decode(text))
@@ -83,7 +83,7 @@ class PeerID:
 
     @property
     def public_key(self) -> bytes | None:
-        """The raw Ed25519 key inside the id, or ``None`` if the id was not made from such a key."""
+        """The raw Ed25519 key inside the id, or ``None`` if the id is of another kind of key."""
         is_ed25519 = self._bytes.startswith(_ED25519_MULTIHASH) and len(self._bytes) == len(_ED25519_MULTIHASH) + 32
         return self._bytes[len(_ED25519_MULTIHASH) :] if is_ed25519 else None
 
@@ -146,7 +146,7 @@ class PeerInfo:
 
 
 def split_peer_address(address: Multiaddr) -> tuple[Multiaddr, PeerID]:
-    """Split ``/ip4/…/tcp/…/p2p/<id>`` into where and who.
+    """Split ``/ip4/…/tcp/…/p2p/<id>`` into the place and the peer.
 
     Raises:
         ValueError: the address does not end with a valid ``/p2p/<peer id>``.
@@ -160,12 +160,12 @@ def split_peer_address(address: Multiaddr) -> tuple[Multiaddr, PeerID]:
     return address.decapsulate(f"/p2p/{items[-1][1]}"), peer_id
 
 
-# Protobuf of libp2p's PrivateKey: type Ed25519, 64 bytes of data follow.
+# The start of libp2p's PrivateKey in protobuf: type Ed25519; 64 bytes of data follow.
 _FILE_HEADER = b"\x08\x01\x12\x40"
 SIGNATURE_BYTES = 64
-# How to open a file that must be new. Without ``O_BINARY``, Windows writes two bytes for each 0x0A of a key.
+# Flags to open a file that must be new. Without ``O_BINARY``, Windows writes two bytes for each 0x0A of a key.
 NEW_BINARY_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-# Points of small order, sign bit off: "signatures" that fit such a key can be made by anybody, without any secret.
+# Points of small order, sign bit off: anybody can make "signatures" that fit such a key, without any secret.
 _WEAK_KEYS = frozenset(
     bytes.fromhex(key)
     for key in (
@@ -181,7 +181,7 @@ _WEAK_KEYS = frozenset(
 
 
 class Identity:
-    """An Ed25519 key pair and the peer id that follows from it."""
+    """An Ed25519 key pair and its peer id."""
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
         self.private_key = private_key
@@ -190,7 +190,7 @@ class Identity:
 
     @classmethod
     def generate(cls, rng: random.Random | None = None) -> Identity:
-        """A new identity; with ``rng`` a reproducible one, for simulations only."""
+        """A new identity. With ``rng`` it is reproducible, for simulations only."""
         if rng is None:
             return cls(Ed25519PrivateKey.generate())
         return cls(Ed25519PrivateKey.from_private_bytes(rng.randbytes(32)))
@@ -200,7 +200,7 @@ class Identity:
         """Read the contents of an identity file.
 
         Raises:
-            ValueError: not an Ed25519 identity.
+            ValueError: not an Ed25519 identity, or a damaged one.
         """
         if len(data) != len(_FILE_HEADER) + 64 or not data.startswith(_FILE_HEADER):
             raise ValueError(
@@ -218,7 +218,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: str | os.PathLike[str]) -> Identity:
-        """Load the identity kept at ``path``, or make one and keep it there, readable by its owner alone.
+        """Load the identity at ``path``, or make one and save it there, readable by its owner alone.
 
         Raises:
             FileNotFoundError: the directory does not exist.
@@ -231,10 +231,10 @@ class Identity:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> Identity:
-        """Make an identity and keep it at ``path``, readable by its owner alone.
+        """Make an identity and save it at ``path``, readable by its owner alone.
 
         Raises:
-            FileExistsError: there is something already.
+            FileExistsError: something exists at ``path`` already.
             FileNotFoundError: the directory does not exist.
         """
         path = Path(path)
@@ -267,9 +267,9 @@ class Identity:
     def certificate_pem(self) -> tuple[bytes, bytes]:
         """A self-signed X.509 certificate of this key, and the key, both as PEM.
 
-        Nobody checks names, dates or issuers: what counts is the key, which the peer id contains.
+        Nobody checks names, dates or issuers: only the key counts, and the peer id contains it.
         """
-        # loaded on demand: these two take longer than everything else that `import shoal` loads beside torch
+        # Loaded on demand: these two take longer than everything else that `import shoal` loads besides torch.
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
         from cryptography.x509.oid import NameOID
@@ -292,7 +292,7 @@ class Identity:
 
 
 def is_weak_key(public_key: bytes) -> bool:
-    """Whether this raw Ed25519 key proves nothing, because it has no private half."""
+    """Whether this raw Ed25519 key proves nothing, because anybody can sign for it."""
     return public_key[:31] + bytes([public_key[31] & 0x7F]) in _WEAK_KEYS if len(public_key) == 32 else False
 
 
@@ -308,7 +308,7 @@ def verify_signature(public_key: bytes, signature: bytes, message: bytes) -> boo
 
 
 def peer_id_of_certificate(certificate_der: bytes) -> PeerID | None:
-    """The peer id of a certificate's key, or ``None`` if the certificate is not one of an Ed25519 key."""
+    """The peer id of a certificate's key, or ``None`` if the certificate is not of a usable Ed25519 key."""
     from cryptography import x509
 
     try:

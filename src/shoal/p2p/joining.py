@@ -1,12 +1,12 @@
 """Reaching the first peers of a swarm, with a verdict on each address that could not be used.
 
 Two processes that share one identity would take each other's messages and fail at random. So a peer that starts with a
-kept identity asks those first peers where they have seen that identity, and then whether another process than itself
-answers there.
+saved identity asks its first peers where they have seen that identity, and then checks whether another process answers
+there.
 
-A peer also helps others to find out how well the two can reach each other (:class:`Checkup`). Anybody may ask, so
-nothing here can be turned against others: a peer that asks to be called back is told no more than yes or no, what is
-sent for measuring the bandwidth goes to the asking peer alone, and both are limited for each host and for all together.
+A peer also helps others to find out how well the two can reach each other (:class:`Checkup`). Anybody may ask, so the
+answers must be useless for attacks on third parties: a peer that asks to be called back learns no more than yes or no,
+the bytes for measuring bandwidth go to the asking peer alone, and both are limited per host and in total.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import ipaddress
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from shoal.errors import BootstrapError, BusyError, IdentityTakenError, InterruptedDialError, ProtocolError, ShoalError
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
+from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Call, Connection
 from shoal.p2p.identity import PeerID, split_peer_address
 from shoal.p2p.multiaddr import Multiaddr
@@ -39,23 +40,23 @@ Target = tuple[Multiaddr, PeerID]
 Reach = Callable[[PeerID, Multiaddr], Awaitable[None]]
 """Connects to a peer at an address, or raises."""
 
-# In one direction of one exchange, at most.
+# The most in one direction of one exchange.
 MAX_BULK_BYTES = 2 * 2**20
-# What one host may cause on average.
+# The average rate for one host.
 BULK_BYTES_PER_SECOND = 2**20
 
 BULK_BURST_BYTES = 32 * 2**20
-# What all hosts together may cause on average.
+# The average rate for all hosts together.
 BULK_TOTAL_BYTES_PER_SECOND = 8 * 2**20
 
 BULK_TOTAL_BURST_BYTES = 128 * 2**20
-# For one host on average; each dials the few addresses that the caller claims to be its own.
+# The average rate for one host; each call back dials the few addresses that the caller claims as its own.
 CALLS_BACK_PER_SECOND = 0.2
 
 CALLS_BACK_BURST = 5
 CALLS_BACK_TOTAL_PER_SECOND = 2.0
 CALLS_BACK_TOTAL_BURST = 20
-# Exchanges and calls back in progress; who comes then is told to try again.
+# Exchanges and calls back in progress at the same time; further peers are told to try again.
 MAX_AT_ONCE = 8
 
 CALL_BACK_SECONDS = 4.0
@@ -63,7 +64,7 @@ _EVERYBODY = ""
 
 
 def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[Target]:
-    """Check addresses that users give.
+    """Check addresses from the user.
 
     Raises:
         TypeError: not a sequence of addresses.
@@ -79,7 +80,7 @@ def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[Targe
     return [split_peer_address(Multiaddr(address)) for address in initial_peers]
 
 
-# A connection may break by chance; only then is an address dialled again, after a pause that grows.
+# Dials per address. Only a connection that broke is dialled again, because chance may have caused it; pauses double.
 DIAL_ATTEMPTS = 4
 
 FIRST_PAUSE_SECONDS = 0.1
@@ -89,7 +90,7 @@ async def reach_first(targets: Sequence[Target], reach: Reach, limit: float) -> 
     """Try all addresses at once; return when the first one is connected.
 
     Raises:
-        BootstrapError: none could be within ``limit`` seconds; it says why, for each of them.
+        BootstrapError: none was connected within ``limit`` seconds; it says why, for each address.
     """
     broken: dict[Target, InterruptedDialError] = {}
     tasks = {target: asyncio.ensure_future(_keep_trying(target, reach, broken)) for target in targets}
@@ -118,7 +119,7 @@ async def _keep_trying(target: Target, reach: Reach, broken: dict[Target, Interr
         try:
             return await reach(peer, address)
         except InterruptedDialError as e:
-            broken[target] = e  # in case that there is no time for a better answer
+            broken[target] = e  # the verdict, if the time limit comes before a better one
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
     return await reach(peer, address)
 
@@ -131,11 +132,11 @@ def _verdict(
 
 
 def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str) -> tuple[str, str]:
-    """What is wrong with a peer that another one cannot dial, and what its user can do.
+    """What is wrong with this peer if another one cannot dial it, and what its user can do.
 
     Args:
-        witness: who has tried.
-        announced: where, without ``/p2p``.
+        witness: the peer that has tried.
+        announced: the addresses it has tried, without ``/p2p``.
         seen_at: where the witness sees this peer; empty if it does not know.
     """
     where = ", ".join(announced) or "any address, because it announces none"
@@ -171,7 +172,7 @@ def _ip_of(address: Multiaddr) -> _IP | None:
 
 
 def _ip_seen(text: str) -> _IP | None:
-    """Told by another peer, which may tell anything."""
+    """The IP address in what another peer claims, or ``None``: the claim may be anything."""
     try:
         return _ip_of(Multiaddr(text))
     except ValueError:
@@ -180,7 +181,7 @@ def _ip_seen(text: str) -> _IP | None:
 
 logger = logging.getLogger(__name__)
 
-# How long a start may wait for addresses where nobody answers any more.
+# Seconds that a start may wait for stale addresses where nobody answers.
 CHECK_SECONDS = 2.0
 
 GREETING_SECONDS = 10.0
@@ -189,12 +190,12 @@ GREETINGS_AT_ONCE = 8
 
 class PresenceQuery(Header):
     instance: bytes
-    """Of the process that asks."""
+    """The instance of the asking process."""
 
 
 class PresenceReply(Header):
     instance: bytes
-    """Of the process that answers."""
+    """The instance of the answering process."""
     addresses: list[str] = msgspec.field(default_factory=list)
     """Where the identity of the asking peer was last seen."""
     is_connected: bool = False
@@ -202,7 +203,9 @@ class PresenceReply(Header):
 
 
 class Presence(ServicerBase):
-    """Tells a peer what is known about itself."""
+    """Tells a peer what this one knows about it."""
+
+    roles: ClassVar[Roles] = ANY_ROLE
 
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
@@ -222,7 +225,7 @@ class Presence(ServicerBase):
 
 
 async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
-    """Call peers, so that they learn where this one can be reached now: each connection begins with that."""
+    """Call peers so that they learn where this one can be reached now: each connection begins with its addresses."""
     at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
     handle = Presence.handle_name("rpc_who_am_i", None)
 
@@ -230,7 +233,7 @@ async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
         try:
             async with at_once:
                 query = PresenceQuery(instance=p2p.instance)
-                await p2p.call(peer, handle, query, PresenceReply, timeout=GREETING_SECONDS)
+                await p2p.call(peer, handle, query, PresenceReply, timeout=GREETING_SECONDS, roles=Presence.roles)
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)
 
@@ -240,14 +243,14 @@ async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
 async def check_identity_is_free(
     p2p: P2P, witnesses: Sequence[PeerID], addresses: Sequence[tuple[Multiaddr, PeerID]] = ()
 ) -> None:
-    """Make sure that nobody else is online with this peer's identity, as far as the witnesses know.
+    """Make sure that no other process is online with this peer's identity, as far as the witnesses know.
 
     Args:
         witnesses: peers that may have seen that identity.
-        addresses: where peers are said to be; one of them may be a peer with that identity.
+        addresses: addresses and the peers expected there; one of these peers may have that identity.
 
     Raises:
-        IdentityTakenError: somebody is.
+        IdentityTakenError: another process is online with it.
     """
     checks = [asyncio.ensure_future(_find_double(p2p, witness)) for witness in witnesses if witness != p2p.peer_id]
     own = [str(address) for address, peer in addresses if peer == p2p.peer_id]
@@ -262,7 +265,7 @@ async def check_identity_is_free(
                         "it, or start this one with another identity_path"
                     )
     except TimeoutError:
-        return  # what does not answer in time is not online
+        return  # a process that does not answer in time counts as offline
     finally:
         await cancel_and_wait(*checks)
 
@@ -308,7 +311,7 @@ class Question(Header):
 
 
 class Description(Header):
-    """Which software a peer runs, and where it sees the one that asks."""
+    """The software that a peer runs, and where it sees the asking peer."""
 
     shoal: str = ""
     python: str = ""
@@ -318,19 +321,21 @@ class Description(Header):
 
 
 class CallBack(Header):
-    """Whether the asking peer could be dialled at each address where it listens."""
+    """For each address of the asking peer, whether it could be dialled there."""
 
     reached: dict[str, bool] = msgspec.field(default_factory=dict)
 
 
 class Bulk(Header):
-    """Comes with a payload, and asks for one of another size."""
+    """Comes with a payload, and asks for a payload of ``wanted`` bytes."""
 
     wanted: int = 0
 
 
 class Checkup(ServicerBase):
     """Answers a peer that checks how well it reaches this one."""
+
+    roles: ClassVar[Roles] = ANY_ROLE
 
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
@@ -345,13 +350,13 @@ class Checkup(ServicerBase):
         self._at_work = 0
 
     async def rpc_describe(self, request: Question, context: P2PContext) -> Description:
-        """Say which versions run here."""
+        """Describe the software that runs here."""
         found = await run_in_worker(describe_software)  # it reads files
         found.seen_at = self._p2p.address_seen_of(context.remote_id)
         return found
 
     async def rpc_call_back(self, request: Question, context: P2PContext) -> CallBack:
-        """Dial the caller at the addresses that it has told."""
+        """Dial the caller at the addresses that it has announced."""
         self._begin()
         try:
             self._calls_back.spend(self._host_of(context.remote_id), 1)
@@ -371,7 +376,7 @@ class Checkup(ServicerBase):
         return True
 
     async def rpc_bulk(self, call: Call, context: P2PContext) -> None:
-        """Take some bytes, and send some."""
+        """Receive some bytes, and send some."""
         self._begin()
         try:
             request = await call.receive(Bulk)
@@ -390,13 +395,13 @@ class Checkup(ServicerBase):
         self._at_work += 1
 
     def _host_of(self, peer: PeerID) -> str:
-        """Identities cost nothing, hosts do."""
+        """The host to charge: identities cost nothing, hosts do."""
         seen = self._p2p.address_seen_of(peer)
         return str(Multiaddr(seen).values()[0]) if seen else str(peer)
 
 
 class _Budget:
-    """How much of something is done for one host and for all together."""
+    """Limits how much of something is done for one host and for all hosts together."""
 
     def __init__(self, by_host: HostRates, by_all: HostRates) -> None:
         self._by_host, self._by_all = by_host, by_all
@@ -417,7 +422,7 @@ def describe_software() -> Description:
 
 @functools.cache
 def _version_of(package: str) -> str:
-    # On demand: it takes longer to load than the rest of this package.
+    # Loaded on demand: it takes longer to load than the rest of this package.
     from importlib import metadata
 
     try:

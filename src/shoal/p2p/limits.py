@@ -1,11 +1,11 @@
 """How much of this peer others may take: connections, handshakes, memory, patience.
 
-Anybody on the internet may connect, and identities cost nothing. So each limit is there twice where that makes sense:
-for one peer or one host, so that a single greedy one leaves room for the rest, and in total, so that a crowd of them
-cannot exhaust this machine. Who is over a limit is refused and told why; what is given up first when everything is
-full is what has been of no use for longest.
+Anybody on the internet may connect, and identities cost nothing. So where it makes sense there are two limits: one for
+each peer or host, so that a single greedy one leaves room for the rest, and one in total, so that a crowd cannot
+exhaust this machine. A peer over a limit is refused and told why. When everything is full, the connection that has
+been idle for longest goes first.
 
-Also how many files and sockets this process may have open.
+This module also raises the number of files and sockets that this process may have open.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal.p2p.identity import PeerID
 
-# Connections that this peer opens to another one at a time; further calls wait for their turn.
+# Connections that this peer keeps open to another one at the same time; further calls wait for their turn.
 MAX_DIALLED_PER_PEER = 24
 
 
@@ -28,35 +28,39 @@ class Limits:
     """What a peer grants to others."""
 
     handshakes_in_flight: int = 256
-    """Connections that have not yet proven who they are. When there are more, the oldest one of the host that has most
-    of them is dropped: an honest handshake is over within a few round trips, a half-open one waits for ever."""
+    """Connections that have not yet proven who they are. Over the limit, the host with the most of them loses its
+    oldest: an honest handshake is over within a few round trips, a half-open one waits for ever."""
     handshakes_per_second: float = 100.0
-    """From one host (an IPv4 address, or a /64 of IPv6) on average; a handshake takes about a millisecond of a core."""
+    """Average rate from one host (an IPv4 address or an IPv6 /64); a handshake takes about a millisecond of a core."""
     handshake_burst: int = 500
     """How many may come at once from a quiet host, such as the peers of one machine that start together."""
     connections: int = 1024
-    """Accepted connections in total. When there are more, the one that has been idle for longest is closed. A quarter
-    of the places is for peers that this one calls itself: a crowd of strangers does not keep them out."""
+    """Accepted connections in total. Over the limit, the connection that has been idle for longest is closed. A quarter
+    of the places is reserved for peers that this one calls itself, so a crowd of strangers does not keep them out."""
     connections_per_peer: int = 32
-    """Accepted connections of one peer. More than an honest peer opens at a time."""
+    """Accepted connections of one peer; more than an honest peer opens at the same time."""
     header_bytes_per_peer: int = 8 * 2**20
-    """Memory for large headers that are still arriving from one peer."""
+    """Memory for large headers that are still arriving from one peer; bytes that have not arrived take none."""
     header_bytes: int = 64 * 2**20
     """The same for all peers together."""
     seconds_for_header: float = 30.0
     """From the prefix of a message to the end of its header."""
+    seconds_for_first_message: float = 10.0
+    """From the opening of a call to its first message; until then the call counts as unused."""
+    seconds_of_silence: float = 60.0
+    """Silence of a caller while its handler waits for it, unless the method is marked :func:`~shoal.p2p.patient`."""
     seconds_for_write: float = 120.0
-    """For taking a few megabytes that this peer has sent; who is slower reads nothing any more."""
+    """Time to take a few megabytes that this peer sends; a slower peer is taken to have stopped reading."""
     seconds_idle: float = 300.0
-    """Without a call. Dialling peers close their idle connections earlier, so only strange ones get here."""
+    """Time without a call. Diallers close their idle connections earlier, so only odd peers reach this limit."""
 
     @property
     def connections_of_strangers(self) -> int:
-        """With so many accepted connections there is no place left for peers that this one does not call."""
+        """The number of accepted connections from which on strangers find no free place."""
         return self.connections - self.connections // 4
 
     def that_fit(self) -> Limits:
-        """The same, but accepted connections take at most half of the files that this process may open."""
+        """The same limits, but with accepted connections at most half of the files that this process may open."""
         files = open_file_limit()
         return self if files is None else replace(self, connections=max(1, min(self.connections, files // 2)))
 
@@ -65,34 +69,35 @@ DEFAULT_LIMITS = Limits()
 
 
 class HeaderMemory:
-    """Keeps count of the memory taken by large headers on their way in."""
+    """Counts the memory taken by large headers that are still arriving."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._by_peer: Counter[PeerID] = Counter()
+        self.by_peer: Counter[PeerID] = Counter()
+        """Bytes of those who take any."""
         self.total = 0
 
     def take(self, peer: PeerID, size: int) -> bool:
-        """Ask for memory; whether it was granted."""
+        """Ask for memory; returns whether it was granted."""
         if self.total + size > self._limits.header_bytes:
             return False
-        if self._by_peer[peer] + size > self._limits.header_bytes_per_peer:
+        if self.by_peer[peer] + size > self._limits.header_bytes_per_peer:
             return False
-        self._by_peer[peer] += size
+        self.by_peer[peer] += size
         self.total += size
         return True
 
     def give_back(self, peer: PeerID, size: int) -> None:
-        """The header has arrived, or will not."""
+        """Release memory: the header has arrived, or will never."""
         self.total -= size
-        self._by_peer[peer] -= size
-        if not self._by_peer[peer]:
-            del self._by_peer[peer]
+        self.by_peer[peer] -= size
+        if not self.by_peer[peer]:
+            del self.by_peer[peer]
 
 
 logger = logging.getLogger(__name__)
 
-# What is tried next after a limit that is too high, as a share of it.
+# If a limit is too high for the system, the next one to try is this fraction of it.
 _LESS = 0.9
 
 
@@ -100,8 +105,8 @@ def increase_file_limit(new_soft: int = 2**15, new_hard: int = 2**15) -> None:
     """Allow this process more open files and sockets. Never lowers a limit and never raises.
 
     Args:
-        new_soft: the limit that counts.
-        new_hard: up to which it may be raised without further rights.
+        new_soft: the limit in force.
+        new_hard: the ceiling up to which a process without special rights may raise the soft limit.
     """
     try:
         resource: Any = importlib.import_module("resource")
@@ -117,7 +122,7 @@ def increase_file_limit(new_soft: int = 2**15, new_hard: int = 2**15) -> None:
             break
     else:
         while (wanted := int(wanted * _LESS)) > soft > 0 and not _set_limits(wanted, hard):
-            # MacOS has one more limit, kern.maxfilesperproc, which these do not tell.
+            # macOS has another limit, kern.maxfilesperproc, which getrlimit does not report.
             pass
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _higher(soft, new_soft) != soft:
@@ -136,7 +141,7 @@ def _set_limits(soft: int, hard: int) -> bool:
 
 @functools.cache
 def have_enough_files() -> None:
-    """The same, once in a process, for every peer: each connection is an open file, and macOS allows 256 by default."""
+    """Raise the limit once per process: each connection is an open file, and macOS allows 256 by default."""
     increase_file_limit()
 
 
@@ -151,6 +156,6 @@ def open_file_limit() -> int | None:
 
 
 def _higher(present: int, wanted: int) -> int:
-    """The higher of two limits, of which the present one may be none at all."""
+    """The higher of two limits; the present one may be unlimited."""
     resource: Any = importlib.import_module("resource")
     return present if present == resource.RLIM_INFINITY else max(present, wanted)

@@ -1,7 +1,7 @@
 """A network inside one process: the same streams as over TCP, without sockets, for tests and simulations.
 
-Bytes arrive in order after the delay that the network asks for, in the time of the running loop, so that a loop with
-virtual time runs a slow network in no time. ``shoal.testing`` builds a network with hosts, bandwidth and faults on it.
+Bytes arrive in order, after a delay that the network decides, in the time of the running loop. So a loop with virtual
+time runs a slow network in no time. ``shoal.testing`` builds a network with hosts, bandwidth and faults on top.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
 from shoal.p2p.identity import Identity, PeerID
+from shoal.p2p.membership import judge_listener
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Buffer, OnStream, Stream, Transport
 
 Delay = Callable[[PeerID, PeerID, int], float]
-"""Seconds that a number of bytes needs from one peer to another."""
-# How much a reader may be behind before the writer has to wait.
+"""Seconds that a number of bytes takes from one peer to another."""
+# How far a reader may be behind before the writer has to wait.
 WINDOW_BYTES = 4 * 2**20
 
 Piece = bytes | memoryview | None
@@ -25,7 +26,7 @@ Piece = bytes | memoryview | None
 
 
 class PipeEnd(Stream):
-    """One end of a connection inside this process; how pieces reach the other end is left to subclasses."""
+    """One end of a connection inside this process; subclasses decide how pieces reach the other end."""
 
     other: PipeEnd
 
@@ -33,9 +34,9 @@ class PipeEnd(Stream):
         self.remote = remote
         self.remote_address = address
         self._loop = asyncio.get_running_loop()
-        # Never long; an empty deque takes ten times the memory.
-        self._inbox: list[memoryview] = []
-        # Sent by the other side and not read here yet, on the way included.
+        # A list, because it is never long and an empty deque takes ten times the memory.
+        self.inbox: list[memoryview] = []
+        # Bytes that the other side has sent and that are not read here yet, including those in flight.
         self._unread = 0
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
@@ -43,7 +44,7 @@ class PipeEnd(Stream):
         self._close_callback: Callable[[], object] | None = None
 
     def send(self, piece: Piece) -> None:
-        """Put something on its way to :meth:`arrive` at the other end, never overtaking what was sent before."""
+        """Send a piece to :meth:`arrive` at the other end; it never overtakes earlier pieces."""
         raise NotImplementedError
 
     @property
@@ -68,16 +69,21 @@ class PipeEnd(Stream):
                 raise StreamClosedError("the other side closed the connection")
 
     def arrive(self, piece: Piece) -> None:
-        """Something has come from the other end."""
+        """A piece has come from the other end."""
         if piece is None:
             self.end()
         elif not self._closed:
-            self._inbox.append(memoryview(piece))
+            self.received += len(piece)
+            self.inbox.append(memoryview(piece))
             _wake(self._reader)
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._reader is not None
 
     async def read_exactly_into(self, buffer: memoryview) -> None:
         while len(buffer):
-            if self._inbox:
+            if self.inbox:
                 buffer = buffer[self._take(buffer) :]
                 continue
             if self._closed:
@@ -86,13 +92,13 @@ class PipeEnd(Stream):
             try:
                 await self._reader
             except asyncio.CancelledError:
-                self.abort()  # as over TCP: the stream has lost its place
+                self.abort()  # as over TCP: part of a message is gone, so the stream has lost its place
                 raise
             finally:
                 self._reader = None
 
     def take(self, size: int) -> bytearray | None:
-        if size and (not self._inbox or len(self._inbox[0]) < size):
+        if size and (not self.inbox or len(self.inbox[0]) < size):
             return None
         taken = bytearray(size)
         if size:
@@ -100,13 +106,13 @@ class PipeEnd(Stream):
         return taken
 
     def _take(self, room: memoryview) -> int:
-        head = self._inbox[0]
+        head = self.inbox[0]
         size = min(len(head), len(room))
         room[:size] = head[:size]
         if size < len(head):
-            self._inbox[0] = head[size:]
+            self.inbox[0] = head[size:]
         else:
-            del self._inbox[0]
+            del self.inbox[0]
         self._unread -= size
         if self.other._writer is not None and self._unread <= WINDOW_BYTES:
             _wake(self.other._writer)
@@ -118,7 +124,7 @@ class PipeEnd(Stream):
             self._loop.call_soon(callback)
 
     def end(self) -> None:
-        """The connection is over, seen from this end; the other one is not told."""
+        """End the connection at this end without telling the other end."""
         if self._closed:
             return
         self._closed = True
@@ -157,7 +163,7 @@ class MemoryStream(PipeEnd):
         self._loop.call_at(self._arrival, self._deliver)
 
     def _deliver(self) -> None:
-        """In the order of sending: timers of one moment, which lasts long on Windows, come in any order."""
+        """Deliver the oldest piece. Timers due at one moment, which lasts long on Windows, may fire in any order."""
         self.other.arrive(self._under_way.popleft())
 
 
@@ -165,12 +171,12 @@ class MemoryNetwork:
     """Where in-memory peers find each other.
 
     Args:
-        delay: seconds that bytes take between two peers; none by default.
+        delay: seconds that bytes take between two peers; zero by default.
     """
 
     def __init__(self, delay: Delay | None = None) -> None:
         self.delay: Delay = delay or (lambda source, target, size: 0.0)
-        self.listeners: dict[Multiaddr, tuple[PeerID, OnStream]] = {}
+        self.listeners: dict[Multiaddr, tuple[MemoryTransport, OnStream]] = {}
         self._next_address = 1
 
     def transport(self, identity: Identity | None = None) -> MemoryTransport:
@@ -178,37 +184,37 @@ class MemoryNetwork:
         return MemoryTransport(self, identity or Identity.generate())
 
     def new_address(self) -> Multiaddr:
-        """An address that nobody has."""
+        """An unused address."""
         address = Multiaddr(f"/memory/{self._next_address}")
         self._next_address += 1
         return address
 
     async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID) -> Stream:
-        """Connect a peer with whoever listens at an address."""
+        """Connect a peer to the peer that listens at an address."""
         local = source.identity.peer_id
         round_trip = self.delay(local, expected_peer, 0) + self.delay(expected_peer, local, 0)
         await asyncio.sleep(round_trip)
-        peer, on_stream = self.find_listener(address, expected_peer)
-        near = MemoryStream(self, local, peer, address)
-        far = MemoryStream(self, peer, local, None)
+        listener, on_stream = self.find_listener(address, expected_peer)
+        near = MemoryStream(self, local, expected_peer, address)
+        far = MemoryStream(self, expected_peer, local, None)
+        source.show_badges(near, far, listener)
         near.other, far.other = far, near
         asyncio.get_running_loop().call_soon(on_stream, far)
         return near
 
-    def find_listener(self, address: Multiaddr, expected_peer: PeerID) -> tuple[PeerID, OnStream]:
-        """Who listens at an address.
+    def find_listener(self, address: Multiaddr, expected_peer: PeerID) -> tuple[MemoryTransport, OnStream]:
+        """The transport of the peer that listens at an address.
 
         Raises:
-            DialError: nobody.
-            IdentityMismatchError: not the expected peer.
+            DialError: nobody listens there.
+            IdentityMismatchError: another peer than the expected one listens there.
         """
         found = self.listeners.get(address)
         if found is None:
             raise DialError(f"{address}: connection refused: nothing listens there")
-        if found[0] != expected_peer:
-            raise IdentityMismatchError(
-                f"{address}: wrong identity: peer {found[0]} answers there, not {expected_peer}"
-            )
+        peer = found[0].identity.peer_id
+        if peer != expected_peer:
+            raise IdentityMismatchError(f"{address}: wrong identity: peer {peer} answers there, not {expected_peer}")
         return found
 
 
@@ -229,7 +235,7 @@ class MemoryTransport(Transport):
             address = self._network.new_address()
         if address in self._network.listeners:
             raise P2PDaemonError(f"cannot listen on {address}: somebody else does")
-        self._network.listeners[address] = (self.identity.peer_id, on_stream)
+        self._network.listeners[address] = (self, on_stream)
         self._listening.append(address)
         self._told.append(address)
         return [address]
@@ -239,6 +245,16 @@ class MemoryTransport(Transport):
 
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
         return await self._network.connect(self, address, expected_peer)
+
+    def show_badges(self, near: PipeEnd, far: PipeEnd, listener: MemoryTransport) -> None:
+        """What the handshake of :mod:`~.handshake` does, as the one who dials.
+
+        Raises:
+            NotAMemberError: the listener and this peer are not of one run.
+        """
+        shown = b"" if listener.membership is None else listener.membership.shown_badge()
+        near.badge = judge_listener(self.membership, near.remote, shown)
+        far.shown_badge = b"" if self.membership is None else self.membership.shown_badge()
 
     async def close(self) -> None:
         for address in self._listening:

@@ -1,9 +1,9 @@
 """Addresses of peers: ``/ip4/203.0.113.7/tcp/31337/p2p/12D3Koo…``.
 
-A multiaddr (https://multiformats.io/multiaddr/) is a path of protocols, each with a value or none. This is the
-small part of the format that peers of this library use, without the dozen packages that the reference
-implementation needs. Protocols that are not known here are carried along as text: what follows one is its value, unless
-that is the name of a protocol that is known.
+A multiaddr (https://multiformats.io/multiaddr/) is a path of protocols, each with one value or none. This module
+implements the small part of the format that peers of this library use, without the dozen packages that the reference
+implementation needs. Unknown protocols are carried along as text: the word after one is its value, unless that word is
+the name of a known protocol.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NAMES_WITHOUT_VALUE = frozenset(
         "http",
     }
 )
-# Bytes of the value in binary form; the other values bring their length along.
+# Bytes of the value in binary form; a value of any other protocol is prefixed with its length.
 _FIXED_SIZES = {"ip4": 4, "ip6": 16, "tcp": 2, "udp": 2, "memory": 8}
 
 _MAX_LENGTH = 1024
@@ -71,7 +71,7 @@ class ProtocolLookupError(LookupError):
 
 
 class Protocol(str):
-    """The name of a protocol, which also has the attributes by which other implementations tell protocols apart."""
+    """The name of a protocol, with the attributes that protocols have in other implementations."""
 
     __slots__ = ()
 
@@ -81,7 +81,7 @@ class Protocol(str):
 
     @property
     def code(self) -> int | None:
-        """Its number in the binary form; ``None`` if that is not known here."""
+        """Its number in the binary form; ``None`` if the protocol is unknown here."""
         return _CODES.get(self)
 
 
@@ -93,7 +93,7 @@ def _parse_number(name: str, text: str) -> bytes:
 
 
 def _checked_host_name(name: str, text: str) -> str:
-    """Only what a resolver can be asked: it would choke on the rest much later."""
+    """A host name that a resolver accepts: it would choke on any other, but much later."""
     labels = text.removesuffix(".").split(".")
     if len(text) > 253 or not all(_HOST_LABEL.fullmatch(label) for label in labels):
         raise ValueError(f"{name} takes a host name, got {text!r}")
@@ -150,7 +150,7 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
 _Items = tuple[tuple[Protocol, "str | None"], ...]
 
 
-# The same addresses are told by many peers, again and again.
+# Cached, because many peers tell the same addresses again and again.
 @functools.lru_cache(maxsize=4096)
 def _parse_text(text: str) -> _Items:
     if len(text) > _MAX_LENGTH or not text.startswith("/"):
@@ -212,7 +212,7 @@ class Multiaddr:
         address: text such as ``/ip4/127.0.0.1/tcp/1337``, the binary form, or another ``Multiaddr``.
 
     Raises:
-        ValueError: not a multiaddr; the text names the value and what is wrong with it.
+        ValueError: not a multiaddr; the text shows the value and what is wrong with it.
         TypeError: neither text, bytes nor ``Multiaddr``.
     """
 
@@ -290,7 +290,7 @@ class Multiaddr:
         """The binary form.
 
         Raises:
-            ValueError: there is none for a protocol that is not known here.
+            ValueError: the address has a protocol without a known code.
         """
         out = bytearray()
         for name, value in self._items:
@@ -303,7 +303,7 @@ class Multiaddr:
         return bytes(out)
 
     def split(self, maxsplit: int = -1) -> list[Multiaddr]:
-        """One address per protocol; after ``maxsplit`` of them the rest stays together."""
+        """One address per protocol; after ``maxsplit`` of them, the rest stays in one piece."""
         head = len(self._items) if maxsplit < 0 else min(maxsplit, len(self._items))
         pieces = [self._from_items((item,)) for item in self._items[:head]]
         return pieces if head == len(self._items) else [*pieces, self._from_items(self._items[head:])]
@@ -318,7 +318,7 @@ class Multiaddr:
         return self.join(self, other)
 
     def decapsulate(self, other: str | bytes | Multiaddr) -> Multiaddr:
-        """This address up to the last occurrence of ``other``; the whole address if there is none."""
+        """The part of this address before the last occurrence of ``other``; the whole address if there is none."""
         tail = Multiaddr(other)._items
         for start in range(len(self._items) - len(tail), -1, -1):
             if self._items[start : start + len(tail)] == tail:

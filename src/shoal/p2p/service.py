@@ -1,6 +1,6 @@
 """Methods that other peers can call: classes with ``rpc_*`` methods, and the stubs through which they are called.
 
-The annotations of a method say what travels. There are three shapes::
+The annotations of a method say what it sends and receives. There are three shapes::
 
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse   # unary
     async def rpc_download(self, call: Call, context: P2PContext) -> None                 # both sides send at will
@@ -12,7 +12,7 @@ and the callers look like this::
     async with stub.rpc_download() as call: ...
     async for item in stub.rpc_list(Query(...)): ...
 
-In the last shape either the request, the response or both are iterators. Payloads travel in the second one only.
+In the last shape the request, the response or both are iterators. Only the second shape carries payloads.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import inspect
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from shoal.errors import P2PDaemonError, ProtocolError, StreamClosedError
+from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Call, Connection
 from shoal.p2p.identity import PeerID
 from shoal.p2p.transport import H, Header
@@ -42,6 +43,8 @@ class P2PContext:
     local_id: PeerID
     remote_id: PeerID
     """The caller; its identity has been proven."""
+    roles: Roles = ANY_ROLE
+    """What the caller may do. In an open run, everything."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ class Method:
     """There may be any number of requests."""
     gives_stream: bool = False
     """There may be any number of responses."""
+    is_patient: bool = False
+    """The method has its own time limits for a silent caller, see :func:`patient`."""
+    roles: Roles = Roles.TRAIN
+    """Who may call it in a private run, and be called: peers with one of these roles."""
 
     @property
     def is_streaming(self) -> bool:
@@ -74,14 +81,38 @@ class Gate(Protocol):
     """Decides who may call what, once per connection."""
 
     def guards(self, handle: str) -> bool:
-        """Whether this may only be called on a connection of a member."""
+        """Whether only members may call this handler."""
 
     async def enter(self, connection: Connection) -> None:
-        """Show the other side that this one is a member, and have it shown that the other one is.
+        """Prove to the other side that this peer is a member, and check the other side's proof.
 
         Raises:
-            P2PDaemonError: one of the two is not.
+            P2PDaemonError: one of the two is not a member.
         """
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def patient(method: F) -> F:
+    """Mark an ``rpc_*`` method whose callers may be silent for long, because they wait for something themselves.
+
+    Such a method has its own time limits. Any other method drops a caller that says nothing for a minute while the
+    method waits for it, see ``seconds_of_silence`` of :class:`~shoal.p2p.limits.Limits`. The first message must always
+    come soon.
+    """
+    method.is_patient = True  # type: ignore[attr-defined]
+    return method
+
+
+def open_to(roles: Roles) -> Callable[[F], F]:
+    """Mark an ``rpc_*`` method that peers with other roles may call than the rest of its class."""
+
+    def mark(method: F) -> F:
+        method.roles = roles  # type: ignore[attr-defined]
+        return method
+
+    return mark
 
 
 _methods: dict[type, tuple[Method, ...]] = {}
@@ -107,10 +138,12 @@ def _inspect_methods(servicer: type) -> tuple[Method, ...]:
         parameters = list(inspect.signature(function).parameters)[1:]
         request_type, takes_stream = _message_type(hints.get(parameters[0]) if parameters else None)
         response_type, gives_stream = _message_type(hints.get("return"))
+        is_patient = getattr(function, "is_patient", False)
+        roles = getattr(function, "roles", getattr(servicer, "roles", Roles.TRAIN))
         if request_type is Call and not takes_stream:
-            found.append(Method(name, None, None))
+            found.append(Method(name, None, None, is_patient=is_patient, roles=roles))
         elif _is_header(request_type) and _is_header(response_type):
-            found.append(Method(name, request_type, response_type, takes_stream, gives_stream))
+            found.append(Method(name, request_type, response_type, takes_stream, gives_stream, is_patient, roles))
         else:
             raise TypeError(
                 f"{servicer.__name__}.{name} must be (self, request: Header, context) -> Header or (self, call: Call, "
@@ -121,7 +154,7 @@ def _inspect_methods(servicer: type) -> tuple[Method, ...]:
 
 
 def _message_type(annotation: Any) -> tuple[Any, bool]:
-    """What a message is, and whether there may be any number of them."""
+    """The type of a message, and whether there may be any number of them."""
     if get_origin(annotation) in (AsyncIterator, AsyncIterable, AsyncGenerator):
         return get_args(annotation)[0], True
     return annotation, False
@@ -132,13 +165,13 @@ def _is_header(annotation: object) -> bool:
 
 
 class StubBase:
-    """Calls the methods of a servicer at another peer. Made by :meth:`ServicerBase.get_stub`."""
+    """Calls the methods of a servicer at another peer; made by :meth:`ServicerBase.get_stub`."""
 
     def __init__(self, p2p: P2P, peer: PeerID, servicer: type[ServicerBase], namespace: str | None) -> None:
         self._p2p = p2p
         self._peer = peer
         self.servicer = servicer
-        """Whose methods are called."""
+        """The class whose methods are called."""
         self._namespace = namespace
 
     def __getattr__(self, name: str) -> Any:
@@ -151,11 +184,11 @@ class StubBase:
 
     @property
     def round_trip(self) -> float:
-        """Seconds to the other peer and back, the shortest time that was seen; 0 if none was."""
+        """The shortest measured round trip to the other peer, in seconds; 0 if there is none."""
         return self._p2p.round_trip_to(self._peer)
 
     def context_of(self, method: str) -> P2PContext:
-        """What is called by whom, seen from the caller."""
+        """The context of a call, seen from the caller."""
         return P2PContext(self.servicer.handle_name(method, self._namespace), self._p2p.peer_id, self._peer)
 
     def _make_caller(self, method: Method) -> Callable[..., Any]:
@@ -163,10 +196,10 @@ class StubBase:
 
         def unary(request: Header, timeout: float | None = None) -> Awaitable[Header]:
             assert method.response_type is not None
-            return self._p2p.call(self._peer, handle, request, method.response_type, timeout)
+            return self._p2p.call(self._peer, handle, request, method.response_type, timeout, roles=method.roles)
 
         def stream() -> AbstractAsyncContextManager[Call]:
-            return self._p2p.open_call(self._peer, handle)
+            return self._p2p.open_call(self._peer, handle, roles=method.roles)
 
         def iterate(request: Header | AsyncIterable[Header]) -> Responses:
             return Responses(stream, method, request)
@@ -182,6 +215,9 @@ class StubBase:
 class ServicerBase:
     """Base class of objects whose ``rpc_*`` methods other peers may call."""
 
+    roles: ClassVar[Roles] = Roles.TRAIN
+    """In a private run, both sides of a call need one of these roles; :func:`open_to` makes exceptions."""
+
     @classmethod
     def handle_name(cls, method: str, namespace: str | None) -> str:
         """The name on the wire: ``[namespace::]Class.rpc_x``."""
@@ -195,13 +231,13 @@ class ServicerBase:
 
         Args:
             p2p: the peer that serves.
-            wrapper: object whose methods stand in for those of this one, such as an access check; a method that returns
+            wrapper: object whose methods replace those of this one, such as an access check; a method that returns
                 ``None`` refuses to answer.
-            namespace: told apart from other objects of the same class by this.
+            namespace: tells this object apart from others of the same class.
             balanced: accepted for compatibility: one object serves all calls of a name.
 
         Raises:
-            P2PDaemonError: such an object is served already.
+            P2PDaemonError: an object of this class and namespace is served already.
         """
         target = self if wrapper is None else wrapper
         handlers = {
@@ -216,12 +252,12 @@ class ServicerBase:
 
     @classmethod
     def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None) -> StubBase:
-        """An object through which the methods of this class are called at ``peer``."""
+        """An object that calls the methods of this class at ``peer``."""
         return StubBase(p2p, peer, cls, namespace)
 
 
 class Messages(AsyncIterator[Header]):
-    """What the other side of a call sends, until it ends its side."""
+    """The messages of the other side of a call, until it ends its side."""
 
     def __init__(self, call: Call, message_type: type[Header]) -> None:
         self._call, self._type = call, message_type
@@ -236,7 +272,7 @@ class Messages(AsyncIterator[Header]):
 
 
 async def receive_only(call: Call, message_type: type[H], name: str) -> H:
-    """The one message that the other side sends."""
+    """The only message that the other side sends."""
     message = await call.receive(message_type)
     if message is None or call.payload_size or not call.received_end:
         raise ProtocolError(f"{name} takes exactly one message without a payload")
@@ -246,7 +282,7 @@ async def receive_only(call: Call, message_type: type[H], name: str) -> H:
 async def serve_streams(handler: Handler, call: Call, context: P2PContext) -> None:
     """Serve one call of a method that takes a stream, gives one, or both.
 
-    A stream is given by an asynchronous generator, or by a coroutine that returns an asynchronous iterator.
+    A method gives a stream if it is an asynchronous generator, or a coroutine that returns an asynchronous iterator.
     """
     method = handler.method
     assert method.request_type is not None
@@ -265,7 +301,7 @@ async def serve_streams(handler: Handler, call: Call, context: P2PContext) -> No
         return
     async with AsyncExitStack() as stack:
         if hasattr(result, "aclose"):
-            # Also if the caller leaves while an item is being sent.
+            # Close it also if the caller leaves while an item is being sent.
             await stack.enter_async_context(aclosing(result))
         async for response in result:
             await call.send(response)
@@ -273,9 +309,9 @@ async def serve_streams(handler: Handler, call: Call, context: P2PContext) -> No
 
 
 class Responses(AsyncIterator[Header]):
-    """What a method that gives a stream answers; the call begins with the first item that is asked for.
+    """The answers of a method that gives a stream; the call begins when the first item is asked for.
 
-    To close it, or to drop it, ends the call. It may be awaited first, as some programs do; that changes nothing.
+    Closing or dropping this object ends the call. Some programs await it first; that changes nothing.
     """
 
     def __init__(
@@ -295,11 +331,11 @@ class Responses(AsyncIterator[Header]):
         await self._exchange.aclose()
 
     async def only(self, timeout: float | None) -> Header:
-        """The answer of a method that gives one.
+        """The answer of a method that gives exactly one.
 
         Raises:
-            ProtocolError: there is none, or more than one.
-            TimeoutError: it does not come within ``timeout`` seconds.
+            ProtocolError: there is no answer, or more than one.
+            TimeoutError: the answer does not come within ``timeout`` seconds.
         """
         async with asyncio.timeout(timeout), aclosing(self._exchange):
             answers = [answer async for answer in self._exchange]
@@ -318,7 +354,7 @@ async def _exchange(
             async for response in Messages(call, method.response_type):
                 yield response
             return
-        # The opening of the call: what follows is sent and received by two tasks.
+        # Send the opening of the call now: from here on two tasks use the connection, one to send and one to receive.
         await call.connection.flush()
         sending = asyncio.ensure_future(_send_all(call, requests))
         try:
@@ -326,7 +362,7 @@ async def _exchange(
                 yield response
         except StreamClosedError:
             if sending.done() and not sending.cancelled() and (error := sending.exception()) is not None:
-                raise error from None  # which has ended the call
+                raise error from None  # the failed sender has cut the connection, so its error is the cause
             raise
         finally:
             await cancel_and_wait(sending)
@@ -338,5 +374,5 @@ async def _send_all(call: Call, messages: AsyncIterable[Header]) -> None:
             await call.send(message)
         await call.send_end()
     except Exception:
-        call.connection.abort()  # or the other side would wait for more
+        call.connection.abort()  # otherwise the other side would wait for more
         raise

@@ -1,8 +1,8 @@
 """The transport for ``/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>``: TLS 1.3 over TCP, see :mod:`shoal.p2p.handshake`.
 
-A host may have several addresses of which some lead nowhere. They are tried as in RFC 8305: versions of IP in turn,
-each a little later than the one before, and the first that answers wins. So an address that answers never, or late
-(Windows takes two seconds for a port that is refused), costs the others nothing but a moment.
+A host may have several addresses, some of which lead nowhere. They are tried as in RFC 8305: the IP versions take
+turns, each attempt starts a little later than the one before, and the first address that answers wins. So an address
+that answers late (Windows takes two seconds to refuse a port) or never delays the others only for a moment.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from shoal.p2p.transport import OnStream, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
-# The TLS layer's own time limit comes after the one here, which knows what to say.
+# The TLS layer's own timeout comes this much after ours, because ours gives the better error.
 _BACKSTOP_SECONDS = 1.0
 
-# Seconds after which the next address of a host is tried beside those that have not answered yet.
+# Seconds after which the next address of a host is tried in parallel with those that have not answered yet.
 CONNECT_STAGGER = 0.25
-# A host that vanishes without a word is noticed within about a minute, also while nobody writes.
+# A host that vanishes silently is noticed within about a minute, even while nobody writes.
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPALIVE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 
 _FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
@@ -60,7 +60,7 @@ AddressInfo = tuple[int, int, int, str, "tuple[str | int, ...]"]
 
 
 def family_of(kind: str) -> socket.AddressFamily:
-    """Which version of IP a part of a multiaddr asks for, such as ``dns4``."""
+    """The IP version that a part of a multiaddr, such as ``dns4``, asks for."""
     return _FAMILIES.get(kind, socket.AF_UNSPEC)
 
 
@@ -68,7 +68,7 @@ async def connect(host: str, port: int, family: socket.AddressFamily) -> socket.
     """A connected socket to the first address of a host that answers.
 
     Raises:
-        OSError: none does; the error of the address that was tried first.
+        OSError: no address answers; this is the error of the address that was tried first.
     """
     waiting = in_turn(await _resolve(host, port, family))
     attempts: dict[asyncio.Task[socket.socket], None] = {}
@@ -95,7 +95,7 @@ async def connect(host: str, port: int, family: socket.AddressFamily) -> socket.
 
 
 def in_turn(found: Sequence[AddressInfo]) -> list[AddressInfo]:
-    """Addresses in the order in which to try them: the system's, but with the versions of IP by turns."""
+    """Addresses in the order to try them: the system's order, but with the IP versions taking turns."""
     families = list(dict.fromkeys(each[0] for each in found))
     queues = [[each for each in found if each[0] == family] for family in families]
     return [each for row in itertools.zip_longest(*queues) for each in row if each is not None]
@@ -123,7 +123,7 @@ def close(connecting: socket.socket) -> None:
 
 
 def _close_late(attempt: asyncio.Task[socket.socket]) -> None:
-    """Another address was faster, or nobody waits any more."""
+    """Close a late success: another address was faster, or nobody waits any more."""
     if not attempt.cancelled() and attempt.exception() is None:
         close(attempt.result())
 
@@ -138,25 +138,25 @@ async def _resolve(host: str, port: int, family: socket.AddressFamily) -> list[A
 
 
 def set_options(connection: socket.socket) -> None:
-    """No delay for small messages; little that waits unsent; notice hosts that vanish."""
+    """Send small messages at once, keep the unsent backlog short, and notice hosts that vanish."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_HIGH_WATER)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # each system has its own choice of them
+        if hasattr(socket, name):  # each system offers its own subset
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def hurry_within_host(connection: socket.socket) -> None:
-    """Leave out pacing, with which some systems spare networks, where there is none: it takes a quarter of the time."""
-    with contextlib.suppress(OSError):  # it is over already, or there is no such choice
+    """Switch off pacing within this host: it spares networks, and here it would only cost a quarter of the time."""
+    with contextlib.suppress(OSError):  # the connection is over already, or the system has no such option
         if hasattr(socket, "TCP_CONGESTION") and connection.getsockname()[0] == connection.getpeername()[0]:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 class Arrival:
-    """A connection that somebody has opened to this peer, until it is known who."""
+    """An accepted connection whose other side has not proven its identity yet."""
 
     def __init__(self, accepted: socket.socket, host: str) -> None:
         self.socket = accepted
@@ -165,17 +165,17 @@ class Arrival:
         self.patience: asyncio.TimerHandle | None = None
         """Ends the wait for the first byte."""
         self.first_byte: asyncio.Task[None] | None = None
-        """Waits for it, where the loop cannot watch a socket."""
+        """Waits for the first byte, on loops that cannot watch a socket."""
         self.task: asyncio.Task[None] | None = None
         """The handshake, which begins with the first byte."""
         self.in_hands_of_loop = False
         self.drop_reason = ""
-        # When the loop has closed the socket, that cannot tell it any more.
+        # Kept here, because a socket that the loop has closed no longer knows its descriptor.
         self._descriptor = accepted.fileno()
         own_socket(self._descriptor, self)
 
     def give_up(self) -> None:
-        """Close the connection, whatever stage it is in."""
+        """Close the connection at any stage."""
         disown_socket(self._descriptor, self)
         if self.in_hands_of_loop:
             self.stream.abort()
@@ -187,7 +187,7 @@ class TcpTransport(Transport):
     """Transport over TCP.
 
     Args:
-        identity: the peer that dials and listens.
+        identity: of the peer that dials and listens.
         metrics: counts connections made and refused.
         limits: what strangers may take.
         machine: the addresses of this machine.
@@ -205,10 +205,13 @@ class TcpTransport(Transport):
         self._machine = machine or OwnAddresses()
         self._streams: weakref.WeakSet[TcpStream] = weakref.WeakSet()
         self._next_look: asyncio.TimerHandle | None = None
-        self._listeners: list[Listener] = []
+        self.listeners: list[Listener] = []
+        """Where this peer listens."""
         self._tls: tuple[ssl.SSLContext, bytes] | None = None
-        self._silent: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
-        self._shaking_hands: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
+        self.silent: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
+        """Who has connected and said nothing yet."""
+        self.shaking_hands: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
+        """Who has begun a handshake."""
         self._rates = HostRates(limits.handshakes_per_second, limits.handshake_burst)
 
     def supports(self, address: Multiaddr) -> bool:
@@ -229,7 +232,7 @@ class TcpTransport(Transport):
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
         host, port, family = self._host_and_port(address)
         if self._tls is None:
-            # It writes and reads a file.
+            # In a thread, because it writes and reads a file.
             self._tls = await asyncio.to_thread(listener_context, self.identity)
 
         def arrive(accepted: socket.socket, remote_host: str) -> None:
@@ -239,21 +242,21 @@ class TcpTransport(Transport):
             listeners = [Listener(each, arrive, self._make_room) for each in await self._bind(host, port, family)]
         except OSError as e:
             raise P2PDaemonError(f"cannot listen on {address}: {e.strerror or e}") from e
-        self._listeners += listeners
+        self.listeners += listeners
         if self._next_look is None:
             self._keep_looking()
         return self._reachable_at(listeners)
 
     async def _bind(self, host: str, port: int, family: socket.AddressFamily) -> list[socket.socket]:
-        """A free port is the one that this peer has already with another address, if possible: less to remember."""
-        if port == 0 and self._listeners:
+        """Bind to a host. For port 0, reuse the port of another address if possible: one less to remember."""
+        if port == 0 and self.listeners:
             with contextlib.suppress(OSError):
-                return await bind(host, self._listeners[0].address[1], family)
+                return await bind(host, self.listeners[0].address[1], family)
         return await bind(host, port, family)
 
     def addresses(self, latest: bool = False) -> list[Multiaddr]:
         self._look(latest=latest)
-        return self._reachable_at(self._listeners)
+        return self._reachable_at(self.listeners)
 
     def _keep_looking(self) -> None:
         self._look()
@@ -266,7 +269,7 @@ class TcpTransport(Transport):
             self._note_move()
 
     def _note_stream(self, stream: TcpStream) -> None:
-        """A connection knows best which address this machine has."""
+        """Remember a stream, and look for moves: its local address shows best which address this machine has now."""
         self._streams.add(stream)
         if stream.local_host and self._machine.look_if_unknown(stream.local_host, asyncio.get_running_loop().time()):
             self._note_move()
@@ -278,12 +281,12 @@ class TcpTransport(Transport):
         if self.on_addresses_changed is not None:
             loop.call_soon(self.on_addresses_changed)
         for stream in self._streams:
-            # Nothing will ever arrive there.
+            # Nothing will ever arrive at an address that this machine has lost.
             if stream.local_host in self._machine.lost:
                 loop.call_soon(stream.abort)
 
     def _reachable_at(self, listeners: Sequence[Listener]) -> list[Multiaddr]:
-        """Addresses of these listeners, the best first; loopback has one place, the last."""
+        """Addresses of these listeners, the best first; at most one loopback address, the last, if there are others."""
         order = {address.ip: (address.rank, number) for number, address in enumerate(self._machine.told())}
         found: list[tuple[tuple[int, int], Multiaddr]] = []
         for listener in listeners:
@@ -299,20 +302,20 @@ class TcpTransport(Transport):
     # --- what has arrived ---------------------------------------------------------------------------------------------
 
     def _arrive(self, accepted: socket.socket, host: str, on_stream: OnStream) -> None:
-        """Nothing is spent on a stranger that says nothing."""
+        """Start the handshake at the first byte, so that nothing is spent on a stranger that says nothing."""
         loop = asyncio.get_running_loop()
         if self._rates.is_exhausted(host, loop.time()):
             self._turn_away(accepted, host)
             return
         arrival = Arrival(accepted, host)
-        self._silent.enter(arrival)
+        self.silent.enter(arrival)
         arrival.patience = loop.call_later(HANDSHAKE_TIMEOUT, self._drop, arrival, "said nothing")
         try:
             loop.add_reader(accepted.fileno(), self._begin_handshake, arrival, on_stream)
         except NotImplementedError:  # the loop of Windows
             arrival.first_byte = loop.create_task(_first_byte_of(accepted))
             arrival.first_byte.add_done_callback(lambda _: self._note_first_byte(arrival, on_stream))
-        self._make_room_in(self._silent)
+        self._make_room_in(self.silent)
 
     def _turn_away(self, accepted: socket.socket, host: str) -> None:
         reason = "too many handshakes of one host"
@@ -321,24 +324,24 @@ class TcpTransport(Transport):
         with accepted, contextlib.suppress(OSError):
             accepted.send(BUSY_ALERT)
             accepted.shutdown(socket.SHUT_WR)
-            # Closing with something unread would destroy the alert on its way.
+            # Read first: closing with unread bytes would reset the connection and destroy the alert on its way.
             accepted.recv(4096)
 
     def _note_first_byte(self, arrival: Arrival, on_stream: OnStream) -> None:
-        if arrival in self._silent:  # else it had to go
+        if arrival in self.silent:  # otherwise it was dropped meanwhile
             self._begin_handshake(arrival, on_stream)
 
     def _begin_handshake(self, arrival: Arrival, on_stream: OnStream) -> None:
         loop = asyncio.get_running_loop()
         self._stop_waiting(arrival)
-        self._shaking_hands.enter(arrival)
+        self.shaking_hands.enter(arrival)
         self._rates.spend(arrival.host, loop.time())
-        arrival.task = loop.create_task(self._shake_hands(arrival, on_stream))
+        arrival.task = loop.create_task(self.shake_hands(arrival, on_stream))
         arrival.task.add_done_callback(lambda task: self._end_handshake(arrival, task))
-        self._make_room_in(self._shaking_hands)
+        self._make_room_in(self.shaking_hands)
 
     def _stop_waiting(self, arrival: Arrival) -> None:
-        self._silent.leave(arrival)
+        self.silent.leave(arrival)
         if arrival.patience is not None:
             arrival.patience.cancel()
             arrival.patience = None
@@ -347,7 +350,8 @@ class TcpTransport(Transport):
             else:
                 asyncio.get_running_loop().remove_reader(arrival.socket.fileno())
 
-    async def _shake_hands(self, arrival: Arrival, on_stream: OnStream) -> None:
+    async def shake_hands(self, arrival: Arrival, on_stream: OnStream) -> None:
+        """Find out who has connected; whoever proves it is handed on."""
         assert self._tls is not None
         context, certificate = self._tls
         stream, stage = arrival.stream, "TLS handshake"
@@ -363,7 +367,8 @@ class TcpTransport(Transport):
                     ssl_handshake_timeout=HANDSHAKE_TIMEOUT + _BACKSTOP_SECONDS,
                 )
                 stage = "proof of identity"
-                remote = await verify_dialler(stream, self.identity.peer_id, certificate)
+                own_badge = b"" if self.membership is None else self.membership.shown_badge()
+                found = await verify_dialler(stream, self.identity.peer_id, certificate, own_badge)
         except TimeoutError:
             arrival.drop_reason = f"no {stage} in time"
         except ssl.SSLError:
@@ -371,16 +376,16 @@ class TcpTransport(Transport):
         except (StreamClosedError, OSError):
             arrival.drop_reason = f"closed before the {stage}"
         else:
-            if remote is None:
+            if found is None:
                 arrival.drop_reason = "wrong proof of identity"
                 return
-            stream.remote = remote
+            stream.remote, stream.shown_badge = found
             self._note_stream(stream)
             self.metrics.connections_accepted += 1
             on_stream(stream)
 
     def _end_handshake(self, arrival: Arrival, task: asyncio.Task[None]) -> None:
-        self._shaking_hands.leave(arrival)
+        self.shaking_hands.leave(arrival)
         if arrival.drop_reason:
             self._count_drop(arrival)
         elif not task.cancelled() and task.exception() is None:
@@ -388,7 +393,7 @@ class TcpTransport(Transport):
         arrival.give_up()
 
     def _drop(self, arrival: Arrival, reason: str) -> None:
-        """Close a connection that has not proven anything, at whatever stage it is."""
+        """Close an unproven connection at any stage, and count the reason."""
         arrival.drop_reason = reason
         if arrival.task is not None:
             arrival.task.cancel()
@@ -408,17 +413,18 @@ class TcpTransport(Transport):
             self._drop(victim, "too many handshakes at once")
 
     def _make_room(self) -> None:
-        """This process has no sockets left: strangers go first."""
-        victim = self._silent.least_welcome() or self._shaking_hands.least_welcome()
+        """Drop a stranger, because this process has no sockets left."""
+        victim = self.silent.least_welcome() or self.shaking_hands.least_welcome()
         if victim is not None:
             self._drop(victim, "no sockets left")
 
     # --- dialling -----------------------------------------------------------------------------------------------------
 
     def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
-        """Loopback leads to somebody else unless the peer is on this machine: then it has an address of this machine.
+        """Usable addresses, without loopback if the peer is on another machine: there it would lead to another process.
 
-        A peer that has nothing but loopback is tried there all the same.
+        A peer is on this machine if it announces an address of this machine. A peer that announces nothing but loopback
+        is tried there all the same.
         """
         usable = super().worth_dialling(addresses)
         near = [address for address in usable if is_loopback(address)]
@@ -443,10 +449,11 @@ class TcpTransport(Transport):
                     server_hostname="",
                     ssl_handshake_timeout=HANDSHAKE_TIMEOUT + _BACKSTOP_SECONDS,
                 )
-                await prove_to_listener(stream, self.identity, address, expected_peer)
+                proving = prove_to_listener(stream, self.identity, address, expected_peer, self.membership)
+                stream.badge = await proving
         except BaseException as e:
             stream.abort()
-            # The handshake may have failed before it was the stream's.
+            # The handshake may have failed before the stream took over the socket.
             if connected is not None:
                 disown_socket(descriptor, connected)
             if not isinstance(e, (OSError, StreamClosedError)):
@@ -461,19 +468,19 @@ class TcpTransport(Transport):
     async def close(self) -> None:
         if self._next_look is not None:
             self._next_look.cancel()
-        for listener in self._listeners:
+        for listener in self.listeners:
             await listener.close()
-        self._listeners.clear()
-        for arrival in self._silent.guests():
+        self.listeners.clear()
+        for arrival in self.silent.guests():
             self._stop_waiting(arrival)
             arrival.give_up()
-        tasks = [arrival.task for arrival in self._shaking_hands.guests() if arrival.task is not None]
+        tasks = [arrival.task for arrival in self.shaking_hands.guests() if arrival.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _first_byte_of(accepted: socket.socket) -> None:
-    """Return when something has arrived, without reading it: an empty read ends then on Windows."""
+    """Return when something has arrived, without reading it: on Windows, an empty read ends at that moment."""
     with contextlib.suppress(OSError):  # the handshake finds out what is wrong
         await asyncio.get_running_loop().sock_recv_into(accepted, bytearray())

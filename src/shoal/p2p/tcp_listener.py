@@ -1,8 +1,8 @@
-"""Accepting TCP connections one by one, so that each may be judged before anything is spent on it.
+"""Accepting TCP connections one by one, so that each can be judged before anything is spent on it.
 
 Strangers wait in a room of fixed size until they have proven who they are. A crowd on a few machines can use neither
-that room nor the rate of handshakes to keep others out: the room makes the host leave that has most guests in it, its
-oldest guest first, and the rate is that of one host.
+that room nor the rate of handshakes to keep others out: a full room drops the oldest guest of the host with the most
+guests, and the rate is limited per host.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ class WaitingRoom(Generic[G]):
         return guest in self._by_host.get(guest.host, ())
 
     def guests(self) -> list[G]:
-        """Everybody in the room."""
+        """All guests in the room."""
         return [guest for guests in self._by_host.values() for guest in guests]
 
     def enter(self, guest: G) -> None:
-        """Let somebody in, even if it is one too many: see :meth:`one_too_many`."""
+        """Let a guest in, even if the room is full: see :meth:`one_too_many`."""
         self._by_host.setdefault(guest.host, {})[guest] = None
         self._size += 1
 
     def one_too_many(self) -> G | None:
-        """Who has to leave, if somebody does."""
+        """The guest that has to leave if the room is over its capacity, otherwise ``None``."""
         if self._size <= self._capacity:
             return None
         return self.least_welcome()
 
     def least_welcome(self) -> G | None:
-        """The oldest guest of the host that has most, or ``None`` in an empty room."""
+        """The oldest guest of the host with the most guests, or ``None`` in an empty room."""
         crowd = max(self._by_host.values(), key=len, default=None)
         return None if crowd is None else next(iter(crowd))
 
     def leave(self, guest: G) -> None:
-        """Somebody goes. Does nothing for who is not here."""
+        """Remove a guest. Does nothing if it is not in the room."""
         guests = self._by_host.get(guest.host)
         if guests is None or guest not in guests:
             return
@@ -78,19 +78,23 @@ class WaitingRoom(Generic[G]):
 
 
 class HostRates:
-    """How much each host may still take, such as handshakes: some at once, and more as time goes by."""
+    """A token bucket per host, such as for handshakes: a burst at once, and more as time goes by."""
 
     def __init__(self, per_second: float, burst: float) -> None:
         self._per_second, self._burst = per_second, burst
-        # How many were left, and when.
+        # By host: what was left, and when.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Hosts that are remembered."""
+        return len(self._left)
+
     def is_exhausted(self, host: str, now: float) -> bool:
-        """Whether this host has to wait before the next one."""
+        """Whether this host has to wait before it may take more."""
         return self._left_at(host, now) < 1
 
     def spend(self, host: str, now: float, amount: float = 1.0) -> None:
-        """Something has been done for this host, such as a handshake."""
+        """Count something that was done for this host, such as a handshake."""
         self._left[host] = (self._left_at(host, now) - amount, now)
         self._left.move_to_end(host)
         while len(self._left) > MAX_HOSTS:
@@ -102,7 +106,7 @@ class HostRates:
 
 
 def host_of(address: str) -> str:
-    """What counts as one host: an IPv4 address, or the /64 network that one subscriber of IPv6 has for himself."""
+    """What counts as one host: an IPv4 address, or the IPv6 /64 network that one subscriber has to itself."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):
         return str(ip)
@@ -111,23 +115,23 @@ def host_of(address: str) -> str:
 
 logger = logging.getLogger(__name__)
 
-# The system holds so many connections until they are accepted: a whole swarm may come back in one moment.
+# The system queues up to this many connections until they are accepted: a whole swarm may come back at once.
 BACKLOG = 1024
-# Connections taken from the queue before other work of the loop has its turn.
+# Connections taken from the queue before other work of the loop gets its turn.
 ACCEPTED_AT_ONCE = 32
-# How long nothing is accepted after the system has refused to give another socket.
+# Seconds without accepting after the system has refused to give another socket.
 PAUSE_SECONDS = 0.2
 
 REFUSED_BY_SYSTEM = "cannot accept a connection: %s; trying again in %g s"
 LOCAL_CALL_SECONDS = 1.0
-# Troubles of the connection that was to be accepted, not of the listener; beside every ConnectionError.
+# Errors of the connection that was to be accepted, not of the listener; so is every ConnectionError.
 _ABORTED = {errno.EPROTO, errno.EINTR, errno.ENETDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 OnAccept = Callable[[socket.socket, str], None]
 
 
 def _is_of_connection(error: OSError) -> bool:
-    """Whether somebody gave up before being accepted, so that nothing is wrong here."""
+    """Whether the other side gave up before it was accepted, so that nothing is wrong here."""
     return isinstance(error, ConnectionError) or error.errno in _ABORTED
 
 
@@ -175,7 +179,7 @@ class Listener:
         connection.setblocking(False)
         try:
             self._on_accept(connection, address[0])
-        except Exception:  # whatever it is, the next one is to be let in
+        except Exception:  # whatever went wrong, the next connection must be accepted
             logger.exception("a connection from %s could not be taken", address[0])
             connection.close()
 
@@ -216,7 +220,7 @@ async def bind(host: str, port: int, family: socket.AddressFamily) -> list[socke
     """Sockets bound to the addresses of a host; with port 0 all of them get the same free one.
 
     Raises:
-        OSError: it is not possible.
+        OSError: one of them cannot be bound.
     """
     found = await asyncio.get_running_loop().getaddrinfo(
         host, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -237,9 +241,9 @@ async def bind(host: str, port: int, family: socket.AddressFamily) -> list[socke
 
 
 async def _bind(unbound: socket.socket, address: tuple[Any, ...]) -> None:
-    """Bind a socket to a port that nobody else has, also if connections of the last start are not quite over."""
+    """Bind a socket to a port of its own, even if connections of the last start are not quite over."""
     ports_may_overlap: bool = sys.platform == "darwin"
-    # SO_REUSEADDR would let two listeners share a port, and so does neither of them.
+    # On Windows and macOS SO_REUSEADDR lets two listeners share a port.
     if sys.platform == "win32":
         unbound.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
     elif not ports_may_overlap:
@@ -254,9 +258,9 @@ async def _bind(unbound: socket.socket, address: tuple[Any, ...]) -> None:
 
 
 async def _is_answered(family: int, address: tuple[Any, ...]) -> bool:
-    """Whether somebody on this machine listens there.
+    """Whether a program on this machine listens there.
 
-    With SO_REUSEADDR, macOS lets one program have a port on all networks and another one the same on one of them.
+    With SO_REUSEADDR, macOS lets one program have a port on all networks and another program the same port on one.
     """
     loopback = "::1" if family == socket.AF_INET6 else "127.0.0.1"
     host = loopback if address[0] in ("0.0.0.0", "::") else address[0]
@@ -266,7 +270,7 @@ async def _is_answered(family: int, address: tuple[Any, ...]) -> bool:
             async with asyncio.timeout(LOCAL_CALL_SECONDS):
                 await asyncio.get_running_loop().sock_connect(caller, (host, *address[1:]))
         except TimeoutError:
-            return True  # whoever is refused on its own machine knows at once
+            return True  # on the own machine a refusal comes at once
         except OSError:
             return False
     return True

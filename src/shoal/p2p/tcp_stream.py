@@ -1,11 +1,11 @@
 """One TCP connection with TLS as a stream.
 
-Bulk data is received straight into the buffer where it is needed (:class:`asyncio.BufferedProtocol`), and written as
-views of the caller's memory, which TLS encrypts at once: when a write returns, the caller may change them.
+Bulk data is received straight into the buffer where it is needed (:class:`asyncio.BufferedProtocol`). It is written as
+views of the caller's memory, which TLS encrypts at once: when a write returns, the caller may change that memory.
 
-Sockets belong to the process that opened them. A forked child (a worker of a data loader, for example) gets a duplicate
-of every socket and gives it up at once: otherwise closing one in the parent would not reach the other side, its death
-would go unnoticed, and its port would stay taken as long as the child lives.
+Sockets belong to the process that opened them. A forked child (a data loader's worker, for example) gets a duplicate of
+every socket and gives it up at once. Otherwise, as long as the child lives, the other side would not notice when the
+parent closes a connection or dies, and the parent's port would stay taken.
 """
 
 from __future__ import annotations
@@ -25,55 +25,55 @@ from shoal.errors import StreamClosedError
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Buffer, Stream
 
-# Open sockets by file descriptor. The system gives a descriptor to the next socket before the loop has told the owner
-# of the last one that it is closed.
-_owners: dict[int, object] = {}
+# Owners of open sockets by file descriptor. The system may give a descriptor to a new socket before the loop has told
+# the owner of the old one that it is closed, so an entry is removed only by its owner.
+owners: dict[int, object] = {}
 
 
 def own_socket(descriptor: int, owner: object) -> None:
     """Remember an open socket, by its file descriptor."""
-    _owners[descriptor] = owner
+    owners[descriptor] = owner
 
 
 def disown_socket(descriptor: int, owner: object) -> None:
     """Forget a socket that is closed or about to be."""
-    if _owners.get(descriptor) is owner:
-        del _owners[descriptor]
+    if owners.get(descriptor) is owner:
+        del owners[descriptor]
 
 
 def _give_up_sockets_of_parent() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in _owners:
-        # os.close would not do: a leftover of its former owner may close it again.
+    for descriptor in owners:
+        # Not os.close: leftovers of the former owner may close the descriptor again, when it may be another file.
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
-    _owners.clear()
+    owners.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_give_up_sockets_of_parent)
 
 
-# Encrypted bytes that may wait here before a writer has to; as many may wait in the kernel. Few, so that work which is
-# shared among several connections goes to those that have sent what they got.
+# Encrypted bytes that may wait here before a writer has to wait; as many may wait in the kernel. The limit is low, so
+# that work shared among several connections goes to those that have sent what they got.
 WRITE_HIGH_WATER = 2**17
-# For what arrives while nobody reads: enough for most messages, and little to copy in front of a large payload.
+# Buffer for bytes that arrive while nobody reads: enough for most messages, and little to copy before a large payload.
 RECEIVE_BUFFER_BYTES = 4 * 2**10
 
-# Small buffers are joined: each write costs a system call and a record of TLS.
+# Smaller buffers are joined, because each write costs a system call and a TLS record.
 JOIN_BYTES = 2**16
-# Seconds for what is still to be sent; then the connection is cut.
+# Seconds that a closing connection has to send the rest; then it is cut.
 CLOSE_TIMEOUT = 2.0
-# While nobody reads, the loop does not watch the socket: it is looked at this often whether it is still connected.
+# While nobody reads, the loop does not watch the socket, so this often we check whether it is still connected.
 PAUSED_CHECK_SECONDS = 0.5
-# A ``struct linger``. That of Windows has shorter numbers, and these begin in the same way.
+# A ``struct linger``. The one of Windows has shorter numbers, but its bytes begin in the same way.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class TcpSocket(socket.socket):
-    """A socket that takes no offence at being shut down when its connection is over.
+    """A socket that ignores errors when it is shut down after its connection is over.
 
-    The loop of Windows shuts a socket down before it closes it: an error there would leave it open for good.
+    The Windows loop shuts a socket down before it closes it, and an error there would leave it open for good.
     """
 
     def shutdown(self, how: int) -> None:
@@ -86,16 +86,18 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
+        """The connection itself, between the handshake and its end."""
         self._gathers = False
         self._descriptor = -1
         self._own = bytearray(RECEIVE_BUFFER_BYTES)
         self._own_view = memoryview(self._own)
-        self._start = self._end = 0  # what has arrived and is unread: _own[_start:_end]
-        self._target: memoryview | None = None  # what the reader still waits for
+        self._start = self._end = 0  # bytes that have arrived and are unread: _own[_start:_end]
+        self._target: memoryview | None = None  # the part of the reader's buffer that is still to be filled
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
-        self._write_paused = self._read_paused = False
+        self.write_paused = self.read_paused = False
+        """What the loop was asked for, until enough was sent or read."""
         self._is_backlog_limited = False
         self._closed = False
         self._reason = "the other side closed the connection"
@@ -109,12 +111,12 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
     # --- asyncio.BufferedProtocol -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
         if self._closed:  # given up before the handshake was over
-            self._transport.abort()
+            self.transport.abort()
             return
         self._gathers = type(transport).__module__.startswith("uvloop")
-        self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
+        self.transport.set_write_buffer_limits(high=WRITE_HIGH_WATER)
         self._descriptor = transport.get_extra_info("socket").fileno()
         own_socket(self._descriptor, self)
         peer_name = transport.get_extra_info("peername")
@@ -135,7 +137,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
 
     def _make_room(self) -> None:
         rest = self._own[self._start : self._end]
-        # The loop had more at hand when it was asked to pause.
+        # Still full: the loop already had more bytes in hand when it was asked to pause.
         if len(rest) == len(self._own):
             self._own = rest + bytes(len(rest))
             self._own_view = memoryview(self._own)
@@ -143,6 +145,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._start, self._end = 0, len(rest)
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.received += nbytes
         if self._target is not None:
             self._target = self._target[nbytes:]
             if not len(self._target):
@@ -151,17 +154,17 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
                     self._reader.set_result(None)
             return
         self._end += nbytes
-        if self._end - self._start == len(self._own) and not self._read_paused and self._transport is not None:
-            self._read_paused = True
-            self._transport.pause_reading()
+        if self._end - self._start == len(self._own) and not self.read_paused and self.transport is not None:
+            self.read_paused = True
+            self.transport.pause_reading()
             self._paused_check = self._loop.call_later(PAUSED_CHECK_SECONDS, self._check_while_paused)
 
     def _check_while_paused(self) -> None:
-        """Notice that the other side has broken the connection off, although what it sent before is still unread."""
-        if self._transport is None or self._transport.is_closing():
+        """Notice that the other side has reset the connection, although earlier bytes are still unread."""
+        if self.transport is None or self.transport.is_closing():
             return
-        if _is_broken_off(self._transport.get_extra_info("socket")):
-            self._transport.abort()
+        if _is_broken_off(self.transport.get_extra_info("socket")):
+            self.transport.abort()
             self._end_now()
         else:
             self._paused_check = self._loop.call_later(PAUSED_CHECK_SECONDS, self._check_while_paused)
@@ -171,10 +174,10 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         disown_socket(self._descriptor, self)
-        if self._transport is not None:
-            self._transport.close()  # else it is taken for forgotten
-            # No cycle: what TLS has for buffers must not wait for the garbage collector.
-            self._transport = None
+        if self.transport is not None:
+            self.transport.close()  # otherwise asyncio warns of an unclosed transport
+            # Break the cycle: the buffers of TLS must not wait for the garbage collector.
+            self.transport = None
         if self._closing is not None:
             self._closing.cancel()
         if exc is not None and not self._closed and not isinstance(exc, ConnectionError):
@@ -182,10 +185,10 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._end_now()
 
     def pause_writing(self) -> None:
-        self._write_paused = True
+        self.write_paused = True
 
     def resume_writing(self) -> None:
-        self._write_paused = False
+        self.write_paused = False
         self._wake_writer()
 
     def _wake_writer(self) -> None:
@@ -197,6 +200,15 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
     @property
     def closed(self) -> bool:
         return self._closed or self._closing is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._reader is not None
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether a writer waits until more has been sent."""
+        return self._writer is not None
 
     async def read_exactly_into(self, buffer: memoryview) -> None:
         taken = min(len(buffer), self._end - self._start)
@@ -215,7 +227,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
             if self._target is not None:
                 raise StreamClosedError(self._reason)
         except asyncio.CancelledError:
-            # bytes of a message are already in the caller's buffer: the stream has lost its place and is of no more use
+            # Part of a message is already in the caller's buffer: the stream has lost its place and is useless now.
             self.abort()
             raise
         finally:
@@ -228,27 +240,27 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         return self._own[self._start - size : self._start]
 
     def _resume_reading(self) -> None:
-        if self._read_paused and self._transport is not None and not self._closed:
-            self._read_paused = False
+        if self.read_paused and self.transport is not None and not self._closed:
+            self.read_paused = False
             if self._paused_check is not None:
                 self._paused_check.cancel()
-            # None: it is over, connection_lost is on its way.
-            if self._transport.get_extra_info("socket") is not None:
-                self._transport.resume_reading()
+            # None: the connection is over, and connection_lost is on its way.
+            if self.transport.get_extra_info("socket") is not None:
+                self.transport.resume_reading()
 
     async def write(self, *buffers: Buffer) -> None:
-        if self.closed or self._transport is None:
+        if self.closed or self.transport is None:
             raise StreamClosedError(self._reason)
         if len(buffers) == 1:
-            self._transport.write(buffers[0])
+            self.transport.write(buffers[0])
         elif self._gathers:
-            self._transport.writelines(buffers)
+            self.transport.writelines(buffers)
         elif sum(map(len, buffers)) < JOIN_BYTES:
-            self._transport.write(b"".join(buffers))
-        else:  # the standard library would copy all of it into one piece
+            self.transport.write(b"".join(buffers))
+        else:  # writelines of the standard library would copy everything into one piece
             for buffer in buffers:
-                self._transport.write(buffer)
-        while self._write_paused:
+                self.transport.write(buffer)
+        while self.write_paused:
             self._writer = self._loop.create_future()
             try:
                 await self._writer
@@ -262,18 +274,18 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
     async def _wait_until_sent(self) -> None:
         """Wait until the kernel has sent most of what it has been given.
 
-        Between here and the kernel are buffers of TLS and of the transport, which have limits of their own; they are
-        empty when the kernel is always given less than it would take.
+        The buffers of TLS and of the transport, between here and the kernel, have their own limits. They stay empty as
+        long as the kernel is given less than it would take.
         """
-        if sys.platform == "win32":  # nobody can limit what waits in its kernel
+        if sys.platform == "win32":  # its kernel has no limit for unsent bytes
             return
         poller = select.poll()
         poller.register(self._descriptor, select.POLLOUT)
         while True:
             await asyncio.sleep(0)  # uvloop writes at the end of its turn
-            if self._transport is None or self._transport.is_closing() or poller.poll(0):
+            if self.transport is None or self.transport.is_closing() or poller.poll(0):
                 return
-            # The loop lets nobody else watch the transport's own.
+            # A duplicate, because the loop lets nobody else watch the transport's own descriptor.
             descriptor = os.dup(self._descriptor)
             own_socket(descriptor, self)
             self._writer = self._loop.create_future()
@@ -287,14 +299,14 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
                 os.close(descriptor)
 
     def limit_backlog(self, nbytes: int | None) -> None:
-        connection = None if self._transport is None else self._transport.get_extra_info("socket")
-        if connection is None or self._transport is None:  # it is over already
+        connection = None if self.transport is None else self.transport.get_extra_info("socket")
+        if connection is None or self.transport is None:  # the connection is over already
             return
         limit = WRITE_HIGH_WATER if nbytes is None else nbytes
-        self._transport.set_write_buffer_limits(high=limit)
+        self.transport.set_write_buffer_limits(high=limit)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             self._is_backlog_limited = nbytes is not None
-            # On macOS, if the other side has broken it off.
+            # macOS fails here if the other side has reset the connection.
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, limit)
 
@@ -320,46 +332,46 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         self._call_back()
 
     def close(self) -> None:
-        if self._transport is None or self._closed:
+        if self.transport is None or self._closed:
             self.abort()
         elif self._closing is None:
             self._reason = "this side closed the connection"
-            self._closing = self._loop.call_later(CLOSE_TIMEOUT, self._transport.abort)
-            self._transport.close()  # else it is taken for forgotten
+            self._closing = self._loop.call_later(CLOSE_TIMEOUT, self.transport.abort)
+            self.transport.close()
 
     def abort(self) -> None:
         if not self._closed:
             self._reason = "this side closed the connection"
-        if self._transport is not None and not self._closed:
-            self._reset_connection(self._transport)
+        if self.transport is not None and not self._closed:
+            self._reset_connection(self.transport)
         self._end_now()
 
     def _reset_connection(self, transport: asyncio.Transport) -> None:
-        """End it in a way that overtakes what is still under way, which may be held up where nobody reads."""
+        """End the connection with a reset. It overtakes bytes in flight, which may be held up because nobody reads."""
         connection: socket.socket | None = transport.get_extra_info("socket")
         if connection is not None and not transport.is_closing():
-            with contextlib.suppress(OSError):  # on macOS, if the other side was faster
+            with contextlib.suppress(OSError):  # macOS fails here if the other side was faster
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         transport.abort()
 
     # --- facts for the handshake --------------------------------------------------------------------------------------
 
     def ssl_object(self) -> ssl.SSLObject:
-        """What TLS has found out about the other side.
+        """The TLS object of the connection, which knows the other side's certificate.
 
         Raises:
             StreamClosedError: the connection is over already.
         """
-        if self._transport is None or self._closed:
+        if self.transport is None or self._closed:
             raise StreamClosedError(self._reason)
-        return cast("ssl.SSLObject", self._transport.get_extra_info("ssl_object"))
+        return cast("ssl.SSLObject", self.transport.get_extra_info("ssl_object"))
 
 
 def _is_broken_off(connection: socket.socket | None) -> bool:
     """Whether the other side has reset a connection from which nobody reads.
 
-    Such a connection has no other side any more. Windows does not say so, but drops what was unread; looking at that
-    tells. A connection that was closed in order is not over as long as something is unread.
+    A reset connection has no peer name any more. Windows still gives one, but it drops the unread bytes, so peeking at
+    them fails. A connection that was closed in order is not over as long as bytes are unread.
     """
     if connection is None:
         return True
@@ -369,12 +381,12 @@ def _is_broken_off(connection: socket.socket | None) -> bool:
         return True
     if sys.platform == "win32":
         try:
-            with connection.dup() as twin:  # the transport lets nobody read
+            with connection.dup() as twin:  # the transport lets nobody read from its own socket
                 twin.setblocking(False)
                 twin.recv(1, socket.MSG_PEEK)
         except ConnectionError:
             return True
-        except OSError:  # nothing has come, or there are no sockets left
+        except OSError:  # nothing has arrived, or the process has no sockets left
             return False
     return False
 

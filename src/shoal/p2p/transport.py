@@ -1,14 +1,14 @@
 """What every transport offers, and the messages on it.
 
-A transport makes authenticated, ordered, reliable, flow-controlled byte streams between two peers. All else works on
-:class:`Stream` and :class:`Transport` alone, so that a new way to reach a peer (a relay, QUIC, a simulated network) is
+A transport makes authenticated, ordered, reliable, flow-controlled byte streams between two peers. Everything else
+uses only :class:`Stream` and :class:`Transport`, so a new way to reach a peer (a relay, QUIC, a simulated network) is
 one more implementation and no change elsewhere.
 
 A message is a fixed prefix, a small typed header, and a payload that is never parsed::
 
     version  kind  flags   header length  payload length
     u8       u8    u16     u32            u32              big-endian, 12 bytes
-    header: msgpack map, decoded into a typed struct; unknown fields are ignored. Zero bytes of it: nothing but an end
+    header: msgpack map, decoded into a typed struct; unknown fields are ignored. Zero bytes of it: only an end
     payload: raw bytes, such as a part of a tensor, sent from and received into the caller's memory
 
 Sizes are checked before memory is taken for them.
@@ -21,7 +21,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -29,16 +29,20 @@ from shoal.errors import ProtocolError
 from shoal.p2p.identity import MAX_PEER_ID_BYTES, Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 
+if TYPE_CHECKING:
+    from shoal.p2p.badges import Badge
+    from shoal.p2p.membership import Membership
+
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 """Bytes to send. A memoryview must be contiguous and of format ``B``."""
 
 VERSION = 1
-# A header is decoded as a whole, from memory; a payload goes where it belongs as it arrives.
+# A header is decoded in one piece from memory, so it is small; a payload goes where it belongs as it arrives.
 MAX_HEADER_BYTES = 2**20
 MAX_PAYLOAD_BYTES = 2**31
 # Payloads go to the stream in pieces of this size: a slow reader holds up the writer early, and caches stay warm.
 WRITE_PIECE_BYTES = 2**18
-# Memory for something larger grows with what has arrived, not with what the other side claims to send.
+# Memory beyond this grows with the bytes that have arrived, not with what the other side claims to send.
 READ_STEP_BYTES = 2**16
 
 _PREFIX = struct.Struct(">BBHII")
@@ -51,15 +55,26 @@ class Stream(ABC):
     remote: PeerID
     remote_address: Multiaddr | None
     """Where the other side is seen from here, as far as the transport knows."""
+    shown_badge: bytes = b""
+    """What the other side has shown as its badge, if it has dialled; not checked yet."""
+    badge: Badge | None = None
+    """Its badge, once that was found good; ``None`` in an open run."""
+    received = 0
+    """How many bytes have arrived: it shows a waiting reader whether more are coming."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a reader here waits for bytes that have not arrived."""
+        return False
 
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """The connection is over: nothing more can be written, only what has arrived can be read."""
+        """The connection is over: nothing can be written, and only bytes that have arrived can be read."""
 
     @abstractmethod
     async def write(self, *buffers: Buffer) -> None:
-        """Send buffers, waiting while the other side is slow. They may be changed as soon as this returns.
+        """Send buffers, waiting while the other side is slow. The caller may change them as soon as this returns.
 
         Raises:
             StreamClosedError: the connection ended.
@@ -74,21 +89,24 @@ class Stream(ABC):
         """
 
     def take(self, size: int) -> bytearray | None:
-        """The next bytes if all of them are here already; otherwise ``None``, and nothing is taken.
+        """The next bytes if all of them have arrived; otherwise ``None``, and nothing is taken.
 
-        Spares the small messages that came in one piece what waiting costs.
+        A small message that came in one piece is read this way without the cost of waiting.
         """
         return None
 
     def limit_backlog(self, nbytes: int | None) -> None:  # noqa: B027
-        """Let no more than about so many bytes wait here unsent while the other side is slow; ``None``: as usual.
+        """Let at most about this many bytes wait unsent while the other side is slow; ``None`` restores the default.
 
-        For work that is shared among several streams: what waits here, none of the others can take over.
+        For work that is shared among several streams: no other stream can take over bytes that wait here.
         """
 
     @abstractmethod
     def on_closed(self, callback: Callable[[], object] | None) -> None:
-        """Call this once when the connection ends; at once if it has. Replaces the previous callback."""
+        """Set a callback for the end of the connection, called once; replaces the previous one.
+
+        It is called soon if the connection has ended already.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -106,15 +124,17 @@ class Transport(ABC):
     """A way to reach peers, on behalf of one identity."""
 
     identity: Identity
+    membership: Membership | None = None
+    """The private run that this peer takes part in; ``None`` for an open one."""
     on_addresses_changed: Callable[[], object] | None = None
-    """Called when this peer has become reachable elsewhere, so that what others were told is not true any more."""
+    """Called when the addresses of this peer have changed, so that others know outdated ones."""
 
     @abstractmethod
     def supports(self, address: Multiaddr) -> bool:
         """Whether this transport understands such addresses."""
 
     def listens_by_default(self) -> list[str]:
-        """Where a peer listens that has not been told where."""
+        """The addresses to listen on if the user gives none."""
         return ["/ip4/0.0.0.0/tcp/0"]
 
     @abstractmethod
@@ -125,7 +145,7 @@ class Transport(ABC):
             The addresses where others may reach this peer, without ``/p2p``.
 
         Raises:
-            P2PDaemonError: it is not possible to listen there; the text says why.
+            P2PDaemonError: this peer cannot listen there; the text says why.
         """
 
     @abstractmethod
@@ -133,11 +153,11 @@ class Transport(ABC):
         """Where others may reach this peer at present, the best first, without ``/p2p``; empty if it does not listen.
 
         Args:
-            latest: look again; otherwise what was true a short while ago will do.
+            latest: look at the networks now; otherwise a recent look is good enough.
         """
 
     def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
-        """Those addresses of another peer at which it may be reached from here, in the order to try them."""
+        """The addresses of another peer that may work from here, in the order to try them."""
         return [address for address in addresses if self.supports(address)]
 
     @abstractmethod
@@ -145,7 +165,7 @@ class Transport(ABC):
         """Connect to a peer and check that it is the expected one.
 
         Raises:
-            IdentityMismatchError: somebody else answered.
+            IdentityMismatchError: another peer answered.
             DialError: the peer could not be reached, or is no shoal peer; the text says why.
         """
 
@@ -157,8 +177,8 @@ class Transport(ABC):
 class Kind(IntEnum):
     """What a message is."""
 
-    HELLO = 1  # facts about the sender, first message of each side
-    OPEN = 2  # start of a call: which handler
+    HELLO = 1  # facts about the sender; the first message of each side
+    OPEN = 2  # start of a call; names the handler
     ITEM = 3  # one message of the call
     ERROR = 4  # the call has failed; ends the sender's side
 
@@ -181,12 +201,12 @@ class Prefix(NamedTuple):
 class Header(msgspec.Struct):
     """Base class of everything typed that peers send each other.
 
-    Fields may be added later: an older peer ignores what it does not know, a newer one must give defaults.
+    Fields may be added later, with defaults: an older peer ignores fields that it does not know.
     """
 
 
-# Kinds of fields: what no honest peer can mean is refused while a message is decoded, also NaN and infinity. Beyond
-# this, a float can no longer count.
+# Types of fields: decoding refuses values that no honest peer can mean, NaN and infinity among them. Beyond this
+# number, a float can no longer count in ones.
 MOST = 2**53
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=float(MOST))]
@@ -207,7 +227,7 @@ def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:
     """Parse a header.
 
     Raises:
-        ProtocolError: not such a header.
+        ProtocolError: the data is not such a header.
     """
     try:
         return cast("H", _decoder(header_type).decode(data))
@@ -216,10 +236,10 @@ def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:
 
 
 def pack(kind: Kind, header: Header | None, payload_bytes: int = 0, *, end: bool = False) -> bytes:
-    """Prefix and header of a message; the payload is to follow. Without a header: nothing but an end.
+    """Prefix and header of a message; the payload is to follow. Without a header, the message is only an end.
 
     Raises:
-        ValueError: too large to send.
+        ValueError: the message is too large to send.
     """
     encoded = b"" if header is None else _encoder.encode(header)
     if len(encoded) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
@@ -231,7 +251,7 @@ def pack(kind: Kind, header: Header | None, payload_bytes: int = 0, *, end: bool
 
 
 def pieces_of(head: bytes, payload: Sequence[Buffer]) -> Iterator[Sequence[Buffer]]:
-    """What to write at a time: the head and small buffers together, large ones in pieces."""
+    """The pieces to write one by one: the head and small buffers together, large buffers in parts."""
     waiting: list[Buffer] = [head]
     room = WRITE_PIECE_BYTES
     for buffer in payload:
@@ -251,7 +271,7 @@ async def read_prefix(stream: Stream) -> Prefix:
     """Receive and check the next prefix.
 
     Raises:
-        ProtocolError: not a message of this protocol.
+        ProtocolError: the bytes are no message of this protocol.
         StreamClosedError: the connection ended.
     """
     raw = stream.take(PREFIX_BYTES)
@@ -269,8 +289,13 @@ async def read_prefix(stream: Stream) -> Prefix:
     return Prefix(known, bool(flags & Flag.END), header_bytes, payload_bytes)
 
 
-async def read_new(stream: Stream, size: int) -> bytearray:
-    """Receive a number of bytes into new memory, which is taken only as they arrive."""
+async def read_new(stream: Stream, size: int, take_memory: Callable[[int], object] | None = None) -> bytearray:
+    """Receive a number of bytes into new memory, which grows only as they arrive.
+
+    Args:
+        take_memory: called before memory beyond the first step, which every peer may have, is taken. It gets the size,
+            never more than has arrived already, and raises if that is too much.
+    """
     data = bytearray(min(size, READ_STEP_BYTES))
     filled = 0
     while True:
@@ -279,4 +304,7 @@ async def read_new(stream: Stream, size: int) -> bytearray:
         filled = len(data)
         if filled == size:
             return data
-        data.extend(bytes(min(filled, size - filled)))
+        more = min(filled, size - filled)
+        if take_memory is not None:
+            take_memory(more)
+        data.extend(bytes(more))

@@ -1,4 +1,4 @@
-"""Simulated networks in virtual time: the very code that runs on real sockets, with faults that follow from a seed.
+"""Simulated networks in virtual time. They run the same code as real sockets do, with faults drawn from a seed.
 
 ::
 
@@ -15,12 +15,13 @@
 
     run(main(), seed=1)  # minutes of virtual time pass in a second, and every run with this seed is the same
 
-- :func:`run` runs a coroutine on a :class:`VirtualTimeLoop`: time passes only when nothing is left to do.
+- :func:`run` runs a coroutine on a :class:`VirtualTimeLoop`, where time passes only when nothing is left to do.
 - A :class:`Network` connects hosts (:class:`Host`) by links (:class:`Link`) with delay, jitter, and connections that
-  fail or break. Hosts have a limited rate each way, a clock that may be off, and a firewall; they crash or are powered
-  off, and the network is partitioned and healed.
+  fail or break. A host has a limited rate each way, a clock that may be off, and a firewall. It can crash or lose
+  power. The network can be partitioned and healed.
 - :func:`start_peers`, :func:`start_dht_nodes` and :func:`start_averagers` start many nodes.
-- A :class:`Trace` is the hash of all that happened.
+- A :class:`DHTSwarm` and an :class:`AveragerSwarm` do without hosts, where a network in memory is enough.
+- A :class:`Trace` is a hash of everything that happened.
 """
 
 from __future__ import annotations
@@ -35,26 +36,35 @@ from shoal.testing.network import Network, Trace
 
 if TYPE_CHECKING:
     from shoal.testing.averagers import (
+        AveragerSwarm,
         SharedTable,
+        make_averager,
         make_averager_config,
+        make_step,
         start_averager,
         start_averagers,
+        start_dht_node,
         start_dht_nodes,
         start_peers,
         start_step,
     )
+    from shoal.testing.swarm import DHTSwarm, Swarm
 
-# What is loaded only when it is used, because it needs more than the network: the table, or torch.
+# These load at first use, because they need more than the network: the DHT, or torch.
 _HOME_OF = {
-    **dict.fromkeys(("start_dht_nodes", "start_peers"), "shoal.testing.averagers"),
+    **dict.fromkeys(("start_dht_node", "start_dht_nodes", "start_peers"), "shoal.testing.averagers"),
     **dict.fromkeys(
-        ("SharedTable", "make_averager_config", "start_averager", "start_averagers", "start_step"),
+        ("AveragerSwarm", "SharedTable", "make_averager", "make_averager_config", "make_step"),
         "shoal.testing.averagers",
     ),
+    **dict.fromkeys(("start_averager", "start_averagers", "start_step"), "shoal.testing.averagers"),
+    **dict.fromkeys(("DHTSwarm", "Swarm"), "shoal.testing.swarm"),
 }
 
 __all__ = [
     "START_OF_TIME",
+    "AveragerSwarm",
+    "DHTSwarm",
     "Host",
     "HostState",
     "Link",
@@ -62,12 +72,16 @@ __all__ = [
     "Network",
     "SharedTable",
     "SimulationError",
+    "Swarm",
     "Trace",
     "VirtualTimeLoop",
+    "make_averager",
     "make_averager_config",
+    "make_step",
     "run",
     "start_averager",
     "start_averagers",
+    "start_dht_node",
     "start_dht_nodes",
     "start_peers",
     "start_step",

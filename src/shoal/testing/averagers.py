@@ -1,4 +1,4 @@
-"""Many peers at once: each on a simulated host of its own, with or without an averager."""
+"""Starts many peers, DHT nodes or averagers, each on a simulated host of its own, or averagers in memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from shoal.averaging.arguments import AveragerConfig
 from shoal.averaging.control import AveragingMode, StepControl
-from shoal.averaging.node import AveragerConfig, AveragerNode
+from shoal.averaging.node import Average, AveragerNode, average_once
+from shoal.averaging.state.download import GetState
 from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionInfo, NoCompression
@@ -19,18 +21,17 @@ from shoal.p2p import P2P, Multiaddr
 from shoal.serializer import MSGPackSerializer
 from shoal.testing.host import Host
 from shoal.testing.network import Network
+from shoal.testing.swarm import INITIAL_PEERS, Swarm
 
-# How many nodes of the swarm a newcomer is told.
-INITIAL_PEERS = 3
-# How often it tries, on links that fail now and then.
+# How many times a newcomer tries to join: links may fail.
 JOIN_ATTEMPTS = 5
 
 
 async def start_peers(network: Network, count: int, **options: Any) -> list[P2P]:
-    """Start peers that know nothing of each other.
+    """Start peers that do not know each other.
 
     Args:
-        count: how many, each on a new host.
+        count: number of peers, each on a new host.
         options: for :meth:`P2P.create`.
     """
     hosts = [network.add_host() for _ in range(count)]
@@ -40,38 +41,48 @@ async def start_peers(network: Network, count: int, **options: Any) -> list[P2P]
 async def start_dht_nodes(
     network: Network, count: int, *, swarm: list[DHTNode] | None = None, at_once: int = 32, **options: Any
 ) -> list[DHTNode]:
-    """Start nodes of one distributed table, each on a new host.
+    """Start nodes of one DHT, each on a new host.
 
     Args:
-        count: how many.
-        swarm: nodes that exist already; the new ones join them.
-        at_once: so many join at the same time.
+        count: number of nodes.
+        swarm: existing nodes that the new ones join.
+        at_once: number of nodes that join at the same time.
         options: for :meth:`DHTNode.create`.
 
     Returns:
         The new nodes.
 
     Raises:
-        BootstrapError, ValidationError: a node could not join, also when it tried again.
+        BootstrapError, ValidationError: a node could not join in any of its attempts.
     """
     existing: list[DHTNode] = list(swarm or ())
     started: list[DHTNode] = []
     while len(started) < count:
         wave = min(at_once, count - len(started)) if existing else 1
-        nodes = await asyncio.gather(*(_start_dht_node(network, existing, options) for _ in range(wave)))
+        hosts = [network.add_host() for _ in range(wave)]
+        nodes = await asyncio.gather(*(start_dht_node(network, host, existing, **options) for host in hosts))
         started += nodes
         existing += nodes
     return started
 
 
-async def _some_addresses(network: Network, nodes: list[DHTNode]) -> list[Multiaddr]:
+async def _some_addresses(network: Network, nodes: Sequence[DHTNode]) -> list[Multiaddr]:
     reachable = [node for node in nodes if not node.protocol.client_mode and network.host_of(node.peer_id).is_up]
     chosen = network.rng.sample(reachable, min(INITIAL_PEERS, len(reachable)))
     return [address for node in chosen for address in await node.p2p.get_visible_maddrs()]
 
 
-async def _start_dht_node(network: Network, swarm: list[DHTNode], options: dict[str, Any]) -> DHTNode:
-    host, attempts_left = network.add_host(), JOIN_ATTEMPTS
+async def start_dht_node(network: Network, host: Host, swarm: Sequence[DHTNode], **options: Any) -> DHTNode:
+    """Start a node on a host; it joins by way of a few random nodes.
+
+    Args:
+        swarm: the nodes that it may choose from; the list may grow meanwhile.
+        options: for :meth:`DHTNode.create`.
+
+    Raises:
+        BootstrapError, ValidationError: it could not join in any of its attempts, or the host has died.
+    """
+    attempts_left = JOIN_ATTEMPTS
     while True:
         addresses = await _some_addresses(network, swarm)
         create = DHTNode.create(initial_peers=addresses, transport=host.transport(), rng=host.rng, **options)
@@ -79,15 +90,15 @@ async def _start_dht_node(network: Network, swarm: list[DHTNode], options: dict[
         try:
             return await host.run(create)
         except (BootstrapError, ValidationError):
-            if not attempts_left:
+            if not attempts_left or not host.is_up:
                 raise
 
 
 class SharedTable:
-    """What a distributed table does, without distributing: cheap, where the table is not what is being tested.
+    """A cheap stand-in for the DHT, for tests of other things: all peers share one dictionary.
 
     Args:
-        delay: seconds that a request takes to the table, and as many back.
+        delay: seconds that a request takes to the table; the answer takes as long.
     """
 
     def __init__(self, delay: float = 0.0) -> None:
@@ -95,7 +106,7 @@ class SharedTable:
         self.records: dict[Any, dict[Any, ValueWithExpiration[Any]]] = {}
 
     async def get(self, key: Any, latest: bool = False, **how: Any) -> ValueWithExpiration[Any] | None:
-        """The dictionary under a key, as :meth:`DHTNode.get` returns it, whose further arguments make no difference."""
+        """The dictionary under a key, as :meth:`DHTNode.get` returns it. Further arguments are ignored."""
         await asyncio.sleep(self.delay)
         now = get_dht_time()
         alive = {k: v for k, v in self.records.get(key, {}).items() if v.expiration_time > now}
@@ -114,7 +125,7 @@ class SharedTable:
 
 
 def make_averager_config(**settings: Any) -> AveragerConfig:
-    """The settings of a small averager, changed as the caller likes."""
+    """The settings of a small averager; ``settings`` override the defaults."""
     defaults: dict[str, Any] = {
         "prefix": "simulation",
         "target_group_size": None,
@@ -138,31 +149,53 @@ def make_averager_config(**settings: Any) -> AveragerConfig:
     return AveragerConfig(**{**defaults, **settings})
 
 
+def make_averager(
+    p2p: P2P,
+    tensors: Sequence[torch.Tensor],
+    table: SharedTable | DHTNode,
+    *,
+    average: Average = average_once,
+    get_state: GetState | None = None,
+    **settings: Any,
+) -> AveragerNode:
+    """An averager that is not started yet.
+
+    Args:
+        tensors: the tensors to average; changed in place.
+        table: where it finds others.
+        average: runs a round in a group that was found.
+        get_state: returns the state that newcomers download; default: the tensors.
+        settings: fields of :class:`~shoal.averaging.node.AveragerConfig` that override the defaults of
+            :func:`make_averager_config`.
+    """
+    infos = [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
+    lock = TensorLock()
+
+    def state_of_tensors() -> tuple[Any, list[torch.Tensor]]:
+        with lock.hold():
+            return None, [tensor.clone() for tensor in tensors]
+
+    config = make_averager_config(**settings)
+    return AveragerNode(p2p, table, tensors, infos, config, lock, get_state or state_of_tensors, average)
+
+
 async def start_averager(
     host: Host, tensors: Sequence[torch.Tensor], table: SharedTable | DHTNode, **settings: Any
 ) -> AveragerNode:
     """Start an averager on a host.
 
     Args:
-        tensors: what it averages; changed in place.
+        tensors: the tensors to average; changed in place.
         table: where it finds others. If it is a node on the same host, the averager shares the node's peer.
-        settings: fields of :class:`~shoal.averaging.node.AveragerConfig` that differ from
-            :func:`make_averager_config`'s.
+        settings: fields of :class:`~shoal.averaging.arguments.AveragerConfig` that override the defaults of
+            :func:`make_averager_config`.
     """
-    config = make_averager_config(**settings)
     if isinstance(table, DHTNode):
         p2p = table.p2p
     else:
-        no_listen = config.mode is AveragingMode.CLIENT
+        no_listen = settings.get("mode") is AveragingMode.CLIENT
         p2p = await host.run(P2P.create(transport=host.transport(), rng=host.rng, no_listen=no_listen))
-    infos = [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
-    lock = TensorLock()
-
-    def get_state() -> tuple[Any, list[torch.Tensor]]:
-        with lock.hold():
-            return None, [tensor.clone() for tensor in tensors]
-
-    node = AveragerNode(p2p, table, tensors, infos, config, lock, get_state)
+    node = make_averager(p2p, tensors, table, **settings)
     await host.run(node.start())
     return node
 
@@ -173,32 +206,77 @@ async def start_averagers(
     """Start one averager for each list of tensors, each on a new host.
 
     Args:
-        table: where they find each other; by default one that answers at once.
+        table: where they find each other; default: one that answers at once.
         settings: as for :func:`start_averager`.
     """
     shared = table or SharedTable()
     return [await start_averager(network.add_host(), each, shared, **settings) for each in tensors]
 
 
-def start_step(
-    network: Network, node: AveragerNode, *, timeout: float = 60.0, gather: Any = None, **settings: Any
+def make_step(
+    node: AveragerNode,
+    now: float,
+    *,
+    timeout: float = 60.0,
+    gather: Any = None,
+    triggered: bool = True,
+    **settings: Any,
 ) -> StepControl:
-    """Let an averager begin a step, on its host; the all-reduce may begin as soon as there is a group.
+    """Make the control of a step that has not begun.
 
     Args:
+        now: the time by the clock of its host.
         timeout: seconds for finding a group.
-        gather: what the other members of the group get to know.
-        settings: of :class:`StepControl`; ``scheduled_time`` is by default the end of the averager's
-            ``min_matchmaking_time``.
-
-    Returns:
-        The step; wait for it with ``asyncio.wrap_future``. Cancelling it ends it; so does the death of the host.
+        gather: data for the other members of the group.
+        triggered: the all-reduce may begin as soon as there is a group.
+        settings: fields of :class:`StepControl`. By default, ``scheduled_time`` is ``min_matchmaking_time`` from now.
     """
-    now = network.host_of(node.p2p.peer_id).dht_time()
     settings.setdefault("scheduled_time", now + node.config.min_matchmaking_time)
     settings.setdefault("weight", 0.0 if node.config.mode is AveragingMode.AUX else 1.0)
     control = StepControl(deadline=now + timeout, data_for_gather=MSGPackSerializer.dumps(gather), **settings)
-    control.allow_allreduce()
-    running = network.host_of(node.p2p.peer_id).spawn(node.run_step(control))
+    if triggered:
+        control.allow_allreduce()
+    return control
+
+
+def start_step(network: Network, node: AveragerNode, **settings: Any) -> StepControl:
+    """Let an averager start a step on its host.
+
+    Args:
+        settings: as for :func:`make_step`.
+
+    Returns:
+        The step; wait for it with ``asyncio.wrap_future``. It ends if it is cancelled or its host dies.
+    """
+    host = network.host_of(node.p2p.peer_id)
+    control = make_step(node, host.dht_time(), **settings)
+    running = host.spawn(node.run_step(control))
     control.add_done_callback(lambda step: running.cancel() if step.cancelled() else None)
     return control
+
+
+class AveragerSwarm(Swarm[AveragerNode]):
+    """Averagers that find each other in a :class:`SharedTable`."""
+
+    def __init__(self, seed: int = 0, delay: float = 0.0) -> None:
+        super().__init__(seed, delay)
+        self.table = SharedTable()
+
+    async def add(self, tensors: Sequence[torch.Tensor], **settings: Any) -> AveragerNode:
+        """Start one more averager.
+
+        Args:
+            tensors: the tensors to average; changed in place.
+            settings: as for :func:`make_averager`.
+        """
+        p2p = await self.p2p(no_listen=settings.get("mode") is AveragingMode.CLIENT)
+        node = make_averager(p2p, tensors, self.table, **settings)
+        await node.start()
+        self.nodes.append(node)
+        return node
+
+    async def close(self) -> None:
+        """End all averagers and their peers."""
+        for node in self.nodes:
+            await node.close()
+            await node.p2p.shutdown()

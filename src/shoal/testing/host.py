@@ -1,6 +1,7 @@
-"""A simulated machine: its clock, what runs on it, how it dies, and its lines to others.
+"""A simulated machine: its clock, its tasks, its ways to die, and its connections.
 
-The connections of a host share the rate of its line fairly; what lies between two hosts has a line of its own.
+All connections of a host share the rate of its access line fairly. Each pair of hosts has a path with a delay of its
+own between their access lines.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MAX_TURN_BYTES = 2**16
 
 
 class AccessLine:
-    """Serves its flows in turn, about a millisecond each.
+    """A host's line in one direction. It serves its flows in turn, about a millisecond each.
 
     Args:
         rate: bytes per second; ``None`` = no limit.
@@ -46,11 +47,11 @@ class AccessLine:
         self._turns: deque[Flow] = deque()  # the first one is being served
 
     def flow(self, forward: Callable[[Piece], None]) -> Flow:
-        """A connection's share of the line; what has passed goes to ``forward``."""
+        """A connection's share of the line; data that has passed goes to ``forward``."""
         return Flow(self, forward)
 
     def enqueue(self, flow: Flow) -> None:
-        """A flow has something to send."""
+        """Add a flow that has something to send."""
         self._turns.append(flow)
         if len(self._turns) == 1:
             self._serve()
@@ -78,15 +79,15 @@ class Flow:
 
     def __init__(self, line: AccessLine, forward: Callable[[Piece], None]) -> None:
         self._line, self._forward = line, forward
-        self._queue: list[Piece] = []  # never long, and never begins with an end
+        self._queue: list[Piece] = []  # short, and never starts with the end of the stream
 
     @property
     def head_size(self) -> int:
-        """Bytes of the piece whose turn it is."""
+        """Bytes of the first piece; 0 if there is none."""
         return len(self._queue[0] or b"") if self._queue else 0
 
     def put(self, piece: Piece) -> None:
-        """Send this after what was put before; what needs no time goes through at once."""
+        """Send a piece after the ones before it; a piece that needs no time goes through at once."""
         if not self._queue and (not piece or self._line.rate is None):
             self._forward(piece)
             return
@@ -95,8 +96,8 @@ class Flow:
             self._line.enqueue(self)
 
     def pass_on(self, size: int) -> None:
-        """So many bytes of the first piece have passed."""
-        if not self._queue:  # it was dropped meanwhile
+        """Forward this many bytes of the first piece, which have passed the line."""
+        if not self._queue:  # dropped in the meantime
             return
         head = memoryview(self._queue.pop(0) or b"")
         if size < len(head):
@@ -106,7 +107,7 @@ class Flow:
             self._forward(self._queue.pop(0))
 
     def drop(self) -> None:
-        """Forget what has not passed yet."""
+        """Drop everything that has not passed yet."""
         self._queue.clear()
 
 
@@ -115,13 +116,13 @@ class Link:
     """How the network behaves between two hosts."""
 
     delay: float | tuple[float, float] = 0.0
-    """Seconds one way; a range means that every pair of hosts has a delay of its own, drawn once from this range."""
+    """Seconds one way. With a range, the delay of each pair of hosts is drawn once from it."""
     jitter: float = 0.0
-    """Up to this many more seconds, drawn for each message. Messages of one connection never overtake each other."""
+    """Most extra seconds, drawn for each message. Messages of one connection never overtake each other."""
     dial_failure: float = 0.0
     """Probability that an attempt to connect fails."""
     break_rate: float = 0.0
-    """How often a connection breaks, per second; 0.01 means that it lives for 100 seconds on average."""
+    """Breaks per second of a connection; with 0.01 it lives for 100 seconds on average."""
 
 
 class Path:
@@ -129,8 +130,8 @@ class Path:
 
     Attributes:
         delay: seconds one way, drawn from the link's range.
-        is_cut: nothing comes through at the moment.
-        held: ends of connections for which something waits at the cut, in order.
+        is_cut: whether the path is cut, so that nothing comes through.
+        held: connection ends that have data waiting at the cut, in order.
     """
 
     def __init__(self, link: Link, delay: float, is_cut: bool) -> None:
@@ -139,24 +140,24 @@ class Path:
         self.change(link, delay)
 
     def change(self, link: Link, delay: float) -> None:
-        """Behave differently from now on; what is on its way already is not affected."""
+        """Change the link and delay; data that is on its way already is not affected."""
         self.link, self.delay, self.jitter = link, delay, link.jitter
 
     def release_held(self) -> None:
-        """Let through what waits at the cut."""
+        """Let the data through that waits at the cut."""
         held, self.held = self.held, {}
         for stream in held:
             stream.release()
 
 
 class HostState(Enum):
-    """Whether a host works, and if not, what others see of it."""
+    """Whether a host works, and if not, how it looks from outside."""
 
     UP = "up"
     CRASHED = "crashed"
-    """The program is gone, the machine says so: connections ended, new ones are refused."""
+    """The program is gone, and the machine says so: its connections have ended, and new ones are refused."""
     OFF = "off"
-    """The machine is gone: it answers nothing, and its connections look as if it were merely silent."""
+    """The machine is gone: it answers nothing, and its connections seem to be open but silent."""
 
 
 class Host(Machine):
@@ -164,9 +165,9 @@ class Host(Machine):
 
     Attributes:
         index: its number on the network, from 0.
-        rng: for everything random that runs on this host.
+        rng: source of randomness for everything that runs on this host.
         clock_offset: seconds by which its clock is ahead of the true time.
-        firewalled: others cannot connect to it; their attempts get no answer.
+        firewalled: whether a firewall drops all attempts to connect to it.
     """
 
     def __init__(
@@ -184,17 +185,17 @@ class Host(Machine):
 
     @property
     def is_up(self) -> bool:
-        """It works."""
+        """Whether it works."""
         return self.state is HostState.UP
 
     @property
     def is_off(self) -> bool:
-        """It answers nothing, not even that it cannot."""
+        """Whether it is powered off, so that it does not even refuse connections."""
         return self.state is HostState.OFF
 
     @property
     def uplink(self) -> float | None:
-        """Bytes per second that all its connections together can send; ``None`` = no limit."""
+        """Bytes per second that its connections can send together; ``None`` = no limit."""
         return self.outgoing.rate
 
     @uplink.setter
@@ -203,7 +204,7 @@ class Host(Machine):
 
     @property
     def downlink(self) -> float | None:
-        """Bytes per second that all its connections together can receive; ``None`` = no limit."""
+        """Bytes per second that its connections can receive together; ``None`` = no limit."""
         return self.incoming.rate
 
     @downlink.setter
@@ -227,7 +228,7 @@ class Host(Machine):
         """Run a coroutine on this host and wait for its result.
 
         Raises:
-            SimulationError: the host is down, or died meanwhile.
+            SimulationError: the host is down, or died before the result came.
         """
         task = self.spawn(coro)
         try:
@@ -240,10 +241,10 @@ class Host(Machine):
         return task.result()
 
     def transport(self, identity: Identity | None = None) -> HostTransport:
-        """What :meth:`P2P.create` needs to work on this host.
+        """The transport that :meth:`P2P.create` needs to work on this host.
 
         Args:
-            identity: of the peer; by default a new one that follows from the seed.
+            identity: of the peer; default: a new one, drawn from the host's ``rng``.
         """
         transport = HostTransport(self, identity or Identity.generate(self.rng))
         self._transports.append(transport)
@@ -253,11 +254,11 @@ class Host(Machine):
     # --- dying --------------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """End its program as SIGKILL does: others see its connections end at once, and new ones refused."""
+        """End its program as SIGKILL does: its connections end at once, and new ones are refused."""
         self._die(HostState.CRASHED)
 
     def power_off(self) -> None:
-        """Let it vanish: others see nothing at all, neither answers nor the end of connections."""
+        """Let it vanish: it neither answers nor ends its connections."""
         self._die(HostState.OFF)
 
     def _die(self, state: HostState) -> None:
@@ -302,17 +303,17 @@ class HostTransport(MemoryTransport):
         self.stop_listening()
 
 
-# Seconds for which a host repeats what nobody acknowledges before it takes the connection for broken, as Linux does.
+# Seconds of retransmission without an acknowledgement after which a host gives up a connection, as Linux does.
 RETRANSMISSION_SECONDS = 900.0
 
 
 class SimulatedStream(PipeEnd):
-    """One end. What it sends takes the host's line out, the path, and the other host's line in.
+    """One end of a connection. Its data passes the host's outgoing line, the path, and the other's incoming line.
 
     Args:
-        host: where this end is.
-        path: the way to the other host.
-        number: of the connection, for the trace.
+        host: the host of this end.
+        path: the path to the other host.
+        number: number of the connection, for the trace.
     """
 
     other: SimulatedStream
@@ -324,16 +325,16 @@ class SimulatedStream(PipeEnd):
         self._trace, self._rng = host.network.trace, host.network.rng
         self._outgoing = host.outgoing.flow(self._travel)
         self._incoming = host.incoming.flow(self.arrive)
-        # When the last piece that was sent from here reaches the other host.
+        # Time at which the last piece sent from here reaches the other host.
         self._arrival = 0.0
-        # What reached a cut in the network on the way here.
+        # Data for this end that waits at a cut in the network.
         self._held: list[Piece] = []
         self._has_doubts = False
         self.break_timer: asyncio.TimerHandle | None = None
         """Breaks the connection, unless this end is closed before."""
         host.streams[self] = None
 
-    # --- from here ----------------------------------------------------------------------------------------------------
+    # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, piece: Piece) -> None:
         if self.host.is_up:
@@ -350,12 +351,12 @@ class SimulatedStream(PipeEnd):
     def abort(self) -> None:
         if not self._closed:
             self._outgoing.drop()
-            # The operating system says so even if the program is gone.
+            # The operating system sends the end even if the program is gone.
             self._travel(None)
             self.end()
 
     def vanish(self) -> None:
-        """This end is gone, and nobody says so."""
+        """Let this end disappear without telling the other one."""
         self._outgoing.drop()
         self.end()
 
@@ -367,13 +368,13 @@ class SimulatedStream(PipeEnd):
                 self.break_timer.cancel()
 
     def opens_after(self, delay: float) -> None:
-        """Nothing that is sent from here arrives before the other end exists."""
+        """Let nothing from here arrive before the other end exists, after this delay."""
         self._arrival = self._loop.time() + delay
 
-    # --- to here ------------------------------------------------------------------------------------------------------
+    # --- receiving ----------------------------------------------------------------------------------------------------
 
     def reach_host(self, piece: Piece) -> None:
-        """A piece has come to the end of the path."""
+        """Handle a piece that has reached the end of the path."""
         if self._path.is_cut or self._held:
             if not self._held:
                 self._path.held[self] = None
@@ -385,7 +386,7 @@ class SimulatedStream(PipeEnd):
             self._incoming.put(piece)
 
     def release(self) -> None:
-        """The network is whole again: what was held is repeated and comes through."""
+        """Let the held data through: the network is whole again, and the sender repeats it."""
         held, self._held = self._held, []
         for piece in held:
             self.reach_host(piece)
@@ -399,7 +400,7 @@ class SimulatedStream(PipeEnd):
     # --- silence ------------------------------------------------------------------------------------------------------
 
     def begin_to_doubt(self) -> None:
-        """What was sent from here is not acknowledged."""
+        """Start the timeout after which this end gives up: what it sent is not acknowledged."""
         if not self._has_doubts:
             self._has_doubts = True
             self._loop.call_later(RETRANSMISSION_SECONDS, self._give_up)

@@ -1,8 +1,8 @@
-"""An event loop whose clock moves only when nothing is left to do: hours pass in moments, and always in the same way.
+"""An event loop in virtual time: its clock moves only when nothing is left to do, so hours pass in moments.
 
-Time jumps to the next timer as soon as no callback is ready. Callbacks run in the order in which they were scheduled,
-timers in the order of their times and, at the same time, in the order in which they were set. There are no sockets,
-no threads and no other source of surprise: what a program does on this loop depends on its inputs alone.
+When no callback is ready, time jumps to the next timer. Callbacks run in the order in which they were scheduled, and
+timers in the order of their times; timers with equal times run in the order in which they were set. There are no
+sockets and no threads, so the behaviour of a program on this loop depends on its inputs alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from shoal.clock import SwarmClock
 from shoal.errors import SimulationError
 
-# For signatures like those of the base class, which nothing needs at run time.
+# For signatures like those of the base class; not needed at run time.
 if TYPE_CHECKING:
     from typing import TypeVarTuple, Unpack
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# DHT time at which simulations begin unless they say otherwise.
+# Default DHT time at which simulations begin.
 START_OF_TIME = 1_700_000_000.0
 
-# A simulation that takes longer, in its own time, is taken to hang.
+# A simulation that takes longer in virtual time counts as hanging.
 DEFAULT_TIME_LIMIT = 7 * 86400.0
-# Virtual time that tasks have after they were cancelled at the end.
+# Virtual seconds that tasks have to end after they were cancelled at the end.
 CLEANING_UP_SECONDS = 60.0
-# Thresholds of the garbage collector: with the usual ones it takes up to a third of a large simulation's time.
+# Thresholds of the garbage collector; with the usual ones it takes up to a third of a large simulation's time.
 RARE_COLLECTIONS = (2_000_000, 50, 100)
-# So many times in a row new callbacks may become ready without any time passing.
+# Most rounds of callbacks in a row without any time passing; more count as an endless loop.
 MAX_ROUNDS_AT_ONE_MOMENT = 1_000_000
 
 _MAX_CANCELLED_TIMERS = 1000
@@ -52,9 +52,9 @@ _machine: contextvars.ContextVar[Machine | None] = contextvars.ContextVar("machi
 
 
 class Machine:
-    """What a task runs on, if it runs on a certain one: it has a clock of its own.
+    """A machine that tasks can run on, with a clock of its own.
 
-    Tasks started by :meth:`spawn`, and everything that they start in turn, belong to the machine.
+    Tasks started by :meth:`spawn`, and all that they start in turn, belong to the machine.
     """
 
     clock_offset: float = 0.0
@@ -68,7 +68,7 @@ class Machine:
 
     @functools.cached_property
     def clock(self) -> SwarmClock:
-        """What this machine knows of the time of the swarm."""
+        """This machine's clock for the time of the swarm."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
         return SwarmClock(lambda: loop.true_time() + self.clock_offset, loop.time)
@@ -79,7 +79,7 @@ class Machine:
 
     @staticmethod
     def current() -> Machine | None:
-        """The machine on which the caller runs."""
+        """The machine on which the caller runs, if any."""
         return _machine.get()
 
 
@@ -87,9 +87,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     """The loop. :func:`run` makes one; construct it yourself to drive it step by step.
 
     Args:
-        seed: of :attr:`rng`, from which everything random in the simulation should come.
+        seed: seeds :attr:`rng`, which should be the only source of randomness in the simulation.
         start_time: DHT time (Unix seconds) at the beginning.
-        time_limit: seconds of virtual time after which the simulation is taken for one that never ends.
+        time_limit: seconds of virtual time after which the simulation counts as endless.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.time_limit = time_limit
         self._now = 0.0
         self._soon: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self.timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        """When each is due, in the order of a heap."""
         self._timer_numbers = itertools.count()
         self._task_numbers = itertools.count()
         self._cancelled_timers = 0
@@ -125,7 +126,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self.swarm_clock().time()
 
     def true_time(self) -> float:
-        """Unix time as a clock without error shows it."""
+        """Unix time that an exact clock would show."""
         return self.start_time + self._now
 
     # --- scheduling ---------------------------------------------------------------------------------------------------
@@ -152,8 +153,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        timer._scheduled = True  # type: ignore[attr-defined]  # as BaseEventLoop does: asks for the call below
-        heapq.heappush(self._timers, (when, next(self._timer_numbers), timer))
+        timer._scheduled = True  # type: ignore[attr-defined]  # as BaseEventLoop does; cancel() then calls _timer_handle_cancelled
+        heapq.heappush(self.timers, (when, next(self._timer_numbers), timer))
         return timer
 
     def call_later(
@@ -167,15 +168,16 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._cancelled_timers += 1
-        if self._cancelled_timers > max(_MAX_CANCELLED_TIMERS, len(self._timers) // 2):
-            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
-            heapq.heapify(self._timers)
+        # Removing one timer from a heap is slow: they stay until they are many.
+        if self._cancelled_timers > max(_MAX_CANCELLED_TIMERS, len(self.timers) // 2):
+            self.timers = [entry for entry in self.timers if not entry[2].cancelled()]
+            heapq.heapify(self.timers)
             self._cancelled_timers = 0
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Run a function here and now: the work of other threads takes no virtual time."""
+        """Run the function at once in this thread; it takes no virtual time."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -194,7 +196,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         """Tasks that are not done, in the order in which they were started.
 
         Args:
-            machine: only those that belong to this machine.
+            machine: return only the tasks of this machine.
         """
         tasks: list[Any] = [*asyncio.all_tasks(self)]
         chosen = [task for task in tasks if machine is None or task.simulated_origin[1] is machine]
@@ -203,14 +205,14 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     # --- running ------------------------------------------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        """Called by ``run_forever`` again and again: run what is ready, or let time pass until something is."""
+        """One iteration of ``run_forever``: run the ready callbacks, or let time pass until some are ready."""
         soon = self._soon
         if not soon and not self._stopping:  # type: ignore[attr-defined]
             self._let_time_pass()
         elif self._rounds_at_this_moment > MAX_ROUNDS_AT_ONE_MOMENT:
             raise SimulationError(self._describe("these callbacks run round and round, and no time passes", soon))
         self._rounds_at_this_moment += 1
-        timers = self._timers
+        timers = self.timers
         while timers and timers[0][0] <= self._now:
             timer = heapq.heappop(timers)[2]
             timer._scheduled = False  # type: ignore[attr-defined]
@@ -221,7 +223,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _let_time_pass(self) -> None:
-        timers = self._timers
+        timers = self.timers
         while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
             self._cancelled_timers -= 1
@@ -238,7 +240,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return super().run_until_complete(future)
 
     def _describe(self, trouble: str, handles: Iterable[asyncio.Handle] = ()) -> str:
-        """The trouble, and whom it concerns: callbacks that are ready to run, or else all tasks."""
+        """The trouble, and what it concerns: the callbacks that are ready, or else all unfinished tasks."""
         concerned = [_whereabouts_of_callback(handle) for handle in handles if not handle.cancelled()]
         concerned = concerned or [_whereabouts(task) for task in self.unfinished_tasks()]
         lines = [f"{self._now:.3f} s: {trouble}"] + [f"  {line}" for line in concerned[:_MAX_LINES]]
@@ -246,19 +248,19 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             lines.append(f"  and {len(concerned) - _MAX_LINES} more")
         return "\n".join(lines)
 
-    # --- what BaseEventLoop leaves to its subclasses ------------------------------------------------------------------
+    # --- left to subclasses by BaseEventLoop --------------------------------------------------------------------------
 
     def close(self) -> None:
         super().close()
         self._soon.clear()
-        self._timers.clear()
+        self.timers.clear()
 
     def _write_to_self(self) -> None:
-        """Nobody else could wake this loop."""
+        """Does nothing: no other thread may wake this loop."""
 
 
 def _whereabouts(task: asyncio.Task[Any]) -> str:
-    """Where a task waits: its outermost coroutine, and the innermost line."""
+    """Where a task waits: its outermost coroutine and the innermost line."""
     coroutine: Any = task.get_coro()
     name = f"{task.get_name()}: {getattr(coroutine, '__qualname__', coroutine)}"
     frame = None
@@ -282,20 +284,20 @@ def run(
 ) -> T:
     """Run a coroutine in virtual time; the counterpart of ``asyncio.run``.
 
-    Everything that is still running afterwards is cancelled, in the order in which it was started.
+    Tasks that are still running afterwards are cancelled in the order in which they were started.
 
     Args:
-        main: what to run.
-        seed: the same seed gives the same run, if everything random comes from the loop's ``rng``, as it does in
+        main: the coroutine to run.
+        seed: the same seed gives the same run if all randomness comes from the loop's ``rng``, as it does in
             :class:`~shoal.testing.Network`.
         start_time: DHT time (Unix seconds) at the beginning.
-        time_limit: seconds of virtual time that it may take.
+        time_limit: seconds of virtual time that the run may take.
 
     Returns:
         The result of ``main``.
 
     Raises:
-        SimulationError: ``main`` cannot end, or not within the time limit; the text says what every task waits for.
+        SimulationError: ``main`` cannot end, or not within the time limit; the text says where the tasks wait.
         RuntimeError: called from inside an event loop.
     """
     if events._get_running_loop() is not None:
@@ -307,7 +309,7 @@ def run(
     try:
         result: T = loop.run_until_complete(main)
     except BaseException:
-        with contextlib.suppress(SimulationError):  # what is wrong has been said
+        with contextlib.suppress(SimulationError):  # the first error is the one to report
             _end_everything(loop)
         raise
     else:
@@ -329,13 +331,13 @@ def _end_everything(loop: VirtualTimeLoop) -> None:
 
 
 async def _finish(tasks: list[asyncio.Task[Any]]) -> None:
-    """Wait until cancelled tasks have ended; one that refuses to is no reason to wait for ever."""
+    """Wait until cancelled tasks have ended, but not for ever if one refuses to."""
     if tasks:
         await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=CLEANING_UP_SECONDS)
 
 
 def _abandon_tasks(loop: VirtualTimeLoop) -> None:
-    """No complaints about what could not even be cancelled."""
+    """Silence asyncio's complaints about tasks that could not even be cancelled."""
     task: Any
     for task in loop.unfinished_tasks():
         task._log_destroy_pending = False

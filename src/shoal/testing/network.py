@@ -1,8 +1,8 @@
 """A simulated network: hosts, the links between them, and everything that can go wrong.
 
-What happens in it ends up in one hash: two runs that agree on it did the same.
+A :class:`Trace` hashes everything that arrives: two runs with the same hash did the same.
 
-One seeded generator decides about all of it, so the same seed gives the same run::
+All randomness comes from one seeded generator, so the same seed gives the same run::
 
     async def main() -> None:
         network = Network(Link(delay=(0.01, 0.075), jitter=0.005, dial_failure=0.01))
@@ -23,7 +23,7 @@ import random
 import struct
 from collections.abc import Iterable
 
-from shoal.errors import DialError, InterruptedDialError, SimulationError
+from shoal.errors import DialError, InterruptedDialError, NotAMemberError, SimulationError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
@@ -35,10 +35,10 @@ _MOMENT = struct.Struct("<dq")
 
 
 class Trace:
-    """Takes down everything that reaches a host, with its time and its bytes.
+    """Records everything that reaches a host, with its time and its bytes.
 
     Args:
-        keep_lines: remember one readable line for each event, to find out where two runs part.
+        keep_lines: keep one readable line per event, to find where two runs diverge.
     """
 
     def __init__(self, *, keep_lines: bool = False) -> None:
@@ -48,11 +48,11 @@ class Trace:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def record(self, moment: float, connection: int, event: bytes, data: bytes | memoryview = b"") -> None:
-        """Take down an event.
+        """Record an event.
 
         Args:
-            moment: when, in seconds of the loop.
-            connection: the number of the connection that it concerns.
+            moment: its time, in seconds of the loop.
+            connection: number of the connection.
             event: what happened, in one word.
             data: the bytes that arrived.
         """
@@ -68,24 +68,24 @@ class Trace:
         return self._hash.hexdigest()
 
 
-# TCP, TLS, and the proof of identity, before the dialler may send.
+# Round trips for TCP, TLS and the proof of identity, before the dialler may send.
 HANDSHAKE_ROUND_TRIPS = 3
 # Seconds after which an attempt to connect to a silent address fails, as over TCP.
 DIAL_TIMEOUT = 5.0
 
 
 class Network(MemoryNetwork):
-    """Where simulated hosts reach each other. Made inside :func:`shoal.testing.run`.
+    """A network of simulated hosts. Make it inside :func:`shoal.testing.run`.
 
     Args:
-        link: how any two hosts are connected, unless :meth:`set_link` says otherwise.
-        uplink: bytes per second that a host can send, ``None`` = no limit; :attr:`Host.uplink` changes it for one.
+        link: the default link between any two hosts; :meth:`set_link` changes it for a pair.
+        uplink: bytes per second that a host can send, ``None`` = no limit; :attr:`Host.uplink` changes it for one host.
         downlink: bytes per second that a host can receive.
-        rng: source of everything random; by default that of the loop, which ``run`` has seeded.
-        trace: takes down everything that arrives.
+        rng: source of all randomness; default: that of the loop, which ``run`` has seeded.
+        trace: records everything that arrives.
 
     Raises:
-        SimulationError: not inside a loop with virtual time.
+        SimulationError: the running loop is not one with virtual time.
     """
 
     def __init__(
@@ -117,21 +117,21 @@ class Network(MemoryNetwork):
     # --- building -----------------------------------------------------------------------------------------------------
 
     def add_host(self) -> Host:
-        """Connect one more machine."""
+        """Add a host to the network."""
         host = Host(self, len(self.hosts), random.Random(self.rng.getrandbits(64)), self._uplink, self._downlink)
         self.hosts.append(host)
         return host
 
     def host_of(self, peer: PeerID) -> Host:
-        """On which host a peer runs.
+        """The host on which a peer runs.
 
         Raises:
-            KeyError: it runs on none.
+            KeyError: it runs on no host.
         """
         return self._host_of[peer]
 
     def set_link(self, first: Host, second: Host, link: Link) -> None:
-        """Change how two hosts are connected, also for the connections that they have."""
+        """Change the link between two hosts, also for their existing connections."""
         self._path(first, second).change(link, self._draw_delay(link))
 
     def delay_between(self, first: Host, second: Host) -> float:
@@ -152,10 +152,10 @@ class Network(MemoryNetwork):
     # --- partitions ---------------------------------------------------------------------------------------------------
 
     def partition(self, *groups: Iterable[Host]) -> None:
-        """Cut the network between groups of hosts; a host in none of them still reaches everybody.
+        """Cut the network between groups of hosts; a host in no group still reaches everybody.
 
-        Messages across the cut are not lost: they come through when it is healed, unless the connection was given up
-        before, as with TCP. Replaces an earlier partition.
+        As with TCP, messages across the cut are not lost: they come through when the cut is healed, unless the
+        connection was given up before. Replaces an earlier partition.
         """
         self._sides = {host: side for side, group in enumerate(groups) for host in group}
         for (first, second), path in self._paths.items():
@@ -164,7 +164,7 @@ class Network(MemoryNetwork):
                 self._loop.call_later(path.delay, path.release_held)
 
     def break_connections(self, first: Host, second: Host) -> None:
-        """End every connection between two hosts, as seen from both sides; they may connect again at once."""
+        """End all connections between two hosts on both sides; the hosts may connect again at once."""
         for stream in list(first.streams):
             if stream.other.host is second:
                 _break(stream, stream.other)
@@ -179,11 +179,11 @@ class Network(MemoryNetwork):
     # --- for hosts and their transports -------------------------------------------------------------------------------
 
     def register(self, peer: PeerID, host: Host) -> None:
-        """A peer is going to run on a host."""
+        """Note that a peer runs on this host."""
         self._host_of[peer] = host
 
     def open_port(self, address: Multiaddr, host: Host, context: contextvars.Context) -> None:
-        """An address belongs to a host from now on; who connects there is received in this context."""
+        """Assign an address to a host; connections to it are accepted in this context."""
         self._ports[address] = (host, context)
 
     async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID) -> Stream:
@@ -197,11 +197,17 @@ class Network(MemoryNetwork):
         there, context = port
         path = self._path(here, there)
         await self._reach(here, there, path, address)
-        peer, on_stream = self.find_listener(address, expected_peer)
+        listener, on_stream = self.find_listener(address, expected_peer)
         number = next(self._connection_numbers)
-        near = SimulatedStream(here, path, number, peer, address)
+        near = SimulatedStream(here, path, number, expected_peer, address)
         far = SimulatedStream(there, path, number, source.identity.peer_id, None)
         near.other, far.other = far, near
+        try:
+            source.show_badges(near, far, listener)
+        except NotAMemberError:
+            near.vanish()
+            far.vanish()
+            raise
         near.opens_after(path.delay)
         self._loop.call_later(path.delay, on_stream, far, context=context)
         if path.link.break_rate:
@@ -209,15 +215,15 @@ class Network(MemoryNetwork):
         return near
 
     async def _reach(self, here: Host, there: Host, path: Path, address: Multiaddr) -> None:
-        """Spend the time of a handshake.
+        """Wait for the time that a handshake takes.
 
         Raises:
-            DialError: it failed.
+            DialError: the handshake failed.
         """
         round_trip = 2 * path.delay
         if path.jitter:
             round_trip += 2 * path.jitter * self.rng.random()
-        needed = round_trip  # for a refusal by the operating system
+        needed = round_trip  # enough for a refusal by the operating system
         if address in self.listeners:
             needed *= HANDSHAKE_ROUND_TRIPS
         await asyncio.sleep(min(needed, DIAL_TIMEOUT))

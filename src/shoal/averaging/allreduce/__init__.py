@@ -1,14 +1,19 @@
-"""The exchange: what a group does from the moment in which it is complete.
+"""The all-reduce: what a group does as soon as it is complete.
 
 ====================  =============================================================================================
-:mod:`~.session`      a group at work: its rounds one after another; and all rounds of an averager, by id
-:mod:`~.members`      the roster: who takes part, has failed, is late or gone; every decision about that
-:mod:`~.exchange`     the first half of a round: parts to those that reduce them, averages back
-:mod:`~.finish`       the second half: everybody has everything, or hears why not
-:mod:`~.coordinator`  the same for the member that leads it; what the dead have left undone is done again
-:mod:`~.sending`      what travels, in which order, in which pieces; nobody gets ahead over a long link
-:mod:`~.reducer`      means of what the senders have sent
-:mod:`~.parts`        the tensors as parts, and how much each member reduces
+:mod:`~.session`      the rounds of one group, one after another; and all rounds of an averager, by id
+:mod:`~.members`      the roster: which members take part, have failed, are late or gone, and what follows from that
+:mod:`~.exchange`     the first half of a round: parts go to their reducers, averages come back
+:mod:`~.delivery`     the calls between one sender and one reducer
+:mod:`~.finish`       the second half: every member gets every average, or learns why not
+:mod:`~.coordinator`  the second half at the member that leads it
+:mod:`~.recovery`     gets the averages that a dead member has not delivered
+:mod:`~.verification` checks that all members got the same averages, if the group asks for it
+:mod:`~.receipts`     the result of a round, signed by its coordinator
+:mod:`~.sending`      what travels, in which order and in which pieces; keeps receivers on long links in step
+:mod:`~.reducer`      averages the parts that the senders have sent
+:mod:`~.combining`    the same with rules other than the mean, and the norms that such rules need
+:mod:`~.parts`        cuts the tensors into parts, and decides how much each member reduces
 ====================  =============================================================================================
 
 ::
@@ -17,7 +22,7 @@
       ├─ begin, parts ────────────►│ mean of each part            │
       │◄──────────────── averages ─┤                              │
       ├─ end: holds all averages ─►│                              │
-      ├─ hello, delivered, what it holds ────────────────────────►│ who lives, what is missing
+      ├─ hello, delivered, what it holds ────────────────────────►│ which members live, what is missing
       │◄──────────────────────────────────────── assignments ─────┤ after a death
       │◄──────────────────────────────── commit: the weights ─────┤
 """

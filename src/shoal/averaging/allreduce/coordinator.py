@@ -1,27 +1,25 @@
-"""The coordinator's part in the completion of a round: who is there, dead or late, what is missing, and the end.
+"""How the coordinator brings a round to its end.
 
-After a death it fills the gaps: it finds out which parts are missing where, and makes one attempt after another to get
-them there.
+Every member holds a call open to the coordinator. From these calls it learns which members live, which are dead or
+late, and which averages each one holds. When all living members have reported and nothing is missing, it commits the
+round. After a death it fills the gaps first: it finds out which parts are missing where, and makes one attempt after
+another to deliver them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shoal.averaging.allreduce.members import Link, Member, Standing
-from shoal.averaging.allreduce.parts import Part
-from shoal.averaging.allreduce.reducer import PartReducer
+from shoal.averaging.allreduce.recovery import Plan, Recovery, make_plan
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     PEER_FAILURES,
-    PartKey,
     RoundKind,
     RoundMessage,
     RoundStatus,
@@ -33,173 +31,31 @@ from shoal.averaging.messages import (
 from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError
 from shoal.logs import counted
 from shoal.p2p import Call
-from shoal.tasks import all_of, cancel_and_wait, first_completed
+from shoal.tasks import cancel_and_wait, first_completed
 
 if TYPE_CHECKING:
     from shoal.averaging.allreduce.exchange import AllReduce
+    from shoal.averaging.allreduce.verification import Verification
 
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which a member whose connection broke may come back before it counts as dead.
+# A member whose connection broke counts as dead unless it comes back within so many seconds.
 RECONNECT_GRACE = 0.3
-# Seconds between questions to members that have not come.
+# Seconds between two questions to a member that has not called.
 STATUS_PERIOD = 0.5
-
-Ranges = list[tuple[int, int, int]]
-"""Parts of a reducer: the reducer, the first one, the end."""
-
-
-@dataclass
-class Plan:
-    """How the gaps of living members are filled."""
-
-    sources: dict[PartKey, int] = field(default_factory=dict)
-    """Averages that exist, and who holds them."""
-    again: list[PartKey] = field(default_factory=list)
-    """Parts that have to be reduced again, from all living senders."""
-    missing: dict[int, Ranges] = field(default_factory=dict)
-    """What each member lacks."""
-
-    def parts_missing(self, member: int) -> list[PartKey]:
-        return [(r, k) for r, start, stop in self.missing.get(member, []) for k in range(start, stop)]
-
-
-def make_plan(parts: Sequence[Sequence[Part]], held: Mapping[int, Sequence[int]], own: int) -> Plan:
-    """What living senders lack, and where it comes from.
-
-    Args:
-        parts: of each reducer.
-        held: how many of them each living sender holds.
-        own: the member that plans; it is preferred as a source.
-    """
-    plan = Plan()
-    if len(held) < 2:  # nobody to average with
-        return plan
-    for reducer, theirs in enumerate(parts):
-        counts = {member: held[member][reducer] for member in sorted(held)}
-        lacking = [member for member, count in counts.items() if count < len(theirs)]
-        if not lacking:
-            continue
-        most = max(counts.values())
-        best = own if counts.get(own) == most else max(counts, key=lambda member: counts[member])
-        for index in range(min(counts[member] for member in lacking), len(theirs)):
-            if index < most:
-                plan.sources[reducer, index] = best
-            else:
-                plan.again.append((reducer, index))
-        for member in lacking:
-            plan.missing.setdefault(member, []).append((reducer, counts[member], len(theirs)))
-    return plan
-
-
-class Recovery:
-    """One attempt to fill gaps, at the coordinator."""
-
-    def __init__(
-        self, allreduce: AllReduce, plan: Plan, calls: dict[int, SharedCall], weights: dict[int, float]
-    ) -> None:
-        self._vector, self._own, self._plan, self._calls = allreduce.vector, allreduce.own_index, plan, calls
-        roster = allreduce.roster
-        senders = [member for member in calls if member in roster.senders]
-        parts = [self._vector.parts[reducer][index] for reducer, index in plan.again]
-        local = self._vector.sound_values if roster.is_sender else None
-        self._reducer = PartReducer(parts, senders, local, self._own, weights, roster.seen_not_finite.add)
-        self._position = {key: position for position, key in enumerate(plan.again)}
-        self._senders = senders
-        loop = asyncio.get_running_loop()
-        self._fetched: dict[PartKey, asyncio.Future[torch.Tensor | None]] = {
-            key: loop.create_future() for key in plan.sources
-        }
-        self._averages: dict[PartKey, torch.Tensor | None] = {}
-        self._failed = asyncio.Event()
-
-    def member_failed(self, member: int) -> None:
-        """A member of this attempt is dead: the attempt is over."""
-        if member in self._calls:
-            self._failed.set()
-
-    def is_average(self, key: PartKey) -> bool:
-        """Whether a part that comes is an average that its sender holds."""
-        return key in self._fetched
-
-    def deliver(self, member: int, key: PartKey, values: torch.Tensor | None) -> None:
-        """A part has come."""
-        waiting = self._fetched.get(key)
-        if waiting is not None and self._plan.sources[key] == member:
-            if not waiting.done():
-                waiting.set_result(values)
-        elif key in self._position:
-            self._reducer.deliver(member, self._position[key], values)
-
-    async def run(self) -> bool:
-        """Fill the gaps; returns whether all of them are filled."""
-        work: list[Coroutine[Any, Any, None]] = [self._serve_member(member) for member in self._calls]
-        if self._own in self._plan.missing:
-            work.append(self._fill_own())
-        everything = asyncio.ensure_future(all_of(*work))
-        try:
-            await first_completed(asyncio.shield(everything), self._failed.wait())
-            if not everything.done() or self._failed.is_set():
-                return False
-            await everything
-            return True
-        except PEER_FAILURES as e:  # a member that is dying: its handler notices, too
-            logger.debug("could not fill all gaps: %r", e)
-            return False
-        finally:
-            await cancel_and_wait(everything)
-
-    async def _serve_member(self, member: int) -> None:
-        shared = self._calls[member]
-        wanted = [key for key, source in self._plan.sources.items() if source == member]
-        wanted += self._plan.again if member in self._senders else []
-        assignment = RoundMessage(
-            kind=RoundKind.ASSIGNMENT, send=_as_ranges(wanted), expect=self._plan.missing.get(member, [])
-        )
-        await shared.send(assignment)
-        for key in self._plan.parts_missing(member):
-            average = await self._average(key)
-            part = self._vector.parts[key[0]][key[1]]
-            await shared.send_part(key, None if average is None else part.compress(average))
-
-    async def _fill_own(self) -> None:
-        for key in self._plan.parts_missing(self._own):
-            self._vector.take(*key, await self._average(key))
-
-    async def _average(self, key: PartKey) -> torch.Tensor | None:
-        if key not in self._averages:
-            self._averages[key] = await self._obtain(key)
-        return self._averages[key]
-
-    async def _obtain(self, key: PartKey) -> torch.Tensor | None:
-        if key in self._position:
-            return await self._reducer.peek(self._position[key])
-        # Whoever holds the average has already mixed it with its own values.
-        if self._vector.alpha != 1:
-            return None
-        if self._plan.sources[key] == self._own:
-            return self._vector.values(self._vector.parts[key[0]][key[1]]) if self._vector.has_average(*key) else None
-        return await asyncio.shield(self._fetched[key])
-
-
-def _as_ranges(keys: list[PartKey]) -> Ranges:
-    """Parts as few ranges, in order."""
-    ranges: Ranges = []
-    for reducer, index in sorted(keys):
-        if ranges and ranges[-1][0] == reducer and ranges[-1][2] == index:
-            ranges[-1] = (reducer, ranges[-1][1], index + 1)
-        else:
-            ranges.append((reducer, index, index + 1))
-    return ranges
 
 
 class Resigned(ProtocolError):
-    """The coordinator is late itself."""
+    """The coordinator is late itself and does not lead the round to its end."""
+
+
+class Missed(ProtocolError):
+    """The round was committed without this member."""
 
 
 class Coordination:
-    """Serves the members that take this one for the coordinator.
+    """Serves the members that follow this one as their coordinator.
 
     Args:
         allreduce: the round's exchange of parts.
@@ -215,28 +71,37 @@ class Coordination:
         self._quorum_changed = asyncio.Event()
         self._resigned = asyncio.Event()
         self._execution: Recovery | None = None
+        self._verification = allreduce.verification
+        # By dead reducer: the member that has passed on its averages.
+        self._sources: dict[int, int] = {}
         self.roster.on_failure.append(self._note_failure)
         self._committed = False
-        # All values, for members that were late.
+        # All values of the result, for members that were late.
         self._result: asyncio.Future[list[torch.Tensor]] = asyncio.get_running_loop().create_future()
-        # What was averaged again, without those that had failed, may differ from what one that comes back holds.
+        # Members that have left on purpose. They will not come back for the result.
+        self._left: set[int] = set()
+        # Parts were averaged again without failed members. A failed member that comes back may hold other averages of
+        # the same parts, so it is treated as late from then on.
         self._has_filled_gaps = False
 
     def close(self) -> None:
-        """The round has ended here, with or without a result."""
+        """Release everything that waits; the round has ended here, with or without a result."""
         if not self._result.done():
             self._result.cancel()
-        # The members that follow this one must not believe that the round goes on.
+        # An open call would tell the members that follow this one that the round goes on.
         if not self._committed:
             for link in self.roster.links.values():
                 link.handler.cancel()
 
     async def serve(self, call: Call, hello: RoundMessage, member: Member) -> None:
-        """Hold a member's call until the round is over; runs in the handler of its call."""
+        """Hold a member's call until the round is over. Runs in the handler of that call."""
         handler = asyncio.current_task()
         assert handler is not None
         if self._committed and not self.roster.closed_early:
-            raise ProtocolError("the round is over, without this member")
+            await call.send(RoundMessage(kind=RoundKind.OVER), end=True)
+            return
+        self.roster.missed = self.roster.missed or hello.missed
+        self.allreduce.book.take_claim(member.index, hello.norms, b"".join(hello.statements))
         too_late = (self.roster.closed_early or self._has_filled_gaps) and member.failed
         link = Link(SharedCall(call), handler, self.group.limited(member.index, hello.weight))
         await link.shared.send(RoundMessage(kind=RoundKind.ALIVE))
@@ -251,6 +116,7 @@ class Coordination:
             while await self._serve_message(link, member):
                 pass
         except BaseException as e:
+            # Not at once: the member may only have lost its connection, and then it dials again.
             if member.link is link and not self._committed:
                 asyncio.get_running_loop().call_later(RECONNECT_GRACE, self._lost, member, link, reason_of(e))
             raise
@@ -263,6 +129,7 @@ class Coordination:
             self.allreduce.heard_of(member.index)
             if message is None:
                 if not self._committed:
+                    self._left.add(member.index)
                     raise ProtocolError("left the round early")
                 return False
             if message.kind == RoundKind.LATE and member.late:
@@ -272,7 +139,10 @@ class Coordination:
         if message.kind == RoundKind.REPORT and not member.late:
             if len(message.held) != self.group.group_size:
                 raise ProtocolError("malformed report")
+            if self._verification is not None:
+                self._verification.take_report(member.index, message)
             self.roster.note_told_not_finite(message.not_finite, member.index)
+            self.allreduce.book.take_report(message.statements)
             link.held, link.obsolete = message.held, False
             self._changed.set()
         if message.kind == RoundKind.DELIVERED:
@@ -281,7 +151,7 @@ class Coordination:
         return True
 
     def _lost(self, member: Member, link: Link, reason: str) -> None:
-        """The member has not come back."""
+        """Give a member up, unless it has come back with another link."""
         if member.link is link and not self._committed:
             member.link = None
             self.roster.fail(member.index, reason)
@@ -293,7 +163,11 @@ class Coordination:
         self._deaths.set()
 
     async def run(self, *, wait_for_absent: bool) -> None:
-        """Collect reports, fill gaps, until there are none; then commit."""
+        """Collect reports and fill gaps until none are left, then commit.
+
+        Raises:
+            Resigned: this member is late itself.
+        """
         background = [asyncio.ensure_future(self._spread_failures())]
         if wait_for_absent:
             background.append(asyncio.ensure_future(self._ask_absent()))
@@ -306,6 +180,8 @@ class Coordination:
                 raise Resigned("this member is late")
             while True:
                 await self._all_reported(wait_for_absent)
+                if self._verification is not None and await self._void_what_differs(self._verification):
+                    continue
                 plan = self._make_plan()
                 if not plan.missing:
                     break
@@ -315,11 +191,12 @@ class Coordination:
             await cancel_and_wait(*background)
 
     async def _close_at_quorum(self) -> None:
-        """When enough members have delivered, and a while has passed, do not wait for the others."""
+        """Once enough members have delivered, wait for the others only for the time of grace."""
         while not self.roster.has_quorum:
             self._quorum_changed.clear()
             await self._quorum_changed.wait()
         await asyncio.sleep(self.allreduce.settings.quorum_grace)
+        # The others would have to wait for this member's own parts, so the next coordinator takes over.
         if not self.roster.delivered.is_set() and self.roster.has_successor:
             await self._broadcast(RoundMessage(kind=RoundKind.RESIGNED))
             self._resigned.set()
@@ -344,7 +221,8 @@ class Coordination:
             complete = not wait_for_absent or not self.roster.absent
             if complete and not busy:
                 return
-            # the last one has nothing to wait for any more: all others are done, also with what it needs from them
+            # The last busy member has nothing left to wait for: all others are done, and have sent what it needs. So
+            # it gets a time limit. With several busy members, one may be waiting for another.
             patience = self._silence if complete and len(busy) == 1 else None
             await first_completed(self._changed.wait(), timeout=patience)
             if patience is not None and not self._changed.is_set():
@@ -357,7 +235,7 @@ class Coordination:
         self.roster.fail(member.index, reason)
 
     async def _spread_failures(self) -> None:
-        """Tell everybody of deaths, so that nobody has to find out by waiting."""
+        """Tell all members of deaths, so that none has to wait for a time limit to find out."""
         told: set[int] = set()
         while True:
             self._deaths.clear()
@@ -368,9 +246,10 @@ class Coordination:
             await first_completed(self._deaths.wait(), timeout=STATUS_PERIOD)
 
     async def _ask_absent(self) -> None:
-        """Find out about members that have not come: dead, finished before, or just late.
+        """Ask members that have not called whether they are dead, have finished already, or are only late.
 
-        One that works on the round may still be waiting for others that would coordinate before this one, and are dead.
+        A member that works on the round may still be trying candidates that come before this one in the order of
+        coordinators, and that are dead. So it gets two time limits for each of these before it counts as late.
         """
         begun, others_before = asyncio.get_running_loop().time(), self.roster.coordinators.index(self.own)
         while True:
@@ -383,6 +262,7 @@ class Coordination:
             await asyncio.gather(*[self._ask_status(self.roster.members[index], late) for index in absent])
 
     async def _ask_status(self, member: Member, late: set[RoundStatus]) -> None:
+        # A client cannot be called. So its status stays unknown, and it counts as late after one time limit.
         status = RoundStatus.UNKNOWN
         if member.mode is not AveragingMode.CLIENT:
             stub = self.allreduce.get_stub(member.peer_id)
@@ -392,7 +272,7 @@ class Coordination:
                 )
                 status = RoundStatus(reply.status)
             except InterruptedDialError as e:
-                # This may be chance: the next question will tell.
+                # The dial may have failed by chance. The next question decides.
                 logger.debug("could not ask %s about the round: %r", member.peer_id, e)
                 return
             except P2PDaemonError as e:
@@ -403,13 +283,14 @@ class Coordination:
         if member.link is not None:
             return
         if status is RoundStatus.FINISHED and self.allreduce.waits_for_beginning_of(member.index):
+            self._left.add(member.index)
             self.roster.fail(member.index, "has left without taking part")
         elif status is RoundStatus.FINISHED:
             if member.standing is Standing.ACTIVE:
                 member.standing = Standing.GONE
             self._changed.set()
         elif status in late:
-            # It runs the round, perhaps, but it has not found its way to this coordinator.
+            # It may be running the round, but it has not found its way to this coordinator.
             self.roster.fail(member.index, "did not come to the coordinator in time")
 
     async def _broadcast(self, message: RoundMessage, *, end: bool = False) -> None:
@@ -420,11 +301,15 @@ class Coordination:
             async with asyncio.timeout(self._silence):
                 await link.shared.send(message, end=end)
         except PEER_FAILURES as e:
-            # Its handler notices, too.
+            # The handler of this link sees the failure, too, and deals with it.
             logger.debug("could not tell %s: %r", link.shared.call.remote, e)
 
     async def _commit(self) -> None:
         self._committed = True
+        # If not, another coordinator has committed, and this member only serves members that could not reach that one.
+        is_first = not self.allreduce.weights
+        if is_first and self._some_may_return():
+            self.roster.closed_early = True
         if self.roster.closed_early:
             self._result.set_result(self.vector.copy_values())
         self.allreduce.weights = self.allreduce.weights or self._final_weights()
@@ -434,7 +319,21 @@ class Coordination:
             members=sorted(self.roster.dead),
             not_finite=sorted(self.roster.seen_not_finite | self.roster.told_not_finite),
         )
+        commit.untrue, commit.statements = self.allreduce.book.show_proofs()
+        if self._verification is not None:
+            commit.seals = self._verification.seals()
+        if self.allreduce.notary is not None and is_first:
+            self.allreduce.notary.sign_commit(commit, self.allreduce.round_id, self.group, self.own)
         await self._broadcast(commit, end=True)
+
+    def _some_may_return(self) -> bool:
+        """Whether a failed member may come back: its connection is gone, but it has not left on purpose.
+
+        Such a member must get the same result as the others. In modes in which a result cannot be passed on, it keeps
+        its local values instead, and nothing has to be kept for it.
+        """
+        missing = self.roster.dead & self.roster.seen_failing - self._left
+        return bool(missing) and self.vector.alpha == 1 and self._verification is None
 
     def _final_weights(self) -> list[float]:
         weights, punctual = [0.0] * self.group.group_size, self.roster.punctual
@@ -447,7 +346,7 @@ class Coordination:
         return weights
 
     async def _send_result(self, link: Link) -> None:
-        """Give a late member everything, as soon as the round is over."""
+        """Give a late member all averages as soon as the round is over."""
         values = await asyncio.shield(self._result)
         for reducer, parts in enumerate(self.vector.parts):
             for index, part in enumerate(parts):
@@ -455,20 +354,54 @@ class Coordination:
                 await link.shared.send_part((reducer, index), encoded)
         await link.shared.send(RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights), end=True)
 
+    # --- averages that differ -----------------------------------------------------------------------------------------
+
+    async def _void_what_differs(self, verification: Verification) -> bool:
+        """If members hold different averages of a reducer, make them forget these; returns whether there were any."""
+        senders = [index for index in self.roster.punctual if index in self.roster.senders]
+        if (proof := verification.find_proof(senders)) is not None:
+            void = RoundMessage(kind=RoundKind.VOID, members=[proof.reducer])
+            void.hashes, void.signatures = list(proof.hashes), list(proof.signatures)
+            self.allreduce.convict(proof.reducer)
+            if (liar := self.roster.members[proof.reducer]) is not self.roster.own:
+                self._drop(liar, "gave different averages to different members")
+            await self._start_over(void, list(self.roster.punctual))
+            return True
+        complaints = verification.find_complaints(senders)
+        for member, reducer in complaints:
+            is_first = verification.withdraw(member, reducer)
+            source = self._sources.pop(reducer, self.own)
+            if source not in (member, self.own):
+                self._drop(self.roster.members[source], "passed on other averages than it had reported")
+            elif not is_first and member != self.own:
+                self._drop(self.roster.members[member], "reports averages that nobody has given to it")
+            if member == self.own:
+                verification.forget(reducer)
+            elif member in self.roster.punctual:
+                await self._start_over(RoundMessage(kind=RoundKind.VOID, members=[reducer]), [member])
+        return bool(complaints)
+
+    async def _start_over(self, void: RoundMessage, members: list[int]) -> None:
+        links = [self.roster.punctual[index] for index in members]
+        for link in links:
+            link.held = None
+        await asyncio.gather(*[self._tell(link, void) for link in links])
+
     # --- filling gaps -------------------------------------------------------------------------------------------------
 
     def _make_plan(self) -> Plan:
         held = {member: link.held or [] for member, link in self.roster.punctual.items()}
         held[self.own] = self.vector.held
         living = {member: counts for member, counts in held.items() if member in self.roster.senders}
-        return make_plan(self.vector.parts, living, self.own)
+        return make_plan(self.vector.parts, living, self.own, may_reduce=not self.roster.missed)
 
     async def _execute(self, plan: Plan) -> None:
-        """Carry out a plan; a death on the way calls it off, and everybody reports again."""
+        """Carry out a plan. A death on the way calls it off, and all members report again."""
         links = self.roster.punctual
         weights = {self.own: self.allreduce.weight, **{member: link.weight for member, link in links.items()}}
         execution = Recovery(self.allreduce, plan, {member: link.shared for member, link in links.items()}, weights)
         self._execution, self._has_filled_gaps = execution, True
+        self._sources.update({reducer: source for (reducer, _), source in plan.sources.items()})
         for link in links.values():
             link.held = None
         logger.info("finishing the parts of dead members: %d reduced again", len(plan.again))

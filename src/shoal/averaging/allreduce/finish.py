@@ -1,18 +1,22 @@
-"""The second half of a round: make sure that every member has every average, and finish what the dead have left undone.
+"""The second half of a round: every member gets every average, even if some members have died.
 
-From the beginning of the round each member keeps a call open to the *coordinator*, the first member that can be
-connected to. Its end is how a death becomes known at once; messages now and then show that a silent member still lives.
-When a member has exchanged all its parts it reports how many averages it holds from each reducer. When all living
-members have reported, the coordinator either commits the round, or lets them fill the gaps:
+Each member keeps a call open to the *coordinator* from the beginning of the round. The coordinator is the first member
+that accepts connections. If a member dies, the end of its call shows that at once; a member that has nothing to say
+sends a sign of life now and then. When a member has exchanged all its parts, it reports how many averages it holds from
+each reducer. When all living members have reported, the coordinator either commits the round, or fills the gaps:
 
-- a part whose average some member already holds is fetched from it and passed on as it is;
-- a part that nobody holds is reduced again from all living members, by the coordinator.
+- if some member holds the average of a part, the coordinator fetches it and passes it on unchanged;
+- if no member holds it, the coordinator reduces the part again, from the values of all living members.
 
-Then all of them report again. So all survivors end with the same values for every part. If the coordinator dies, the
-next member in order takes over; members that have left the round by then say that it was committed.
+Then all members report again. So all survivors end with the same values for every part. If the coordinator dies, the
+next member in order takes over. If members have left the round by then, they answer that it was committed.
 
-With a quorum the round does not wait for everybody. When enough members have sent everything, the others get a while
-longer; then the coordinator goes on as if those that are late were dead, but keeps the result for them. A coordinator
+A connection may break without a death. So if the coordinator commits without some members that have not left on
+purpose, it keeps the result for them for a while. A member that comes after that, or that finds only others that have
+left, averages nothing again, because its averages would differ from those of the others.
+
+With a quorum the round does not wait for all members. When enough of them have sent everything, the others get a time
+of grace. Then the coordinator goes on as if the late members were dead, but keeps the result for them. A coordinator
 that is late itself resigns.
 """
 
@@ -23,7 +27,7 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
-from shoal.averaging.allreduce.coordinator import Coordination, Resigned
+from shoal.averaging.allreduce.coordinator import Coordination, Missed, Resigned
 from shoal.averaging.allreduce.members import Member
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
@@ -42,14 +46,15 @@ from shoal.tasks import cancel_and_wait, first_completed
 if TYPE_CHECKING:
     from shoal.averaging.allreduce.exchange import AllReduce
 
-# For the way to the coordinator and back: one whose answer is under way has begun.
+# The least time to wait for the coordinator's answer. It covers the way there and back: a coordinator whose answer is
+# still under way is not late.
 MIN_ANSWER_SECONDS = 1.0
 
 
 class Participation:
-    """A member's part: follows the coordinators of one round, one after another if they die.
+    """A member's side: it follows the coordinators of one round, one after another if they die.
 
-    It reports to the coordinator, and does what that one asks for.
+    It reports to the coordinator, and sends and takes the parts that the coordinator asks for.
 
     Args:
         allreduce: the round's exchange of parts.
@@ -60,21 +65,26 @@ class Participation:
         self.vector, self.group, self.roster = allreduce.vector, allreduce.group, allreduce.roster
         self._silence, self._quorum = allreduce.settings.sender_timeout, allreduce.settings.quorum
         self._changed = asyncio.Event()
-        # What the coordinator wants of this member now.
+        # The latest assignment of the coordinator.
         self._assignment: RoundMessage | None = None
 
     async def run(self, call: Call) -> None:
-        """Take part under the coordinator at the other end of a call until the round is committed.
+        """Follow the coordinator at the other end of a call until the round is committed.
 
         Raises:
             Resigned: the coordinator is late itself.
-            ProtocolError: it breaks the protocol.
+            Missed: the round was committed without this member, and its result is not kept.
+            ProtocolError: the coordinator breaks the protocol.
+            P2PDaemonError, P2PHandlerError, TimeoutError: the coordinator failed.
         """
         hello = RoundMessage(
             kind=RoundKind.HELLO,
             round_id=self.allreduce.round_id,
             weight=self.allreduce.weight,
             late=self.roster.own.late,
+            missed=self.roster.missed,
+            norms=[*self.allreduce.book.own.norms],
+            statements=[statement] if (statement := self.allreduce.book.own.statement) else [],
         )
         shared, coordinator = SharedCall(call), self.group.peer_ids.index(call.remote)
         await shared.send(hello)
@@ -95,19 +105,29 @@ class Participation:
                     if message.kind == RoundKind.PART:
                         await self._take_part(call, message)
                 if message.kind == RoundKind.COMMIT:
+                    self._check_seals(message, coordinator)
                     self._drop(message.members)
                     self.allreduce.weights = self._check_weights(message.weights)
                     self.roster.note_told_not_finite(message.not_finite, coordinator)
+                    self.allreduce.book.take_proofs(message.untrue, message.statements)
+                    if self.allreduce.notary is not None:
+                        self.allreduce.notary.take_commit(message, self.allreduce.round_id, self.group, coordinator)
                     return
                 if message.kind == RoundKind.RESIGNED:
                     raise Resigned("is late itself")
                 if message.kind == RoundKind.LATE:
+                    # All senders hold all averages, so this member's result is the right one and may be in use.
+                    if self.roster.all_complete.is_set():
+                        return
                     await self.allreduce.abandon()
                     await shared.send(RoundMessage(kind=RoundKind.LATE))
                 elif message.kind == RoundKind.FAILED:
                     self._drop(message.members)
+                elif message.kind == RoundKind.VOID:
+                    self._forget(message, coordinator)
+                    await self._report(shared)
                 elif message.kind in (RoundKind.ASSIGNMENT, RoundKind.RESTART):
-                    # One that is being fulfilled ends between two parts.
+                    # An older assignment sees that it was replaced, and stops between two parts.
                     self._assignment = message
                     self._changed.set()
                     helpers.append(asyncio.ensure_future(self._fulfil(shared, message)))
@@ -115,11 +135,14 @@ class Participation:
             await cancel_and_wait(*helpers)
 
     async def _receive_first(self, call: Call) -> None:
-        """The coordinator's answer to the greeting. With a quorum, one that has not begun yet is late.
+        """Wait for the coordinator's answer to the greeting.
+
+        With a quorum, the coordinator is late if it has not answered some time after this member has delivered.
 
         Raises:
-            Resigned: it is late.
-            TimeoutError: it does not answer.
+            Resigned: the coordinator is late.
+            Missed: the coordinator has committed the round.
+            TimeoutError: the coordinator does not answer.
         """
         answer = asyncio.ensure_future(_receive(call))
         try:
@@ -130,7 +153,10 @@ class Participation:
                     await first_completed(asyncio.shield(answer), timeout=grace)
                     if not answer.done():
                         raise Resigned("has not begun in time")
-                if (await answer).kind != RoundKind.ALIVE:
+                kind = (await answer).kind
+                if kind == RoundKind.OVER:
+                    raise Missed("has finished the round without this member")
+                if kind != RoundKind.ALIVE:
                     raise ProtocolError("not an answer to a greeting")
         finally:
             await cancel_and_wait(answer)
@@ -140,10 +166,44 @@ class Participation:
             raise ProtocolError("the coordinator's list of weights is malformed")
         return weights
 
+    def _check_seals(self, commit: RoundMessage, coordinator: int) -> None:
+        """Check the signatures that show that all other living members have the same averages as this one.
+
+        Raises:
+            ProtocolError: a signature is missing or covers other averages.
+        """
+        roster, verification = self.roster, self.allreduce.verification
+        if verification is None or not roster.is_sender:
+            return
+        before = roster.coordinators[: roster.coordinators.index(coordinator)]
+        others = [i for i in roster.senders if i != roster.own.index and i not in commit.members]
+        # Under an earlier coordinator that has died since, some members may have finished, and no longer report.
+        if any(roster.members[index].failed for index in before):
+            others = [i for i in others if i < len(commit.seals) and commit.seals[i]]
+        verification.check_seals(commit.seals, others)
+
+    def _forget(self, message: RoundMessage, coordinator: int) -> None:
+        """Forget the averages that the coordinator wants to replace.
+
+        Raises:
+            ProtocolError: the coordinator gives no valid reason.
+        """
+        verification = self.allreduce.verification
+        if verification is None or not all(0 <= index < self.group.group_size for index in message.members):
+            raise ProtocolError("wants something forgotten that it must not")
+        self._assignment = message
+        if message.hashes:
+            reducer = verification.check_proof(message)
+            self.allreduce.convict(reducer)
+            if reducer == coordinator:
+                raise ProtocolError("gave different averages to different members")
+        for reducer in message.members:
+            verification.forget(reducer)
+
     def _drop(self, members: list[int]) -> None:
         for member in members if not self.roster.own.late else ():
             if 0 <= member < self.group.group_size and member != self.roster.own.index:
-                self.roster.fail(member, "the coordinator has lost it")
+                self.roster.fail(member, "the coordinator has lost it", is_hearsay=True)
 
     async def _say_when_delivered(self, shared: SharedCall) -> None:
         if self._quorum is not None:
@@ -156,10 +216,14 @@ class Participation:
 
     async def _report(self, shared: SharedCall) -> None:
         left_out = sorted(self.roster.seen_not_finite)
-        await shared.send(RoundMessage(kind=RoundKind.REPORT, held=self.vector.held, not_finite=left_out))
+        statements = self.allreduce.book.report()
+        report = RoundMessage(kind=RoundKind.REPORT, held=self.vector.held, not_finite=left_out, statements=statements)
+        if self.allreduce.verification is not None:
+            self.allreduce.verification.complete_report(report)
+        await shared.send(report)
 
     async def _fulfil(self, shared: SharedCall, assignment: RoundMessage) -> None:
-        """Send the parts that the coordinator wants; report when those that it promised are here, too."""
+        """Send the parts that the coordinator wants, wait for those that it has promised, and report."""
         for reducer, start, stop in assignment.send:
             for index in range(start, stop):
                 if self._assignment is not assignment:
@@ -212,11 +276,11 @@ class Completion:
         self._quorum = allreduce.settings.quorum
 
     async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
-        """Hold the call of a member that takes this one for the coordinator."""
+        """Hold the call of a member that follows this one as its coordinator."""
         await self._coordination.serve(call, hello, self.roster.members[member])
 
     async def run(self) -> None:
-        """Return when every living member that is not late has every average that could be saved."""
+        """Run until every living member that is not late has every average that could be saved."""
         try:
             await self._run()
         finally:
@@ -229,20 +293,21 @@ class Completion:
                 if await self._coordinate_unless_late():
                     return
             elif self._is_worth_following(candidate) and await self._follow_unless_silent(candidate):
-                # Members that could not reach the coordinator.
+                # Some members could not reach that coordinator and have called this one: they get the result here.
                 if not self.roster.own.late:
                     await self._coordination.run(wait_for_absent=False)
                 return
         await self.allreduce.exchanged.wait()
 
     async def _coordinate_unless_late(self) -> bool:
-        """Coordinate the round; returns whether that was this member's to do, rather than to follow the others."""
+        """Coordinate the round. Returns ``False`` if this member is late itself and has to follow another one."""
         try:
             await self._coordination.run(wait_for_absent=True)
         except Resigned:
             is_late = True
         else:
-            # It comes alone: perhaps the others have finished, and have the result for it.
+            # Nobody has joined this member, and it got no averages. The others may have finished without it, and may
+            # hold the result for it.
             has_results = any(self.allreduce.vector.held)
             is_late = self._quorum is not None and bool(self.roster.failed) and not has_results
         if is_late:
@@ -250,17 +315,20 @@ class Completion:
         return not is_late
 
     def _is_worth_following(self, candidate: Member) -> bool:
-        """One that has failed may still have the result of a round that did not wait for this member."""
+        """With a quorum even a failed candidate is tried: it may hold the result of a round that went on without us."""
         return not candidate.silent.is_set() and (not candidate.failed or self._quorum is not None)
 
     async def _follow_unless_silent(self, coordinator: Member) -> bool:
-        """If several fall silent, nobody waits for one after the other."""
+        """Follow a coordinator, but stop as soon as the watch finds it silent.
+
+        Candidates are watched all at once. So if several fall silent, this member does not wait for one after another.
+        """
         following = asyncio.ensure_future(self._follow(coordinator))
         await first_completed(following, coordinator.silent.wait())
         return not following.cancelled() and following.result()
 
     async def _follow(self, coordinator: Member) -> bool:
-        """Take part under a coordinator; returns whether the round was committed."""
+        """Follow a coordinator; returns whether the round was committed."""
         reason, loop = "", asyncio.get_running_loop()
         deadline = loop.time() + self.allreduce.settings.sender_timeout
         for attempt in range(_MAX_FOLLOW_ATTEMPTS):
@@ -273,11 +341,15 @@ class Completion:
                     await call.send_end()
                 return True
             except Resigned as e:
-                # It is going to ask for the result.
+                # This member follows the next coordinator. The one that resigned will come back for the result, so it
+                # has to be kept.
                 self.roster.closed_early, reason = True, str(e)
                 break
+            except Missed as e:
+                self.roster.missed, reason = True, str(e)
+                break
             except (StreamClosedError, DialError) as e:
-                # A connection may break without a death: try once more.
+                # A connection may break without a death, so this coordinator is tried again.
                 reason = reason_of(e)
             except PEER_FAILURES as e:
                 reason = reason_of(e)

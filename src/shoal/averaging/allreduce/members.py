@@ -1,7 +1,7 @@
-"""The members of a round, and how each one fares as far as this one knows.
+"""The roster: the members of a round, and how each one does as far as this member knows.
 
-The exchange of parts and the coordinator report what they see. What follows from it is decided here: who failed, who is
-late, whom the round waits for. Each member has one standing::
+The exchange of parts and the coordinator report what they see. The roster decides what follows: which members have
+failed, which are late, and for which the round waits. Each member has one standing::
 
       ACTIVE ── its connection broke, it was silent, or broke the protocol ──► FAILED
         │ │                                                                       │
@@ -9,9 +9,9 @@ late, whom the round waits for. Each member has one standing::
         │     that it is late                                                       for this round
         └── it has left, because the round was committed ──► GONE
 
-Nobody waits for the parts of a member that failed, but that does not mean that it is dead: two members may not reach
-each other, while both reach the coordinator. One that failed and has no link to the coordinator counts as dead, and its
-parts are reduced again. One that is late gets the result when the round is over.
+A failed member need not be dead: two members may fail to reach each other while both reach the coordinator. No member
+waits for the parts of a failed one. If a failed member has no link to the coordinator either, it counts as dead, and
+its parts are reduced again. A late member gets the result when the round is over.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Standing(enum.Enum):
 
 @dataclass(eq=False)
 class Link:
-    """The call of a member that takes this one for the coordinator."""
+    """The call of a member that follows this one as its coordinator."""
 
     shared: SharedCall
     handler: asyncio.Task[Any]
     weight: float
-    # How many averages of each reducer it has reported; None while it is still busy.
+    # The number of averages that it holds from each reducer, as reported; None until it reports.
     held: list[int] | None = None
-    # Parts that it sends belong to an assignment that was called off.
+    # Its assignment was called off. Parts that still come belong to that one and do not count.
     obsolete: bool = False
     # It has sent all its parts.
     delivered: bool = False
@@ -64,19 +64,19 @@ class Member:
     standing: Standing = Standing.ACTIVE
     # Why it failed.
     reason: str = ""
-    # Set when it was asked whether it lives, and did not answer.
+    # Set when the member did not answer the question whether it lives.
     silent: asyncio.Event = field(default_factory=asyncio.Event)
-    # At the coordinator.
+    # Its call to this member; only a coordinator has these.
     link: Link | None = None
 
     @property
     def failed(self) -> bool:
-        """Nobody waits for its parts."""
+        """Whether no member waits for its parts any more."""
         return self.standing in (Standing.FAILED, Standing.LATE)
 
     @property
     def late(self) -> bool:
-        """The round has gone on without it."""
+        """Whether the round has gone on without it."""
         return self.standing is Standing.LATE
 
 
@@ -87,7 +87,7 @@ class Roster:
         group: as agreed.
         own_index: this member's position.
         reducers: positions of the members that reduce something.
-        quorum: how many members have to deliver their parts; ``None``: all.
+        quorum: the number of members that have to deliver their parts; ``None``: all.
     """
 
     def __init__(self, group: GroupInfo, own_index: int, reducers: Collection[int], quorum: int | None) -> None:
@@ -97,24 +97,36 @@ class Roster:
         ]
         self.own, self.quorum = self.members[own_index], quorum
         self.on_failure: list[Callable[[Member], object]] = []
-        """Called with each member that failed, and again whenever that is confirmed."""
+        """Called with each member that failed, and again each time its failure is reported again."""
+        self.on_untrue: list[Callable[[int, str], object]] = []
+        """Called with the position of a member that has lied, and what it has lied about."""
         self.closed_early = False
-        """The round goes on without members that may come later, for the result."""
+        """The round goes on without members that may come for the result later."""
+        self.missed = False
+        """Others have committed the round without this member. It cannot compute the same averages itself."""
         self.seen_not_finite: set[int] = set()
         """Members that have sent this one values that are not finite."""
         self.told_not_finite: set[int] = set()
         """Members of which others say so."""
+        self.overstating: dict[int, float] = {}
+        """Members that have claimed a larger weight than counts, and which."""
+        self.seen_failing: set[int] = set()
+        """Members whose failure this member has seen itself."""
+        self.seen_withholding: set[int] = set()
+        """Reducers among these whose averages did not come."""
+        self.cut_off: set[int] = set()
+        """Reducers whose averages had not come when the exchange with them was cancelled, for whatever reason."""
         self.delivered = asyncio.Event()
-        """This member has sent its parts to all members, or with a quorum, to all but as many as may be late."""
+        """This member has sent its parts to all reducers. With a quorum, to all but as many as may be late."""
         self.received = asyncio.Event()
         """No further averages will come from others."""
         self.all_complete = asyncio.Event()
-        """All senders hold all averages; known to those that reduce."""
-        # Reducers to which something is still to be sent.
+        """All senders hold all averages. Only a member that reduces can know this."""
+        # Reducers that have not got all parts of this member.
         self._undelivered = set(reducers) - {own_index} if self.is_sender else set()
-        # Reducers from which averages are still to come.
+        # Reducers whose averages have not all come.
         self._unreceived = set(self._undelivered)
-        # Senders that are not known to hold all averages.
+        # Senders that may still lack averages, as far as this member knows.
         self._incomplete, self._reduces = set(self.senders), own_index in reducers
         self._check_exchanged()
 
@@ -132,24 +144,27 @@ class Roster:
 
     @property
     def coordinators(self) -> list[int]:
-        """Positions of the members that can coordinate the end of the round, in the order in which they would."""
+        """Positions of the members that can coordinate the end of the round, first choice first.
+
+        A member in client mode cannot be one, because nobody can call it.
+        """
         return [member.index for member in self.members if member.mode is not AveragingMode.CLIENT]
 
     @property
     def has_successor(self) -> bool:
-        """Whether somebody can coordinate the round if this member does not."""
+        """Whether another member can coordinate the round after this one."""
         later = self.coordinators[self.coordinators.index(self.own.index) + 1 :]
         return any(not self.members[index].failed for index in later)
 
     # --- how the exchange of parts goes -------------------------------------------------------------------------------
 
     def note_delivery(self, index: int) -> None:
-        """Nothing more is to be sent to a member."""
+        """Note that nothing more is to be sent to a member."""
         self._undelivered.discard(index)
         self._check_exchanged()
 
     def note_received(self, index: int) -> None:
-        """Nothing more will come from a reducer."""
+        """Note that nothing more will come from a reducer."""
         self._unreceived.discard(index)
         self._check_exchanged()
 
@@ -160,31 +175,48 @@ class Roster:
         if not self._unreceived:
             self.received.set()
 
+    def note_cancelled(self, index: int) -> None:
+        """Note that the exchange with a reducer was cancelled."""
+        if index in self._unreceived:
+            self.cut_off.add(index)
+
     def note_complete(self, index: int) -> None:
-        """A sender holds all averages."""
+        """Note that a sender holds all averages."""
         self._incomplete.discard(index)
-        if not self._incomplete and self._reduces:
+        if not self._incomplete and self._reduces and not self.own.late:
             self.all_complete.set()
 
     def note_told_not_finite(self, indices: Collection[int], reporter: int) -> None:
-        """Somebody says that others have sent values that are not finite."""
+        """Note that a member reports others for values that are not finite.
+
+        What is said about this member, or by the reporter about itself, is ignored.
+        """
         self.told_not_finite |= set(indices) & set(range(len(self.members))) - {self.own.index, reporter}
 
     # --- failure and lateness -----------------------------------------------------------------------------------------
 
     @property
     def failed(self) -> list[Member]:
-        """Other members that are not waited for."""
+        """Other members for whose parts nobody waits."""
         return [member for member in self.members if member.failed and member is not self.own]
 
     @property
     def dead(self) -> set[int]:
-        """Positions of those that cannot be reached either."""
+        """Positions of failed members without a link to this coordinator, and of all late ones."""
         return {member.index for member in self.failed if member.link is None or member.late}
 
-    def fail(self, index: int, reason: str, standing: Standing = Standing.FAILED) -> None:
-        """A member is not to be waited for any more."""
+    def fail(self, index: int, reason: str, standing: Standing = Standing.FAILED, *, is_hearsay: bool = False) -> None:
+        """Stop waiting for a member.
+
+        Args:
+            index: its position.
+            reason: why, in words for the log and for errors.
+            standing: ``FAILED`` or ``LATE``.
+            is_hearsay: another member says so; the failure does not count among those that this member has seen.
+        """
         member = self.members[index]
+        if not is_hearsay:
+            self.seen_failing.add(index)
         if not member.failed:
             member.reason = reason
             logger.info("group member %s failed: %s", member.peer_id, reason)
@@ -193,10 +225,21 @@ class Roster:
         for notify in self.on_failure:
             notify(member)
 
+    def accuse(self, index: int, what: str) -> None:
+        """Report that a member has lied. That alone does not end its part in the round."""
+        for notify in self.on_untrue:
+            notify(index, what)
+
     def forgive(self) -> None:
-        """This member is late: what it believes of the others, who have gone on, counts no more."""
+        """Forget all failures of others, because this member is late itself.
+
+        To a late member the others look failed, although they have only gone on.
+        """
         for member in self.failed:
             member.standing = Standing.ACTIVE
+        self.seen_failing.clear()
+        self.seen_withholding.clear()
+        self.cut_off.clear()
 
     # --- at the coordinator -------------------------------------------------------------------------------------------
 
@@ -207,12 +250,12 @@ class Roster:
 
     @property
     def punctual(self) -> dict[int, Link]:
-        """Connected members that the round waits for."""
+        """Connected members for which the round waits."""
         return {index: link for index, link in self.links.items() if not self.members[index].late}
 
     @property
     def absent(self) -> set[int]:
-        """Members that are expected, and not connected."""
+        """Members that are expected but not connected."""
         return {
             member.index
             for member in self.members
@@ -221,12 +264,12 @@ class Roster:
 
     @property
     def has_quorum(self) -> bool:
-        """Whether so many members have sent all their parts that the others are not waited for much longer."""
+        """Whether enough members have sent all their parts; the others then get only the time of grace."""
         delivered = self.delivered.is_set() + sum(link.delivered for link in self.links.values())
         return self.quorum is not None and delivered >= min(self.quorum, len(self.members))
 
     def close_early(self) -> set[int]:
-        """Go on without those that have not delivered their parts; returns their positions."""
+        """Go on without the members that have not delivered their parts; returns their positions."""
         late = self.absent | {index for index, link in self.punctual.items() if not link.delivered}
         self.closed_early = self.closed_early or bool(late)
         return late

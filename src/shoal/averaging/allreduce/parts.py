@@ -1,24 +1,24 @@
-"""Tensors as parts: how they are cut, who reduces which part, and which of them hold the average.
+"""Tensors as parts: how they are cut, which member reduces which part, and which parts hold the average already.
 
-Each tensor is cut into parts of a size that is good for the network. Tensors of one type whose codec treats each value
-by itself are cut as if they were one: models have many small tensors, and each part costs more than its bytes. The
-values are assigned to members by consecutive ranges (their shares); a part that crosses the border between two ranges
-goes wholly to the member that has more of it. All members derive the same parts from the same agreed numbers.
+Each tensor is cut into parts of a size that suits the network. Models have many small tensors, and each part costs more
+than its bytes. So tensors of one type are cut as if they were one, if their codec treats each value by itself. Each
+member gets a consecutive range of the values, its share. If a part crosses the border between two shares, the member
+that has more of it reduces all of it. All members derive the same parts from the same agreed numbers.
 
-How large the shares should be: in a butterfly all-reduce of n peers, a peer with a share w of the vector (Σw = 1) sends
-and receives its own vector once and serves n - 1 others for its share. In units of the vector its traffic each way is
-1 - w + (n - 1)·w = 1 + (n - 2)·w. With bandwidth b it needs (1 + (n - 2)·w) / b. The slowest peer that has a share is
-as fast as it can be when all of them need the same time T::
+*How large the shares are.* Take a butterfly all-reduce of n peers, and a peer with a share w of the vector (Σw = 1). It
+sends and receives its own vector once, and serves n - 1 others for its share. In units of the vector its traffic each
+way is 1 - w + (n - 1)·w = 1 + (n - 2)·w. With bandwidth b this takes the time (1 + (n - 2)·w) / b. The all-reduce is
+fastest when all peers that have a share need the same time T::
 
     w = max(0, (T·b - 1) / (n - 2))
 
-Peers fill up like water over an uneven ground.
+T follows from Σw = 1 (water filling). A peer that needs longer than T for its own vector alone gets no share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -32,11 +32,13 @@ from shoal.compression.base import SerializedTensor, bytes_of, dtype_name
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 
-# So large that a message costs little beside it, so small that reducing goes on while others are on their way.
+# Large enough that the cost of a message is small beside it; small enough that some parts are reduced while others are
+# still on their way.
 DEFAULT_PART_SIZE_BYTES = 2**19
-# Tensors that are cut as one give at least so many parts to each member that reduces, so that shares come out even.
+# Tensors that are cut as one give at least so many parts to each reducer. With fewer, rounding would make the shares
+# uneven.
 PARTS_PER_MEMBER = 4
-# Parts are not smaller than this: fewer members reduce a small vector.
+# Parts that are cut to even out shares are not smaller than this. So fewer members reduce a small vector.
 MIN_EVEN_BYTES = 2**14
 
 
@@ -45,14 +47,15 @@ def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min
 
     Args:
         vector_size: number of values.
-        bandwidths: of each peer, in any unit; 0 = must not reduce; ``None`` = unknown, taken as the mean of the others.
-        min_size: a peer that would get fewer values gets none, unless that leaves nobody.
+        bandwidths: of each peer, in any unit. 0: the peer must not reduce. ``None``: unknown, taken as the mean of the
+            known ones.
+        min_size: a peer that would get fewer values gets none, unless no peer would be left.
 
     Returns:
         Number of values for each peer; their sum is ``vector_size``.
 
     Raises:
-        AssertionError: nobody may reduce.
+        AssertionError: no peer may reduce.
     """
     known = [b for b in bandwidths if b]
     default = sum(known) / len(known) if known else 1.0
@@ -63,11 +66,14 @@ def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min
 
 
 def rescale_shares(shares: Sequence[int], vector_size: int) -> tuple[int, ...]:
-    """The same split for a vector of another size, in exact arithmetic: all members get the same.
+    """The same split for a vector of another size, in exact arithmetic, so that all members get the same numbers.
 
     Args:
         shares: number of values for each peer, as agreed for the whole vector.
         vector_size: number of values to split now.
+
+    Raises:
+        ValueError: all shares are 0, but there are values to split.
     """
     total = sum(shares)
     if total == vector_size:
@@ -80,7 +86,7 @@ def rescale_shares(shares: Sequence[int], vector_size: int) -> tuple[int, ...]:
 
 
 def _fill(speeds: Sequence[float]) -> list[float]:
-    """Shares that give every peer with a share the same time."""
+    """Shares with which all peers that have one need the same time."""
     count = len(speeds)
     if count <= 2:  # the time does not depend on the shares: split evenly
         able = sum(speed > 0 for speed in speeds)
@@ -90,7 +96,7 @@ def _fill(speeds: Sequence[float]) -> list[float]:
         time = (count - 2 + len(active)) / sum(active)
         if time * active[-1] >= 1 or len(active) == 1:
             break
-        # This peer would need longer for its own vector alone: the others reduce for it.
+        # This peer needs longer for its own vector alone, so the others reduce everything.
         active.pop()
     slowest = active[-1]
     return [max(0.0, (time * speed - 1) / (count - 2)) if speed >= slowest else 0.0 for speed in speeds]
@@ -105,11 +111,12 @@ def _drop_small(shares: list[float], min_share: float) -> list[float]:
 
 
 def _to_integers(shares: Sequence[float], total: int) -> tuple[int, ...]:
-    """Round down, then give the rest one by one to whoever is furthest below its share (Jefferson's rule)."""
+    """Round down, then give the rest out one by one, each to the peer furthest below its share (Jefferson's rule)."""
     result = [math.floor(share * total) for share in shares]
     for _ in range(total - sum(result)):
         best = max(
             range(len(shares)),
+            # Rounded, so that shares which differ only by floating point errors count as equal.
             key=lambda i: (round(shares[i] / (result[i] + 1), 12), -result[i], -i) if shares[i] else (-1.0, 0, 0),
         )
         result[best] += 1
@@ -126,40 +133,40 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What is averaged as a whole, by one member: a piece of a tensor, or of several that are cut as one."""
+    """The unit of averaging, which one member reduces: a piece of a tensor, or of several that are cut as one."""
 
     segments: tuple[Segment, ...]
     """Where its values are, in order."""
     length: int
-    """How many values."""
+    """The number of values."""
     reducer: int
-    """Position of the member in the group."""
+    """The position in the group of the member that reduces it."""
     codec: CompressionBase
     info: CompressionInfo
-    """What the codec may know about this part."""
+    """The description of this part for the codec."""
 
     def pieces_of(self, flat_tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The values of this part, as a view of each tensor that has some."""
+        """The values of this part, as one view into each tensor that holds some of them."""
         return [flat_tensors[tensor_index][start:stop] for tensor_index, start, stop in self.segments]
 
     def of(self, flat_tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The values of this part: a view if they are of one tensor, else a copy."""
+        """The values of this part: a view if they lie in one tensor, else a copy."""
         pieces = self.pieces_of(flat_tensors)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     @cached_property
     def nbytes(self) -> float:
-        """How many bytes it takes on the way; ``inf``: the codec cannot tell before it has the values."""
+        """Its size on the wire in bytes; ``inf``: the codec cannot tell before it has the values."""
         nbytes = self.codec.compressed_nbytes((self.length,), self.info)
         return math.inf if nbytes is None else nbytes
 
     def compress(self, values: torch.Tensor) -> SerializedTensor:
-        """Values in the place of this part's, ready to be sent."""
+        """Encode values for the wire: those of this part, or others of the same length."""
         return self.codec.compress(values, self.info)
 
 
 def part_length(info: CompressionInfo, codec: CompressionBase, part_size_bytes: int) -> int:
-    """How many values of a tensor make a part of about this many bytes after compression."""
+    """The number of values in a part that is about ``part_size_bytes`` long after compression; at least 1."""
     bytes_per_value = info.descriptor.dtype.itemsize * codec.estimate_compression_ratio(info)
     return max(1, int(part_size_bytes / bytes_per_value))
 
@@ -171,7 +178,9 @@ def split_into_parts(
 
     Args:
         infos: one for each tensor.
-        shares: how many values each member should reduce; their sum is the number of values of all tensors.
+        codec: compresses the parts.
+        part_size_bytes: the size of a part on the wire, about.
+        shares: how many values each member should reduce; their sum is the number of values in all tensors.
     """
     borders = _Borders(shares)
     reducers = sum(share > 0 for share in shares)
@@ -199,24 +208,25 @@ def split_into_parts(
 def _cut_as_one(
     infos: Sequence[CompressionInfo], codec: CompressionBase
 ) -> Iterable[tuple[CompressionBase, list[int]]]:
-    """Indices of tensors in groups, with the codec of each; the role matters when a part is averaged."""
+    """Indices of tensors in groups that are cut as one, with the codec of each group."""
     groups: dict[object, tuple[CompressionBase, list[int]]] = {}
     for index, info in enumerate(infos):
         own_codec = codec.for_tensor(info)
+        # The role counts because gradients are averaged in another way than parameters, see PartReducer.
         kind = (own_codec.fingerprint, info.descriptor.dtype, info.role) if own_codec.elementwise else index
         groups.setdefault(kind, (own_codec, []))[1].append(index)
     return groups.values()
 
 
 class _Segments:
-    """Cuts tensors of some lengths as if they were one."""
+    """Cuts tensors one after another, as if they were a single one."""
 
     def __init__(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
         whole = [Segment(index, 0, length) for index, length in zip(indices, lengths, strict=True) if length]
         self._left = whole[::-1]
 
     def next(self, length: int) -> tuple[Segment, ...]:
-        """Where the next so many values are."""
+        """Where the next ``length`` values are."""
         segments: list[Segment] = []
         while length:
             tensor_index, start, end = self._left.pop()
@@ -229,7 +239,7 @@ class _Segments:
 
 
 class _Borders:
-    """Who owns most of a range; ranges are asked for in ascending order."""
+    """Tells which member owns most of a range. Ranges must be asked for in ascending order."""
 
     def __init__(self, shares: Sequence[int]) -> None:
         self._owners: list[tuple[int, int, int]] = []  # member, start, stop
@@ -254,7 +264,7 @@ class _Borders:
 
 
 Averages = list[torch.Tensor | None]
-"""Values of several parts; ``None`` = the local values stay."""
+"""Values of several parts; ``None``: there is no average, and the local values stay."""
 
 
 class _Average(NamedTuple):
@@ -263,16 +273,16 @@ class _Average(NamedTuple):
 
 
 class RoundVector:
-    """The averaged tensors as parts, by the member that reduces them.
+    """The averaged tensors as parts, grouped by the member that reduces them.
 
     Args:
-        tensors: contiguous CPU tensors; they receive the averages.
+        tensors: contiguous CPU tensors; the averages are written into them.
         infos: one for each tensor.
-        codec: how parts travel.
-        part_size_bytes: about how large a part is on the way.
+        codec: compresses the parts for the wire.
+        part_size_bytes: the size of a part on the wire, about.
         shares: how many values each member reduces.
         alpha: local values move by this fraction of the way to the average.
-        is_spoilt: some values of this member may be NaN or infinite.
+        is_spoilt: whether some values of this member may be NaN or infinite.
     """
 
     def __init__(
@@ -286,23 +296,29 @@ class RoundVector:
         is_spoilt: bool = False,
     ) -> None:
         self.alpha, self.is_spoilt = alpha, is_spoilt
-        self._flat = [tensor.detach().view(-1) for tensor in tensors]
+        self.flat = [tensor.detach().view(-1) for tensor in tensors]
+        """The tensors, each in one dimension."""
         self._values_averaged = 0
         self.parts: list[list[Part]] = [[] for _ in shares]
         """Parts of each reducer, in the order in which they are averaged."""
         for part in split_into_parts(infos, codec, part_size_bytes, shares):
             self.parts[part.reducer].append(part)
         self.held = [0] * len(shares)
-        """How many parts of each reducer, from the first one on, hold the average here."""
-        # Parts that are held, but to which nobody has contributed, by reducer and index.
+        """By reducer: how many of its parts, from the first one on, hold the average here."""
+        # Parts, by reducer and index, that count as held but have no average, because nobody has contributed.
         self._without_average: set[tuple[int, int]] = set()
-        # Averages that came before those of earlier parts, by reducer and index.
+        # By reducer and index: averages that wait for those of earlier parts. Parts are applied in order, so that one
+        # number per reducer says which are held.
         self._early: list[dict[int, _Average]] = [{} for _ in shares]
+        self.on_average: Callable[[int, int, torch.Tensor | None, bool], object] | None = None
+        """Called with the arguments of each :meth:`take`."""
+        # The values before averaging; empty unless averages may have to be taken back.
+        self._kept: list[torch.Tensor] = []
 
     @property
     def share_averaged(self) -> float:
-        """Which share of the values holds an average with others, from 0 to 1."""
-        total = sum(flat.numel() for flat in self._flat)
+        """The share of the values that holds an average with others, from 0 to 1."""
+        total = sum(flat.numel() for flat in self.flat)
         return self._values_averaged / total if total else 1.0
 
     @property
@@ -311,46 +327,65 @@ class RoundVector:
         return all(held == len(parts) for held, parts in zip(self.held, self.parts, strict=True))
 
     def restart(self) -> None:
-        """Forget what has been averaged: all of it is going to come."""
+        """Forget which parts have been averaged: all averages are going to come again."""
         self.held = [0] * len(self.held)
         self._values_averaged = 0
         self._without_average.clear()
         self.drop_early()
 
+    def keep_values(self) -> None:
+        """Keep a copy of the current values, so that averages can be taken back."""
+        self._kept = self.copy_values()
+
+    def restore(self, reducer: int) -> None:
+        """Take back all averages of a reducer; the values before averaging must have been kept."""
+        for index, part in enumerate(self.parts[reducer][: self.held[reducer]]):
+            if self.has_average(reducer, index):
+                self._values_averaged -= part.length
+            self._without_average.discard((reducer, index))
+            for piece, values in zip(part.pieces_of(self.flat), part.pieces_of(self._kept), strict=True):
+                piece.copy_(values)
+        self.held[reducer] = 0
+        self._early[reducer].clear()
+
     def drop_early(self) -> None:
-        """Forget averages whose predecessors have not come."""
+        """Forget averages that still wait for those of earlier parts."""
         for early in self._early:
             early.clear()
 
     def has_average(self, reducer: int, index: int) -> bool:
-        """Whether there is one of a part, as far as this member knows: nobody may have contributed."""
+        """Whether a held part has an average. It has none if nobody has contributed."""
         return (reducer, index) not in self._without_average
 
     def copy_values(self) -> list[torch.Tensor]:
-        """The values of all tensors now, flat; :meth:`Part.of` finds a part in them."""
-        return [flat.clone() for flat in self._flat]
+        """A copy of the current values of all tensors, flat; :meth:`Part.of` finds a part in them."""
+        return [flat.clone() for flat in self.flat]
 
     def values(self, part: Part) -> torch.Tensor:
-        """The values of a part: a view if they are of one tensor, else a copy."""
-        return part.of(self._flat)
+        """The values of a part: a view if they lie in one tensor, else a copy."""
+        return part.of(self.flat)
 
     def sound_values(self, part: Part) -> torch.Tensor | None:
-        """The same, or ``None`` if some of them are not finite."""
+        """The values of a part, or ``None`` if some of them are not finite."""
         values = self.values(part)
         return None if self.is_spoilt and not all_finite(values) else values
 
     def encode(self, part: Part) -> SerializedTensor | None:
-        """The values of a part, ready to be sent; ``None`` if some of them are not finite."""
+        """The values of a part, encoded for the wire; ``None`` if some of them are not finite."""
         values = self.sound_values(part)
         return None if values is None else part.compress(values)
 
     def take(self, reducer: int, index: int, values: torch.Tensor | None, *, is_delta: bool = False) -> None:
-        """The average of a reducer's part is here; it is applied when those of all earlier parts are.
+        """Take the average of a part. It is applied when those of all earlier parts of the same reducer are here.
 
         Args:
-            values: ``None`` = there is none, the local values stay.
-            is_delta: what is given is the difference to the local values.
+            reducer: the member that reduces the part.
+            index: the part's position among those of the reducer.
+            values: the average; ``None``: there is none, and the local values stay.
+            is_delta: whether ``values`` is the difference to the local values.
         """
+        if self.on_average is not None:
+            self.on_average(reducer, index, values, is_delta)
         early = self._early[reducer]
         early[index] = _Average(values, is_delta)
         while self.held[reducer] in early:
@@ -358,7 +393,7 @@ class RoundVector:
             part = self.parts[reducer][self.held[reducer]]
             if average.values is not None:
                 self._values_averaged += part.length
-                pieces = part.pieces_of(self._flat)
+                pieces = part.pieces_of(self.flat)
                 for piece, values in zip(pieces, average.values.split_with_sizes([*map(len, pieces)]), strict=True):
                     self._apply(piece, values, is_delta=average.is_delta)
             else:
@@ -367,14 +402,14 @@ class RoundVector:
 
     def _apply(self, target: torch.Tensor, values: torch.Tensor, *, is_delta: bool) -> None:
         if is_delta:
-            # What a codec has lost may carry the sum beyond the largest number.
+            # The codec's error may carry the sum beyond the largest number of the type.
             largest = torch.finfo(target.dtype).max
             target.add_(values.to(target.dtype), alpha=self.alpha).clamp_(-largest, largest)
         elif self.alpha == 1 or (self.is_spoilt and not all_finite(target)):
             target.copy_(values)
         elif target.is_floating_point() or target.is_complex():
             mixed = torch.lerp(target, values, self.alpha)
-            # The difference of huge numbers may be too large, but not what is between them.
+            # lerp takes the difference of the two, which overflows for huge numbers. The result itself does not.
             if not all_finite(mixed):
                 mixed = (target * (1 - self.alpha)).add_(values, alpha=self.alpha)
             target.copy_(mixed)
@@ -382,13 +417,13 @@ class RoundVector:
             target.copy_(torch.lerp(target.double(), values.double(), self.alpha).round_())
 
     async def receive(self, call: Call, headers: Sequence[PartHeader], parts: Sequence[Part]) -> Averages:
-        """Receive the payload of a message, after checking that it holds the parts that are due.
+        """Check that a message announces the expected parts, then receive its payload.
 
         Returns:
-            The values of each part, or ``None`` if there are none.
+            The values of each part; ``None`` for a part without values.
 
         Raises:
-            ProtocolError: it holds something else.
+            ProtocolError: the message announces something else.
         """
         for header, part in zip(headers, parts, strict=True):
             self.check(header, part)
@@ -402,10 +437,10 @@ class RoundVector:
         return values
 
     def check(self, header: PartHeader, part: Part) -> None:
-        """Check that a part is announced as it has to be.
+        """Check the announcement of a part: its status, type, length and size in bytes.
 
         Raises:
-            ProtocolError: it is not.
+            ProtocolError: it does not fit the part.
         """
         metadata, nbytes, dtype = header.metadata, header.nbytes, part.info.descriptor.dtype
         if header.status == PartStatus.UNCHANGED and metadata is None and not nbytes:
@@ -414,12 +449,13 @@ class RoundVector:
             raise ProtocolError(f"sent {metadata} for a part of {part.length} values of {dtype}")
         if header.status == PartStatus.DELTA and not dtype.is_floating_point:
             raise ProtocolError(f"sent a difference for a part of {dtype}")
+        # Where the codec cannot tell the size beforehand, this bounds the memory that the other side can claim.
         limit = 2 * part.length * dtype.itemsize + 2**16
         if nbytes != part.nbytes if math.isfinite(part.nbytes) else not 0 <= nbytes <= limit:
             raise ProtocolError(f"sent {nbytes} bytes for a part of {part.length} values")
 
     def decode(self, header: PartHeader, part: Part, buffer: memoryview) -> torch.Tensor | None:
-        """The values of a part whose bytes are all here, after :meth:`check`; ``None`` if there are none."""
+        """Decode a part whose bytes are all here and whose header has passed :meth:`check`; ``None``: no values."""
         if header.metadata is None:
             return None
         return part.codec.extract(SerializedTensor(header.metadata, buffer)).detach()

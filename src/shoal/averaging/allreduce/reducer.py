@@ -1,71 +1,54 @@
-"""One member's share of an all-reduce: collect parts from the senders, average each one, hand the averages back.
+"""One member's share of an all-reduce: it collects parts from the senders, averages them, and hands the averages back.
 
-A part is averaged when every sender that is still trusted to come has delivered it, in the order of the members, so
-that the result does not depend on who was faster. Senders may run ahead by a few parts only, and few averages wait to
-be sent, which bounds the memory.
+A part is averaged when all senders that have not been given up have delivered it. The values are added in the order of
+the members, so the result does not depend on which of them was faster. Memory is bounded: senders may run ahead by a
+few parts only, and only a few averages wait to be sent.
 
 A member whose values are not finite says so and has weight 0. If a part with such values comes nevertheless, it is left
-out: the average of the others does not suffer.
+out of the average.
+
+The average is the weighted mean, unless the group has another rule (:mod:`shoal.averaging.aggregation`). Such a rule
+may take long: then it works on one part after another in a thread, and the loop goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from shoal.averaging.aggregation import weighted_mean
 from shoal.averaging.finite import all_finite, without_overflow
 from shoal.compression.base import SerializedTensor, TensorRole
 from shoal.errors import AllreduceException, ProtocolError
+from shoal.tasks import cancel_and_wait, run_in_worker
 
 if TYPE_CHECKING:
+    from shoal.averaging.allreduce.combining import Combination, Combiner
     from shoal.averaging.allreduce.parts import Part
 
 logger = logging.getLogger(__name__)
 
-# Memory for parts that have arrived and wait for the same part of other senders; and as much again, with what they are
-# made of, for averages that wait to be sent while something else is sent first.
+# Memory for parts that have arrived and wait for the same part of other senders. Averages that wait to be sent, and the
+# values that they are made of, may take as much again.
 WINDOW_BYTES = 32 * 2**20
 
 
-def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor | None:
-    """Mean of equally shaped tensors in their own type, summed in float32 or wider; ``None`` if all weights are 0.
-
-    What has weight 0 is left out, whatever it is. Weights may be of any size.
-    """
-    largest = max(weights, default=0.0)
-    if largest == 0:
-        return None
-    values = [value for value, weight in zip(values, weights, strict=True) if weight > 0]
-    # A power of two changes no bit, and the sum of such weights is of normal size.
-    exponent = math.frexp(largest)[1]
-    weights = [math.ldexp(weight, -exponent) for weight in weights if weight > 0]
-    total, dtype = sum(weights), values[0].dtype
-    wide = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
-    if not (dtype.is_floating_point or dtype.is_complex):
-        wide = torch.float64
-    mean = values[0].to(wide) * (weights[0] / total)
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        mean.add_(value, alpha=weight / total)
-    if wide is torch.float64 and dtype is not torch.float64:
-        mean.round_()
-    return mean.to(dtype)
-
-
+# About so many values are compared to tell whether two tensors are similar.
 _SAMPLE = 4096
 
 
 def _are_similar(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether three quarters of the values are closer together than half of their root mean square, by a sample.
+    """Whether two tensors are nearly the same, judged by a sample of their values.
 
-    A codec may spoil values far out, which make up the norms of such tensors, but not most of them.
+    They are if three quarters of the values differ by less than half of their root mean square. Norms would not tell:
+    a codec may distort a few very large values, which dominate the norm, but not most of the values.
     """
-    # Odd: not the same column of a matrix all the time.
+    # The step is odd: an even one could hit the same column of a matrix again and again.
     step = one.numel() // _SAMPLE | 1
     one, other = one.flatten()[::step], other.flatten()[::step]
     limit = 0.5 * float(torch.linalg.vector_norm(one)) / max(1, one.numel()) ** 0.5
@@ -73,15 +56,19 @@ def _are_similar(one: torch.Tensor, other: torch.Tensor) -> bool:
     return int(far) < 0.25 * one.numel()
 
 
+def _in_range(average: torch.Tensor | None) -> torch.Tensor | None:
+    return None if average is None else without_overflow(average)
+
+
 class OwnAverage(NamedTuple):
     """The average of a part for the member that reduces it."""
 
     values: torch.Tensor | None
-    """``None`` = keep the local values."""
+    """``None``: keep the local values."""
     is_delta: bool
-    """What is given is the difference to the local values."""
+    """Whether ``values`` is the difference to the local values."""
     is_shared: bool
-    """Others have contributed, or none were expected."""
+    """Whether another member has contributed, or none was expected to."""
 
 
 @dataclass
@@ -89,25 +76,29 @@ class _PartState:
     values: dict[int, torch.Tensor | None] = field(default_factory=dict)
     """What has arrived, by sender; of this member what counts, if that is not its values as they are. ``None``: nothing
     that counts, because it is not finite."""
+    is_complete: bool = False
+    """What comes now is too late: it is being averaged."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     average: torch.Tensor | None = None
     encoded: SerializedTensor | None = None
     is_shared: bool = True
-    """Somebody else has contributed, or nobody else was expected to."""
+    """Another member has contributed, or none was expected to."""
     takers: set[int] = field(default_factory=set)
-    """Members that will still ask for the average, also this one."""
+    """Members that will still ask for the average; may include this one."""
 
 
 class PartReducer:
     """Averages the parts of which this member is the reducer.
 
     Args:
-        parts: those that it reduces.
+        parts: the parts to reduce.
         senders: positions of the members that will send, without this one.
-        own_values: gives this member's own values of a part, if they are finite; ``None``: it does not contribute.
+        own_values: returns this member's own values of a part, or ``None`` if they are not finite. ``None``: this
+            member does not contribute.
         local_index: this member's position.
-        weights: of the members as far as they are known: this one's, at least.
-        on_not_finite: called with a sender that has a weight, but values that are not finite.
+        weights: of the members whose weights are known so far; at least this member's own.
+        on_not_finite: called with a sender that has a weight above 0, but has sent values that are not finite.
+        combiner: averages by another rule; ``None``: the mean.
     """
 
     def __init__(
@@ -118,20 +109,28 @@ class PartReducer:
         local_index: int,
         weights: dict[int, float],
         on_not_finite: Callable[[int], None] = lambda member: None,
+        combiner: Combiner | None = None,
     ) -> None:
-        self._parts, self._on_not_finite = parts, on_not_finite
+        self._parts, self._on_not_finite, self._combiner = parts, on_not_finite, combiner
         self._expects_others = bool(senders)
         self.waiting_for = set(senders)
-        """Senders that have neither delivered everything and said so, nor been excluded."""
+        """Senders that still have something to deliver and have not been given up."""
         self.banned: dict[int, str] = {}
+        """Why each sender was given up that had not delivered everything."""
         self.finished = asyncio.Event()
-        """Nobody is waited for any more."""
+        """The reducer waits for no sender any more."""
         self._error: Exception | None = None
+        self.on_average: Callable[[int, torch.Tensor | None], object] | None = None
+        """Called with each average and the index of its part, before any member gets it."""
         self.weights = dict(weights)
-        """Of the members that have announced themselves, and this one's."""
+        """The weights of the members that have announced themselves, and this member's own."""
         self._own_values, self._local_index = own_values, local_index
         self._states = [_PartState() for _ in parts]
+        # Parts that a rule is working on, or going to: their memory is bounded as that of parts that wait.
+        self._at_work: dict[asyncio.Task[None], None] = {}
+        self._one_at_a_time = asyncio.Lock()
         largest = max((part.length * part.info.descriptor.dtype.itemsize for part in parts), default=1)
+        # At least two, so that one part can be on its way while another one is being averaged.
         self._window = max(2, WINDOW_BYTES // (largest * max(1, len(self.waiting_for))))
         self._reduce_complete_parts()
         self._check_finished()
@@ -140,26 +139,34 @@ class PartReducer:
         return len(self._parts)
 
     def begin(self, sender: int, weight: float) -> None:
-        """A sender has announced itself."""
+        """Note a sender that has announced itself, and its weight."""
         self.weights[sender] = weight
 
     def has_begun(self, sender: int) -> bool:
         return sender in self.weights
 
     async def wait_for_room(self, index: int) -> None:
-        """Wait until a sender may deliver part ``index``: not too far ahead of the slowest sender."""
+        """Wait until a sender may deliver part ``index``, so that it does not get too far ahead of the slowest one."""
         if index >= self._window:
             await self._states[index - self._window].done.wait()
 
     def deliver(self, sender: int, index: int, values: torch.Tensor | None) -> None:
-        """A part has arrived; the tensor now belongs to the reducer. ``None``: the sender has no finite values."""
+        """Take a part that has arrived. The tensor now belongs to the reducer.
+
+        Args:
+            sender: the member that has sent it.
+            index: which part it is.
+            values: ``None``: the sender's values are not finite.
+        """
         state = self._states[index]
-        if not state.done.is_set():
+        if self._combiner is not None and values is not None:
+            values = values if self._combiner.admits(sender, self._parts[index], values) else None
+        if not state.is_complete:
             state.values[sender] = values
             self._reduce_if_complete(state, index)
 
     async def average(self, index: int) -> OwnAverage:
-        """The average of a part, for this member itself."""
+        """Wait for the average of a part, for this member itself."""
         state = self._states[index]
         await state.done.wait()
         average, counted = state.average, state.values.get(self._local_index)
@@ -169,15 +176,15 @@ class PartReducer:
         return OwnAverage(without_overflow(average - counted), True, state.is_shared)
 
     def is_averaged(self, index: int) -> bool:
-        """Nobody is waited for any more with a part."""
+        """Whether a part has been averaged."""
         return self._states[index].done.is_set()
 
     def is_crowded(self, index: int) -> bool:
-        """Whether too many averages have to be kept as long as part ``index`` is not sent."""
+        """Whether the average of part ``index`` must be sent soon, because a whole window of later ones waits, too."""
         return index + self._window < len(self._states) and self.is_averaged(index + self._window)
 
     async def peek(self, index: int) -> torch.Tensor | None:
-        """The average of a part, which stays here.
+        """Wait for the average of a part without taking it.
 
         Raises:
             AllreduceException: this member could not average a part.
@@ -188,7 +195,13 @@ class PartReducer:
         return state.average
 
     async def reply(self, index: int, sender: int) -> tuple[SerializedTensor | None, bool]:
-        """What to send back for a part: the bytes, or ``None`` for "unchanged", and whether they are a difference.
+        """Wait for the average of a part, and encode it for a sender.
+
+        With a lossy codec the reply is the difference between the average and the sender's values. It is smaller than
+        the average itself, so the codec loses less.
+
+        Returns:
+            The bytes, or ``None`` for "unchanged"; and whether they are a difference.
 
         Raises:
             ProtocolError: the sender was given up before it delivered the part.
@@ -201,7 +214,7 @@ class PartReducer:
         try:
             if average is None:
                 return None, False
-            # Lossy codecs are only for floating point numbers.
+            # Lossy codecs are for floating point numbers only, and receivers refuse differences of other types.
             if part.codec.lossy and sent is not None and sent.is_floating_point():
                 difference = average - sent
                 if all_finite(difference) or all_finite(sent):
@@ -220,12 +233,12 @@ class PartReducer:
             state.values.clear()
 
     def delivered_everything(self, sender: int) -> None:
-        """A sender has its averages, too."""
+        """Note that a sender has delivered all its parts and got its averages."""
         self.waiting_for.discard(sender)
         self._check_finished()
 
     def ban(self, sender: int, reason: str) -> None:
-        """Do not wait for a sender any more; what it has delivered counts."""
+        """Stop waiting for a sender. The parts that it has delivered still count."""
         if sender not in self.waiting_for:
             return
         self.waiting_for.discard(sender)
@@ -239,63 +252,112 @@ class PartReducer:
 
     def _reduce_complete_parts(self) -> None:
         for index, state in enumerate(self._states):
-            if not state.done.is_set():
+            if not state.is_complete:
                 self._reduce_if_complete(state, index)
 
     def _reduce_if_complete(self, state: _PartState, index: int) -> None:
         if self.waiting_for - state.values.keys():
             return
         try:
-            self._reduce(state, index)
+            self.reduce(state, index)
         except Exception as e:
             logger.exception("could not average a part")
             self._give_up(e)
 
     def _give_up(self, error: Exception) -> None:
-        """This member cannot go on, which is not the fault of whoever has sent the last part."""
+        """Fail the whole reducer: the error is this member's own, not the fault of the last part's sender."""
         self._error = self._error or error
         self.waiting_for.clear()
         for state in self._states:
+            state.is_complete = True
             state.done.set()
         self.finished.set()
 
     async def finish(self) -> None:
-        """Wait until nobody is waited for any more.
+        """Wait until nobody is waited for any more, and all parts are averaged.
 
         Raises:
             AllreduceException: this member could not average a part.
         """
-        await self.finished.wait()
+        try:
+            await self.finished.wait()
+            while self._at_work and self._error is None:
+                await asyncio.wait(self._at_work)
+        finally:
+            await self.close()
         self._check_error()
+
+    async def close(self) -> None:
+        """No average is needed any more that a rule is still working on."""
+        await cancel_and_wait(*self._at_work)
 
     def _check_error(self) -> None:
         if self._error is not None:
             raise AllreduceException(f"this peer could not average a part: {self._error}") from self._error
 
-    def _reduce(self, state: _PartState, index: int) -> None:
+    def reduce(self, state: _PartState, index: int) -> None:
+        """Average one part, from the members that have sent it."""
         senders, part = sorted(state.values), self._parts[index]
-        state.average = self._mean(state, part)
-        if state.average is not None and not all_finite(state.average):
-            self._leave_out_not_finite(state)
-            mean = self._mean(state, part, trust_own=False)
-            # Shares may add up to more than 1.
-            state.average = None if mean is None else without_overflow(mean)
+        state.is_complete = True
         state.takers = {*senders, self._local_index} if self._own_values is not None else set(senders)
         state.is_shared = bool(senders) or not self._expects_others
-        if not part.codec.lossy:  # only differences need what was sent
+        if self._combiner is None:
+            self._note_average(state, index, self._mean(state, part))
+            return
+        # From the mean it can be seen; other rules might hide it.
+        self._leave_out_not_finite(state)
+        order, values = self._counting(state, part, trust_own=False)
+        combination = self._combiner.combination(order, values, self.weights, part)
+        if combination.is_heavy:
+            task = asyncio.ensure_future(self._work(state, index, combination))
+            self._at_work[task] = None
+            task.add_done_callback(self._at_work.pop)
+        else:
+            self._note_average(state, index, _in_range(combination.make()))
+
+    async def _work(self, state: _PartState, index: int, combination: Combination) -> None:
+        """Let the rule make an average outside the loop."""
+        try:
+            async with self._one_at_a_time:
+                average = await run_in_worker(lambda: _in_range(combination.make()))
+            if not state.done.is_set():  # else this member has given up
+                self._note_average(state, index, average)
+        except Exception as e:
+            logger.exception("could not average a part")
+            self._give_up(e)
+
+    def _note_average(self, state: _PartState, index: int, average: torch.Tensor | None) -> None:
+        state.average = average
+        if not self._parts[index].codec.lossy:  # only differences need what was sent
             state.values.clear()
+        if self.on_average is not None:
+            self.on_average(index, average)
         state.done.set()
 
-    def _mean(self, state: _PartState, part: Part, *, trust_own: bool = True) -> torch.Tensor | None:
+    def _mean(self, state: _PartState, part: Part) -> torch.Tensor | None:
+        mean = self._mean_of(*self._counting(state, part))
+        if mean is None or all_finite(mean):
+            return mean
+        self._leave_out_not_finite(state)
+        # Shares may add up to more than 1.
+        return _in_range(self._mean_of(*self._counting(state, part, trust_own=False)))
+
+    def _mean_of(self, members: Sequence[int], values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        return weighted_mean(values, [self.weights[member] for member in members])
+
+    def _counting(
+        self, state: _PartState, part: Part, *, trust_own: bool = True
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """The members whose values count, in order, and these."""
         values = {sender: sent for sender, sent in state.values.items() if sent is not None}
         own = None if self._own_values is None else self._own_values(part)
         if own is not None and (trust_own or all_finite(own)):
             values[self._local_index] = self._counted(own, part, state)
         order = sorted(values)
-        return weighted_mean([values[i] for i in order], [self.weights[i] for i in order])
+        return order, [values[member] for member in order]
 
     def _leave_out_not_finite(self, state: _PartState) -> None:
-        """Somebody has not checked its values before it sent them: they would spoil the average."""
+        """Leave out members that have sent values that are not finite, and report those that have a weight."""
         state.values.pop(self._local_index, None)
         for sender, values in sorted(state.values.items()):
             if values is not None and not all_finite(values):
@@ -306,9 +368,10 @@ class PartReducer:
     def _counted(self, values: torch.Tensor, part: Part, state: _PartState) -> torch.Tensor:
         """This member's own values as they count in an average with those that have arrived.
 
-        Members have nearly the same parameters, and a codec errs in the same way in the same values. If it errs in
-        all of them, also in these, which do not travel, that cancels out in every difference: who agrees with the
-        others stays where it is. What has little in common, as gradients, counts as exactly as possible.
+        Own values do not travel, so no codec has changed them. Where members hold nearly the same values, such as
+        parameters, they are put through the codec nevertheless. The codec makes the same error in the same values, so
+        the error cancels out in the differences that members get back, and members that agree keep their values.
+        Where members have little in common, as with gradients, own values count exactly.
         """
         if not part.codec.lossy or not state.values or part.info.role is TensorRole.GRADIENT:
             return values

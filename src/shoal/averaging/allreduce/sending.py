@@ -1,18 +1,17 @@
-"""What two members of a round send each other: the parts that the other one reduces, and averages back.
+"""What two members of a round send each other: parts to the reducer, averages back to the sender.
 
-Small parts travel several in a message, large ones alone, over long links in slices.
+*Bundles.* Several small parts travel in one message. Models have many tensors of some hundred values, and with codecs
+that look at a tensor as a whole each of them is a part of its own. A message for each would cost more than its bytes.
 
-Models have many tensors of some hundred values. With codecs that look at a tensor as a whole, each of them makes a part
-of its own, for which a message would cost more than its bytes.
+*Slices.* Over long links a large part travels in slices, over several connections at once. Connections that share a
+slow link are slow. If each carried whole parts, the last parts would end at very different times, and the link would be
+half idle meanwhile. With slices all connections end together.
 
-Where connections share a slow link, each of them is slow. If each had a whole part to itself, the last parts would end
-at very different times, and the link would be half idle meanwhile; in slices they end together.
-
-What a member sends to several others over long links is kept in step (:class:`Pace`). All its connections share one
-uplink, and TCP does not share it equally. When only some of the others have something left to come, the connections to
-them are too few, and too slow to speed up, to fill the link: it is half idle in the end, while the round takes as long
-as the last of them. So nobody who gets ahead is sent more until the rest catch up. Who makes no progress at all is not
-waited for, and every connection carries something now and then, or the other side would take this one for dead.
+*Pace.* All connections of a member share one uplink, and TCP does not share it equally. Some receivers would be done
+early. The few connections to the rest cannot fill the link and speed up slowly, so the link would be half idle, and the
+round takes as long as its last receiver. So a receiver that is ahead is held back until the others catch up
+(:class:`Pace`). Nobody waits for a receiver that makes no progress at all. And a connection that is held back still
+carries something now and then, or the other side would take this one for dead.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
 
-# As long as a record of TLS.
+# The length of a TLS record.
 SLICE_BYTES = 2**14
 # Parts that take no more than this together travel in one message.
 BUNDLE_BYTES = 2**19
-# A message has no more parts than this: their descriptions have to fit into its header.
+# The most parts in one message: their descriptions have to fit into its header.
 BUNDLE_PARTS = 256
 
 
@@ -48,37 +47,37 @@ Piece = tuple[PartMessage, "tuple[Buffer, ...]"]
 # A member is ahead if it has this much less left to receive than the one that has most left (0.08: eight percent less).
 # A smaller lead would hold back all members but one, and the connections to that one alone cannot fill the link.
 MAX_LEAD = 0.08
-# Nobody waits for a member that has not taken the next piece for so many seconds.
+# Nobody waits for a receiver to which no piece could be sent for so many seconds.
 STALLED_SECONDS = 0.5
-# For how long a connection is held back before it may send another piece.
+# A connection is held back for at most so many seconds before it may send another piece.
 MAX_WAIT_SECONDS = 1.0
 
 
 class Pace:
-    """Of one member in one round."""
+    """Keeps the receivers of one member in step. Lives for one round."""
 
     def __init__(self) -> None:
         self._runners: list[Runner] = []
 
     def add(self, share_left: Callable[[], float]) -> Runner:
-        """From now on something is sent to one more of the others.
+        """Add a receiver.
 
         Args:
-            share_left: tells which share of that is left.
+            share_left: tells which share of its data has not been sent yet, from 0 to 1.
         """
         self._runners.append(Runner(self, share_left))
         return self._runners[-1]
 
     def least_left(self) -> float:
-        """Who has less left is ahead."""
+        """The limit: a receiver that has a smaller share left is ahead."""
         stalled_since = asyncio.get_running_loop().time() - STALLED_SECONDS
         moving = [each.share_left() for each in self._runners if each.moved_at > stalled_since]
         return (1 - MAX_LEAD) * max(moving, default=0.0)
 
     def wake(self) -> None:
-        """Let the connections to those go on that are not ahead any more."""
+        """Let connections go on whose receivers are not ahead any more."""
         waiting = [runner for runner in self._runners if runner.waiting]
-        # This is called for each piece.
+        # This runs for every piece, so the limit is computed only if a connection waits.
         least_left = self.least_left() if waiting else 0.0
         for runner in waiting:
             if runner.share_left() >= least_left:
@@ -86,7 +85,7 @@ class Pace:
 
 
 class Runner:
-    """What is sent to one of the others, over any number of connections."""
+    """One receiver in a pace: what is sent to it, over any number of connections."""
 
     def __init__(self, pace: Pace, share_left: Callable[[], float]) -> None:
         self._pace, self.share_left = pace, share_left
@@ -95,19 +94,19 @@ class Runner:
         """Connections that are held back."""
 
     def note_progress(self) -> None:
-        """It has been sent the next piece, or will get no more."""
+        """Note that the receiver got the next piece, or will get no more."""
         self.moved_at = asyncio.get_running_loop().time()
         self._pace.wake()
 
     def go_on(self) -> None:
-        """Let every connection send one piece more, at least."""
+        """Let every waiting connection send at least one more piece."""
         for turn in self.waiting:
             if not turn.done():
                 turn.set_result(None)
         self.waiting = []
 
     async def wait_for_others(self) -> None:
-        """Wait while it is ahead of them, but not too long."""
+        """Wait while this receiver is ahead of the others, but at most ``MAX_WAIT_SECONDS``."""
         if self.share_left() >= self._pace.least_left():
             return
         turn = asyncio.get_running_loop().create_future()
@@ -117,21 +116,21 @@ class Runner:
                 async with asyncio.timeout(MAX_WAIT_SECONDS):
                     await turn
         finally:
-            with suppress(ValueError):  # it has been woken
+            with suppress(ValueError):  # go_on has taken it off the list
                 self.waiting.remove(turn)
 
 
 class Outgoing:
-    """Parts for one member, in order, which any number of connections take piece by piece.
+    """Parts for one receiver, in order. Any number of connections take them piece by piece.
 
     Args:
-        sizes: of the parts in bytes.
-        encode: makes a part ready, given its index; does not wait when the part is there.
-        is_there: whether a part is, given its index.
-        wait: waits until it is.
+        sizes: the size of each part in bytes.
+        encode: encodes the part with a given index; does not wait if the part is there.
+        is_there: tells whether the part with a given index can be encoded now.
+        wait: waits until it can.
         on_sent: called when all pieces have been sent.
-        is_average: whether they are averages.
-        is_urgent: whether a part, given its index, goes before what comes first otherwise.
+        is_average: whether these are averages, rather than parts to reduce.
+        is_urgent: tells whether the part with a given index must go before everything else.
     """
 
     def __init__(
@@ -146,43 +145,46 @@ class Outgoing:
         is_urgent: Callable[[int], bool] = lambda index: False,
     ) -> None:
         self._is_average, self._is_urgent = is_average, is_urgent
-        self._sizes, self._count = sizes, len(sizes)
+        self._sizes = sizes
+        self.count = len(sizes)
+        """The number of all parts."""
         self._encode, self._is_there, self._wait, self._on_sent = encode, is_there, wait, on_sent
         self.in_slices = False
-        """Parts are cut: they travel over several connections."""
+        """Large parts are cut into slices, because they travel over several connections."""
         self._next = 0
-        # The pieces of what was made ready last.
+        # The pieces of the bundle that was encoded last.
         self._pieces: deque[Piece] = deque()
         self._pieces_per_part = 1
         self._under_way = 0
 
     @property
     def left(self) -> float:
-        """How many parts are not taken."""
-        return self._count - self._next + len(self._pieces) / self._pieces_per_part
+        """The number of parts that no connection has taken, with a fraction for the one that is partly taken."""
+        return self.count - self._next + len(self._pieces) / self._pieces_per_part
 
     @property
     def is_taken(self) -> bool:
-        """No piece is left."""
-        return self._next == self._count and not self._pieces
+        """Whether connections have taken all pieces."""
+        return self._next == self.count and not self._pieces
 
     @property
     def is_ready(self) -> bool:
-        """The next piece is there."""
-        return bool(self._pieces) or (self._next < self._count and self._is_there(self._next))
+        """Whether the next piece can be sent now."""
+        return bool(self._pieces) or (self._next < self.count and self._is_there(self._next))
 
     @property
     def is_urgent(self) -> bool:
-        """The next piece, which is there, goes before what comes first otherwise."""
+        """Whether the next piece must go before everything else. It must be ready."""
         return self._is_urgent(self._next)
 
     async def wait(self) -> None:
-        """Wait for the next piece."""
+        """Wait until the next piece is ready."""
         await self._wait(self._next)
 
     async def send_next(self, call: Call) -> None:
-        """Send the next piece, which is there."""
+        """Send the next piece, which must be ready."""
         if not self._pieces:
+            # Moved before anything is awaited, so that no other connection takes the same parts.
             first, self._next = self._next, self._end_of_bundle()
             pieces = list(self._cut(first, [await self._encode(index) for index in range(first, self._next)]))
             self._pieces.extend(pieces)
@@ -195,9 +197,9 @@ class Outgoing:
             self._on_sent()
 
     def _end_of_bundle(self) -> int:
-        """After the last part that goes with the next one."""
+        """The index after the last part that travels in one message with the next one."""
         left = (SLICE_BYTES if self.in_slices else BUNDLE_BYTES) - self._sizes[self._next]
-        end = min(self._count, self._next + BUNDLE_PARTS)
+        end = min(self.count, self._next + BUNDLE_PARTS)
         for index in range(self._next + 1, end):
             left -= self._sizes[index]
             if left < 0 or not self._is_there(index):
@@ -216,12 +218,12 @@ class Outgoing:
 
 
 async def send_all(call: Call, *sources: Outgoing, before: Callable[[], Awaitable[object]] | None = None) -> None:
-    """Send on one connection until others have taken the rest or nothing is left.
+    """Send pieces on one connection until the connections have taken them all.
 
-    What is ready in the first source goes first, unless something in another one is urgent.
+    A ready piece of the first source goes first, unless another source has an urgent one.
 
     Args:
-        before: called before each piece.
+        before: called before each piece; may wait.
     """
     while waiting := [source for source in sources if not source.is_taken]:
         ready = [source for source in waiting if source.is_ready]
@@ -231,45 +233,45 @@ async def send_all(call: Call, *sources: Outgoing, before: Callable[[], Awaitabl
         chosen = max(ready, key=lambda source: source.is_urgent)
         if before is not None:
             await before()
-            if not chosen.is_ready:  # another connection has taken it
+            if not chosen.is_ready:  # meanwhile another connection has taken it
                 continue
         await chosen.send_next(call)
 
 
 @dataclass
 class _Slices:
-    """A part of which slices have come."""
+    """A part of which some slices have come."""
 
     buffer: memoryview
     due: set[int]
-    """Where slices begin that have not begun to come."""
+    """Offsets of the slices that have not begun to come."""
     left: int
-    """How many bytes have not come."""
+    """The number of bytes that have not come."""
 
     @classmethod
     def of(cls, nbytes: int) -> _Slices:
-        """Room for a part of which the first slice has come."""
+        """Memory for a part whose first slice is about to be read."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return cls(bytes_of(memory), set(range(0, nbytes, SLICE_BYTES)), nbytes)
 
 
 class Incoming:
-    """Parts of one member as they arrive."""
+    """The parts or averages of one member as they arrive."""
 
     def __init__(self, vector: RoundVector, parts: list[Part]) -> None:
         self._vector, self._parts = vector, parts
         self.missing = set(range(len(parts)))
-        """Parts that are not here yet, as a whole."""
+        """Indices of the parts that are not completely here."""
         self._begun: dict[int, _Slices] = {}
 
     async def receive(self, call: Call, message: PartMessage) -> Averages:
         """Receive the payload that belongs to a message.
 
         Returns:
-            The values of the parts that are complete now, or ``None`` for "unchanged".
+            The values of the parts that are complete now; ``None`` for "unchanged".
 
         Raises:
-            ProtocolError: it is something that is not due.
+            ProtocolError: the message holds something that is not due.
         """
         indices = range(message.index, message.index + len(message.parts))
         if not self.missing.issuperset(indices):
@@ -303,24 +305,25 @@ class Incoming:
         return [self._vector.decode(header, part, slices.buffer)]
 
 
-# What may wait unsent on a call that shares its work with others: little, so that all of them end together.
+# The most bytes that wait unsent on a call that shares its work with others. Little, so that all calls end together.
 BACKLOG_BYTES = 2**15
 
 
 class Traffic:
-    """Everything between this member and another one, whichever of the two has made the call that carries it.
+    """All parts and averages between this member and another one, on the calls of both.
 
-    Where all is near, parts travel on the calls of the one that sends them, and averages back on the same calls. Over
-    a long link, every call carries whatever is to be sent next: so all connections are at work from the beginning,
-    when there are no averages yet, to the end, when there are no parts any more. Parts go first, for others wait for
-    them to have averages to send, unless too many averages wait here.
+    On short links a member's parts travel on its own calls, and their averages come back on the same calls. On a long
+    link every call carries whatever is to be sent next. So all connections are busy from the beginning, when there are
+    no averages yet, to the end, when no parts are left. Parts go first, because the other side needs them to make
+    averages; but if too many averages wait here, these go first.
 
     Args:
         vector: this member's values.
-        own, other: positions of the two.
+        reducer: averages the parts that this member reduces.
+        own, other: positions of the two members.
         gives: whether this member sends parts.
-        takes: whether the other one does.
-        pace: of what this member sends to all others; ``None``: nobody waits for anybody.
+        takes: whether the other member sends parts.
+        pace: keeps all receivers of this member in step; ``None``: none of them is held back.
         on_not_finite: called when an average is not finite.
         on_delivered: called when all parts are sent.
         on_received: called when all averages are here.
@@ -363,13 +366,13 @@ class Traffic:
         )
         self._count = max(1, len(theirs) + len(ours))
         self.parts_in, self.averages_in = Incoming(vector, ours), Incoming(vector, theirs)
-        # On how many calls something may still come: those that this member makes, and those of the other one.
+        # The number of calls on which something may still come: the calls of this member (True) and of the other one.
         self._calls = {True: math.inf if theirs else 0, False: math.inf if ours else 0}
-        # The other one has told its weight; parts may overtake that.
+        # Set when the other member has announced its weight. Its parts may come earlier, on a call of this member.
         self._begun = asyncio.Event()
         self._is_over = False
         self.heard_at = -math.inf
-        """Loop time of the last message of the other one."""
+        """Loop time of the other member's last message."""
 
     async def _encode_part(self, index: int) -> DescribedPart:
         part = self.vector.parts[self.other][index]
@@ -380,7 +383,7 @@ class Traffic:
         return describe_part(PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded)
 
     def begin(self, calls: int, *, own: bool) -> None:
-        """Some calls begin, which are this member's own or those of the other one."""
+        """Note that so many calls begin: this member's own ones, or those of the other member."""
         self._calls[own] = calls
         if not own:
             self._begun.set()
@@ -389,17 +392,22 @@ class Traffic:
             self._runner = self._pace.add(self._share_left) if self._pace else None
 
     def _share_left(self) -> float:
-        """Of what is to be sent."""
+        """The share of all parts and averages that is still to be sent, from 0 to 1."""
         left = 0.0 if self._is_over else self.parts_out.left + self.averages_out.left
         return left / self._count
 
     def stop(self) -> None:
-        """No average counts any more."""
+        """Refuse averages that come from now on, and hold no other receiver back for this one."""
         self._is_over = True
         self._note_progress()
 
     async def send(self, call: Call, usual: Outgoing, calls: int) -> None:
-        """Send what is left on one of some calls."""
+        """Send on one of several calls until nothing is left.
+
+        Args:
+            usual: what travels on this call if it is the only one.
+            calls: the number of calls that share the work.
+        """
         if calls == 1:
             await send_all(call, usual)
             return
@@ -424,10 +432,10 @@ class Traffic:
         """Receive parts and averages on one call until the other side has no more to send on it.
 
         Args:
-            limit: seconds without the next message after which it is given up.
+            limit: tells after how many seconds without the next message to give up.
 
         Returns:
-            How it has said so.
+            The last message, which has no parts; ``None``: the other side has ended the call.
 
         Raises:
             ProtocolError, P2PDaemonError, P2PHandlerError, TimeoutError: the other member failed.
@@ -472,10 +480,10 @@ class Traffic:
             raise ProtocolError("sent an average that is not finite")
 
     def end(self, *, own: bool) -> None:
-        """Nothing more comes on one call.
+        """Note that nothing more comes on one call.
 
         Raises:
-            ProtocolError: nothing more comes at all, but something is missing.
+            ProtocolError: this was the last call, but parts or averages are missing.
         """
         self._calls[own] -= 1
         missing = len(self.parts_in.missing) + len(self.averages_in.missing)

@@ -1,4 +1,9 @@
-"""A group at work: rounds among the same members, one after another; and all rounds of an averager, by id."""
+"""Rounds of a group, one after another; and all rounds of an averager, by id.
+
+A step runs one or more phases in the group that was found for it (:class:`GroupSession`). Each phase is a
+:class:`Round`: an exchange of parts, then its completion. In :class:`Rounds` the calls of other members find their
+round, even if they come before it begins here or after it has its result.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +17,28 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.averaging.aggregation import Aggregation
+from shoal.averaging.allreduce.combining import share_norms
 from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.allreduce.finish import Completion
 from shoal.averaging.allreduce.parts import RoundVector, rescale_shares
+from shoal.averaging.allreduce.receipts import Notary
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo, RoundResult
 from shoal.averaging.finite import name_not_finite
 from shoal.averaging.messages import BeginReduce, RoundKind, RoundMessage, RoundStatus
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.p2p import Call, PeerID, StubBase
+from shoal.p2p.behaviour import Behaviour
 from shoal.tasks import all_of, cancel_and_wait, first_completed, run_in_worker
 
 logger = logging.getLogger(__name__)
 
-# Calls for rounds that have not begun here wait for them; a stranger could open any number.
+# A call for a round that has not begun here waits for it. The limit keeps strangers from filling the memory with these.
 MAX_WAITING_CALLS = 1024
-# Rounds that one member may mean before they are known here; an honest one is a phase or two ahead.
+# The most rounds for which one peer may wait here. An honest member is a phase or two ahead.
 MAX_UNKNOWN_ROUNDS = 8
-# Whoever calls late for a round that is over is refused at once, if its id is still known.
+# The ids of so many finished rounds are kept, so that late calls for them are refused at once.
 MAX_REMEMBERED_ROUNDS = 256
 
 
@@ -42,76 +51,91 @@ class AllReduceSettings:
     alpha: float
     """Local values move by this fraction of the way to the average."""
     sender_timeout: float
-    """Seconds without the next part after which a sender is given up."""
+    """A sender is given up after so many seconds without the next part."""
     reducer_timeout: float
-    """Seconds without the next average after which a reducer is given up."""
+    """A reducer is given up after so many seconds without the next average."""
     quorum: int | None = None
     """When so many members have sent everything, the others have ``quorum_grace`` seconds left; ``None``: no limit."""
     quorum_grace: float = 0.0
+    aggregation: Aggregation | None = None
+    """``None``: the weighted mean."""
+    verify_reducers: bool = False
+    """Whether members compare the averages that they get, see :mod:`shoal.averaging.allreduce.verification`."""
+
+
+class RoundIsCommitted(AllreduceException):
+    """A call is too late for a round, which has ended with a result."""
 
 
 class Round:
-    """Exchange of parts, then completion; and what other members call in the meantime."""
+    """One all-reduce: the exchange of parts, then the completion. Serves the calls of other members meanwhile."""
 
     def __init__(self, allreduce: AllReduce) -> None:
-        self._allreduce, self._completion = allreduce, Completion(allreduce)
+        self.allreduce, self._completion = allreduce, Completion(allreduce)
         self._work: asyncio.Future[None] | None = None
 
     async def run(self, failed_before: Sequence[int] = ()) -> RoundResult:
         """Average; afterwards the tensors hold the result. :meth:`finish` must follow.
 
         Args:
-            failed_before: members that are not waited for, because they failed in an earlier phase.
+            failed_before: positions of members that failed in an earlier phase; nobody waits for them.
 
         Raises:
             AllreduceException: nothing at all was averaged; the tensors are as they were.
         """
         started = asyncio.get_running_loop().time()
         for member in failed_before:
-            self._allreduce.roster.fail(member, "failed in an earlier phase")
-        # the call to the coordinator first: it takes the connection that is there, so that all hear of the end together
-        self._work = work = asyncio.ensure_future(all_of(self._complete(), self._allreduce.run()))
+            self.allreduce.roster.fail(member, "failed in an earlier phase", is_hearsay=True)
+        # The call to the coordinator begins first, so it takes the connection that is there already. A call that has to
+        # dial would hear of the end later than the others.
+        self._work = work = asyncio.ensure_future(all_of(self._complete(), self.allreduce.run()))
         try:
-            await first_completed(asyncio.shield(work), self._allreduce.roster.all_complete.wait())
+            # When all senders hold all averages the result is final; finish() waits for the calls to end.
+            await first_completed(asyncio.shield(work), self.allreduce.roster.all_complete.wait())
             if work.done():
                 work.result()
         except BaseException:
             await cancel_and_wait(work)
             raise
-        return self._allreduce.result(asyncio.get_running_loop().time() - started)
+        return self.allreduce.result(asyncio.get_running_loop().time() - started)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether all members that stayed to the end have the same averages, as far as this member knows."""
+        return bool(self.allreduce.weights) or self.allreduce.roster.all_complete.is_set()
 
     async def _complete(self) -> None:
         try:
             await self._completion.run()
         finally:
-            self._allreduce.end()
+            self.allreduce.end()
 
     async def finish(self, linger: float) -> None:
-        """End politely; the result is there, and the tensors are not touched any more.
+        """Serve the other members until they have all that they need. The tensors are not touched any more.
 
         Args:
-            linger: seconds for which members that were late may come for the result.
+            linger: seconds for which late members may come for the result.
         """
         if self._work is None:
             return
         try:
             await asyncio.wait([self._work])
-            if self._allreduce.roster.closed_early:
+            if self.allreduce.roster.closed_early:
                 await asyncio.sleep(linger)
         finally:
             await cancel_and_wait(self._work)
 
     async def serve_sender(self, call: Call, begin: BeginReduce, sender: PeerID) -> None:
-        """A member sends the parts that this one reduces."""
-        await self._allreduce.serve(call, begin, sender)
+        """Serve the call of a member that sends the parts which this one reduces."""
+        await self.allreduce.serve(call, begin, sender)
 
     async def serve_member(self, call: Call, hello: RoundMessage, member: PeerID) -> None:
-        """A member takes this one for the coordinator.
+        """Serve the call of a member that follows this one as its coordinator.
 
         Raises:
-            ProtocolError: it is no member, or breaks the protocol.
+            ProtocolError: the caller is not a member, or breaks the protocol.
         """
-        peers = self._allreduce.group.peer_ids
+        peers = self.allreduce.group.peer_ids
         if hello.kind != RoundKind.HELLO or member not in peers or not 0 <= hello.weight < math.inf:
             raise ProtocolError("not the greeting of a member of this round")
         await self._completion.serve(call, hello, peers.index(member))
@@ -120,94 +144,104 @@ class Round:
 class Rounds:
     """The rounds in which this averager takes part, by id. Calls of other members may come before the round begins.
 
-    The id of a round is the id of its group and the number of its phase.
+    The id of a round is the id of its group followed by the number of its phase.
+
+    Args:
+        is_of_use: tells whether the early calls of a peer are kept when there are too many of them.
     """
 
-    def __init__(self) -> None:
-        self._running: dict[bytes, Round] = {}
-        # Calls that are earlier than the round, by its id, and whose they are.
+    def __init__(self, is_of_use: Callable[[PeerID], bool] = lambda peer: False) -> None:
+        self._is_of_use = is_of_use
+        self.running: dict[bytes, Round] = {}
+        """Rounds that have no result yet."""
+        # By round id: the calls that wait for the round to begin here, and their callers.
         self._waiting: dict[bytes, dict[asyncio.Future[Round], PeerID]] = {}
-        # Rounds whose result is there, until they have ended politely.
-        self._lingering: dict[bytes, tuple[Round, asyncio.Task[None]]] = {}
-        # Ids of rounds, and of groups that this averager has left.
-        self._finished: OrderedDict[bytes, None] = OrderedDict()
+        self.lingering: dict[bytes, tuple[Round, asyncio.Task[None]]] = {}
+        """Rounds that have their result but still serve other members."""
+        self.finished: OrderedDict[bytes, bool] = OrderedDict()
+        """Ids of rounds and groups that this averager has left, and whether they were committed, as far as it knows."""
 
     def __len__(self) -> int:
-        return len(self._running) + len(self._waiting) + len(self._lingering)
+        return len(self.running) + len(self._waiting) + len(self.lingering)
 
     async def run(
         self, round_id: bytes, current: Round, failed_before: Sequence[int] = (), linger: float = 0.0
     ) -> RoundResult:
-        """Run a round while others can find it, and members that are late for it so many seconds longer.
+        """Run a round that others can find by its id; late members can find it ``linger`` seconds longer.
 
         Raises:
             AllreduceException: nothing was averaged.
         """
-        self._running[round_id] = current
+        self.running[round_id] = current
         for call in self._waiting.get(round_id, ()):
             if not call.done():
                 call.set_result(current)
         try:
             return await current.run(failed_before)
         finally:
-            del self._running[round_id]
-            self._remember(round_id)
-            self._lingering[round_id] = current, asyncio.ensure_future(self._finish(round_id, current, linger))
+            del self.running[round_id]
+            self._remember(round_id, is_committed=current.is_committed)
+            self.lingering[round_id] = current, asyncio.ensure_future(self._finish(round_id, current, linger))
 
     async def _finish(self, round_id: bytes, current: Round, linger: float) -> None:
         try:
             await current.finish(linger)
         finally:
-            self._lingering.pop(round_id, None)
+            if round_id in self.finished:
+                self.finished[round_id] = current.is_committed
+            self.lingering.pop(round_id, None)
 
     def leave_group(self, group_id: bytes) -> None:
-        """No further round will begin in this group."""
+        """Note that no further round will begin in this group; calls that wait for one are refused."""
         for round_id, calls in self._waiting.items():
             if round_id.startswith(group_id):
                 self._refuse(calls, "this member has left the group")
         self._remember(group_id)
 
     async def close(self) -> None:
-        """No further round will begin at all."""
+        """Refuse all waiting calls and end lingering rounds, because no further round will begin at all."""
         for calls in self._waiting.values():
             self._refuse(calls, "this averager was shut down")
-        await cancel_and_wait(*[task for _, task in self._lingering.values()])
+        await cancel_and_wait(*[task for _, task in self.lingering.values()])
 
     def _refuse(self, calls: Iterable[asyncio.Future[Round]], reason: str) -> None:
         for call in calls:
             if not call.done():
                 call.set_exception(AllreduceException(reason))
 
-    def _remember(self, finished_id: bytes) -> None:
-        self._finished[finished_id] = None
-        while len(self._finished) > MAX_REMEMBERED_ROUNDS:
-            self._finished.popitem(last=False)
+    def _remember(self, finished_id: bytes, *, is_committed: bool = False) -> None:
+        self.finished[finished_id] = is_committed
+        while len(self.finished) > MAX_REMEMBERED_ROUNDS:
+            self.finished.popitem(last=False)
 
     def _is_finished(self, round_id: bytes) -> bool:
-        return round_id in self._finished or round_id[:GROUP_ID_BYTES] in self._finished
+        return round_id in self.finished or round_id[:GROUP_ID_BYTES] in self.finished
 
     async def find(self, round_id: bytes, caller: PeerID, patience: float) -> Round:
-        """The round that another member means.
+        """The round that another member means; waits for it if it has not begun here.
 
         Args:
-            caller: that member.
-            patience: seconds to wait for its beginning here.
+            caller: the member that has called.
+            patience: seconds to wait for the beginning of the round.
 
         Raises:
-            AllreduceException: it is over, or there are too many calls for rounds that do not exist.
-            TimeoutError: it did not begin.
+            RoundIsCommitted: the round is over, with a result.
+            AllreduceException: the round is over without a result, or too many calls wait for unknown rounds.
+            TimeoutError: the round did not begin in time.
         """
-        if round_id in self._running:
-            return self._running[round_id]
-        if round_id in self._lingering:
-            return self._lingering[round_id][0]
+        if round_id in self.running:
+            return self.running[round_id]
+        if round_id in self.lingering:
+            return self.lingering[round_id][0]
+        if self.finished.get(round_id):
+            raise RoundIsCommitted("this member has finished the round already")
         if self._is_finished(round_id):
             raise AllreduceException("this member has finished the round already, or has left it")
-        if sum(map(len, self._waiting.values())) >= MAX_WAITING_CALLS:
-            raise AllreduceException("too many calls wait for rounds that this member does not know")
         unknown = [known_id for known_id, calls in self._waiting.items() if caller in calls.values()]
         if len(unknown) >= MAX_UNKNOWN_ROUNDS and round_id not in unknown:
             raise AllreduceException(f"{caller} means {len(unknown)} rounds already that this member does not know")
+        if sum(map(len, self._waiting.values())) >= MAX_WAITING_CALLS:
+            self._give_up_longest_waiting()
         call: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
         calls = self._waiting.setdefault(round_id, {})
         calls[call] = caller
@@ -219,31 +253,44 @@ class Rounds:
             if not calls:
                 self._waiting.pop(round_id, None)
 
+    def _give_up_longest_waiting(self) -> None:
+        """Refuse the stranger that has waited longest, or raise an error. A call for a real round waits briefly."""
+        waiting = ((call, peer) for calls in self._waiting.values() for call, peer in calls.items())
+        refused = next((call for call, peer in waiting if not call.done() and not self._is_of_use(peer)), None)
+        if refused is None:
+            raise AllreduceException("too many calls wait for rounds that this member does not know")
+        self._refuse([refused], "too many calls wait for rounds that this member does not know")
+
     def status(self, round_id: bytes) -> RoundStatus:
-        """How far a round is here."""
-        if round_id in self._running:
+        """The status of a round at this member."""
+        if round_id in self.running:
             return RoundStatus.RUNNING
         return RoundStatus.FINISHED if self._is_finished(round_id) else RoundStatus.UNKNOWN
 
 
 # The phase is the last byte of a round's id.
 MAX_PHASES = 256
-# Looking at so many values takes long enough to be done in a worker.
+# Work on vectors larger than this would hold up the event loop, so it is done in a worker.
 LARGE_VECTOR = 2**20
 
 
 class GroupSession:
     """What a step does in the group that was found for it.
 
-    Most averagers do one all-reduce of their tensors. Others do several, such as PowerSGD, where what is averaged
-    second depends on the first average: all members call :meth:`all_reduce` equally often, with tensors of the same
-    shapes. A member that failed in one phase is not waited for in the next ones.
+    Most averagers run one all-reduce of their tensors. Others run several, one per phase. PowerSGD, for example,
+    averages something in its second phase that depends on the first average. All members call :meth:`all_reduce`
+    equally often, with tensors of the same shapes. If a member fails in one phase, the later ones do not wait for it.
 
     Args:
+        group: as agreed.
         own: this peer.
-        weight: of this member's values.
+        weight: this member's weight.
+        settings: how the group averages.
         rounds: where other members find the phases.
         get_stub: makes a stub of the averager protocol for a member.
+        sign: signs with this peer's key.
+        accuse: called with a member that has lied, and what it has lied about; perhaps after the session is over.
+        notary: makes receipts; ``None``: there are none.
     """
 
     def __init__(
@@ -254,6 +301,9 @@ class GroupSession:
         settings: AllReduceSettings,
         rounds: Rounds,
         get_stub: Callable[[PeerID], StubBase],
+        sign: Callable[[bytes], bytes],
+        accuse: Callable[[PeerID, str], None],
+        notary: Notary | None = None,
     ) -> None:
         self.group, self.own_index = group, group.peer_ids.index(own)
         self.weight = group.limited(self.own_index, weight)
@@ -265,34 +315,45 @@ class GroupSession:
                 weight,
             )
         self._settings, self._rounds, self._get_stub = settings, rounds, get_stub
+        self._sign, self._accuse, self._notary = sign, accuse, notary
         self.not_finite: str | None = None
-        """Which of this member's tensors has values that are not finite, in words."""
+        """The first tensor of this member with values that are not finite, in words; ``None``: there is none."""
         self.seen_not_finite: set[PeerID] = set()
         """Members that have sent this one values that are not finite."""
         self.told_not_finite: set[PeerID] = set()
         """Members of which others say so."""
+        self.overstating: dict[PeerID, float] = {}
+        """Members that have claimed a larger weight than their leader allows, and which."""
+        # What this member has seen itself, see :class:`~shoal.averaging.allreduce.members.Roster`.
+        self._seen_failing: set[PeerID] = set()
+        self._seen_withholding: set[PeerID] = set()
+        self._cut_off: set[PeerID] = set()
+        self._began_at = math.nan
         self._phases: list[RoundResult] = []
-        # What each phase works on, and how far it is.
+        # By phase: its tensors, and the vector that knows how much of them is averaged.
         self._vectors: list[tuple[Sequence[torch.Tensor], RoundVector]] = []
-        # The weights of all members, in the phases that have those of the step.
+        # The weights of all members, only of phases that use the weights of the step.
         self._main_weights: list[tuple[float, ...]] = []
 
     @property
     def mode(self) -> AveragingMode:
-        """What this member does in the group."""
+        """The mode of this member in the group."""
         return AveragingMode(self.group.modes[self.own_index])
 
     def show_gathered(self, gathered: Sequence[bytes]) -> None:
-        """Let the result of the step contain this instead of what the members gave, which was not all for the user.
+        """Replace what the members gave by what the user may see of it, because they also gave data for internal use.
 
         Args:
-            gathered: for each member, serialized.
+            gathered: one serialized value for each member.
         """
         self.group = dataclasses.replace(self.group, gathered=tuple(gathered))
 
     @property
     def result(self) -> RoundResult:
-        """What came of all phases together: a member that failed in one failed; the smallest share counts."""
+        """The result of all phases together.
+
+        A member that failed in one phase has failed. Of weights and of the averaged share the smallest counts.
+        """
         assert self._phases, "no all-reduce has been run in this group"
         failed = {peer for phase in self._phases for peer in phase.failed_peers}
         not_finite = {peer for phase in self._phases for peer in phase.not_finite_peers}
@@ -311,9 +372,9 @@ class GroupSession:
     async def check_values(self, tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> bool:
         """Whether all values of this member are finite; if not, its weight in this step is 0 from now on.
 
-        :meth:`all_reduce` does that with its tensors: others, from which these are made, may be checked before.
+        :meth:`all_reduce` checks its own tensors. Call this for other tensors from which those are made.
         """
-        if self.mode is AveragingMode.AUX:  # has none
+        if self.mode is AveragingMode.AUX:  # an auxiliary has no values of its own
             return True
         is_large = sum(tensor.numel() for tensor in tensors) > LARGE_VECTOR
         bad = await run_in_worker(name_not_finite, tensors, infos) if is_large else name_not_finite(tensors, infos)
@@ -333,15 +394,17 @@ class GroupSession:
         Args:
             tensors: of the same shapes and types in all members; changed in place, unless this member is an auxiliary.
             infos: one for each tensor, for the codec.
-            alpha: move values by this fraction of the way to the mean; default: as the averager is set.
-            weight: of this member's values in this phase; default: as in the step. If some of the values are not
-                finite, it is 0.
+            alpha: move values by this fraction of the way to the mean; default: the averager's setting.
+            weight: this member's weight in this phase; default: its weight in the step. If some of the values are not
+                finite, the weight is 0.
 
         Raises:
-            AllreduceException: nothing was averaged, the tensors are as they were.
+            AllreduceException: nothing was averaged; the tensors are as they were.
         """
         phase = len(self._phases)
         assert phase < MAX_PHASES, f"a step has at most {MAX_PHASES} phases"
+        if not self._vectors:
+            self._began_at = asyncio.get_running_loop().time()
         infos = infos or [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
         settings = self._settings if alpha is None else dataclasses.replace(self._settings, alpha=alpha)
         round_id = self.group.group_id + bytes([phase])
@@ -349,12 +412,16 @@ class GroupSession:
         group = dataclasses.replace(self.group, shares=shares)
         direct = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         working = tensors if direct else await run_in_worker(_copies_on_cpu, tensors)
-        # All of it, before the first byte is sent.
+        # All values are checked before the first byte is sent, so the member does not contribute to some parts only.
         is_spoilt = not await self.check_values(working, infos)
         own_weight = 0.0 if is_spoilt else self.weight if weight is None else weight
         allreduce = AllReduce(
-            round_id, group, self.own_index, working, infos, settings, own_weight, self._get_stub, is_spoilt
+            round_id, group, self.own_index, working, infos, settings, own_weight, self._get_stub, is_spoilt, self._sign
         )
+        # A receipt shows the weights of members. If a phase has weights of its own, these say nothing about members.
+        allreduce.notary = self._notary if weight is None else None
+        allreduce.roster.on_untrue.append(lambda member, what: self._accuse(group.peer_ids[member], what))
+        await self._claim_norms(allreduce)
         self._vectors.append((working, allreduce.vector))
         try:
             result = await self._rounds.run(
@@ -364,6 +431,10 @@ class GroupSession:
             roster = allreduce.roster
             self.seen_not_finite.update(group.peer_ids[member] for member in roster.seen_not_finite)
             self.told_not_finite.update(group.peer_ids[member] for member in roster.told_not_finite)
+            self.overstating.update({group.peer_ids[member]: weight for member, weight in roster.overstating.items()})
+            self._cut_off.update(group.peer_ids[member] for member in roster.cut_off)
+            self._seen_failing.update(group.peer_ids[member] for member in roster.seen_failing)
+            self._seen_withholding.update(group.peer_ids[member] for member in roster.seen_withholding)
         self._phases.append(result)
         if weight is None:
             self._main_weights.append(result.weights)
@@ -372,12 +443,46 @@ class GroupSession:
             await run_in_worker(_copy_back, working, tensors)
         return result
 
+    async def _claim_norms(self, allreduce: AllReduce) -> None:
+        """Announce the norms of this member's shares, if the rule needs them. Must come before anything is sent."""
+        if allreduce.book.is_needed_of(self.own_index):
+            is_large = sum(allreduce.group.shares) > LARGE_VECTOR
+            arguments = allreduce.vector, self.own_index
+            norms = await run_in_worker(share_norms, *arguments) if is_large else share_norms(*arguments)
+            allreduce.book.claim(self.own_index, norms, self._sign)
+
     def share_averaged(self, tensors: Sequence[torch.Tensor]) -> float:
-        """Which share of the values of some of these tensors holds an average by now, also if a phase was cut short."""
+        """The share of the values that holds an average by now, from 0 to 1, even if a phase was cut short.
+
+        Args:
+            tensors: the phases that work on any of these count, and the largest share among them.
+        """
         wanted = set(map(id, tensors))
         return max(
             (vector.share_averaged for each, vector in self._vectors if wanted & set(map(id, each))), default=0.0
         )
+
+    def blame_slow_reducers(self) -> None:
+        """Count reducers as failed whose averages had not come when the time for the whole round was over.
+
+        That is fair: a reducer that was only slow because of others has given these up long before.
+        """
+        self._seen_failing |= self._cut_off
+        self._seen_withholding |= self._cut_off
+
+    def tell(self, behaviour: Behaviour) -> None:
+        """Report to ``behaviour`` how each of the other members has done."""
+        if self._vectors:
+            others = [peer for index, peer in enumerate(self.group.peer_ids) if index != self.own_index]
+            # With a small vector some members have a share but get no part. They have shown nothing.
+            reducers = {
+                peer
+                for _, vector in self._vectors
+                for peer, parts in zip(self.group.peer_ids, vector.parts, strict=True)
+                if parts
+            }
+            seconds = asyncio.get_running_loop().time() - self._began_at
+            behaviour.note_round(others, self._seen_failing, reducers, self._seen_withholding, seconds)
 
     def _failed_members(self) -> list[int]:
         failed = {peer for phase in self._phases for peer in phase.failed_peers}

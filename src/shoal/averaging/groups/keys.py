@@ -1,8 +1,13 @@
-"""Where averagers that look for a group find each other: one DHT key for each bucket of peers.
+"""The DHT keys under which averagers find each other: one key for each bucket of peers.
 
-Peers whose bits agree look under the same key. After every group each member takes other bits, drawn with the group
-id as seed, so that in the next round it meets members of other groups: an average spreads over N peers in a number
-of rounds that grows with log N (Moshpit SGD, https://arxiv.org/abs/2103.03239).
+Peers with the same bits look under the same key. After every group each member takes new bits, drawn with the group id
+as the seed, and meets members of other groups in the next round. So an average spreads over N peers in a number of
+rounds that grows with log N (Moshpit SGD, https://arxiv.org/abs/2103.03239).
+
+A run with a target group size but without bits need not know how many peers there will be. As soon as there are too
+many for one key, each peer draws random bits anew for every search, as many as the size of the run asks for. Peers that
+estimate the size differently draw different numbers of bits. A peer that finds too few others under its key looks at
+the key above (one bit less) and at a key below (one bit more), and goes where more peers are.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ from shoal.averaging.control import GroupInfo
 from shoal.clock import DHTExpiration
 from shoal.dht import DHT, DHTNode
 from shoal.dht.crypto import peer_of, tag_of
-from shoal.logs import one_line
+from shoal.dht.spread import any_place
+from shoal.dht.validation import is_short_lived
+from shoal.logs import Seldom, one_line
 from shoal.p2p import P2P, PeerID
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 
@@ -26,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 GroupKey = str
 GROUP_PATTERN = re.compile(r"^(([^.])+)[.]0b[01]*$")
-# One more than hold a record by default.
+# One node more than hold a record by default.
 _FEW_NODES = 6
 
 
@@ -36,7 +43,7 @@ def is_valid_group(key: str) -> bool:
 
 
 class _Table(Protocol):
-    """What is needed of a :class:`~shoal.dht.DHTNode`."""
+    """The methods of a :class:`~shoal.dht.DHTNode` that are used here."""
 
     async def get(self, key: Any, latest: bool = False, **how: Any) -> Any: ...
     async def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool: ...
@@ -49,9 +56,9 @@ class GroupKeyManager:
         dht: the distributed table; a node of the caller's event loop, or a :class:`~shoal.DHT`, with which the
             coroutines may be awaited in any loop.
         prefix: name space of the keys, without dots.
-        initial_group_bits: bucket to begin with, such as ``"010"``; empty = one bucket for all.
-        target_group_size: size of a full group, if there is one.
-        p2p: this peer; learns the addresses of the averagers that are found. By default that of the table.
+        initial_group_bits: the first bucket, such as ``"010"``; empty: one bucket for all.
+        target_group_size: size of a full group; ``None``: groups have no limit.
+        p2p: this peer, which learns the addresses of the averagers that are found. Default: the table's own.
     """
 
     def __init__(
@@ -69,14 +76,45 @@ class GroupKeyManager:
         self._p2p = p2p
         self._node: _Table = dht.node if isinstance(dht, DHT) else dht
         self._portal = dht.portal if isinstance(dht, DHT) else None
+        self._warn_seldom = Seldom(logger.warning)
         self.prefix = prefix
         self.group_bits = initial_group_bits
         self.target_group_size = target_group_size
+        # Without a target size all peers make one group, so all of them must look under one key.
+        self._draws_bits = not initial_group_bits and target_group_size is not None
+        self._drawn = ""
+        self._looks_up = False
 
     @property
     def current_key(self) -> GroupKey:
         """The key under which this peer looks now."""
         return f"{self.prefix}.0b{self.group_bits}"
+
+    def draw_key(self, depth: int) -> GroupKey:
+        """The key for the next search.
+
+        Args:
+            depth: the number of random bits; ignored if this peer was given bits.
+        """
+        if self._draws_bits and (depth or self._drawn):
+            self.group_bits = self._drawn = any_place(depth, self._p2p.rng)
+        return self.current_key
+
+    async def find_more(self, key: GroupKey, count: int) -> GroupKey:
+        """The key with more averagers, if only a few are under the given one: that key, or one a bit above or below.
+
+        Args:
+            key: under which this averager looks now.
+            count: the number of averagers under it, this one included.
+        """
+        bits = key.rpartition("0b")[2]
+        if not self._drawn or self.target_group_size is None or count >= self.target_group_size:
+            return key
+        self._looks_up = not self._looks_up
+        other = bits[:-1] if self._looks_up else bits + any_place(1, self._p2p.rng)
+        other_key = f"{self.prefix}.0b{other}"
+        others = await self._find(other_key, only_active=True, quickly=True)
+        return other_key if len(others) > count else key
 
     async def declare_averager(
         self, group_key: GroupKey, peer_id: PeerID, expiration_time: DHTExpiration, looking_for_group: bool = True
@@ -84,13 +122,17 @@ class GroupKeyManager:
         """Publish that an averager looks for a group, or that it no longer does.
 
         Args:
-            expiration_time: until when it promises to have started.
+            group_key: under which it looks.
+            peer_id: the averager, which must be this peer.
+            expiration_time: DHT time at which it promises to start at the latest. Others ignore records that are more
+                than an hour ahead.
+            looking_for_group: ``False``: withdraw the record.
 
         Returns:
             Whether the record was accepted.
 
         Raises:
-            ValueError: it is another peer, in whose name this one cannot sign.
+            ValueError: ``peer_id`` is another peer, for which this one cannot sign.
         """
         work = self._declare(group_key, peer_id, expiration_time, looking_for_group)
         return await (work if self._portal is None else self._portal.submit(work))
@@ -102,7 +144,7 @@ class GroupKeyManager:
             raise ValueError(
                 f"only {peer_id} itself can declare that it looks for a group: this is {self._p2p.peer_id}"
             )
-        if not looking_for_group:  # must be later than what it replaces
+        if not looking_for_group:  # a record is only replaced by one with a later expiration
             expiration_time = math.nextafter(expiration_time, math.inf)
         addresses = [str(address) for address in self._p2p.get_addresses(peer_id)][:MAX_ADDRESSES_PER_PEER]
         value = addresses if looking_for_group else None
@@ -111,11 +153,15 @@ class GroupKeyManager:
     async def get_averagers(
         self, group_key: GroupKey, only_active: bool, quickly: bool = False
     ) -> list[tuple[PeerID, DHTExpiration]]:
-        """Averagers under a key with the time until which they promise to start.
+        """The averagers under a key, each with the DHT time at which it promises to start.
 
         Args:
-            only_active: leave out those that have withdrawn.
-            quickly: ask few nodes, just those that should hold the records.
+            group_key: the key, such as ``"my_run.0b01"``.
+            only_active: leave out averagers that have withdrawn.
+            quickly: ask only the few nodes that should hold the records.
+
+        Raises:
+            AssertionError: the key is not valid.
         """
         assert is_valid_group(group_key), f"{group_key!r} is not a group key such as 'my_run.0b01'"
         work = self._find(group_key, only_active, quickly)
@@ -128,7 +174,7 @@ class GroupKeyManager:
             return []
         averagers = []
         for key, entry in found.value.items():
-            if entry.value is None and only_active:
+            if (entry.value is None and only_active) or not is_short_lived(entry.expiration_time):
                 continue
             try:
                 peer_id = peer_of(key)
@@ -136,7 +182,8 @@ class GroupKeyManager:
                     self._p2p.add_addresses(peer_id, entry.value[:MAX_ADDRESSES_PER_PEER])
                 averagers.append((peer_id, float(entry.expiration_time)))
             except (TypeError, ValueError) as e:
-                logger.warning("skipped a malformed record of an averager under %s: %s", group_key, one_line(str(e)))
+                reason = one_line(str(e))
+                self._warn_seldom("skipped a malformed record of an averager under %s: %s", group_key, reason)
         return averagers
 
     def update_key_on_group_assembled(self, group: GroupInfo) -> None:
@@ -151,7 +198,7 @@ class GroupKeyManager:
 
 
 def next_group_bits(bits: str, group_id: bytes, position: int, group_size: int, target_group_size: int | None) -> str:
-    """New bits of a member: distinct numbers are drawn for all members with the group id as seed."""
+    """The new bits of a member. All members draw distinct numbers, with the group id as the common seed."""
     if not bits:
         return bits
     slots = max(target_group_size or 1, 2 ** math.ceil(math.log2(max(group_size, 1))))

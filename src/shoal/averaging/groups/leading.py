@@ -1,14 +1,14 @@
-"""Leading a group: whom to invite, whom to refuse, and what the leader publishes in the end.
+"""Leading a group: which peers to invite, which to refuse, and what the leader announces in the end.
 
-Invitations: a peer that may lead calls those who may follow it, and they join on that very call.
+*Invitations.* A peer that may lead calls peers that may follow it, and they join on that very call. So the peer that
+sees the other first makes the connection: two peers meet if only one of them sees the other, and if only one of them
+can connect to the other. A peer that declines names the leader that it follows instead, so groups that form at the same
+time find each other.
 
-Whoever sees the other first makes the connection, so that two peers meet if one of them sees the other, and if one of
-them can connect to the other. Who declines tells whom it follows instead: so groups of one window find each other.
-
-Refusals: with peers that have sent values that are not finite, this one does not average for a while. Whoever checks
-its values before it sends them never gets here. What a peer has seen itself counts for ``SEEN_SEARCHES`` searches for a
-group: then the other one may show that it has been mended. What it has only been told counts once, and not if half of
-the others or more are accused: else one liar could scatter the swarm.
+*Refusals.* A peer that has sent values that are not finite is refused for a while. Honest peers check their values
+before they send them, so they never get here. What this peer has seen itself counts for ``SEEN_SEARCHES`` searches;
+then the other one may show that it has been repaired. What others say counts for one search, and not at all if half of
+the group or more would be accused. Otherwise one liar could scatter the swarm.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from shoal.averaging.allreduce.parts import load_balance_peers
+from shoal.averaging.allreduce.parts import load_balance_peers, rescale_shares
 from shoal.averaging.control import GROUP_ID_BYTES, AveragingMode, GroupInfo
 from shoal.averaging.groups.candidates import MAX_GROUP_SIZE, Follower, Offer, Search, Trust
 from shoal.averaging.messages import (
     CALL_FAILURES,
+    Code,
     GroupStart,
     Invitation,
     InvitationReply,
+    JoinReply,
     JoinRequest,
     Member,
     PeerRecord,
 )
+from shoal.clock import get_dht_time
 from shoal.errors import ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
@@ -37,31 +40,31 @@ from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 logger = logging.getLogger(__name__)
 
 REFUSAL = (
-    "it has sent values that are NaN or infinite in a round, although peers check theirs before. Is it of an older "
-    "version, or its machine broken? It is taken again after some rounds"
+    "in a round it has sent values that are NaN or infinite, although peers check theirs before, or other values than "
+    "it said. Is it of an older version, or its machine broken? It is taken again after some rounds"
 )
-# A group must fit into one message.
+# The description of a group must fit into one message.
 MAX_GROUP_BYTES = 3 * 2**18
-# What a member takes there besides its addresses and what it gives.
+# The bytes that a member takes in it besides its addresses and its gathered value.
 _MEMBER_BYTES = 100
-# What a request to join may name: a few more than any version has.
+# The most settings in a request to join: a few more than any version has.
 MAX_SETTINGS = 32
-# Seconds in which a member of the group that has been found ends a call that is not needed any more.
+# A member of the group has so many seconds to end a call of an invitation that is not needed any more.
 MEMBER_PATIENCE = 1.0
 
 AnswerJoin = Callable[[Call, JoinRequest, PeerID], Awaitable[None]]
 
 
 def record_of(p2p: P2P, peer: PeerID) -> PeerRecord:
-    """A peer and where it can be dialled, for others."""
+    """A peer and the addresses under which others can dial it."""
     return PeerRecord(peer_id=peer.to_bytes(), addresses=[str(address) for address in p2p.get_addresses(peer)])
 
 
 def learn(p2p: P2P, record: PeerRecord) -> PeerID:
-    """A peer that somebody told of; it can be dialled from now on.
+    """Learn the addresses of a peer from a record, and return the peer.
 
     Raises:
-        ProtocolError: it cannot be dialled.
+        ProtocolError: an address is malformed.
     """
     peer = PeerID(record.peer_id)
     if peer != p2p.peer_id:
@@ -73,7 +76,7 @@ def learn(p2p: P2P, record: PeerRecord) -> PeerID:
 
 
 def follower_of(p2p: P2P, peer: PeerID, request: JoinRequest, trust: Trust) -> Follower:
-    """A peer that wants to be led."""
+    """The entry for a peer that asks to join."""
     size, is_proven = _bytes_of_member(p2p, peer, request), trust.is_proven is None or trust.is_proven(peer)
     return Follower(request, asyncio.get_running_loop().create_future(), request.expected_group_size, size, is_proven)
 
@@ -83,16 +86,18 @@ def _bytes_of_member(p2p: P2P, peer: PeerID, request: JoinRequest) -> int:
 
 
 def is_full(search: Search, p2p: P2P, peer: PeerID, request: JoinRequest) -> bool:
-    """Whether there is no room for one more peer, be it for their number or for the message that describes them."""
+    """Whether the group has no room for this peer, by its number of members or by the size of its description."""
+    if not search.has_time_for(peer):
+        return True
     if 1 + len(search.followers) >= (search.settings.target_group_size or MAX_GROUP_SIZE):
         return True
     return search.group_bytes + _bytes_of_member(p2p, peer, request) > MAX_GROUP_BYTES
 
 
 def difference_of(own: dict[str, str], other: dict[str, str]) -> str:
-    """Which settings differ, for both sides to read; empty if none does.
+    """The settings that differ, in words for the other side to read; empty if none does.
 
-    What the other side has not named it is not told either: it may be somebody who only wants to know.
+    Settings that the other side has not named itself are not shown to it, so nobody can ask just to learn them.
     """
     if len(other) > MAX_SETTINGS:
         return f"it names {len(other)} settings, more than there are"
@@ -108,14 +113,19 @@ def difference_of(own: dict[str, str], other: dict[str, str]) -> str:
 
 
 def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
-    """What a leader publishes: order, modes and shares, so that nobody has to work them out for itself."""
+    """The description of the group that a leader announces. It decides order, modes and shares for all members."""
     own = search.settings
     entries = [(p2p.peer_id, int(own.mode), own.bandwidth, search.control.data_for_gather)]
     for peer, follower in search.followers.items():
         request = follower.request
-        entries.append((peer, request.mode, request.bandwidth, request.gathered))
+        # A new peer could claim any bandwidth, so it reduces nothing yet. Auxiliaries may, because it is all they do.
+        is_trusted = follower.is_proven or request.mode == AveragingMode.AUX
+        entries.append((peer, request.mode, request.bandwidth if is_trusted else 0.0, request.gathered))
+    # The first member becomes the coordinator, and positions decide the next buckets. So the order is left to chance.
     p2p.rng.shuffle(entries)
-    shares = _split(own.total_size, [(mode, bandwidth) for _, mode, bandwidth, _ in entries], own.min_vector_size)
+    wanted = [1.0 if peer == p2p.peer_id else p2p.behaviour.share_of(peer) for peer, *_ in entries]
+    modes = [(mode, bandwidth) for _, mode, bandwidth, _ in entries]
+    shares = _split(own.total_size, modes, wanted, own.min_vector_size)
     limits = [
         trust.largest_weight(peer) if trust.largest_weight is not None and peer != p2p.peer_id else None
         for peer, *_ in entries
@@ -127,14 +137,30 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
     return GroupStart(group_id=p2p.rng.randbytes(GROUP_ID_BYTES), members=members)
 
 
+def injustice_of(leader: PeerID, start: GroupStart, trust: Trust) -> str | None:
+    """An unfair weight limit in a leader's group, in words; ``None``: there is none.
+
+    A limit is unfair if it is below the weight that the leader itself has seen the member bring.
+    """
+    if trust.least_limit is None:
+        return None
+    for member in start.members:
+        peer, limit = PeerID(member.peer.peer_id), member.largest_weight
+        if limit is not None and limit < (least := trust.least_limit(leader, peer)):
+            return f"as the leader it lets {peer} weigh {limit:g}, who has brought {least:g} to their last round"
+    return None
+
+
 def read_group(p2p: P2P, start: GroupStart, total_size: int) -> GroupInfo:
-    """Check what a leader has published, and learn where its members are.
+    """Check the group that a leader has announced, and learn the addresses of its members.
 
     Args:
+        p2p: this peer.
+        start: the leader's announcement.
         total_size: number of values in the averaged vector.
 
     Raises:
-        ProtocolError: it cannot be right.
+        ProtocolError: the announcement is not valid.
     """
     peers = tuple(PeerID(member.peer.peer_id) for member in start.members)
     if p2p.peer_id not in peers or len(set(peers)) != len(peers) or len(start.group_id) != GROUP_ID_BYTES:
@@ -150,46 +176,111 @@ def read_group(p2p: P2P, start: GroupStart, total_size: int) -> GroupInfo:
     return GroupInfo(start.group_id, peers, tuple(m.gathered for m in start.members), modes, shares, limits)
 
 
-def _split(total_size: int, members: list[tuple[int, float | None]], min_size: int) -> tuple[int, ...]:
+def note_lead(p2p: P2P, search: Search, leader: PeerID, reply: JoinReply, promised: float, accepted_at: float) -> None:
+    """Remember whether a leader has started the group as promised, and lets everybody weigh what it knows.
+
+    Args:
+        p2p: this peer.
+        search: the search that followed the leader.
+        leader: that leader.
+        reply: its last answer.
+        promised: DHT time at which it had to start at the latest.
+        accepted_at: DHT time at which it accepted this peer.
+    """
+    now, has_started = get_dht_time(), reply.code == Code.GROUP_STARTS
+    if reply.group is not None and injustice_of(leader, reply.group, search.trust) is not None:
+        p2p.behaviour.note_injustice(leader, now - accepted_at)
+        return
+    # With this peer it has a group of two, and may still wait for a third one that never comes.
+    breaks_promise = now >= promised and search.settings.min_group_size <= 2 and reply.better_leader is None
+    if has_started or breaks_promise:
+        p2p.behaviour.note_lead(leader, now - accepted_at, started=has_started)
+
+
+def _split(
+    total_size: int, members: Sequence[tuple[int, float | None]], wanted: Sequence[float], min_size: int
+) -> tuple[int, ...]:
+    """The number of values that each member reduces.
+
+    Args:
+        total_size: number of values in the averaged vector.
+        members: the mode and bandwidth of each member.
+        wanted: for each member, the fraction of its usual share that it gets, see :mod:`shoal.p2p.behaviour`.
+        min_size: a member that would get fewer values gets none.
+    """
     able = [0.0 if mode == AveragingMode.CLIENT else bandwidth for mode, bandwidth in members]
-    # All want to be spared: share it evenly.
+    # If all members ask to be spared, somebody still has to reduce: split evenly.
     if not any(bandwidth is None or bandwidth > 0 for bandwidth in able):
         able = [0.0 if mode == AveragingMode.CLIENT else None for mode, _ in members]
-    return load_balance_peers(total_size, able, min_size)
+    welcome = [bandwidth if part else 0.0 for bandwidth, part in zip(able, wanted, strict=True)]
+    # If only members that have failed before can reduce, they are tried again.
+    if not any(bandwidth is None or bandwidth > 0 for bandwidth in welcome):
+        return load_balance_peers(total_size, able, min_size)
+    shares = load_balance_peers(total_size, welcome, min_size)
+    trusted = [share if part == 1 else 0 for share, part in zip(shares, wanted, strict=True)]
+    if trusted == list(shares) or not any(trusted):
+        return shares
+    # Members with a full share take over what members that have failed lose.
+    kept = [int(part * share) for share, part in zip(shares, wanted, strict=True)]
+    more = rescale_shares(trusted, total_size - sum(kept))
+    return tuple(map(sum, zip(kept, more, strict=True)))
+
+
+async def receive_answer(call: Call) -> JoinReply:
+    """Wait for the next answer of a leader.
+
+    Raises:
+        ProtocolError: the leader has ended the call without one.
+    """
+    reply = await call.receive(JoinReply)
+    if reply is None:
+        raise ProtocolError("the leader ended without an answer")
+    return reply
 
 
 class Invitations:
-    """Invites others, and takes the invitations of others.
+    """Invites other peers, and holds the invitations of others.
 
     Args:
+        p2p: this peer.
         get_stub: makes a stub of the averager protocol.
-        answer_join: what is done with a request to join, wherever it comes in.
+        answer_join: answers a request to join, on whichever call it comes.
     """
 
     def __init__(self, p2p: P2P, get_stub: Callable[[PeerID], StubBase], answer_join: AnswerJoin) -> None:
         self._p2p, self._get_stub, self._answer_join = p2p, get_stub, answer_join
-        # A dictionary keeps the order, so that simulations can be repeated.
+        # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Calls that are not over, also those of followers who came on them."""
+        """Calls of invitations that are not over, including those on which followers have joined."""
         return list(self._tasks)
 
     def invite_followers(self, search: Search) -> None:
-        """Invite everybody who should follow this peer and has not come, as far as there is room."""
+        """Invite all peers that should follow this one and have not joined, as far as there is room."""
         for peer in search.whom_to_invite():
-            task = asyncio.ensure_future(self._invite(search, peer))
-            search.note_invitation(peer, task)
-            self._tasks[task] = None
-            task.add_done_callback(self._tasks.pop)
+            self.invite(search, peer)
+
+    def invite(self, search: Search, peer: PeerID, *, is_seen: bool = True) -> None:
+        """Invite a peer.
+
+        Args:
+            search: the search in progress.
+            peer: the peer to call.
+            is_seen: whether the peer is known to look for a group.
+        """
+        task = asyncio.ensure_future(self._invite(search, peer))
+        search.note_invitation(peer, task, is_seen=is_seen)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     async def _invite(self, search: Search, peer: PeerID) -> None:
         try:
             async with self._get_stub(peer).rpc_invite() as call:
                 await call.send(Invitation(group_key=search.key, expiration=search.expiration), end=False)
                 reply = await call.receive(InvitationReply)
-                search.pending.pop(peer, None)
+                search.end_invitation(peer)
                 if reply is not None and reply.request is not None:
                     await self._let_in(call, reply.request)
                 else:
@@ -202,13 +293,14 @@ class Invitations:
                 self._p2p.note_uncalled(peer, e, company=company, sign_of_life=promised)
             search.allow_invitation(peer)
         finally:
-            search.pending.pop(peer, None)
+            search.end_invitation(peer)
             search.control.changed.set()
 
     async def _let_in(self, call: Call, request: JoinRequest) -> None:
-        """Answer one who comes; when its connection ends it has left, as with one who has called by itself."""
+        """Answer an invited peer that joins. It leaves when its connection ends, like a peer that has called itself."""
         me = asyncio.current_task()
         assert me is not None
+        # A served call ends its handler when the connection closes. This call is our own, so that is done here.
         call.connection.stream.on_closed(me.cancel)
         try:
             await self._answer_join(call, request, call.remote)
@@ -223,7 +315,7 @@ class Invitations:
                 search.note_candidate(leader, reply.expiration)
 
     async def hold(self, search: Search, call: Call, invitation: Invitation) -> None:
-        """A peer offers to lead this one: hold its call until this one comes on it, or has decided otherwise."""
+        """Hold the call of a peer that offers to lead, until this peer joins on it or follows another leader."""
         offer = Offer(call, asyncio.get_running_loop().create_future())
         search.add_offer(call.remote, offer, invitation.expiration)
         try:
@@ -238,13 +330,13 @@ class Invitations:
 
     @staticmethod
     def end(search: Search) -> None:
-        """This peer looks for nobody any more; who has come gets an answer first.
+        """End all invitations, because the search is over.
 
-        Members of its group look for nobody either and end the calls themselves, so that the connections can be used
-        for the round: cutting them would cost round trips for new ones.
+        Members of the group have ended their searches, too, and end these calls themselves. They get a moment for that:
+        cutting a call cuts its connection, and the round would need a new one.
         """
         members = search.group.result().peer_ids if search.group.done() and not search.group.cancelled() else ()
-        for peer, task in list(search.pending.items()):
+        for peer, task in [*search.pending.items(), *search.unseen.items()]:
             if peer in members:
                 asyncio.get_running_loop().call_later(MEMBER_PATIENCE, task.cancel)
             else:
@@ -254,10 +346,10 @@ class Invitations:
                 offer.close(None)
 
 
-# For how many searches a peer is refused that has sent bad values here, or that others accuse.
+# A peer is refused for so many searches if it has sent bad values to this peer, or if others accuse it.
 SEEN_SEARCHES = 10
 TOLD_SEARCHES = 1
-# More are not remembered: those that have been refused for longest are forgotten.
+# The most refused peers that are remembered; the one that was refused first is forgotten first.
 MAX_REFUSED_PEERS = 256
 
 
@@ -265,44 +357,47 @@ class Refusals:
     """The memory of one averager, or of one of its tags."""
 
     def __init__(self) -> None:
-        # For how many searches.
-        self._left: dict[PeerID, int] = {}
+        self.left: dict[PeerID, int] = {}
+        """By peer: the number of further searches in which it is refused."""
         self._auxiliaries: set[PeerID] = set()
 
     def __len__(self) -> int:
-        return len(self._left)
+        return len(self.left)
 
     def note(
         self, seen: Collection[PeerID], told: Collection[PeerID], group: Collection[PeerID], aux: Collection[PeerID]
     ) -> list[PeerID]:
-        """What came out in a round.
+        """Note members of a round that have sent bad values.
 
         Args:
-            seen: have sent this peer values that are not finite.
-            told: of these, others say so.
+            seen: members that have sent this peer bad values.
+            told: members that others accuse of the same.
             group: all members.
-            aux: those that only helped.
+            aux: the auxiliaries among them.
 
         Returns:
-            Those of whom this was not known.
+            The members that are refused from now on and were not before.
         """
         others = [peer for peer in group if peer not in seen]
         believed = [peer for peer in others if peer in told]
         if 2 * (len(seen) + len(believed)) >= len(group):
             believed = []
         accused = {**dict.fromkeys(believed, TOLD_SEARCHES), **dict.fromkeys(seen, SEEN_SEARCHES)}
-        news = [peer for peer in group if peer in accused and peer not in self._left]
+        news = [peer for peer in group if peer in accused and peer not in self.left]
         for peer, searches in accused.items():
-            self._left[peer] = max(searches, self._left.pop(peer, 0))
+            self.left[peer] = max(searches, self.left.pop(peer, 0))
         self._auxiliaries.update(peer for peer in accused if peer in aux)
-        while len(self._left) > MAX_REFUSED_PEERS:
-            del self._left[next(iter(self._left))]
-        self._auxiliaries &= self._left.keys()
+        while len(self.left) > MAX_REFUSED_PEERS:
+            del self.left[next(iter(self.left))]
+        self._auxiliaries &= self.left.keys()
         return news
 
     def next_search(self) -> Mapping[PeerID, bool]:
-        """Whom to refuse in the search that begins now, and whether others count on that peer to come."""
-        refused = {peer: peer not in self._auxiliaries for peer in self._left}
-        self._left = {peer: left - 1 for peer, left in self._left.items() if left > 1}
-        self._auxiliaries &= self._left.keys()
+        """The peers to refuse in the search that begins now. By peer: whether others count it as an expected member.
+
+        Auxiliaries are not counted among the expected members.
+        """
+        refused = {peer: peer not in self._auxiliaries for peer in self.left}
+        self.left = {peer: left - 1 for peer, left in self.left.items() if left > 1}
+        self._auxiliaries &= self.left.keys()
         return refused

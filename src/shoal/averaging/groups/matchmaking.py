@@ -1,18 +1,18 @@
-"""Finding a group: who averages with whom in the next round.
+"""Matchmaking: finding a group for the next round.
 
-Every peer that looks for a group declares in the DHT until when it promises to start. Among those that see each
-other the one with the smallest (promised time, peer id) leads; everybody asks the smallest peer it knows of to be
-led by it. Since a peer only ever follows a smaller one, there can be no ring of peers that wait for each other, and
-so a peer that asks, or waits to be told the group, still answers those who ask it:
+Each peer that looks for a group declares in the DHT the time at which it promises to start. Peers are ordered by
+(promised time, peer id), and the smallest one leads. Each peer asks the smallest one that it knows to lead it. A peer
+only ever follows a smaller one, so no ring of peers that wait for each other can form. Therefore a peer can answer
+others while it waits itself:
 
-- while it asks a leader it accepts followers; once it is accepted itself it sends them on to its leader;
-- while it follows, it tells who asks where its leader is.
+- While it asks a leader, it accepts followers. Once it is accepted, it sends them on to its leader.
+- While it follows, it tells peers that ask it where its leader is.
 
-A leader starts as soon as the group is complete (it has the target size, or as many members as any of them
-expects), or at its promised time if it has enough members. It waits a little longer for followers whose connection
-broke shortly before; one that had no time to return is a member nevertheless, and hears of it when it does. Because
-records spread with a delay, a peer that sees others without seeing a smaller one also invites them, so that of two
-peers it is enough if one sees the other (see :mod:`shoal.averaging.groups.leading`).
+A leader starts when the group is complete (it has the target size, or as many members as any of them expects), or at
+its promised time if it has enough members. It waits a little longer for followers whose connection has just broken. If
+one has not returned by then, it is a member nevertheless, and learns of the group when it returns. Records spread with
+a delay. So a peer that sees others but no smaller one also invites them, and two peers meet even if only one of them
+sees the other (see :mod:`shoal.averaging.groups.leading`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.candidates import Follower, MatchmakingSettings, Search, StartedGroup, Trust
+from shoal.averaging.groups.former_members import FormerMembers
 from shoal.averaging.groups.keys import GroupKeyManager
 from shoal.averaging.groups.leading import (
     REFUSAL,
@@ -34,9 +35,12 @@ from shoal.averaging.groups.leading import (
     describe_group,
     difference_of,
     follower_of,
+    injustice_of,
     is_full,
     learn,
+    note_lead,
     read_group,
+    receive_answer,
     record_of,
 )
 from shoal.averaging.messages import (
@@ -50,32 +54,25 @@ from shoal.averaging.messages import (
     JoinRequest,
 )
 from shoal.clock import get_dht_time
-from shoal.errors import (
-    AllreduceException,
-    DHTError,
-    P2PHandlerError,
-    ProtocolError,
-    ReactorError,
-    StreamClosedError,
-)
+from shoal.dht.validation import SHORT_LIFETIME_SECONDS
+from shoal.errors import AllreduceException, DHTError, P2PHandlerError, ProtocolError, ReactorError, StreamClosedError
 from shoal.logs import Seldom, counted, one_line, quoted
 from shoal.p2p import P2P, Call, PeerID, StubBase
-from shoal.p2p.transport import MOST
 from shoal.tasks import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 
-# Between two looks at the table; they become longer, since most peers begin at the same time.
+# Seconds between two looks at the table. The pauses grow: most peers begin at the same time, so early looks find most.
 FIRST_LOOKUP_PAUSE = 0.1
 MAX_LOOKUP_PAUSE = 1.0
-# Seconds for the way to the leader and back, when this peer gives up.
+# When this peer gives up, it waits so long for its goodbye to reach the leader and for the leader's last answer.
 GOODBYE_SECONDS = 1.0
-# Lookups at the same time: one that waits for slow nodes does not keep the next one from being made.
+# The most lookups at the same time. With several, a lookup that waits for slow nodes does not hold up the next one.
 MAX_LOOKUPS = 3
 
 
 class Matchmaking:
-    """Looks for groups on behalf of one averager, and answers those who look for it."""
+    """Looks for groups on behalf of one averager, and answers peers that ask it to lead."""
 
     def __init__(
         self,
@@ -87,17 +84,17 @@ class Matchmaking:
         leave_group: Callable[[bytes], None] = lambda group_id: None,
     ) -> None:
         self.p2p, self.keys, self.settings = p2p, keys, settings
-        self._trust, self._leave_group = trust or Trust(), leave_group
-        self._get_stub = get_stub
-        self.refusals = Refusals()
+        self._get_stub, self._trust, self._leave_group = get_stub, trust or Trust(), leave_group
+        self.refusals, self.former_members = Refusals(), FormerMembers(p2p)
         self._invitations = Invitations(p2p, get_stub, self.answer_join)
         self._one_at_a_time = asyncio.Lock()
-        self._search: Search | None = None
+        self.search: Search | None = None
+        """The search in progress."""
         self._started: StartedGroup | None = None
-        # Expiration of the latest record which says that this peer does not look for a group.
+        # Expiration of the latest record that withdraws this peer.
         self._withdrawn_until = -math.inf
-        # A dictionary keeps the order, so that simulations can be repeated.
-        self._background: dict[asyncio.Task[Any], None] = {}
+        self.background: dict[asyncio.Task[Any], None] = {}
+        """Tasks for which nobody waits. A dictionary keeps their order, so that simulations can be repeated."""
         self._warn_seldom = Seldom(logger.warning)
         self._last_refusals: dict[str, str] = {}
 
@@ -107,7 +104,7 @@ class Matchmaking:
         """Find a group for a step.
 
         Raises:
-            AllreduceException: none was found before the step's deadline.
+            AllreduceException: no group was found before the step's deadline.
         """
         try:
             async with asyncio.timeout(control.get_timeout()), self._one_at_a_time:
@@ -116,30 +113,29 @@ class Matchmaking:
             raise AllreduceException(self._explain_failure()) from None
 
     async def _run_search(self, control: StepControl) -> GroupInfo:
-        loop = asyncio.get_running_loop()
-        expiration = self._promised_time(control)
+        await control.wait_until_near(SHORT_LIFETIME_SECONDS)  # others ignore records that live longer
         search = Search(
-            self.p2p.peer_id,
-            self.settings,
-            control,
-            self.keys.current_key,
-            expiration,
-            loop.create_future(),
+            *(self.p2p.peer_id, self.settings, control, self.keys.draw_key(self._trust.depth())),
+            self._promised_time(control),
+            asyncio.get_running_loop().create_future(),
             refused=self.refusals.next_search(),
+            may_lead=self.p2p.behaviour.may_lead,
+            trust=self._trust,
         )
-        self._search, self._last_refusals = search, search.refusals
+        self.search, self._last_refusals = search, search.refusals
+        self.former_members.tell_invitations(search)
         try:
             return await self._work_on(search)
         except asyncio.CancelledError:
-            # This peer gives up in the moment in which its group starts.
+            # The group may have started at this very moment: its members must not wait for this peer.
             if search.group.done():
                 self._leave_group(search.group.result().group_id)
             raise
         finally:
             self._invitations.end(search)
-            self._send_followers_away(search, None)
+            self.send_followers_away(search, None)
             if self.settings.leads and search.declared.is_set():
-                self._withdrawn_until = math.nextafter(search.expiration, math.inf)
+                self._withdrawn_until = math.nextafter(search.declared_until, math.inf)
                 self._in_background(self._withdraw(search))
 
     async def _work_on(self, search: Search) -> GroupInfo:
@@ -154,46 +150,50 @@ class Matchmaking:
                     task.result()  # raises what broke the search
             return await search.group
         finally:
-            # Nobody may join any more.
-            self._search = None
+            # From now on nobody may join.
+            self.search = None
             await cancel_and_wait(*tasks)
 
     def _explain_failure(self) -> str:
         refusals = "".join(f"\n  {peer}: {reason}" for peer, reason in self._last_refusals.items())
         detail = f"; peers that refused:{refusals}" if refusals else ""
-        least = counted(self.settings.min_group_size, "peer")
-        return f"could not find a group of at least {least} under {self.keys.current_key} in time{detail}"
+        least, key = counted(self.settings.min_group_size, "peer"), self.keys.current_key
+        return f"could not find a group of at least {least} under {key} in time{detail}"
 
     def _promised_time(self, control: StepControl) -> float:
-        earliest = get_dht_time() + self.settings.min_matchmaking_time
-        promised = min(max(control.scheduled_time, earliest), control.deadline, MOST)
-        # Without this the table keeps the withdrawal.
+        now = get_dht_time()
+        promised = max(control.scheduled_time, now + self.settings.min_matchmaking_time)
+        promised = min(promised, control.deadline, now + SHORT_LIFETIME_SECONDS)
+        # The table keeps the record with the latest expiration, so this one must outlive the last withdrawal.
         return max(promised, math.nextafter(self._withdrawn_until, math.inf))
 
     async def _declare(self, search: Search) -> None:
         while True:
-            await self.keys.declare_averager(search.key, self.p2p.peer_id, search.expiration)
+            search.declared_until = max(search.declared_until, search.expiration)
+            await self.keys.declare_averager(search.key, self.p2p.peer_id, search.declared_until)
             search.declared.set()
             await search.redeclare.wait()
             search.redeclare.clear()
 
     async def _withdraw(self, search: Search) -> None:
         try:
-            await self.keys.declare_averager(search.key, self.p2p.peer_id, search.expiration, looking_for_group=False)
+            await self.keys.declare_averager(
+                search.key, self.p2p.peer_id, search.declared_until, looking_for_group=False
+            )
         except (DHTError, ReactorError) as e:
-            # The table may be closed already; what it was told expires soon.
+            # The table may be closed already. Its record of this peer expires soon anyway.
             logger.debug("could not tell the table that this peer does not look for a group any more: %s", e)
 
     async def _discover(self, search: Search) -> None:
-        """Look who else is there, at first often and only where it is quick."""
+        """Look up other peers. The first looks are frequent and ask only the few nodes that should hold the records."""
         lookups: dict[asyncio.Task[None], None] = {}
         has_declared, pause = not self.settings.leads, 0.0
         try:
             while True:
                 if has_declared:
-                    await asyncio.sleep(pause * (0.75 + 0.5 * self.p2p.rng.random()))
+                    await asyncio.sleep(pause * (0.75 + 0.5 * self.p2p.rng.random()))  # peers must not look in step
                 else:
-                    # A peer declares itself first and looks afterwards: of two, one sees the other.
+                    # A peer declares itself before it looks. So of two peers at least one sees the other.
                     await first_completed(search.declared.wait(), timeout=max(pause, FIRST_LOOKUP_PAUSE))
                     has_declared = search.declared.is_set()
                 if search.leader is None and len(lookups) < MAX_LOOKUPS:
@@ -203,30 +203,36 @@ class Matchmaking:
                 for done in [lookup for lookup in lookups if lookup.done()]:
                     del lookups[done]
                     done.result()
-                pause = min(max(2 * pause, FIRST_LOOKUP_PAUSE), MAX_LOOKUP_PAUSE)
+                if not self.keys.group_bits:
+                    self.former_members.ask(search, self._invitations)
+                pause = min(max(2 * pause, FIRST_LOOKUP_PAUSE), search.longest_pause(MAX_LOOKUP_PAUSE))
         finally:
             await cancel_and_wait(*lookups)
 
     async def _look(self, search: Search, quickly: bool) -> None:
-        for peer, expiration in await self.keys.get_averagers(search.key, only_active=True, quickly=quickly):
-            if peer != self.p2p.peer_id:
-                search.note_candidate(peer, expiration)
+        found = await self.keys.get_averagers(search.key, only_active=True, quickly=quickly or search.sees_group())
+        search.note_candidates(found)
         self._invitations.invite_followers(search)
+        search.move_to(search.key if quickly else await self.keys.find_more(search.key, len(found)))
 
     async def _lead_or_follow(self, search: Search) -> None:
         while not search.group.done():
             search.control.changed.clear()
             candidate = search.best_candidate()
-            # One look: if the time came between two, followers would be taken for nobody.
+            # The clock is read once for this pass. If its time came between two reads, this peer would send its
+            # followers away instead of starting.
             now = get_dht_time()
-            if self._may_start(search, now):
-                self._start_group(search)
+            if self.may_start(search, now):
+                self.start_group(search)
             elif candidate is not None:
                 await self._ask_until_start(search, candidate)
+            elif search.go_before_unfit_leaders():
+                self._invitations.invite_followers(search)
             else:
                 await self._wait_for_news(search, now)
 
-    def _may_start(self, search: Search, now: float) -> bool:
+    def may_start(self, search: Search, now: float) -> bool:
+        """Whether this peer may start its group now, as the leader."""
         size = 1 + len(search.followers)
         if not self.settings.leads or size < self.settings.min_group_size:
             return False
@@ -235,23 +241,21 @@ class Matchmaking:
         return full or search.is_complete() or is_time
 
     async def _wait_for_news(self, search: Search, now: float) -> None:
-        # Nobody came: make a new promise.
+        # Too few peers came by the promised time, so this peer makes a new promise.
         if self.settings.leads and now >= search.start_time():
-            self._send_followers_away(search, None)
+            self.send_followers_away(search, None)
             search.lost.clear()
             search.expiration = self._promised_time(search.control)
             search.redeclare.set()
         until = search.next_moment()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(None if until is None else max(0.001, until - get_dht_time())):
                 await search.control.changed.wait()
-        except TimeoutError:
-            return
 
     # --- following ----------------------------------------------------------------------------------------------------
 
     async def _ask_until_start(self, search: Search, leader: PeerID) -> None:
-        """Ask to be led, but only until this peer may start as a leader, if there is no answer yet."""
+        """Ask a leader; but as long as it has not accepted, stop when this peer may start a group itself."""
         ask = asyncio.ensure_future(self._ask(search, leader))
         try:
             while not ask.done():
@@ -261,7 +265,7 @@ class Matchmaking:
                     asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_start)
                 )
                 is_open = search.leader is None and not ask.done()
-                if is_open and (self._may_start(search, get_dht_time()) or search.has_shorter_way()):
+                if is_open and (self.may_start(search, get_dht_time()) or search.has_shorter_way()):
                     return
                 await self._tell_expectation(search)
             ask.result()
@@ -269,27 +273,28 @@ class Matchmaking:
             await cancel_and_wait(ask)
 
     async def _ask(self, search: Search, leader: PeerID) -> None:
-        """Ask to be led; returns when there is a group, or nothing to hope for from this peer at the moment."""
-        promised = search.candidates[leader]
+        """Ask a peer to lead this one. Returns when there is a group, or when that peer will not lead this one now."""
+        promised, is_known = search.candidates[leader], leader not in search.supposed
         search.asked = None
         offer = search.offers.get(leader)
-        reply = None
+        reply, accepted_at = None, None
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(self.settings.request_timeout):
                     way = self._get_stub(leader).rpc_join_group() if offer is None else offer.taken()
                     call = await stack.enter_async_context(way)
-                    request = self._request(search)
+                    request = search.request()
                     await call.send(request if offer is None else InvitationReply(request=request))
                     search.asked, search.told_expectation = call, request.expected_group_size
-                    reply = await _receive(call)
+                    reply = await receive_answer(call)
                 if reply.code == Code.ACCEPTED:
-                    start = search.note_acceptance(leader, reply.expiration)
-                    self._send_followers_away(search, leader)
+                    start, accepted_at = search.note_acceptance(leader, reply.expiration), get_dht_time()
+                    self.send_followers_away(search, leader)
                     await self._tell_expectation(search)
                     reply = await self._wait_for_start(call, start)
+                    note_lead(self.p2p, search, leader, reply, start, accepted_at)
                 search.asked = None
-                # The leader has left, but what it said holds.
+                # If the leader has left already, its answer still holds.
                 with suppress(StreamClosedError):
                     await call.send_end()
         except asyncio.CancelledError:
@@ -301,20 +306,26 @@ class Matchmaking:
             search.spent[leader] = promised
         except CALL_FAILURES as e:
             logger.debug("asked %s to lead: %r", leader, e)
+            if accepted_at is not None:
+                self.p2p.behaviour.note_lead(leader, get_dht_time() - accepted_at, started=False)
             search.note_failure(leader, e)
-            self.p2p.note_uncalled(leader, e, company=search.key.partition(".")[0], sign_of_life=promised)
+            if is_known:
+                self.p2p.note_uncalled(leader, e, company=search.key.partition(".")[0], sign_of_life=promised)
         else:
             try:
                 self._take_answer(search, leader, promised, reply)
             except ProtocolError as e:
-                self._warn_seldom("peer %s gave an answer that makes no sense: %s", leader, one_line(str(e)))
+                self._warn_seldom(
+                    "peer %s gave an answer that makes no sense: %s", leader, one_line(str(e)), about=leader
+                )
         finally:
             search.leader = None
+            search.note_end_of_lead(leader, reply, accepted_at)
 
     async def _wait_for_start(self, call: Call, expiration: float) -> JoinReply:
-        """The leader's last word. If this peer gives up meanwhile, it says so."""
-        # A connection whose reader is cancelled is closed, and nothing more could be said on it.
-        last_word = asyncio.ensure_future(_receive(call))
+        """Wait for the leader's last answer. If this peer gives up meanwhile, it tells the leader."""
+        # Cancelling a reader closes its connection, and then no goodbye could be sent on it. So a task reads.
+        last_word = asyncio.ensure_future(receive_answer(call))
         try:
             async with asyncio.timeout(max(0.0, expiration - get_dht_time()) + self.settings.request_timeout):
                 return await asyncio.shield(last_word)
@@ -323,39 +334,32 @@ class Matchmaking:
                 async with asyncio.timeout(GOODBYE_SECONDS):
                     await call.send(Expectation(leaves=True), end=True)
                     await asyncio.wait([last_word])
-                    # Has the group started in this very moment? Then its other members need not wait for this peer.
+                    # If the group has started at this very moment, its members must not wait for this peer.
                     if (group := last_word.result().group) is not None:
                         self._leave_group(group.group_id)
             raise
         finally:
-            # To wait is to be cancelled, if that was asked for in this moment. A word that is here would be lost.
+            # An await here could raise a cancellation that is due, and the answer would be lost. So no await if done.
             if not last_word.done():
                 await cancel_and_wait(last_word)
 
     async def _tell_expectation(self, search: Search) -> None:
-        """Keep the leader informed of how many this peer expects."""
+        """Tell the leader how many members this peer expects, whenever that has changed."""
         expected = search.control.expected_group_size
         if search.leader is not None and search.asked is not None and expected != search.told_expectation:
             search.told_expectation = expected
-            # The task that waits for the leader's answer notices this.
+            # If the call is broken, the task that waits for the leader's answer notices it.
             with suppress(StreamClosedError):
                 await search.asked.send(Expectation(expected_group_size=expected))
-
-    def _request(self, search: Search) -> JoinRequest:
-        control = search.control
-        return JoinRequest(
-            group_key=search.key,
-            settings=self.settings.agreed,
-            expiration=search.expiration if self.settings.leads else min(control.deadline, MOST),
-            mode=int(self.settings.mode),
-            gathered=control.data_for_gather,
-            bandwidth=self.settings.bandwidth,
-            expected_group_size=control.expected_group_size,
-        )
 
     def _take_answer(self, search: Search, leader: PeerID, promised: float, reply: JoinReply) -> None:
         search.spent[leader] = promised
         if reply.code == Code.GROUP_STARTS and reply.group is not None:
+            if (reason := injustice_of(leader, reply.group, self._trust)) is not None:
+                self.p2p.metrics.members_untrue += 1
+                search.refuse(leader)
+                self._leave_group(reply.group.group_id)
+                raise ProtocolError(reason)
             search.group.set_result(self._adopt(reply.group))
             return
         if reply.better_leader is not None:
@@ -366,22 +370,22 @@ class Matchmaking:
             search.note_candidate(leader, reply.expiration)
         elif reply.code in (Code.SETTINGS_DIFFER, Code.REFUSED):
             search.refusals[str(leader)] = reason = one_line(reply.text)
-            self._warn_seldom("peer %s refuses to average with this one: %s", leader, reason)
+            self._warn_seldom("peer %s refuses to average with this one: %s", leader, reason, about=leader)
         logger.debug("%s answered %s %s", leader, reply.code, quoted(reply.text))
 
     # --- leading ------------------------------------------------------------------------------------------------------
 
     async def answer_join(self, call: Call, request: JoinRequest, remote: PeerID) -> None:
-        """Answer a peer that asks to be led, and tell it the outcome later."""
-        search, started = self._search, self._started
-        # The news did not reach it.
+        """Answer a peer that asks this one to lead it, and tell it the outcome later."""
+        search, started = self.search, self._started
+        # A follower whose connection broke asks again: the group has started, but the news did not reach it.
         if started is not None and started.followers.get(remote) == request.expiration:
             await call.send(JoinReply(code=Code.GROUP_STARTS, group=started.start), end=True)
             return
         refusal = self._reason_to_refuse(search, request, remote)
         if refusal is None and request.mode != AveragingMode.AUX and self._trust.admits is not None:
             admitted = await self._trust.admits(remote)
-            search = self._search  # it may have ended meanwhile
+            search = self.search  # it may have ended meanwhile
             refusal = self._reason_to_refuse(search, request, remote)
             refusal = refusal if admitted else JoinReply(code=Code.OTHER_MODEL)
         if refusal is not None or search is None:
@@ -396,7 +400,7 @@ class Matchmaking:
             search.control.changed.set()
             await call.send(await follower.outcome, end=True)
             await first_completed(asyncio.shield(news), timeout=self.settings.request_timeout)
-        finally:  # also when the follower has left, which cancels this
+        finally:  # a follower that leaves cancels this handler
             await cancel_and_wait(news)
             if search.followers.get(remote) is follower:
                 del search.followers[remote]
@@ -405,7 +409,7 @@ class Matchmaking:
                 search.control.changed.set()
 
     async def _hear(self, search: Search, call: Call, follower: Follower) -> None:
-        """Take note of what a follower expects by now, until it has ended its side of the call."""
+        """Note the messages of a follower about its expectations, until it ends its side of the call."""
         try:
             while (news := await call.receive(Expectation)) is not None:
                 follower.expected_group_size, follower.has_left = news.expected_group_size, news.leaves
@@ -439,16 +443,18 @@ class Matchmaking:
         return None
 
     async def answer_invitation(self, call: Call, invitation: Invitation) -> None:
-        """A peer that may lead says that it is there, and waits on this call for this one to come."""
-        search = self._search
-        if search is not None and invitation.group_key == search.key:
-            if call.remote in search.refused:
-                search.turn_away(call.remote)
-                await call.send(InvitationReply(), end=True)
-            else:
-                await self._invitations.hold(search, call, invitation)
+        """Answer a peer that offers to lead. Its call is held until this peer joins on it or has decided otherwise."""
+        search = self.search
+        if search is None or invitation.group_key != search.key:
+            self.former_members.note_invitation(call.remote, invitation)
+        elif call.remote in search.refused:
+            search.turn_away(call.remote)
+            await call.send(InvitationReply(), end=True)
+        else:
+            await self._invitations.hold(search, call, invitation)
 
-    def _send_followers_away(self, search: Search, leader: PeerID | None) -> None:
+    def send_followers_away(self, search: Search, leader: PeerID | None) -> None:
+        """Release all followers, and name another leader to them if one is given."""
         reply = JoinReply(code=Code.GROUP_DISBANDED)
         if leader is not None and search.leader is not None:
             reply.better_leader, reply.expiration = record_of(self.p2p, leader), search.leader[1]
@@ -457,8 +463,8 @@ class Matchmaking:
                 follower.outcome.set_result(reply)
         search.followers.clear()
 
-    def _start_group(self, search: Search) -> None:
-        """Publish the group: order, modes and shares, so that nobody has to work them out for itself."""
+    def start_group(self, search: Search) -> None:
+        """Start the group as its leader, and announce it to all followers, including those that may still return."""
         for peer, (lost_at, follower) in search.lost.items():
             if lost_at + search.return_seconds > get_dht_time():
                 search.followers[peer] = follower
@@ -479,22 +485,15 @@ class Matchmaking:
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
-        self._background[task] = None
-        task.add_done_callback(self._background.pop)
+        self.background[task] = None
+        task.add_done_callback(self.background.pop)
 
     async def close(self) -> None:
-        """Finish what runs in the background, such as withdrawing from the DHT."""
+        """Finish background work, such as withdrawing from the DHT, within a second."""
         with suppress(TimeoutError):
-            # A search that was cancelled withdraws when it ends.
+            # A cancelled search begins its withdrawal when it ends, so the lock is awaited first.
             async with asyncio.timeout(1.0), self._one_at_a_time:
-                running = [*self._background, *self._invitations.tasks]
+                running = [*self.background, *self._invitations.tasks]
                 if running:
                     await asyncio.wait(running)
-        await cancel_and_wait(*self._background, *self._invitations.tasks)
-
-
-async def _receive(call: Call) -> JoinReply:
-    reply = await call.receive(JoinReply)
-    if reply is None:
-        raise ProtocolError("the leader ended without an answer")
-    return reply
+        await cancel_and_wait(*self.background, *self._invitations.tasks)

@@ -1,4 +1,7 @@
-"""How a newcomer gets the state of the swarm: who offers it, asking, sending, receiving."""
+"""How a newcomer gets the state of the swarm: donors declare themselves in the DHT and serve newcomers.
+
+A newcomer finds donors here. What it does with them is in :mod:`~.gathering`.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +9,51 @@ import asyncio
 import logging
 import math
 import random
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from shoal.averaging.messages import PEER_FAILURES, ChunkRequest, DownloadRequest, StateChunk, StateHeader, reason_of
-from shoal.averaging.state.download import Download, GetState, Snapshot, State, open_state, version_of
+from shoal.averaging.messages import MAX_OTHER_DONORS, ChunkRequest, PeerRecord, StateChunk, StateHeader
+from shoal.averaging.state.download import GetState, GivenState, Snapshot
+from shoal.averaging.state.gathering import DonorMemory, Gathering
+from shoal.averaging.state.places import Place, Places
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase
 from shoal.dht.crypto import peer_of, tag_of
+from shoal.dht.spread import any_place, key_at, places_to_write
+from shoal.dht.validation import SHORT_LIFETIME_SECONDS, is_short_lived
 from shoal.errors import ProtocolError
-from shoal.logs import one_line
+from shoal.logs import Seldom, one_line
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
-from shoal.tasks import cancel_and_wait, first_completed, run_in_worker
+from shoal.tasks import cancel_and_wait, first_completed
 
 logger = logging.getLogger(__name__)
 
 # Declarations live for this many periods, so that a slow renewal leaves no gap.
 DECLARATION_LIFETIME = 1.5
-# Seconds for which a donor that leaves waits for those that keep its declaration; they may be frozen.
+# A donor that leaves waits at most so long for the nodes that keep its declaration; they may be frozen.
 WITHDRAWAL_SECONDS = 0.5
-# How many newcomers a donor serves at a time.
-MAX_DOWNLOADS = 8
-# How many copies of its state a donor keeps for them.
-MAX_SNAPSHOTS = 2
-# Seconds for which newcomers that come one after another are given the same copy.
-SNAPSHOT_AGE = 0.5
-# From how many donors a newcomer takes a state.
-MAX_DONORS = 4
-# Smaller states are taken from one donor, unless it fails.
-WORTH_SHARING_BYTES = 8 * 2**20
-# Seconds after which donors that are busy are asked again, and for how long.
+# A newcomer may send no request for at least so many seconds: the last chunks may be on their way for long.
+SILENCE_SECONDS = 60.0
+# The most bytes of a chunk that wait here for a slow line.
+BACKLOG_BYTES = 2**16
+# Busy donors are asked again after so many seconds at the earliest, and for so many seconds in all.
 BUSY_PAUSE, BUSY_PATIENCE = 1.0, 60.0
 
 
-class _Sharing:
-    """A snapshot that some newcomers are downloading."""
-
-    def __init__(self, taken_at: float, snapshot: asyncio.Future[Snapshot]) -> None:
-        self.taken_at, self.snapshot = taken_at, snapshot
-        self.users = 0
-
-
 class StateSharing:
-    """Offers this averager's state to others and fetches theirs.
+    """Offers this averager's state to others, and downloads theirs.
 
     Args:
+        p2p: this peer.
+        node: the distributed table.
         key: DHT key under which donors declare themselves.
-        get_state: gives the state to send; called in a worker thread.
-        chunk_timeout: seconds without the next piece after which a donor is given up.
+        get_state: returns the state to send; called in a worker thread.
+        codec: compresses the tensors of the state.
+        declare_period: seconds between renewals of the declaration.
+        chunk_timeout: a donor is given up after so many seconds without new bytes.
         max_bytes: larger states are refused before any memory is taken.
+        get_stub: makes a stub of the averager protocol for a peer.
     """
 
     def __init__(
@@ -75,18 +72,26 @@ class StateSharing:
         self.allowed = False
         self.priority = 0.0
         self.rank_donors: Callable[[Iterable[PeerID]], dict[PeerID, float]] | None = None
-        """How much the state of each donor is wanted, the higher, the more; who is missing is not asked. ``None``: the
-        priority that donors give themselves counts."""
-        self._p2p, self._node, self._key = p2p, node, key
-        self._get_state, self._codec = get_state, codec
-        self._declare_period, self._chunk_timeout, self._max_bytes = declare_period, chunk_timeout, max_bytes
+        """Ranks donors: a higher number is better, and donors that are left out are not asked. ``None``: the priority
+        that donors give themselves counts."""
+        self._p2p, self._node, self.key = p2p, node, key
+        self.get_state, self._codec = get_state, codec
+        self._chunk_timeout, self._max_bytes = chunk_timeout, max_bytes
+        # Others ignore declarations that live longer than SHORT_LIFETIME_SECONDS.
+        self._declare_period = min(declare_period, SHORT_LIFETIME_SECONDS / DECLARATION_LIFETIME)
         self._get_stub = get_stub
+        self._warn_seldom = Seldom(logger.warning)
+        self.depth: Callable[[], int] = lambda: 0
+        """The number of bits in the keys under which donors are spread, see :mod:`shoal.dht.spread`. One key is enough
+        for some dozens of donors."""
         self._changed = asyncio.Event()
         self._is_declared = False
-        self._sharings: list[_Sharing] = []
+        self.places = Places(lambda: asyncio.ensure_future(Snapshot.take(self.get_state, self._codec)))
+        """The newcomers that download from this peer."""
+        self._memory = DonorMemory()
 
     def set(self, *, allowed: bool | None = None, priority: float | None = None) -> None:
-        """Change what is offered; others see it as soon as the DHT has it."""
+        """Change the offer; others see it as soon as the DHT has it."""
         self.allowed = self.allowed if allowed is None else allowed
         self.priority = self.priority if priority is None else priority
         self._changed.set()
@@ -98,198 +103,186 @@ class StateSharing:
         while True:
             self._changed.clear()
             if self.allowed or self._is_declared:
-                await self._declare(self.allowed)
+                await self.declare(self.allowed)
             try:
                 async with asyncio.timeout(self._declare_period):
                     await self._changed.wait()
             except TimeoutError:
                 continue
 
-    async def _declare(self, allowed: bool) -> None:
+    async def declare(self, allowed: bool) -> None:
+        """Declare in the table that this peer shares its state, or no longer does."""
         addresses = [str(address) for address in self._p2p.get_addresses(self._p2p.peer_id)]
         value = [self.priority, addresses] if allowed else None
         expiration = get_dht_time() + DECLARATION_LIFETIME * self._declare_period
-        self._is_declared = allowed
-        await self._node.store(self._key, value, expiration, subkey=tag_of(self._p2p.peer_id))
+        self._is_declared, tag = allowed, tag_of(self._p2p.peer_id)
+        places = places_to_write(self._p2p.peer_id.to_bytes(), self.depth())
+        keys = [key_at(self.key, place) for place in places]
+        await asyncio.gather(*[self._node.store(key, value, expiration, subkey=tag) for key in keys])
 
     async def withdraw(self) -> None:
-        """Tell others not to ask any more; those who do all the same are refused, and the declaration expires."""
+        """Withdraw the declaration. Peers that still ask are refused, and the declaration expires anyway."""
         if not self._is_declared:
             return
         try:
             async with asyncio.timeout(WITHDRAWAL_SECONDS):
-                await self._declare(allowed=False)
+                await self.declare(allowed=False)
         except TimeoutError:
             logger.debug("not everybody could be told that this peer does not share its state any more")
 
     async def serve(self, call: Call) -> None:
-        """Send the state to a peer that asks for it, or refuse."""
-        sharing = self._share() if self.allowed else None
-        if sharing is None:
-            await call.send(StateHeader(allowed=False, busy=self.allowed), end=True)
+        """Send the state to a peer that asks for it, or refuse it.
+
+        Raises:
+            ProtocolError, P2PDaemonError, TimeoutError: the newcomer failed.
+        """
+        now = asyncio.get_running_loop().time
+        place = self.places.find(call.remote, now()) if self.allowed else None
+        if place is None:
+            await call.send(self._refusal(call.remote, now()), end=True)
             return
-        sharing.users += 1
+        sending = asyncio.ensure_future(self._send_to(call, place))
         try:
-            await self._send_chunks(call, await asyncio.shield(sharing.snapshot))
+            await first_completed(asyncio.shield(sending), place.lost.wait())
+            if sending.done():
+                sending.result()
+            else:
+                self._note_dropped(place, now())
         finally:
-            sharing.users -= 1
-            if not sharing.users:
-                self._sharings.remove(sharing)
+            # If something was still being sent, this cuts the connection.
+            await cancel_and_wait(sending)
+            self.places.leave(place, now())
 
-    def _share(self) -> _Sharing | None:
-        """A snapshot for one more newcomer, or ``None`` if there are too many already."""
-        now = asyncio.get_running_loop().time()
-        if sum(sharing.users for sharing in self._sharings) >= MAX_DOWNLOADS:
-            return None
-        if self._sharings and now - self._sharings[-1].taken_at <= SNAPSHOT_AGE:
-            return self._sharings[-1]
-        if len(self._sharings) >= MAX_SNAPSHOTS:
-            return None
-        taking = asyncio.ensure_future(Snapshot.take(self._get_state, self._codec))
-        self._sharings.append(_Sharing(now, taking))
-        return self._sharings[-1]
+    def _note_dropped(self, place: Place, now: float) -> None:
+        self._p2p.metrics.newcomers_dropped += 1
+        self._warn_seldom(
+            "the place of newcomer %s was given to another one: it takes %.1f kB/s of the state, which is far less "
+            "than it is offered, and it has not got half of it",
+            place.peer,
+            place.rate(now) / 1e3,
+        )
 
-    async def _send_chunks(self, call: Call, snapshot: Snapshot) -> None:
+    def _refusal(self, peer: PeerID, now: float) -> StateHeader:
+        if not self.allowed:
+            return StateHeader(allowed=False)
+        self._p2p.metrics.newcomers_turned_away += 1
+        again_in = self.places.again_in(now)
+        self._warn_seldom(
+            "too many newcomers download the state: newcomer %s is told to come again in %.0f s", peer, again_in
+        )
+        others = [PeerRecord(each.to_bytes(), self._addresses_of(each)) for each in self.places.holders(now)]
+        others = [record for record in others if record.addresses and record.peer_id != peer.to_bytes()]
+        return StateHeader(allowed=False, busy=True, again_in=again_in, others=others[:MAX_OTHER_DONORS])
+
+    def _addresses_of(self, peer: PeerID) -> list[str]:
+        return [str(address) for address in self._p2p.get_addresses(peer)][:MAX_ADDRESSES_PER_PEER]
+
+    async def _send_to(self, call: Call, place: Place) -> None:
+        snapshot = await asyncio.shield(place.sharing.snapshot)
+        place.begin(snapshot.chunks.count, asyncio.get_running_loop().time())
+        try:
+            await self.send_chunks(call, snapshot, place)
+        finally:
+            call.connection.stream.limit_backlog(None)
+
+    async def send_chunks(self, call: Call, snapshot: Snapshot, place: Place) -> None:
+        """Describe a state to a newcomer, then send each chunk that it asks for."""
         header = StateHeader(
             allowed=True, metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes
         )
+        now = asyncio.get_running_loop().time
         await call.send(header, snapshot.hashes)
         while True:
-            async with asyncio.timeout(self._chunk_timeout):
+            async with asyncio.timeout(max(self._chunk_timeout, SILENCE_SECONDS)):
                 request = await call.receive(ChunkRequest)
             if request is None:
                 return
             if not 0 <= request.index < snapshot.chunks.count:
                 raise ProtocolError(f"asked for chunk {request.index} of {snapshot.chunks.count}")
-            await call.send(StateChunk(index=request.index), *snapshot.chunk(request.index))
+            if not place.note_request(request.index):
+                raise ProtocolError(f"asked for chunk {request.index} again")
+            if place.is_slow(now()):
+                # Bytes count as sent only when the line has taken them. That costs time, so fast lines are spared.
+                call.connection.stream.limit_backlog(BACKLOG_BYTES)
+            began_at, chunk = now(), snapshot.chunk(request.index)
+            await call.send(StateChunk(index=request.index), *chunk)
+            place.note_sent(sum(map(len, chunk)), now() - began_at, now())
 
     # --- fetching -----------------------------------------------------------------------------------------------------
 
-    async def download(self) -> State | None:
-        """The state of the best donors that deliver one, or ``None``."""
-        patience_ends = asyncio.get_running_loop().time() + BUSY_PATIENCE
-        while True:
-            gathering = _Gathering(self._get_stub, self._max_bytes, self._chunk_timeout)
-            donors = await self._find_donors()
-            others = [peer for rank, peer in donors[1:MAX_DONORS] if rank == donors[0][0]]
-            dialling = [asyncio.ensure_future(self._p2p.prepare(peer, 1)) for peer in others]
-            try:
-                state = await gathering.run(donors)
-            finally:
-                # A failure to reach one of them is told when it is asked.
-                await cancel_and_wait(*dialling)
-            if state is not None or not gathering.busy or asyncio.get_running_loop().time() >= patience_ends:
-                return state
-            logger.info("the donors of the state are busy with others: asking again")
-            await asyncio.sleep(BUSY_PAUSE)
+    def leave_out(self, donor: PeerID, version: bytes | None) -> None:
+        """Avoid a donor for a while, because its state was no good.
 
-    async def _find_donors(self) -> list[tuple[float, PeerID]]:
-        """Donors, the most wanted ones first; those of the same priority in random order, to spread the load.
+        Args:
+            donor: the donor; it is asked after all others.
+            version: given if the state may be good for others, but this peer's user does not want it. Then this version
+                is not downloaded again, and the donor is not asked at all for that while.
+        """
+        self._p2p.metrics.states_refused += 1
+        self._memory.leave_out(donor, version, asyncio.get_running_loop().time())
+
+    async def download(self, skip: Collection[PeerID] = ()) -> GivenState | None:
+        """Download the state from the best donors that deliver one; ``None``: no donor does.
+
+        Args:
+            skip: donors that are not asked.
+        """
+        loop = asyncio.get_running_loop()
+        patience_ends = loop.time() + BUSY_PATIENCE
+        while True:
+            gathering = Gathering(
+                self._p2p, self._get_stub, self._memory, self._max_bytes, self._chunk_timeout, self._admits(skip)
+            )
+            state = await gathering.run(await self.find_donors(skip))
+            pause = max(BUSY_PAUSE, gathering.again_in)
+            if state is not None or not gathering.busy or loop.time() + pause > patience_ends:
+                return state
+            logger.info("the donors of the state are busy with others: asking again in %.0f s", pause)
+            await asyncio.sleep(pause)
+
+    def _admits(self, skip: Collection[PeerID]) -> Callable[[PeerID], bool]:
+        """A test for peers that are not known as donors, but named by one: whether this peer may ask them."""
+
+        def admits(peer: PeerID) -> bool:
+            is_wanted = self.rank_donors is None or peer in self.rank_donors([peer])
+            return is_wanted and peer != self._p2p.peer_id and peer not in skip
+
+        return admits
+
+    async def find_donors(self, skip: Collection[PeerID] = ()) -> list[tuple[float, PeerID]]:
+        """Donors, best first. Donors of the same rank are ordered by speed, as far as this peer knows it.
 
         Returns:
-            Pairs of rank, lower is better, and peer.
+            Pairs of a rank (lower is better) and a peer.
         """
-        found = await self._node.get(self._key, latest=True)
+        place = any_place(self.depth(), self._p2p.rng)
+        donors = await self._find_donors_at(place, skip)
+        while place and not donors:  # donors that believe the swarm is smaller declare under shorter keys
+            place = place[:-1]
+            donors = await self._find_donors_at(place, skip)
+        return donors
+
+    async def _find_donors_at(self, place: str, skip: Collection[PeerID]) -> list[tuple[float, PeerID]]:
+        found = await self._node.get(key_at(self.key, place), latest=True)
         if found is None or not isinstance(found.value, dict):
             return []
         rng: random.Random = self._p2p.rng
         priorities: dict[PeerID, float] = {}
         for key, entry in found.value.items():
-            if entry.value is None:
+            if entry.value is None or not is_short_lived(entry.expiration_time):
                 continue
             try:
                 priority, addresses = entry.value
                 peer, rank = peer_of(key), float(priority)
-                if peer != self._p2p.peer_id and not math.isnan(rank):
+                if peer != self._p2p.peer_id and peer not in skip and not math.isnan(rank):
                     self._p2p.add_addresses(peer, addresses[:MAX_ADDRESSES_PER_PEER])
                     priorities[peer] = rank
             except (TypeError, ValueError) as e:
-                logger.warning("skipped a malformed record of a donor under %s: %s", self._key, one_line(str(e)))
+                reason = one_line(str(e))
+                self._warn_seldom("skipped a malformed record of a donor under %s: %s", self.key, reason)
         ranks = priorities if self.rank_donors is None else self.rank_donors(priorities)
-        donors = sorted((-rank, rng.random(), peer) for peer, rank in ranks.items())
-        return [(rank, peer) for rank, _, peer in donors]
-
-
-class _Gathering:
-    """One attempt to get a state from some donors."""
-
-    def __init__(self, get_stub: Callable[[PeerID], StubBase], max_bytes: int, chunk_timeout: float) -> None:
-        self._get_stub, self._max_bytes, self._chunk_timeout = get_stub, max_bytes, chunk_timeout
-        self.busy = False
-        """A donor had too many others to serve."""
-        self._download: Download | None = None
-        # Donors that have not been asked yet.
-        self._waiting: deque[tuple[float, PeerID]] = deque()
-        # Donors with another version than the one that is being downloaded.
-        self._different: list[tuple[float, PeerID]] = []
-
-    async def run(self, donors: Iterable[tuple[float, PeerID]]) -> State | None:
-        """The state of the best donor that answers, taken from all that have the same one."""
-        self._waiting.extend(donors)
-        while self._waiting:
-            state = await self._get_one_version(self._waiting.popleft())
-            if state is not None:
-                return state
-            self._waiting, self._different = deque(sorted([*self._waiting, *self._different])), []
-        return None
-
-    async def _get_one_version(self, donor: tuple[float, PeerID]) -> State | None:
-        self._download = None
-        helpers: list[asyncio.Task[None]] = []
-        try:
-            await self._take_from(donor, helpers)
-            await asyncio.gather(*helpers)
-            return await self._finish()
-        except (ValueError, RuntimeError) as e:
-            logger.warning("the state of %s cannot be read: %s", donor[1], e)
-            return None
-        finally:
-            await cancel_and_wait(*helpers)
-
-    async def _finish(self) -> State | None:
-        """If all donors that were asked have failed, anybody else might have the same version, too."""
-        download = self._download
-        if download is None:
-            return None
-        while self._waiting and not download.finished.is_set():
-            await self._take_from(self._waiting.popleft())
-        return await run_in_worker(download.result) if download.finished.is_set() else None
-
-    async def _take_from(self, donor: tuple[float, PeerID], helpers: list[asyncio.Task[None]] | None = None) -> None:
-        """Take what is missing from one donor; the first one says what there is to take."""
-        rank, peer = donor
-        try:
-            async with self._get_stub(peer).rpc_download_state() as call:
-                await call.send(DownloadRequest())
-                header, hashes = await open_state(call, self._max_bytes, self._chunk_timeout)
-                if not header.allowed:
-                    self.busy = self.busy or header.busy
-                    logger.debug("%s does not share its state%s", peer, ", it is busy" if header.busy else "")
-                elif self._download is None:
-                    self._download = Download(header, hashes, self._chunk_timeout)
-                    if helpers is not None and self._download.total_bytes >= WORTH_SHARING_BYTES:
-                        helpers.extend(asyncio.ensure_future(self._help(rank)) for _ in range(MAX_DONORS - 1))
-                    await self._fetch(self._download, call)
-                elif version_of(header.tensors, header.tensor_bytes, hashes) == self._download.version:
-                    await self._fetch(self._download, call)
-                else:
-                    self._different.append(donor)
-        except PEER_FAILURES as e:
-            logger.warning("could not download the state of %s: %s", peer, reason_of(e))
-
-    async def _fetch(self, download: Download, call: Call) -> None:
-        """Fetch until everything is here, or the donor fails; a slow one is left when others have done the rest."""
-        fetching = asyncio.ensure_future(download.fetch_from(call))
-        try:
-            await first_completed(asyncio.shield(fetching), download.finished.wait())
-            if fetching.done():
-                fetching.result()
-                await call.send_end()
-        finally:
-            await cancel_and_wait(fetching)
-
-    async def _help(self, rank: float) -> None:
-        """Take from further donors of the same rank, one after another, as long as something is missing."""
-        download = self._download
-        while download is not None and not download.finished.is_set() and self._waiting and self._waiting[0][0] == rank:
-            await self._take_from(self._waiting.popleft())
+        now, memory = asyncio.get_running_loop().time(), self._memory
+        ranks = {peer: memory.ranked(peer, rank, now) for peer, rank in ranks.items() if memory.asks(peer, now)}
+        # Donors that are equal otherwise come in random order, so that newcomers spread over them.
+        donors = sorted((-rank, -memory.speed(peer), rng.random(), peer) for peer, rank in ranks.items())
+        return [(rank, peer) for rank, _, _, peer in donors]

@@ -1,12 +1,12 @@
 """A state on its way from donors to a newcomer, in chunks with hashes.
 
-While it is sent it stands still (:class:`Snapshot`): its tensors are one row of bytes, cut into chunks. Donors that
-have the same tensors and the same codec have the same chunks, so a newcomer can take some from each and check every one
-of them. The hash of all the hashes names the version.
+A donor sends a fixed copy of its state (:class:`Snapshot`): the bytes of its tensors in a row, cut into chunks. Donors
+with the same tensors and the same codec have the same chunks. So a newcomer can take some chunks from each donor and
+check every one of them. The hash of all the hashes names the version.
 
-Every donor is asked for the next chunk that nobody has been asked for. What a donor that fails has left undone goes to
-the others. In the end, when nothing is left to ask for, donors that are done are asked for what others still owe. A
-chunk counts when its hash is right.
+Each donor is asked for the next chunks that no donor has been asked for. If a donor fails, the others are asked for its
+chunks. At the end, when no chunks are left to ask for, donors that are done are asked for chunks that others still owe.
+A chunk counts only if its hash is right.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from shoal.averaging.messages import ChunkRequest, StateChunk, StateHeader
 from shoal.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
 from shoal.compression.base import Buffer, SerializedTensor, TensorMetadata, bytes_of, copied, mapped
 from shoal.errors import ProtocolError
-from shoal.p2p import Call
+from shoal.p2p import Call, PeerID
 from shoal.serializer import MSGPackSerializer
 from shoal.tasks import run_in_worker
 
-# A state that announces more is refused before any memory is taken for it.
+# A state that announces more tensors is refused before any memory is taken for it.
 MAX_TENSORS = 2**20
 MIN_WINDOW = 2
 MAX_WINDOW_BYTES = 2**26
-# A donor is asked for what it delivers in this time; for less in the end, so that all donors are done together.
+# A donor is asked for as many chunks as it delivers in this time; at the end for fewer, so all donors end together.
 WINDOW_SECONDS, LAST_WINDOW_SECONDS = 0.5, 0.125
 
-# How much of a donor's estimated speed comes from the estimate before; the rest is its latest chunk.
+# The weight of the earlier estimate in a donor's estimated speed; the rest comes from its latest chunk.
 _RATE_MEMORY = 0.8
 _PAGE_BYTES = 4096
 
@@ -47,22 +47,38 @@ MOST_CHUNKS = 128
 # A state is cut into about a hundred chunks: enough to share them among donors, few enough to cost little each.
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**18, 2**22
 
+# Arriving bytes are counted in pieces of this size. They are small while a donor is slow or not known yet, so that it
+# is not taken for silent.
+SMALL_PIECE_BYTES, PIECE_BYTES = 2**14, 2**18
+# A donor is quick enough for the larger pieces from so many bytes per second.
+QUICK = 2.0**20
+# The speed of a download is measured over so many seconds.
+SPEED_SECONDS = 10.0
+
 HASH_BYTES = 32
 HASHING_THREADS = 4
-# A chunk of more pieces than this is copied together before it is sent.
+# A chunk of more pieces than this is copied together before it is sent, because each piece has a cost of its own.
 _MAX_PIECES = 64
 
 
 class State(NamedTuple):
-    """What a newcomer gets."""
+    """The state that a newcomer gets."""
 
     metadata: Any
     """Plain values."""
     tensors: list[torch.Tensor]
 
 
+class GivenState(State):
+    """A state and its origin."""
+
+    donor: PeerID
+    """The donor that has described the state and given the metadata. Others may have sent some of the chunks."""
+    version: bytes
+
+
 class OwnedState(NamedTuple):
-    """What an averager gives to newcomers, if nobody will change its tensors any more: they need not be copied."""
+    """A state for newcomers whose tensors nobody will change any more, so that they need not be copied."""
 
     metadata: Any
     tensors: Sequence[torch.Tensor]
@@ -74,12 +90,12 @@ GetState = Callable[[], "StateTuple | OwnedState"]
 
 
 def chunk_bytes_of(total_bytes: int) -> int:
-    """The size of the chunks of a state."""
+    """The size of the chunks of a state with so many bytes: a power of two."""
     return min(max(1 << (total_bytes // MOST_CHUNKS).bit_length(), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
 
 
 class Chunks:
-    """Buffers in a row, cut into chunks of equal size, and a smaller last one."""
+    """Buffers in a row, cut into chunks of equal size; the last one may be smaller."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._buffers = buffers
@@ -89,7 +105,7 @@ class Chunks:
         self.count = -(-self.total_bytes // self.chunk_bytes)
 
     def pieces(self, index: int) -> list[memoryview]:
-        """The memory of a chunk."""
+        """The memory of a chunk, as pieces of the buffers."""
         start, stop = index * self.chunk_bytes, min((index + 1) * self.chunk_bytes, self.total_bytes)
         pieces = []
         for position in range(bisect.bisect_right(self._ends, start), len(self._ends)):
@@ -104,7 +120,7 @@ class Chunks:
 
 
 def hash_of(pieces: Sequence[Buffer]) -> bytes:
-    """BLAKE3 of some memory: a cryptographic hash that is as fast as the memory."""
+    """The BLAKE3 hash of some memory: a cryptographic hash that is as fast as memory can be read."""
     digest = blake3()
     for piece in pieces:
         digest.update(piece)
@@ -112,28 +128,28 @@ def hash_of(pieces: Sequence[Buffer]) -> bytes:
 
 
 def version_of(tensors: Sequence[TensorMetadata], sizes: Sequence[int], hashes: bytes) -> bytes:
-    """What tells whether two donors have the same tensors."""
+    """The name of a state's version: two donors with the same one have the same tensors. Metadata do not count."""
     return hash_of([msgspec.msgpack.encode([list(tensors), list(sizes)]), hashes])
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A state, encoded and hashed. Takes as much memory as the state, once."""
+    """A copy of a state, encoded and hashed. It takes as much memory as the encoded state."""
 
     metadata: bytes
     tensors: list[TensorMetadata]
     tensor_bytes: list[int]
     chunks: Chunks
     hashes: bytes
-    """Of all chunks."""
+    """The hashes of all chunks in a row, ``HASH_BYTES`` each."""
 
     @classmethod
     async def take(cls, get_state: GetState, codec: CompressionBase) -> Snapshot:
         """Encode and hash a state, in worker threads.
 
         Args:
-            get_state: gives the state.
-            codec: how tensors travel.
+            get_state: returns the state.
+            codec: compresses the tensors.
         """
         metadata, encoded = await run_in_worker(_encode, get_state, codec)
         buffers = [memoryview(tensor.buffer) for tensor in encoded]
@@ -150,12 +166,12 @@ class Snapshot:
 
 
 def _encode(get_state: GetState, codec: CompressionBase) -> tuple[bytes, list[SerializedTensor]]:
-    """A state's metadata, and the bytes of its tensors in memory that nobody else changes."""
+    """Encode a state's metadata, and its tensors into memory that nobody else changes."""
     state = get_state()
     metadata, tensors, infos = (*state, None)[:3]
     infos = infos or [CompressionInfo.from_tensor(tensor) for tensor in tensors]
     may_keep, waiting, encoded = isinstance(state, OwnedState), deque(zip(tensors, infos, strict=True)), []
-    del state, tensors  # what is encoded need not be kept beside its bytes
+    del state, tensors  # so that the memory of each tensor can be freed as soon as it is encoded
     while waiting:
         tensor, info = waiting.popleft()
         if not may_keep:
@@ -168,45 +184,80 @@ def _hash(chunks: Chunks, start: int, end: int) -> bytes:
     return b"".join(hash_of(chunks.pieces(index)) for index in range(start, min(end, chunks.count)))
 
 
+class Arrivals:
+    """Measures how fast bytes arrive.
+
+    Args:
+        now: the loop's time in seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.began_at = now
+        self.total = 0
+        # Marks of the latest seconds: a time, and how many bytes had arrived before it.
+        self._marks: deque[tuple[float, int]] = deque([(now, 0)])
+
+    def add(self, nbytes: int, now: float) -> None:
+        """Note that so many bytes have just arrived."""
+        if now - self._marks[-1][0] >= SPEED_SECONDS / 16:
+            self._marks.append((now, self.total))
+            self._forget(now)
+        self.total += nbytes
+
+    def _forget(self, now: float) -> None:
+        while len(self._marks) > 1 and self._marks[1][0] <= now - SPEED_SECONDS:
+            self._marks.popleft()
+
+    def recent(self, now: float) -> float:
+        """Bytes per second, over the last ``SPEED_SECONDS``."""
+        self._forget(now)
+        since, before = self._marks[0]
+        return (self.total - before) / max(now - since, 1e-9)
+
+
 class _Queue:
-    """Chunks that a donor has been asked for, in the order in which they will come, and how fast they do."""
+    """The chunks that a donor has been asked for, in the order in which they will come; and the donor's speed."""
 
     def __init__(self, longest: int) -> None:
         self.chunks: deque[int] = deque()
         self._longest = longest
         self._rate = 0.0
 
+    def is_quick(self, chunk_bytes: int) -> bool:
+        """Whether the donor delivers a large piece in a short time."""
+        return self._rate * chunk_bytes >= QUICK
+
     def delivered(self, seconds: float) -> None:
-        """The first chunk has come, and has taken so long."""
+        """Note that the first chunk has come, and how long it took."""
         self.chunks.popleft()
         newest = 1 / max(seconds, 1e-9)
         self._rate = _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * newest if self._rate else newest
 
     def length_for(self, seconds: float) -> int:
-        """How many chunks the donor delivers in this time, within limits."""
+        """The number of chunks that the donor delivers in this time, within limits."""
         return max(MIN_WINDOW, min(self._longest, int(self._rate * seconds)))
 
     def expected(self) -> Iterator[tuple[int, float]]:
-        """Each chunk, and in how many seconds it will probably be here."""
+        """Each chunk, and the seconds after which it is expected."""
         return ((chunk, position / max(self._rate, 1e-9)) for position, chunk in enumerate(self.chunks, 1))
 
 
 class _Place(NamedTuple):
-    """Where a chunk is received."""
+    """The memory into which a chunk is received."""
 
     chunk: int
     pieces: list[memoryview]
     is_final: bool
-    """It is part of the state's own memory; no other donor writes there at the same time."""
+    """Whether it is the state's own memory. No other donor writes there at the same time."""
 
 
 class Download:
     """One version of the state on its way here.
 
     Args:
-        header: of the donor that was asked first; it gives the metadata.
-        hashes: of all chunks, as it says.
-        chunk_timeout: seconds without the next chunk after which a donor is given up.
+        header: the description by the chosen donor, which also gives the metadata.
+        hashes: the hashes of all chunks, from the same donor.
+        chunk_timeout: a donor is given up after so many seconds without new bytes.
     """
 
     def __init__(self, header: StateHeader, hashes: bytes, chunk_timeout: float) -> None:
@@ -214,19 +265,20 @@ class Download:
         self.version = version_of(header.tensors, header.tensor_bytes, hashes)
         self._buffers = [bytes_of(mapped((size,), torch.uint8)) for size in header.tensor_bytes]
         self._chunks = Chunks(self._buffers)
-        # Chunks that nobody is asked for, as a heap.
+        # Chunks for which no donor is asked at the moment, as a heap.
         self._todo = list(range(self._chunks.count))
-        # Chunks that have not come yet, and how many donors are asked for them; the earliest request first.
+        # By chunk that has not come: how many donors are asked for it. The earliest request is first.
         self._asked: dict[int, int] = {}
-        # The chunks of all donors.
+        # One queue for each donor that delivers.
         self._queues: list[_Queue] = []
-        # Chunks of which bytes, or unverified ones, are in the state's own memory.
+        # Chunks that a donor is writing into the state's own memory, or whose bytes there are not verified yet.
         self._writing: set[int] = set()
-        # When the memory of a chunk has been provided.
+        # By chunk: done when the system has provided its memory.
         self._ready: dict[int, asyncio.Future[None]] = {}
         self._missing = self._chunks.count
-        # Chunks that came while another donor, which is slower or stuck, was writing them to the state's memory.
+        # Chunks that came while another donor, slower or stuck, was still writing them into the state's own memory.
         self._copies: dict[int, memoryview] = {}
+        self._arrivals = Arrivals(asyncio.get_running_loop().time())
         self.finished = asyncio.Event()
         self._check_finished()
 
@@ -234,11 +286,28 @@ class Download:
     def total_bytes(self) -> int:
         return self._chunks.total_bytes
 
+    @property
+    def missing_bytes(self) -> int:
+        """An upper limit for the bytes of all chunks that are not completely here."""
+        return min(self._missing * self._chunks.chunk_bytes, self._chunks.total_bytes)
+
+    def resume(self, header: StateHeader) -> None:
+        """Take the download up again, with the metadata of this donor, and measure its speed anew."""
+        self._header = header
+        self._arrivals = Arrivals(asyncio.get_running_loop().time())
+
+    def seconds_left(self) -> float:
+        """The seconds until the state is expected to be here; 0 while it is too early to tell."""
+        now = asyncio.get_running_loop().time()
+        if now - self._arrivals.began_at < SPEED_SECONDS:
+            return 0.0
+        return self.missing_bytes / max(self._arrivals.recent(now), 1e-9)
+
     def result(self) -> State:
-        """The state, when all of it is here. Its memory is handed over.
+        """The state. Call this once, when the download is finished: the memory is handed over.
 
         Raises:
-            ValueError, RuntimeError: what the donors agree on is no state.
+            ValueError, RuntimeError: the donors agree on something that is not a state.
         """
         for index, copy in self._copies.items():
             _copy(copy, self._chunks.pieces(index))
@@ -249,12 +318,16 @@ class Download:
         ]
         return State(MSGPackSerializer.loads(self._header.metadata), tensors)
 
-    async def fetch_from(self, call: Call) -> None:
+    async def fetch_from(self, call: Call, arrivals: Arrivals) -> None:
         """Take chunks from one donor until all are here.
 
+        Args:
+            call: to the donor.
+            arrivals: counts the bytes from this donor.
+
         Raises:
-            ProtocolError: what it sends is not what was asked for.
-            TimeoutError: it is silent.
+            ProtocolError: the donor sends something else than it was asked for.
+            TimeoutError: the donor is silent.
         """
         queue, loop = _Queue(MAX_WINDOW_BYTES // self._chunks.chunk_bytes), asyncio.get_running_loop()
         self._queues.append(queue)
@@ -262,8 +335,8 @@ class Download:
             while not self.finished.is_set():
                 await self._ask(call, queue)
                 started = loop.time()
-                async with asyncio.timeout(self._chunk_timeout):
-                    place = await self._receive(call, queue.chunks[0])
+                piece = PIECE_BYTES if queue.is_quick(self._chunks.chunk_bytes) else SMALL_PIECE_BYTES
+                place = await self._receive(call, queue.chunks[0], piece, arrivals)
                 queue.delivered(loop.time() - started)
                 self._check(place)
         finally:
@@ -282,7 +355,7 @@ class Download:
             await call.send(ChunkRequest(index=index))
 
     def _choose(self, queue: _Queue) -> Iterator[int]:
-        """What to ask a donor for next, if anything; one that owes nothing is asked for what others owe."""
+        """The chunks to ask a donor for next, if any. A donor that owes nothing is asked for one that others owe."""
         share = len(self._todo) // len(self._queues)
         longest = max(queue.length_for(LAST_WINDOW_SECONDS), min(queue.length_for(WINDOW_SECONDS), share))
         if len(queue.chunks) > longest // 2:
@@ -296,7 +369,7 @@ class Download:
             yield from self._latest()
 
     def _latest(self) -> Iterator[int]:
-        """The chunk that will be the last to come, among those that the fewest donors have been asked for."""
+        """Of the chunks for which the fewest donors have been asked, the one that is expected last."""
         expected: dict[int, float] = {}
         for queue in self._queues:
             for index, seconds in queue.expected():
@@ -308,29 +381,39 @@ class Download:
             yield index
 
     def _touch(self, chunks: Sequence[int]) -> None:
-        """Let the system provide the memory of chunks that will be written: it takes as long as the writing itself."""
+        """Make the system provide the memory of chunks now, in a worker. It takes as long as writing them later."""
         for index in chunks:
             for piece in self._chunks.pieces(index):
-                # Numpy would hold up other threads.
+                # torch releases the interpreter's lock while it writes; numpy would hold up other threads.
                 torch.frombuffer(piece, dtype=torch.uint8)[::_PAGE_BYTES].zero_()
 
     def _answered(self, index: int) -> None:
-        """A donor has delivered a chunk, or never will."""
-        if index not in self._asked:  # it is here
+        """Note that a donor has delivered a chunk, or never will."""
+        if index not in self._asked:  # the chunk is here
             return
         self._asked[index] -= 1
         if self._asked[index] == 0:
             del self._asked[index]
             heapq.heappush(self._todo, index)
 
-    async def _receive(self, call: Call, index: int) -> _Place:
-        chunk = await call.receive(StateChunk)
+    async def _receive(self, call: Call, index: int, piece_bytes: int, arrivals: Arrivals) -> _Place:
+        """Receive the next chunk. However slow the donor is, it is not given up while bytes arrive."""
+        async with asyncio.timeout(self._chunk_timeout):
+            chunk = await call.receive(StateChunk)
         if chunk is None or chunk.index != index:
             raise ProtocolError(f"sent {chunk} where chunk {index} of the state is due")
         await asyncio.shield(self._ready[index])
-        place = self._place_for(index)
+        place, loop = self._place_for(index), asyncio.get_running_loop()
+
+        def arrived(nbytes: int) -> None:
+            now = loop.time()
+            silence.reschedule(now + self._chunk_timeout)
+            self._arrivals.add(nbytes, now)
+            arrivals.add(nbytes, now)
+
         try:
-            await call.read_payload_into(*place.pieces)
+            async with asyncio.timeout(self._chunk_timeout) as silence:
+                await call.read_payload_into(*_cut(place.pieces, piece_bytes), arrived=arrived)
         except BaseException:
             self._release(place)
             raise
@@ -344,7 +427,11 @@ class Download:
         return _Place(index, [memoryview(bytearray(sum(map(len, pieces))))], is_final=False)
 
     def _check(self, place: _Place) -> None:
-        """Count a chunk that has arrived if its hash is right; found out at once, while it is in the cache."""
+        """Count a chunk that has arrived if its hash is right. It is checked at once, while it is in the cache.
+
+        Raises:
+            ProtocolError: the hash is wrong.
+        """
         index = place.chunk
         try:
             if hash_of(place.pieces) != self._hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]:
@@ -368,16 +455,21 @@ class Download:
             self.finished.set()
 
 
+def _cut(buffers: Sequence[memoryview], piece_bytes: int) -> list[memoryview]:
+    """The same memory in pieces of at most this size."""
+    return [each[start : start + piece_bytes] for each in buffers for start in range(0, len(each), piece_bytes)]
+
+
 def _copy(source: memoryview, targets: Sequence[memoryview]) -> None:
     for target in targets:
         target[:], source = source[: len(target)], source[len(target) :]
 
 
 async def open_state(call: Call, max_bytes: int, chunk_timeout: float) -> tuple[StateHeader, bytes]:
-    """What a donor answers to a request for its state, checked, with the hashes of the chunks.
+    """Receive and check a donor's answer to a request for its state, and the hashes of the chunks.
 
     Raises:
-        ProtocolError: it makes no sense, or is larger than ``max_bytes``.
+        ProtocolError: the answer is malformed, or the state is larger than ``max_bytes``.
         TimeoutError: there is no answer.
     """
     async with asyncio.timeout(chunk_timeout):

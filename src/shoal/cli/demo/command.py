@@ -1,4 +1,4 @@
-"""The ``shoal demo`` command: starts the peers, kills one, adds one, stops them together, and notes what happens."""
+"""The ``shoal demo`` command: starts the peers, kills one, adds one, stops all together, and records what happens."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from shoal.cli.demo.messages import (
 from shoal.cli.demo.report import Viewer, succeeded, ten_lines, viewer_for, write_report
 from shoal.errors import end_at_once
 
-# Seconds for all processes to load torch and read the text; a cold disk can be slow.
+# Seconds that all processes have to load torch and read the text; a cold disk can be slow.
 START_TIMEOUT = 120.0
 
 CONNECT_TIMEOUT = 30.0
 FINISH_TIMEOUT = 90.0
 LEAVE_TIMEOUT = 10.0
-# The end is announced this many epochs ahead, so that every peer hears of it before it comes.
+# The last epoch is announced this many epochs ahead, so that every peer hears of it in time.
 EPOCHS_TO_THE_END = 2
 
 MAX_REPEATS = 3
@@ -57,11 +57,11 @@ class DemoConfig:
     """What to run."""
 
     peers: int = 4
-    """How many peers start together; one of them is killed later."""
+    """Number of peers that start together; one of them is killed later."""
     seconds: float = 90.0
     """How long to train, counted from when all peers are ready."""
     folder: Path = Path("demo-report")
-    """Where the report and the peers' logs go."""
+    """Folder for the report and the peers' logs."""
 
     def __post_init__(self) -> None:
         if self.peers < 2:
@@ -71,11 +71,11 @@ class DemoConfig:
 
 
 class DemoError(Exception):
-    """The run could not go on; the text says why."""
+    """The run could not continue; the text says why."""
 
 
 class Demo:
-    """One run, from the first process to the last."""
+    """One run of the demo."""
 
     def __init__(self, config: DemoConfig, viewer: Viewer) -> None:
         self.config = config
@@ -87,10 +87,10 @@ class Demo:
         self._zero = time.monotonic()
 
     def run(self) -> Story:
-        """Go through the whole run.
+        """Carry out the whole run.
 
         Raises:
-            DemoError: a peer failed by itself, or something took far too long.
+            DemoError: a peer failed that was not killed on purpose, or a phase timed out.
         """
         self.config.folder.mkdir(parents=True, exist_ok=True)
         grace = 1.0
@@ -203,7 +203,7 @@ class Demo:
             self._listen(left)
 
     def _listen(self, timeout: float) -> None:
-        """Take what the peers say for a moment, and refresh what is shown."""
+        """Handle the peers' events for a moment, and refresh the view."""
         try:
             number, event = self._heard.get(timeout=min(timeout, 0.2))
         except queue.Empty:
@@ -287,7 +287,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"shoal demo: {error}", file=sys.stderr)
         return 2
-    # Also in the background of a script.
+    # A shell makes its background jobs ignore SIGINT: undo that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _leave)
     try:

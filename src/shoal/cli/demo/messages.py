@@ -1,8 +1,8 @@
-"""A peer's process as the runner holds it, what the two tell each other, and what that adds up to.
+"""The runner's handle on a peer process, the messages between the two, and the record of a run.
 
-They speak in lines over pipes, one JSON object each: the runner writes commands to a peer's standard input and reads
-events from its standard output. When the input ends, whether the runner closed it or died, the peer goes away. A
-:class:`Story` is everything that happened in a run as plain data: what the viewer shows and the report tells.
+Messages are lines of JSON over pipes: the runner writes commands to a peer's standard input and reads events from its
+standard output. A peer leaves when its input ends, whether the runner closed it or died. A :class:`Story` holds
+everything that happened in a run as plain data, for the viewer and the report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 
 
 class Command(msgspec.Struct, tag_field="command", tag=str.lower):
-    """Base of what the runner says."""
+    """Base class of what the runner sends."""
 
 
 class Connect(Command):
@@ -55,11 +55,11 @@ class Leave(Command):
 
 
 class Event(msgspec.Struct, tag_field="event", tag=str.lower):
-    """Base of what a peer says."""
+    """Base class of what a peer sends."""
 
 
 class Ready(Event):
-    """The program is loaded and has cut the text; it waits to be connected."""
+    """The peer has loaded and cut the text, and waits for :class:`Connect`."""
 
     files: int
     unigram_entropy: float
@@ -80,18 +80,18 @@ class CaughtUp(Event):
 
 
 class Progress(Event):
-    """How far the peer is; sent several times per second."""
+    """The peer's progress; sent several times per second."""
 
     epoch: int
     samples: int
-    """In averages that this peer took part in, and in the one that it is gathering for."""
+    """Samples in the averages that this peer took part in, and in the one that it is gathering for."""
     samples_per_second: float
     loss: float
     """Mean training loss since the last epoch, nats per byte."""
     bytes_sent: int
     bytes_received: int
     peers_seen: int
-    """How many peers this one knows to be training, itself included."""
+    """Number of peers that this one knows to be training, including itself."""
 
 
 class EpochDone(Event):
@@ -99,9 +99,9 @@ class EpochDone(Event):
 
     epoch: int
     seconds: float
-    """How long this peer waited in it: finding the group, averaging, the optimizer's step."""
+    """How long this peer waited: for finding the group, averaging and the optimizer's step."""
     group_size: int
-    """How many peers averaged together; 1 when this peer went on alone."""
+    """Number of peers that averaged together; 1 if this peer went on alone."""
 
 
 class Measured(Event):
@@ -116,9 +116,9 @@ class Finished(Event):
 
     epoch: int
     samples: int
-    """In averages that this peer took part in."""
+    """Samples in the averages that this peer took part in."""
     loss: float
-    """On the held-out text, measured on many more windows than during training."""
+    """Loss on the held-out text, measured on many more windows than during training."""
     parameters_sha256: str
 
 
@@ -140,45 +140,45 @@ def to_line(message: Command | Event) -> bytes:
 
 
 def command_from(line: bytes) -> AnyCommand:
-    """The command in a line; ``msgspec.DecodeError`` if there is none."""
+    """Parse a command; raises ``msgspec.DecodeError`` if the line holds none."""
     command: AnyCommand = _commands.decode(line)
     return command
 
 
 def event_from(line: bytes) -> AnyEvent:
-    """The event in a line; ``msgspec.DecodeError`` if there is none."""
+    """Parse an event; raises ``msgspec.DecodeError`` if the line holds none."""
     event: AnyEvent = _events.decode(line)
     return event
 
 
-# Windows has groups of processes in place of sessions.
+# Windows has process groups instead of sessions.
 _NEW_GROUP: int = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
 
 Heard = tuple[int, "AnyEvent | None"]
-"""A peer's number and its event; None once it will never say anything again."""
+"""A peer's number and its event; the event is ``None`` when the peer's output has ended."""
 
 
 class PeerProcess:
-    """One peer.
+    """The process of one peer, as seen from the runner.
 
     Args:
-        number: which peer it is.
-        shards: into how many shards all peers cut the text.
-        log: file for what it writes to standard error.
-        heard: gets everything that the peer says.
+        number: number of the peer.
+        shards: number of shards into which all peers cut the text.
+        log: file for its standard error.
+        heard: gets every event of the peer.
     """
 
     def __init__(self, number: int, shards: int, log: Path, heard: queue.Queue[Heard]) -> None:
         self.number = number
         self.log = log
         with log.open("wb") as log_file:
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "shoal.cli.demo.peer", str(number), str(shards)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                # Ctrl-C is for the runner, which ends its peers in order.
+                # Ctrl-C must reach only the runner, which then ends its peers in order.
                 creationflags=_NEW_GROUP,
                 start_new_session=not _NEW_GROUP,
             )
@@ -186,46 +186,46 @@ class PeerProcess:
         self._reader.start()
 
     def _listen(self, heard: queue.Queue[Heard]) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.endswith(b"\n"):  # else the peer died in the middle of a word
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.endswith(b"\n"):  # otherwise the peer died in the middle of a line
                 heard.put((self.number, event_from(line)))
         heard.put((self.number, None))
 
     def tell(self, command: Command) -> None:
-        """Send a command; a peer that is gone does not hear it, and the runner learns that from its silence."""
-        assert self._process.stdin is not None
+        """Send a command. A peer that has ended misses it; the runner learns of the end through ``heard``."""
+        assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # BrokenPipeError, or EINVAL on Windows
-            self._process.stdin.write(to_line(command))
-            self._process.stdin.flush()
+            self.process.stdin.write(to_line(command))
+            self.process.stdin.flush()
 
     def kill(self) -> None:
-        """End it at once, without a goodbye: SIGKILL, or what the system has for it."""
-        self._process.kill()
+        """End it at once, without a goodbye: by SIGKILL or the system's equivalent."""
+        self.process.kill()
 
     def hang_up(self) -> None:
-        """Close its input, by which it knows that it should leave."""
-        assert self._process.stdin is not None
+        """Close its input, which tells it to leave."""
+        assert self.process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self.process.stdin.close()
 
     def wait(self, timeout: float) -> int | None:
         """Its exit status, or None if it is still there after ``timeout`` seconds."""
         try:
-            return self._process.wait(timeout)
+            return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
 
     def release(self) -> None:
-        """Forget a process that has ended."""
-        self._process.wait()
+        """Release the resources of a process that has ended."""
+        self.process.wait()
         self._reader.join()
         self.hang_up()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def last_words(self, lines: int = 15) -> str:
-        """The end of what it wrote to standard error."""
+        """The last lines of its standard error."""
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
@@ -263,7 +263,7 @@ class PeerStory:
     started: float = 0.0
     peer_id: str = ""
     caught_up: float | None = None
-    """When it had the swarm's epoch for the first time."""
+    """When it first had the swarm's epoch."""
     progress: Progress | None = None
     epochs: list[tuple[float, EpochDone]] = field(default_factory=list)
     curve: list[tuple[float, int, float]] = field(default_factory=list)
@@ -280,7 +280,7 @@ class PeerStory:
 
     @property
     def held_out_loss(self) -> float | None:
-        """The latest one, in nats per byte."""
+        """The latest measurement, in nats per byte."""
         if self.finished is not None:
             return self.finished.loss
         return self.curve[-1][2] if self.curve else None
@@ -304,7 +304,7 @@ class Story:
     stopped: float | None = None
     """When the last epoch was announced."""
     repeats: int = 0
-    """How often the end was put off by an epoch because the peers did not agree bit for bit."""
+    """How often the end was postponed by an epoch because the peers' parameters were not identical."""
     text: str = ""
     """Written by the trained model."""
 
@@ -314,13 +314,13 @@ class Story:
 
     @property
     def epoch(self) -> int:
-        """The furthest epoch that a peer told of."""
+        """The furthest epoch that a peer has reported."""
         done = (peer.epochs[-1][1].epoch for peer in self.peers.values() if peer.epochs)
         return max(done, default=0)
 
     @property
     def last_round(self) -> EpochDone | None:
-        """The swarm's latest step, as the peer saw it that told of it last."""
+        """The swarm's latest step, as the last peer reported it."""
         latest = [peer.epochs[-1] for peer in self.peers.values() if peer.epochs]
         return max(latest, key=lambda entry: entry[0])[1] if latest else None
 
@@ -329,9 +329,9 @@ class Story:
         return max((peer.progress.peers_seen for peer in self.living if peer.progress), default=0)
 
     def rounds(self) -> dict[int, tuple[float, float]]:
-        """Each step of the swarm by epoch: when it was done, and the seconds it took once the last peer had come to it.
+        """Each step of the swarm by epoch: when it was done, and the seconds it took after the last peer arrived.
 
-        That is what the peer waited that waited least; the others were there earlier and waited for it, too.
+        The last peer to arrive waits least, so this is the shortest wait of all peers.
         """
         found: dict[int, tuple[float, float]] = {}
         for peer in self.peers.values():
@@ -341,12 +341,12 @@ class Story:
         return dict(sorted(found.items()))
 
     def pauses(self) -> list[tuple[float, float]]:
-        """When each step but the first was done, and the seconds since the one before."""
+        """When each step but the first was done, and the seconds since the step before."""
         times = [at for at, _ in self.rounds().values()]
         return [(later, later - earlier) for earlier, later in pairwise(times)]
 
     def soon_after_kill(self, moments: Iterable[tuple[float, float]]) -> list[float]:
-        """Of values that belong to moments, those of the 15 seconds after the kill."""
+        """Of values with their times, those from the 15 seconds after the kill."""
         if self.killed is None:
             return []
         return [value for at, value in moments if self.killed[0] < at <= self.killed[0] + 15]

@@ -1,12 +1,11 @@
-"""A small byte-level transformer in plain torch, and its text: the source of Python's own standard library.
+"""A small byte-level transformer in plain torch, and its text: the source of Python's standard library.
 
-That is on every machine that can run the demo. Whole files are dealt out by a hash of their path, so that every peer
-cuts the same text in the same way without asking anybody: one file in twenty is held out for measuring, the others go
-to one shard each.
+Every machine that can run the demo has that text. A hash of its path assigns each file to a shard, so all peers cut the
+text in the same way without asking each other. One file in twenty is held out for measuring.
 
-What a peer must beat is measured on the held-out text too. The *unigram entropy* is the loss of the best model that
-knows only how frequent each byte is; the *bigram entropy* that of the best model that also sees one byte back. Both are
-taken from the counts of the held-out text itself, so no model of that kind, however it was fitted, can do better there.
+The baselines are measured on the held-out text too. The *unigram entropy* is the loss of the best model that knows only
+how frequent each byte is. The *bigram entropy* is the loss of the best model that also sees one byte back. Both come
+from the counts of the held-out text itself, so no model of that kind can do better there, however it was fitted.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-# Bytes.
+# Possible values of a byte.
 VOCABULARY = 256
 
 LEARNING_RATE = 3e-3
-# Rows of a table are seen rarely, so they take larger steps: it halves the time to fall below the bigram entropy.
+# Each row of a table is used rarely, so it takes larger steps. This halves the time to get below the bigram entropy.
 TABLE_LEARNING_RATE = 3e-2
 
 WARM_UP_EPOCHS = 5
@@ -37,19 +36,19 @@ WARM_UP_EPOCHS = 5
 
 @dataclass(frozen=True)
 class ModelSize:
-    """How large the transformer is; about 375 thousand parameters as it stands."""
+    """Size of the transformer; the defaults make about 375 thousand parameters."""
 
     context: int = 64
-    """How many bytes it looks back."""
+    """Number of bytes it looks back."""
     nearest: int = 4
-    """How many of the last bytes each position sees directly, without attention."""
+    """Number of preceding bytes that each position sees directly, without attention."""
     width: int = 96
     heads: int = 4
     layers: int = 2
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer network, each added to what came in."""
+    """Causal self-attention, then a two-layer network; each adds its output to its input."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class ByteTransformer(nn.Module):
         self.out = nn.Linear(size.width, VOCABULARY)
         self.apply(_initialize)
         for name, weight in self.named_parameters():
-            # Many are added up: start small.
+            # The outputs of all blocks add up, so they start small.
             if name.endswith(("attention_out.weight", "network_out.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * size.layers))
 
@@ -114,7 +113,7 @@ def _initialize(module: nn.Module) -> None:
 
 
 def parameter_groups(model: ByteTransformer) -> list[dict[str, Any]]:
-    """Parameters with the learning rate that suits them."""
+    """Groups of parameters, each with a learning rate that suits it."""
     tables = [*model.tables.parameters(), *model.positions.parameters()]
     of_tables = {id(parameter) for parameter in tables}
     others = [parameter for parameter in model.parameters() if id(parameter) not in of_tables]
@@ -122,7 +121,7 @@ def parameter_groups(model: ByteTransformer) -> list[dict[str, Any]]:
 
 
 def warm_up(epoch: int) -> float:
-    """Factor of the learning rate in an epoch."""
+    """Factor for the learning rate in an epoch."""
     return min(1.0, (epoch + 1) / WARM_UP_EPOCHS)
 
 
@@ -130,7 +129,7 @@ def loss_on(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     """Mean loss in nats per byte.
 
     Args:
-        windows: ``int64``, shape ``[batch, length + 1]``: each byte but the first is predicted from those before it.
+        windows: ``int64``, shape ``[batch, length + 1]``; each byte but the first is predicted from the ones before it.
     """
     logits = model(windows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
@@ -183,7 +182,7 @@ HELD_OUT_ONE_IN = 20
 # Enough for the demo many times over; more would only make starting slower.
 MAX_BYTES = 8_000_000
 
-# These are not text that people wrote to be read: test data, installed packages, tables of code pages.
+# Folders without readable source text: test data, installed packages, tables of code pages.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
 
 
@@ -201,11 +200,11 @@ class Corpus:
 
 
 def load_corpus(num_shards: int, root: Path | None = None) -> Corpus:
-    """Read the standard library and cut it up.
+    """Read the standard library and cut it into shards.
 
     Args:
-        num_shards: how many parts to cut the training text into.
-        root: folder of Python files to read instead.
+        num_shards: number of shards for the training text.
+        root: read the Python files of this folder instead.
 
     Raises:
         ValueError: the folder has no text for every shard and for the held-out part.
@@ -227,10 +226,10 @@ def load_corpus(num_shards: int, root: Path | None = None) -> Corpus:
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """Python files below a folder, ordered by the hash of their path, so that the first few come from all over."""
+    """Python files below a folder, ordered by the hash of their path so that the first few come from all over it."""
     found = []
     for folder, subfolders, names in os.walk(root):
-        # It has not even been entered.
+        # Changed in place: os.walk then does not enter the skipped folders.
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     yield from sorted(found, key=lambda path: _hash(path.relative_to(root).as_posix()))
@@ -241,7 +240,7 @@ def _hash(name: str) -> int:
 
 
 def _part_of(name: str, num_shards: int) -> int:
-    """Index of the shard a file belongs to; ``num_shards`` itself means held out."""
+    """Index of the shard that a file belongs to; ``num_shards`` means held out."""
     number = _hash(f"part of {name}")
     return num_shards if number % HELD_OUT_ONE_IN == 0 else number // HELD_OUT_ONE_IN % num_shards
 

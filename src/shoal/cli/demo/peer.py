@@ -1,4 +1,4 @@
-"""One peer of the demo: a process of its own that does what the runner says and tells how it goes.
+"""One peer of the demo: a process that follows the runner's commands and reports its progress.
 
 Its training is an ordinary PyTorch loop around :class:`shoal.Optimizer`.
 
@@ -45,13 +45,13 @@ from shoal.dht import DHT
 from shoal.optim import Optimizer
 
 RUN_ID = "shoal_demo"
-# Windows of text that the whole swarm gathers for one step.
+# Windows of text that the whole swarm gathers for a step.
 TARGET_BATCH_SIZE = 256
-# Windows of text that one peer works on at a time.
+# Windows of text in a batch of one peer.
 BATCH_SIZE = 16
-# All peers of the demo are on this machine, and nobody else is asked in.
+# All peers of the demo are on this machine, and no others can join.
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
-# How long a group waits for peers that are late; it starts at once when all are in.
+# How long a group waits for late peers; it starts at once when all have joined.
 MATCHMAKING_SECONDS = 1.5
 
 REPORT_EVERY_SECONDS = 0.25
@@ -64,9 +64,9 @@ class Trainer:
     """One peer's model, its share of the text, and its place in the swarm.
 
     Args:
-        number: which peer this is, from 1; chooses the shard, and the random numbers.
+        number: number of this peer, from 1; selects its shard and seeds its random numbers.
         corpus: the text.
-        tell: takes the news.
+        tell: called with each event.
     """
 
     def __init__(self, number: int, corpus: Corpus, tell: Callable[[Event], None]) -> None:
@@ -74,7 +74,7 @@ class Trainer:
         self._text = corpus.shards[(number - 1) % len(corpus.shards)]
         self._held_out = corpus.held_out
         self._random = torch.Generator().manual_seed(number)
-        # Every peer starts from other parameters; the swarm makes them one.
+        # Each peer starts from different parameters; the swarm makes them equal.
         torch.manual_seed(number)
         self.model = demo_model.ByteTransformer(demo_model.ModelSize())
         self._window = self.model.size.context + 1
@@ -86,12 +86,12 @@ class Trainer:
         self._contributed = self._pending = 0
         self._losses: list[float] = []
         self._next_report = 0.0
-        # They are asked in turn, not all at once.
+        # The peers measure in turn, not all at once.
         self._next_measurement = time.monotonic() + number % 5 / 5 * MEASURE_EVERY_SECONDS
 
     def connect(self, initial_peers: list[str]) -> None:
-        """Join the swarm, or start one if there are no addresses; then download its state, if it has any."""
-        self._dht = DHT(initial_peers, start=True, host_maddrs=LOOPBACK)
+        """Join the swarm and download its state, or start a swarm if there are no addresses."""
+        self._dht = DHT(initial_peers, start=True, host_maddrs=LOOPBACK, token="")  # whatever the environment says
         optimizer = torch.optim.AdamW(demo_model.parameter_groups(self.model), betas=(0.9, 0.99), weight_decay=0.01)
         self._optimizer = Optimizer(
             dht=self._dht,
@@ -116,7 +116,7 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """How many steps of the whole swarm are in the parameters."""
+        """Number of steps of the whole swarm that the parameters contain."""
         return self.optimizer.local_epoch
 
     def step(self) -> None:
@@ -138,13 +138,13 @@ class Trainer:
     def _note_epoch(self, seconds: float) -> None:
         size = self._group_size()
         self._tell(EpochDone(self.epoch, seconds, size))
-        # Otherwise this peer was alone, or behind: it downloaded the state and dropped what it had.
+        # Otherwise this peer was alone, or it was behind, downloaded the state and dropped its own samples.
         if size > 1:
             self._contributed += self._pending
         self._pending = 0
 
     def _group_size(self) -> int:
-        """How many peers the gradients of the last epoch come from; 1 when this peer went on alone."""
+        """Number of peers that the last epoch's gradients come from; 1 if this peer went on alone."""
         averager = self.optimizer.grad_averager
         result = None if averager is None else averager.last_round
         if result is None or result is self._last_round:
@@ -180,7 +180,7 @@ class Trainer:
         )
 
     def finish(self) -> Finished:
-        """Measure the trained model carefully, and fingerprint it."""
+        """Measure the trained model on many windows, and hash its parameters."""
         windows = demo_model.even_windows(self._held_out, FINAL_WINDOWS, self._window)
         loss = demo_model.held_out_loss(self.model, windows)
         digest = hashlib.sha256()
@@ -189,23 +189,23 @@ class Trainer:
         return Finished(self.epoch, self._contributed, loss, digest.hexdigest())
 
     def write(self, prompt: str, length: int) -> str:
-        """A text by the model."""
+        """Let the model write a text."""
         return demo_model.sample(self.model, prompt, length, seed=0)
 
     def shutdown(self) -> None:
-        """Say goodbye to the others; harmless if there is nothing to leave."""
+        """Leave the swarm; does nothing if this peer has not joined."""
         if self._optimizer is not None:
             self._optimizer.shutdown()
         if self._dht is not None:
             self._dht.shutdown()
 
 
-# When the runner is gone, how long this process may still take to say goodbye.
+# Seconds that this process has to leave the swarm when the runner is gone.
 ORPHAN_GRACE_SECONDS = 2.0
 
 
 class Pipes:
-    """The two ends that connect this peer with its runner."""
+    """The two pipes between this peer and its runner."""
 
     def __init__(self, commands: IO[bytes], events: IO[bytes]) -> None:
         self._events = events
@@ -225,11 +225,11 @@ class Pipes:
         self._events.flush()
 
     def receive(self) -> AnyCommand:
-        """The next command; waits for it."""
+        """Wait for the next command."""
         return self._queue.get()
 
     def poll(self) -> AnyCommand | None:
-        """The next command if there is one."""
+        """The next command, or ``None`` if there is none yet."""
         try:
             return self._queue.get_nowait()
         except queue.Empty:
@@ -237,7 +237,7 @@ class Pipes:
 
 
 def follow(pipes: Pipes, trainer: Trainer) -> None:
-    """Do what the runner says until it says to leave."""
+    """Follow the runner's commands until it says to leave."""
     command: AnyCommand | None = pipes.receive()
     while not isinstance(command, Leave):
         if isinstance(command, Connect):
@@ -251,7 +251,7 @@ def follow(pipes: Pipes, trainer: Trainer) -> None:
 
 
 def train(pipes: Pipes, trainer: Trainer, command: Train | StopAfter) -> AnyCommand:
-    """Train until the last epoch is complete or another command interrupts.
+    """Train until the last epoch is complete or another command comes.
 
     Returns:
         The command to follow next.
@@ -269,12 +269,12 @@ def train(pipes: Pipes, trainer: Trainer, command: Train | StopAfter) -> AnyComm
 
 
 def _take_standard_input() -> IO[bytes]:
-    """What the runner writes; nothing is left in its place.
+    """Take over the pipe from the runner, and leave the null device as standard input.
 
-    On Windows, libraries that are loaded later look at the standard input, and would wait for whoever reads from it.
+    On Windows, libraries that are loaded later inspect standard input, and would block behind the thread that reads it.
     """
     descriptor = sys.stdin.fileno()
-    # Unbuffered: nothing to lock when the process ends.
+    # Unbuffered: a buffered reader would hold a lock when the process ends.
     commands = io.FileIO(os.dup(descriptor))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), descriptor)
@@ -288,7 +288,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # Whatever a library prints must not mix with the events.
+    # Anything that a library prints goes to standard error, so that it does not mix with the events.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     pipes = Pipes(_take_standard_input(), events)
     corpus = load_corpus(arguments.shards)

@@ -1,6 +1,6 @@
-"""What the demo shows: a live table or plain lines while it runs; a picture, JSON and ten lines in the end.
+"""The demo's output: a live table or plain lines while it runs, then a picture, JSON and ten lines of text.
 
-The picture shows how the held-out loss of every peer fell, and what happened on the way. The JSON has the same.
+The picture shows how the held-out loss of each peer fell, and what happened on the way. The JSON holds the same data.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# A round is called slow when it took this many times the median.
+# A round that took this many times the median is slow.
 SLOW_ROUND_FACTOR = 3.0
 
-# Told apart by colour-blind readers too.
+# Colour-blind readers can tell these apart, too.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -41,16 +41,16 @@ STATE_COLOURS = {
 
 
 class Viewer(Protocol):
-    """Shows a story as it goes on."""
+    """Shows a story while it happens."""
 
     def say(self, news: str) -> None:
-        """Something worth a line happened."""
+        """Show a line of news."""
 
     def show(self, story: Story) -> None:
-        """Called several times per second."""
+        """Show the current state; called several times per second."""
 
     def close(self) -> None:
-        """Nothing more is shown."""
+        """End the view."""
 
 
 def viewer_for(stream: TextIO) -> Viewer:
@@ -65,7 +65,7 @@ def viewer_for(stream: TextIO) -> Viewer:
 
 
 def row(peer: PeerStory) -> tuple[str, ...]:
-    """The cells of one peer, in the order of ``COLUMNS``."""
+    """One peer's cells, in the order of ``COLUMNS``."""
     progress, loss = peer.progress, peer.held_out_loss
     if progress is None:
         return (peer.name, peer.state.value, *("-" for _ in COLUMNS[2:]))
@@ -98,7 +98,7 @@ def summary(story: Story) -> str:
 
 
 class PlainViewer:
-    """Lines of text, for logs."""
+    """Prints lines of text, for logs."""
 
     EVERY_SECONDS = 5.0
 
@@ -125,7 +125,7 @@ class PlainViewer:
 
 
 class TableViewer:
-    """A table that changes in place; news scroll above it."""
+    """A table that is updated in place; news scrolls above it."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -159,10 +159,10 @@ def table_of(story: Story) -> Table:
 
 
 def draw(story: Story, path: Path) -> None:
-    """Draw the run into a PNG file.
+    """Draw the run into a PNG file. Imports matplotlib only here, because other commands must work without it.
 
     Raises:
-        ImportError: matplotlib is not installed. The other commands are not to load it, nor to need it.
+        ImportError: matplotlib is not installed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -222,30 +222,30 @@ def _draw_events(losses: Axes, rounds: Axes, story: Story) -> None:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a run shows, in numbers."""
+    """The results of a run in numbers."""
 
     epochs: int
     median_round: float | None
-    """Seconds that an averaging with its step of the optimizer takes once all peers have come to it."""
+    """Median seconds of averaging plus the optimizer's step, counted from the arrival of the last peer."""
     slowest_after_kill: float | None
-    """The slowest one in the 15 s after the kill."""
+    """Seconds of the slowest round in the 15 s after the kill."""
     slow_after_kill: int
-    """How many of those took more than three times the median."""
+    """Number of rounds in those 15 s that took more than three times the median."""
     median_pause: float | None
-    """Seconds from one step of the swarm to the next: gathering a batch, then averaging."""
+    """Median seconds from one step of the swarm to the next: gathering a batch, then averaging."""
     longest_pause_after_kill: float | None
     joiner_caught_up: float | None
-    """Seconds from the start of the newcomer's process to having the swarm's epoch."""
+    """Seconds from the start of the newcomer's process until it had the swarm's epoch."""
     joiner_samples: int
     final_loss: float | None
-    """On the held-out text, mean over the living peers, nats per byte."""
+    """Loss on the held-out text, mean over the living peers, nats per byte."""
     below_bigram_at: float | None
-    """When the held-out loss first was below the bigram entropy, seconds since training began."""
+    """When the held-out loss first fell below the bigram entropy, in seconds since training began."""
     identical: bool
 
 
 def findings(story: Story) -> Findings:
-    """Draw the conclusions."""
+    """Compute the results of a run."""
     rounds, pauses = list(story.rounds().values()), story.pauses()
     usual = median(seconds for _, seconds in rounds) if rounds else None
     after_kill = story.soon_after_kill(rounds)
@@ -269,10 +269,10 @@ def findings(story: Story) -> Findings:
 
 
 def write_report(story: Story, folder: Path) -> list[Path]:
-    """Write everything that can be written.
+    """Write the JSON, and the picture if matplotlib is installed.
 
     Returns:
-        The files; without the picture if matplotlib is not installed.
+        The files written.
     """
     files = [folder / "report.json"]
     files[0].write_text(json.dumps(as_json(story), indent=2) + "\n")
@@ -284,7 +284,7 @@ def write_report(story: Story, folder: Path) -> list[Path]:
 
 
 def as_json(story: Story) -> dict[str, Any]:
-    """The whole run: conclusions first, then what they rest on. Times are seconds since training began."""
+    """The whole run: results first, then the data behind them. Times are seconds since training began."""
     found = findings(story)
     return {
         "peers": story.planned_peers,
@@ -348,7 +348,7 @@ def _peer_as_json(peer: PeerStory) -> dict[str, Any]:
 
 
 def ten_lines(story: Story, files: list[Path]) -> list[str]:
-    """What happened, for a reader who has never heard of any of this."""
+    """The run in ten lines, for a reader who knows nothing about it."""
     found = findings(story)
     killed_at, victim = story.killed or (float("nan"), 0)
     joined_at, newcomer = story.joined or (float("nan"), 0)

@@ -1,1 +1,1 @@
-"""The ``shoal doctor`` command: what may keep this machine from training with others, and what to do about it."""
+"""The ``shoal doctor`` command: finds what may keep this machine from training with others, and says how to fix it."""

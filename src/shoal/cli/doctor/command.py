@@ -22,6 +22,8 @@ from shoal.cli.doctor.findings import (
     summary,
 )
 from shoal.cli.doctor.peer import look_at_peer
+from shoal.cli.doctor.token import look_at_token
+from shoal.cli.token import add_token_option
 from shoal.errors import P2PDaemonError
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.joining import parse_peer_addresses
@@ -35,7 +37,7 @@ problem what to do. The exit status is 0 if nothing failed.
 THIS_MACHINE = "this machine"
 
 Report = Callable[[str, Finding], None]
-"""Takes what a finding is about, and the finding."""
+"""Called with the subject of a finding, and the finding."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -55,6 +57,7 @@ def add_parser(subparsers: Any) -> None:
     add_option(parser, "announce-maddrs", nargs="*", default=None, metavar="MADDR", help="what it will tell others")
     add_option(parser, "identity-path", type=Path, metavar="FILE", help="the file with the key of your peer")
     add_option(parser, "client-mode", action="store_true", help="your peer will not listen, only call others")
+    add_token_option(parser)
     parser.add_argument(
         "--device", metavar="NAME", help="cuda, mps, xpu, cuda:1, …: train there for a minute, and compare with the CPU"
     )
@@ -63,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine, print what is found, and return the exit status."""
+    """Run the checks, print the findings, and return the exit status."""
     try:
         targets = list(dict.fromkeys(parse_peer_addresses(arguments.addresses)))
         look_at_device = None if arguments.device is None else _prepare_device(arguments.device)
@@ -82,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     for finding in look_at_machine(identity_path):
         report(THIS_MACHINE, finding)
         if finding.check == IDENTITY_FILE and finding.verdict is Verdict.FAIL:
-            identity_path = None  # the rest can be examined with another one
+            identity_path = None  # do the other checks with a temporary identity
     portal = Portal("doctor")
     try:
         portal.call(_examine(arguments, targets, identity_path, report))
@@ -101,19 +104,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_device(name: str) -> Callable[[], Iterator[Finding]]:
-    """What looks at a device.
+    """The function that checks a device.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: there is no such device.
     """
-    # It imports torch, which takes a second and is not needed otherwise.
+    # Imported only here: it loads torch, which takes a second and is not needed otherwise.
     from shoal.cli.doctor import device as room
 
     return partial(room.look_at_device, room.find_device(name))
 
 
 class _Table:
-    """Prints findings as they come, under a heading for each thing that is looked at."""
+    """Prints findings as they come, under a heading for each subject."""
 
     def __init__(self) -> None:
         self._about = ""
@@ -133,7 +136,10 @@ async def _examine(
     identity_path: Path | None,
     report: Report,
 ) -> None:
-    p2p, finding = await _start_peer(arguments, identity_path)
+    token, finding = await look_at_token(arguments.token, identity_path)
+    if finding is not None:
+        report(THIS_MACHINE, finding)
+    p2p, finding = await _start_peer(arguments, identity_path, token)
     try:
         report(THIS_MACHINE, finding)
         for address, peer in targets:
@@ -143,19 +149,22 @@ async def _examine(
         await p2p.shutdown()
 
 
-async def _start_peer(arguments: argparse.Namespace, identity_path: Path | None) -> tuple[P2P, Finding]:
-    """Start a peer as the user would, and say how that went; one that cannot listen can still call others."""
+async def _start_peer(
+    arguments: argparse.Namespace, identity_path: Path | None, token: str | None
+) -> tuple[P2P, Finding]:
+    """Start a peer as the user would, and report how that went; a peer that cannot listen can still call others."""
     if arguments.client_mode:
-        p2p = await P2P.create(no_listen=True, identity_path=identity_path)
+        p2p = await P2P.create(no_listen=True, identity_path=identity_path, token=token)
         return p2p, ok("listening", "no: in client mode a peer only calls others")
     try:
         p2p = await P2P.create(
             host_maddrs=arguments.host_maddrs,
             announce_maddrs=arguments.announce_maddrs,
             identity_path=identity_path,
+            token=token,
         )
     except (P2PDaemonError, OSError, ValueError) as error:
-        p2p = await P2P.create(no_listen=True, identity_path=identity_path)
+        p2p = await P2P.create(no_listen=True, identity_path=identity_path, token=token)
         fix = "give another address or port with --host-maddrs, or stop what listens there"
         return p2p, fail("listening", str(error), fix)
     return p2p, describe_listening(await p2p.get_visible_maddrs())

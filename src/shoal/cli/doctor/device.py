@@ -1,7 +1,7 @@
-"""What the doctor finds out about a graphics card or another device: whether peers train on it as they do on the CPU.
+"""Checks whether peers can train on a graphics card or another device as they do on the CPU.
 
-Two peers of this process train a small model on the CPU, and then on the device, with the same data: once for each
-thing that can go wrong there alone. The weights must be those from the CPU, as exactly as devices calculate.
+Two peers in this process train a small model on the CPU, and then on the device with the same data, once for each
+feature that could fail on devices only. The weights must equal those from the CPU, up to the precision of the device.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shoal.dht import DHT
 from shoal.optim import Optimizer
 from shoal.optim.grad_averager import GradientAverager
 
-# Peers, epochs, batches of each peer in an epoch, and samples of a batch.
+# Peers, epochs, batches per peer and epoch, and samples per batch.
 PEERS, EPOCHS, BATCHES, SAMPLES = 2, 4, 3, 16
-# The middle layer has four megabytes: a copy of it takes longer than it takes to look at it too early.
+# The middle layer has four megabytes: copying it takes so long that reading it too early gives wrong weights.
 INPUTS, WIDTH, OUTPUTS = 32, 1024, 8
 
 LEARNING_RATE, MOMENTUM = 0.05, 0.9
-# How far weights may be apart. What is read too early, or added twice, is much further away.
+# Tolerated difference of weights. Reading too early, or adding twice, makes a much larger one.
 RELATIVE, ABSOLUTE = 1e-2, 1e-3
-# For each training; it takes a few seconds.
+# Timeout for each training, which normally takes a few seconds.
 PATIENCE_SECONDS = 60.0
 
 NAMES = ("cuda", "xpu", "mtia", "hpu", "npu")
@@ -44,7 +44,7 @@ class Way:
     check: str
     meaning: str
     instead: str
-    """What to do as long as it does not work."""
+    """The workaround if it fails."""
     options: dict[str, Any] = field(default_factory=dict)
     is_offloaded: bool = False
     in_side_stream: bool = False
@@ -64,7 +64,7 @@ WAYS = (
         "side stream",
         "on a stream of its own",
         "train on the default stream",
-        # Other threads, which have streams of their own, read what is trained.
+        # With this option threads with other streams read the parameters while they are trained.
         options={"delay_state_averaging": True},
         in_side_stream=True,
     ),
@@ -79,7 +79,7 @@ def find_device(name: str) -> torch.device:
     """The device of this name, such as ``cuda`` or ``cuda:1``.
 
     Raises:
-        DeviceError: it is not there; the text says what is.
+        DeviceError: there is no such device; the text lists those that are available.
     """
     available = available_devices()
     try:
@@ -92,7 +92,7 @@ def find_device(name: str) -> torch.device:
 
 
 def available_devices() -> list[str]:
-    """Names that :func:`find_device` takes, with and without the number of a device."""
+    """Names that :func:`find_device` accepts, with and without a device number."""
     found = ["cpu"]
     if torch.backends.mps.is_available():
         found.append("mps")
@@ -104,7 +104,7 @@ def available_devices() -> list[str]:
 
 
 def look_at_device(device: torch.device) -> Iterator[Finding]:
-    """Train in every way, and compare."""
+    """Train in every way, and compare the results with the CPU's."""
     cpu = torch.device("cpu")
     try:
         with _Crew(cpu, PLAIN) as crew:
@@ -123,7 +123,7 @@ def look_at_device(device: torch.device) -> Iterator[Finding]:
 
 
 def _try(device: torch.device, way: Way, expected: torch.Tensor) -> Iterator[Finding]:
-    """Train in one way; after plain training, let somebody join."""
+    """Train in one way; after plain training, let a newcomer join."""
     began = time.perf_counter()
     try:
         with _Crew(device, way) as crew:
@@ -131,7 +131,7 @@ def _try(device: torch.device, way: Way, expected: torch.Tensor) -> Iterator[Fin
             yield _compared(way, expected, crew.weights(), time.perf_counter() - began)
             if way is PLAIN:
                 yield _newcomer_has_the_state(crew)
-    except Exception as error:  # whatever it is, it is what the user wants to know
+    except Exception as error:  # any error is a result of the check
         yield fail(way.check, f"{way.meaning}: {_describe(error)}", _what_to_do(way.instead))
 
 
@@ -216,7 +216,7 @@ class _Crew:
 
     def _add_peer(self, seed: int) -> None:
         known = self._dhts[0].get_visible_maddrs() if self._dhts else None
-        dht = self._stack.enter_context(DHT(initial_peers=known, host_maddrs=LOOPBACK, start=True))
+        dht = self._stack.enter_context(DHT(initial_peers=known, host_maddrs=LOOPBACK, start=True, token=""))
         model = _make_model(self._device, seed)
         training: dict[str, Any] = {"optimizer": _make_optimizer, "params": model.parameters()}
         if not self._way.is_offloaded:
@@ -242,7 +242,7 @@ class _Crew:
         """Train for all epochs.
 
         Raises:
-            TimeoutError: it takes too long.
+            TimeoutError: it takes longer than ``PATIENCE_SECONDS``.
         """
         self._synchronize()
         self._deadline = time.monotonic() + PATIENCE_SECONDS
@@ -264,7 +264,7 @@ class _Crew:
                     if batch < BATCHES - 1:
                         optimizer.grad_averager.accumulate_grads_(SAMPLES)  # type: ignore[union-attr]
                     else:
-                        # If it began earlier, it might go on to the next epoch without the rest.
+                        # Step only with the last batch: an earlier step might end the epoch without the rest.
                         optimizer.step(batch_size=SAMPLES)
                 if epoch == 0:
                     self._wait_until(lambda: optimizer.tracker.expected_group_size == PEERS, "find each other")
@@ -292,7 +292,7 @@ class _Crew:
             module.synchronize()
 
     def let_somebody_join(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A newcomer with other weights downloads the state; returns its weights and momenta."""
+        """Let a newcomer with different weights download the state; return its weights and momenta."""
         self._add_peer(seed=2)
         newcomer = self._optimizers[-1]
         self._deadline = time.monotonic() + PATIENCE_SECONDS
@@ -305,20 +305,24 @@ class _Crew:
         return [_together(list(model.parameters())) for model in self._models]
 
     def momenta(self, index: int) -> torch.Tensor:
-        """What the optimizer of a peer remembers, on the CPU."""
+        """The momenta in a peer's optimizer, on the CPU."""
         states = self._optimizers[index].opt.state.values()
         return _together([state["momentum_buffer"] for state in states])
 
 
 def _has_passed(optimizer: Optimizer, epoch: int) -> bool:
-    """Whether an epoch is over; takes part in its end without new samples."""
+    """Whether an epoch is over; until then, calls ``step`` without new samples to help to end it."""
     if optimizer.local_epoch == epoch:
         optimizer.step(batch_size=0)
     return optimizer.local_epoch > epoch
 
 
 def _check_round(optimizer: Optimizer) -> None:
-    """Each for itself they would train another model, whatever the device."""
+    """Check that both peers averaged together; alone, each would get other weights on any device.
+
+    Raises:
+        RuntimeError: they did not.
+    """
     assert optimizer.grad_averager is not None
     result = optimizer.grad_averager.last_round
     if result is None or len(result.peers) != PEERS or result.failed_peers:

@@ -1,4 +1,4 @@
-"""What the doctor finds, how it is shown, and what it looks at on this machine alone."""
+"""The doctor's findings, how they are shown, and the checks of this machine alone."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from shoal.p2p.joining import describe_software
 
 WIDTH = 80
 MAX_CHARACTERS = 1000
-# Where texts begin, after the verdict and the name of the check.
+# Column where texts begin, after the verdict and the name of the check.
 INDENT = 23
 
 IDENTITY_FILE = "identity file"
-# Connections and files that a peer of a large swarm may have open.
+# Connections and files that a peer of a large swarm may need to have open.
 ENOUGH_OPEN_FILES = 1024
 
 
 class Verdict(str, Enum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -49,9 +49,9 @@ class Finding:
     verdict: Verdict
     text: str
     fix: str = ""
-    """What to do, if something is wrong."""
+    """What to do if something is wrong."""
     values: dict[str, Any] = field(default_factory=dict)
-    """What was measured, for machines."""
+    """The measured values, for programs."""
 
     def lines(self) -> list[str]:
         """The finding as lines of a table."""
@@ -60,7 +60,7 @@ class Finding:
         return [f"{(head if not number else ''):<{INDENT}}{line}".rstrip() for number, line in enumerate(texts)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The finding for machines."""
+        """The finding for programs."""
         return {**asdict(self), "verdict": self.verdict.value.lower()}
 
 
@@ -80,7 +80,7 @@ def fail(check: str, text: str, fix: str, **values: Any) -> Finding:
 
 
 def _wrap(text: str, hanging: str = "") -> list[str]:
-    """Lines that fit; what other peers have told may hold anything, also codes that terminals obey."""
+    """Wrap a text. Text from other peers may hold terminal control codes, so unprintable characters are replaced."""
     lines: list[str] = []
     for paragraph in text[:MAX_CHARACTERS].split("\n"):
         paragraph = "".join(character if character.isprintable() else "?" for character in paragraph)
@@ -91,7 +91,7 @@ def _wrap(text: str, hanging: str = "") -> list[str]:
 
 
 def summary(findings: list[Finding]) -> str:
-    """How it looks on the whole, in one line."""
+    """The overall result in one line."""
     failures = sum(finding.verdict is Verdict.FAIL for finding in findings)
     warnings = sum(finding.verdict is Verdict.WARN for finding in findings)
     if not failures and not warnings:
@@ -101,7 +101,7 @@ def summary(findings: list[Finding]) -> str:
 
 
 def look_at_machine(identity_path: Path | None) -> Iterator[Finding]:
-    """Versions and settings."""
+    """Check versions and settings."""
     yield _versions()
     yield _event_loop()
     yield _open_files()
@@ -158,7 +158,7 @@ def _identity_file(path: Path) -> Finding:
 
 
 def describe_listening(addresses: Sequence[Multiaddr]) -> Finding:
-    """Where this peer listens, and from how far away it can be reached there at best."""
+    """Where this peer listens, and from how far away it can be reached at best."""
     shown = [str(split_peer_address(address)[0]) for address in addresses]
     ips = [ipaddress.ip_address(ip) for address in addresses if (ip := address.get("ip4") or address.get("ip6"))]
     text, values = "\n".join(shown), {"addresses": [str(address) for address in addresses]}

@@ -1,4 +1,4 @@
-"""What the doctor finds out about one address of another peer."""
+"""Checks one address of another peer, from name resolution to bandwidth."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncIterator
 
 from shoal.cli.doctor.findings import Finding, fail, ok, warn
+from shoal.cli.doctor.token import accepted, refused
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, UNNOTICEABLE_SECONDS
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import PingRequest, PingResponse
 from shoal.errors import (
     DialError,
     IdentityMismatchError,
+    NotAMemberError,
     P2PDaemonError,
     P2PHandlerError,
     ShoalError,
@@ -23,6 +25,7 @@ from shoal.errors import (
 )
 from shoal.p2p import P2P, Multiaddr, PeerID
 from shoal.p2p.addresses import is_loopback, what_to_do
+from shoal.p2p.badges import ANY_ROLE
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, explain, has_no_route
 from shoal.p2p.joining import (
     CALL_BACK_SECONDS,
@@ -42,7 +45,7 @@ from shoal.tasks import run_in_worker
 ANSWER_SECONDS = 5.0
 ROUND_TRIPS = 5
 FIRST_BULK_BYTES = 2**16
-# An exchange that takes this long says enough about the bandwidth.
+# An exchange that takes this long is enough to measure the bandwidth.
 ENOUGH_BULK_SECONDS = 0.2
 
 SLOW_MEGABITS = 10.0
@@ -53,13 +56,13 @@ OPEN_PORT = "check the port, the firewalls on the way, and that the peer runs an
 
 
 async def look_at_peer(p2p: P2P, address: Multiaddr, peer: PeerID, *, keeps_identity: bool) -> AsyncIterator[Finding]:
-    """Everything from the name in the address to the bandwidth; ends where it cannot go on.
+    """Run all checks in order; stops at the first failure that makes the others impossible.
 
     Args:
         p2p: the peer of this machine.
         address: without ``/p2p``.
-        peer: who should be there.
-        keeps_identity: this machine's peer uses an identity that others may know.
+        peer: the peer that is expected there.
+        keeps_identity: whether this machine's peer uses a stored identity, which others may know.
     """
     if not p2p.transport.supports(address):
         yield fail("address", f"shoal cannot reach {address} yet", "ask for an address with /tcp/")
@@ -85,6 +88,9 @@ async def look_at_peer(p2p: P2P, address: Multiaddr, peer: PeerID, *, keeps_iden
     except NO_ANSWER as error:
         yield _does_not_answer(error)
         return
+    membership = accepted(p2p)
+    if membership is not None:
+        yield membership
     yield _versions(await run_in_worker(describe_software), found)
     told = _told_to_others(p2p, address, peer)
     if told is not None:
@@ -128,8 +134,8 @@ async def _connect(address: Multiaddr) -> Finding | None:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             connection = await connect(host, port, family_of(kind))
     except OSError as error:
-        is_blocked = isinstance(error, OSError) and has_no_route(error)
-        return fail("connection", explain(error), OPEN_PORT + (no_route_to_neighbours() if is_blocked else ""))
+        advice = OPEN_PORT + (no_route_to_neighbours() if has_no_route(error) else "")
+        return fail("connection", explain(error), advice)
     seconds = time.perf_counter() - began
     close(connection)
     return ok("connection", f"TCP in {_milliseconds(seconds)}", seconds=seconds)
@@ -141,6 +147,8 @@ async def _shake_hands(p2p: P2P, address: Multiaddr, peer: PeerID) -> Finding:
         await p2p.connect(peer, address)
     except IdentityMismatchError as error:
         return fail("identity", _without(address, error).partition(";")[0], ASK_FOR_ADDRESS)
+    except NotAMemberError as error:
+        return refused(error)
     except DialError as error:
         fix = "check the port: it must be that of a shoal peer, which speaks TLS 1.3"
         return fail("handshake", _without(address, error), fix)
@@ -162,10 +170,12 @@ async def _identity_is_free(p2p: P2P, peer: PeerID) -> Finding:
 
 async def _describe(p2p: P2P, peer: PeerID) -> Description:
     handle = Checkup.handle_name("rpc_describe", None)
-    return await p2p.call(peer, handle, Question(), Description, timeout=ANSWER_SECONDS)
+    return await p2p.call(peer, handle, Question(), Description, timeout=ANSWER_SECONDS, roles=ANY_ROLE)
 
 
 def _does_not_answer(error: BaseException) -> Finding:
+    if isinstance(error, NotAMemberError):
+        return refused(error)
     if "no handler" in str(error):
         return warn("versions", "that peer is too old for the rest of these checks", "update shoal there")
     text = str(error) or f"no answer within {ANSWER_SECONDS:g} s"
@@ -181,7 +191,7 @@ def _versions(here: Description, there: Description) -> Finding:
 
 
 def _told_to_others(p2p: P2P, address: Multiaddr, peer: PeerID) -> Finding | None:
-    """It was reached from here, but others go by what it says itself."""
+    """Warn if the peer was reached, but announces only loopback addresses to others."""
     announced = p2p.get_addresses(peer)
     if not announced or is_loopback(address) or not all(map(is_loopback, announced)):
         return None
@@ -190,10 +200,10 @@ def _told_to_others(p2p: P2P, address: Multiaddr, peer: PeerID) -> Finding | Non
 
 
 async def _table(p2p: P2P, peer: PeerID) -> Finding:
-    """Joining needs a node of the table there."""
+    """Check that the peer has a DHT node: others need it to join."""
     handle = DHTProtocol.handle_name("rpc_ping", None)
     try:
-        answer = await p2p.call(peer, handle, PingRequest(), PingResponse, timeout=ANSWER_SECONDS)
+        answer = await p2p.call(peer, handle, PingRequest(), PingResponse, timeout=ANSWER_SECONDS, roles=ANY_ROLE)
     except P2PHandlerError as error:
         return warn("table", str(error), "it may be for members only: use the same authorizer")
     except NO_ANSWER as error:
@@ -232,7 +242,8 @@ def _clock(p2p: P2P, peer: PeerID) -> Finding:
 async def _call_back(p2p: P2P, peer: PeerID, seen_at: str) -> Finding:
     handle = Checkup.handle_name("rpc_call_back", None)
     try:
-        answer = await p2p.call(peer, handle, Question(), CallBack, timeout=CALL_BACK_SECONDS + ANSWER_SECONDS)
+        limit = CALL_BACK_SECONDS + ANSWER_SECONDS
+        answer = await p2p.call(peer, handle, Question(), CallBack, timeout=limit, roles=ANY_ROLE)
     except NO_ANSWER as error:
         return warn("dial back", str(error) or "no answer", "try again")
     reached = [address for address, could in answer.reached.items() if could]
@@ -259,13 +270,13 @@ async def _bandwidth(p2p: P2P, peer: PeerID, round_trip: float) -> Finding:
 
 
 async def _measure(p2p: P2P, peer: PeerID, round_trip: float, *, upwards: bool) -> float:
-    """Megabits per second: the size of an exchange grows until it takes long enough."""
+    """Measure megabits per second; the exchanges grow until one takes long enough."""
     size, best = FIRST_BULK_BYTES, 0.0
     while True:
         began = time.perf_counter()
         async with (
             asyncio.timeout(2 * ANSWER_SECONDS),
-            p2p.open_call(peer, Checkup.handle_name("rpc_bulk", None)) as call,
+            p2p.open_call(peer, Checkup.handle_name("rpc_bulk", None), roles=ANY_ROLE) as call,
         ):
             payload = [bytes(size)] if upwards else []
             await call.send(Bulk(wanted=0 if upwards else size), *payload, end=True)

@@ -1,0 +1,116 @@
+"""The options that users give an averager, checked and with defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal.averaging.aggregation import Aggregation, check_aggregation
+from shoal.averaging.allreduce.verification import check_verification
+from shoal.averaging.control import AveragingMode
+from shoal.compression import CompressionBase, CompressionInfo
+
+# A member is given up after so many seconds of silence, unless the user has set a limit.
+DEFAULT_STALL_TIMEOUT = 30.0
+
+
+@dataclass
+class AveragerConfig:
+    """The options of an averager with defaults filled in. All times are in seconds."""
+
+    prefix: str
+    target_group_size: int | None
+    """A group is closed at this size; ``None``: no limit."""
+    min_group_size: int
+    initial_group_bits: str
+    min_matchmaking_time: float
+    request_timeout: float
+    allreduce_timeout: float | None
+    """Seconds for one whole all-reduce; ``None``: as long as it makes progress."""
+    sender_timeout: float
+    reducer_timeout: float
+    chunk_timeout: float
+    averaging_alpha: float
+    part_size_bytes: int
+    compression: CompressionBase
+    state_compression: CompressionBase
+    bandwidth: float | None
+    min_vector_size: int
+    mode: AveragingMode
+    declare_state_period: float
+    quorum: int | None = None
+    """When so many members have delivered, the round waits ``quorum_grace`` seconds for the others, and no longer."""
+    quorum_grace: float = 3.0
+    phases: str = "one"
+    """What is done in a group, in words; the same in all members."""
+    tags: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By tag, the indices of the tensors that are averaged under it; empty: all tensors, without a tag."""
+    aggregation: Aggregation | None = None
+    """How the values of several members become one; ``None``: their mean."""
+    verify_reducers: bool = False
+    """Whether members compare the averages that reducers give them."""
+
+    def __post_init__(self) -> None:
+        if self.quorum is not None and (self.quorum < 1 or self.quorum_grace < 0 or self.averaging_alpha != 1):
+            raise ValueError(
+                "a quorum is a number of members from 1, with a grace of 0 seconds or more and averaging_alpha=1: got "
+                f"quorum={self.quorum}, quorum_grace={self.quorum_grace}, averaging_alpha={self.averaging_alpha}"
+            )
+        check_aggregation("aggregation", self.aggregation)
+
+    def check(self, infos: Sequence[CompressionInfo]) -> None:
+        """Check that the options work for the averaged tensors.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if self.verify_reducers:
+            check_verification(self.compression, infos, self.averaging_alpha, self.quorum)
+
+    def lane_prefix(self, tag: str) -> str:
+        """Prefix of the keys under which averagers look for groups for this tag."""
+        return f"{self.prefix}:{tag}" if tag else self.prefix
+
+
+def check_tags(tags: Mapping[str, Sequence[int]], count: int) -> dict[str, tuple[int, ...]]:
+    """Check tags, and return them.
+
+    Args:
+        tags: by name, the indices of its tensors.
+        count: the number of averaged tensors.
+
+    Raises:
+        ValueError: a name or an index is not valid, or a tensor has two tags.
+    """
+    owner: dict[int, str] = {}
+    for tag, indices in tags.items():
+        if not tag or "." in tag or ":" in tag:
+            raise ValueError(f"a tag is a name without dots and colons, got {tag!r}")
+        for index in indices:
+            if not 0 <= index < count:
+                raise ValueError(f"tag {tag!r} names tensor {index}, but there are {count} averaged tensors")
+            if index in owner:
+                raise ValueError(f"tensor {index} has two tags, {owner[index]!r} and {tag!r}: give it one")
+            owner[index] = tag
+    return {tag: tuple(indices) for tag, indices in tags.items()}
+
+
+def resolve_timeouts(chunk: float | None, sender: float | None, reducer: float | None) -> tuple[float, float]:
+    """The time limits for senders and for reducers, in seconds, with defaults filled in.
+
+    Args:
+        chunk: the limit for state downloads, which is the default for senders.
+        sender: the limit for senders.
+        reducer: the limit for reducers; default: twice that for senders.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    sender = chunk if sender is None else sender
+    if reducer is not None and (sender is None or reducer <= sender):
+        raise ValueError(
+            f"reducer_timeout {reducer} must be longer than sender_timeout {sender}: a reducer may wait that long for "
+            "senders itself"
+        )
+    sender = DEFAULT_STALL_TIMEOUT if sender is None else sender
+    return sender, 2 * sender if reducer is None else reducer

@@ -1,0 +1,97 @@
+"""What an asker has already, told in a few bytes, so that the answer leaves it out.
+
+A walk asks several nodes near a key one after the other, and most of what each would tell is what others have told
+before: contacts of the same nodes, and the same entries of one dictionary. So a request carries a fingerprint of four
+bytes of each node and entry that the asker has, and the answer has only the rest.
+
+A fingerprint is the top of the product of a number of 160 bits and a random odd factor, which is drawn for each request
+(multiply-shift hashing; Dietzfelbinger et al., A reliable randomized algorithm for the closest-pair problem, Journal of
+Algorithms 1997). Two numbers match by chance in one of two billion requests, whatever they are: nobody can make up a
+node or an entry that hides another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+import struct
+from collections.abc import Iterable
+
+from shoal.dht.routing import ID_BITS
+from shoal.dht.storage import DictionaryDHTValue, Subkey, ValueWithExpiration
+from shoal.serializer import MSGPackSerializer
+
+_SEED_BYTES, _FINGERPRINT_BYTES = 8, 4
+MAX_KNOWN = 1024
+MAX_KNOWN_BYTES = _SEED_BYTES + MAX_KNOWN * _FINGERPRINT_BYTES
+_SHIFT, _MASK = ID_BITS - 8 * _FINGERPRINT_BYTES, (1 << ID_BITS) - 1
+
+
+def _factor_of(seed: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(seed, digest_size=ID_BITS // 8).digest(), "big") | 1
+
+
+def pack_known(numbers: Iterable[int], rng: random.Random) -> bytes:
+    """The random factor, and the fingerprints of nodes and entries, the first :data:`MAX_KNOWN` of them."""
+    seed = rng.randbytes(_SEED_BYTES)
+    factor = _factor_of(seed)
+    fingerprints = [(number * factor & _MASK) >> _SHIFT for number in numbers][:MAX_KNOWN]
+    return seed + struct.pack(f"<{len(fingerprints)}I", *fingerprints)
+
+
+class Known:
+    """Tells what an asker has.
+
+    Args:
+        packed: what :func:`pack_known` has made, or anything else: then a little is left out that nobody has.
+    """
+
+    def __init__(self, packed: bytes) -> None:
+        self._factor = _factor_of(packed[:_SEED_BYTES]) if packed else 1
+        count = max(0, len(packed) - _SEED_BYTES) // _FINGERPRINT_BYTES
+        self._fingerprints = frozenset(struct.unpack_from(f"<{count}I", packed, _SEED_BYTES)) if count else frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self._fingerprints)
+
+    def __contains__(self, number: int) -> bool:
+        return (number * self._factor & _MASK) >> _SHIFT in self._fingerprints
+
+    def without_known(
+        self, key_id: int, dictionary: DictionaryDHTValue[bytes], most: int = 0
+    ) -> DictionaryDHTValue[bytes]:
+        """The entries of a dictionary that the asker does not have; the dictionary itself if that is all of them.
+
+        Args:
+            most: only among so many, which the random factor draws; 0: among all. Those that were stored last would be
+                those of whoever stores most often.
+        """
+        entries = list(dictionary.items())
+        is_drawn = 0 < most < len(entries)
+        numbers = numbers_of_entries(key_id, entries) if self._fingerprints or is_drawn else {}
+        if is_drawn:
+            entries = heapq.nsmallest(most, entries, key=lambda entry: numbers[entry[0]] * self._factor & _MASK)
+        elif not any(number in self for number in numbers.values()):
+            return dictionary
+        rest: DictionaryDHTValue[bytes] = DictionaryDHTValue()
+        rest.maxsize = dictionary.maxsize
+        with rest.freeze():
+            for subkey, item in entries:
+                if not numbers or numbers[subkey] not in self:
+                    rest.store(subkey, item.value, item.expiration_time)
+        rest.latest_expiration_time = dictionary.latest_expiration_time
+        return rest
+
+
+def numbers_of_entries(key_id: int, entries: Iterable[tuple[Subkey, ValueWithExpiration[bytes]]]) -> dict[Subkey, int]:
+    """A number for each entry of a key, which changes when the entry is stored anew."""
+    prefix = key_id.to_bytes(ID_BITS // 8, "big")
+    return {
+        subkey: _number_of(prefix + struct.pack("<d", item.expiration_time) + MSGPackSerializer.dumps(subkey))
+        for subkey, item in entries
+    }
+
+
+def _number_of(entry: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(entry, digest_size=ID_BITS // 8).digest(), "big")

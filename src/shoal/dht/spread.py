@@ -1,0 +1,155 @@
+"""Spreads the records of a swarm over many keys, so that no key grows with the swarm, and estimates its size from them.
+
+A swarm of N peers keeps its records in 2^depth keys, chosen by the first bits of a hash of each owner, so that about 64
+owners share a key. Nobody decides the depth: each peer follows its own estimate and writes its depth into its record::
+
+    depth 0    run_progress                      every 2^depth-th peer writes here, too
+    depth 1    run_progress.0    run_progress.1           every 2^(depth-1)-th
+    ...
+    depth      run_progress.0110                          everybody
+
+Besides its own key, a peer writes to the key above with probability 1/2, to the next one above with 1/4, and so on; the
+hash decides. So each key at any level holds a sample of about 64 of the peers below it, and an entry of depth d in a
+key of level l stands for 2^(d-l) peers. Peers find each other this way even if their estimates differ: a newcomer
+begins at the top and learns the depth there; a peer that is too high sees samples of the peers below; a peer that is
+too low reads the key above its own every other time, and sees the peers there. A small swarm has depth 0 and one key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median_low
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_DEPTH = 20
+Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
+
+OWNERS_PER_KEY = 64
+# A key with more owners than TOO_MANY is divided; keys with fewer than TOO_FEW are united. The two are far apart, so
+# that peers with slightly different estimates do not oscillate.
+TOO_MANY, TOO_FEW = 2 * OWNERS_PER_KEY, OWNERS_PER_KEY // 2
+# A peer that shares its key with fewer owners than this has gone deeper than the others, and goes back to them.
+HARDLY_ANY = OWNERS_PER_KEY // 8
+_PATH_BITS = 32
+
+
+def path_of(owner: bytes) -> str:
+    """The bits by which an owner's key is chosen."""
+    return f"{int.from_bytes(hashlib.blake2b(owner, digest_size=_PATH_BITS // 8).digest(), 'big'):0{_PATH_BITS}b}"
+
+
+def key_at(name: str, place: str) -> str:
+    """The key of the records called ``name`` whose owners have these bits."""
+    return f"{name}.{place}" if place else name
+
+
+def places_to_write(owner: bytes, depth: int) -> list[str]:
+    """Bits of the keys in which an owner writes, its own first."""
+    path = path_of(owner)
+    return [path[: depth - step] for step in range(levels_above(owner, depth) + 1)]
+
+
+def any_place(depth: int, rng: random.Random) -> str:
+    """Bits of one of the keys of this depth."""
+    return f"{rng.getrandbits(depth):0{depth}b}" if depth else ""
+
+
+def levels_above(owner: bytes, depth: int) -> int:
+    """How many keys above its own an owner writes to: at least one with probability 1/2, two with 1/4, ..."""
+    number = int.from_bytes(hashlib.blake2b(owner, digest_size=4, person=b"levels").digest(), "big")
+    trailing_zeros = (number & -number).bit_length() - 1 if number else _PATH_BITS
+    return min(depth, trailing_zeros)
+
+
+def estimate_owners(level: int, depths: Sequence[int]) -> float:
+    """The estimated number of owners in all keys together, from the entries of one key.
+
+    Args:
+        level: the level of the key.
+        depths: the depths of its entries. A depth above the median + 1 counts as that, because it may be a lie.
+    """
+    if not depths:
+        return 0.0
+    most = median_low(depths) + 1
+    peers = sum(times * math.ldexp(1.0, max(0, min(depth, most) - level)) for depth, times in Counter(depths).items())
+    return math.ldexp(peers, level)
+
+
+class Spread:
+    """One owner's place among the keys, and its estimate of their depth.
+
+    Args:
+        owner: its hash chooses the key.
+    """
+
+    def __init__(self, owner: bytes) -> None:
+        self._owner, self._path = owner, path_of(owner)
+        self.depth = 0
+        # The estimates of the latest readings: of the own key, the key above, and any other key.
+        self._estimates: dict[str, float] = {}
+        self._looks_up = False
+
+    @property
+    def size(self) -> float | None:
+        """Estimated number of owners; ``None`` while one key is enough for all of them."""
+        known = self._estimates.values()
+        return sum(known) / len(known) if self.depth and known else None
+
+    @property
+    def place(self) -> str:
+        """Bits of the own key."""
+        return self._path[: self.depth]
+
+    def places_to_write(self) -> list[str]:
+        """Bits of the keys in which this owner writes, its own first."""
+        return places_to_write(self._owner, self.depth)
+
+    def place_beside(self, rng: random.Random) -> str | None:
+        """Bits of the key to read besides the own one: the key above and a random key take turns.
+
+        ``None`` if there is only one key.
+        """
+        if not self.depth:
+            return None
+        self._looks_up = not self._looks_up
+        return self._path[: self.depth - 1] if self._looks_up else any_place(self.depth, rng)
+
+    def learn(self, place: str, depths: Sequence[int]) -> bool:
+        """Update the estimates, and if need be the depth, after a key has been read.
+
+        Args:
+            place: the bits of the key.
+            depths: the depths of its entries, this owner's included.
+
+        Returns:
+            Whether the depth has changed.
+        """
+        kind = "here" if place == self.place else "above" if len(place) < self.depth else "elsewhere"
+        self._estimates[kind] = estimate_owners(len(place), depths)
+        here = self._estimates.get("here", self._estimates[kind])
+        above = self._estimates.get("above", here)
+        keys, depth = 2**self.depth, self.depth
+        # Both keys must say so, because one alone may be full of invented entries.
+        if min(here, 4 / 3 * above) > TOO_MANY * keys:
+            # Jump to the depth of most others at once, but go beyond them only step by step, to keep them in sight.
+            depth = max(depth + 1, min(_depth_for(min(here, above)), median_low(depths)))
+        elif "above" in self._estimates:
+            is_ahead = here < HARDLY_ANY * keys and above < TOO_MANY * keys / 2
+            if is_ahead or max(here, above) < TOO_FEW * keys:
+                depth = min(depth - 1, _depth_for(max(here, above)))
+        depth = min(MAX_DEPTH, max(0, depth))
+        if depth == self.depth:
+            return False
+        self.depth, self._looks_up = depth, False
+        self._estimates.clear()
+        return True
+
+
+def _depth_for(owners: float) -> int:
+    return round(math.log2(max(1.0, owners / OWNERS_PER_KEY)))

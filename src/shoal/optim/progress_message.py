@@ -1,0 +1,56 @@
+"""The message that progress trackers exchange: each call carries the caller's progress, each reply the callee's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from shoal.optim.lineage import MAX_LINEAGE_BYTES
+from shoal.optim.progress import LocalTrainingProgress, Speed
+from shoal.optim.vouching import Word
+from shoal.p2p import Header, PeerID
+from shoal.p2p.transport import Count, Moment
+
+
+class ProgressMessage(Header, array_like=True):
+    """A peer's progress, told in a call. Every peer tells it to every other one, so it is an array, without names."""
+
+    epoch: Count
+    samples_accumulated: Count
+    samples_per_second: Speed
+    time: Moment
+    client_mode: bool
+    taking_part: bool = True
+    """False while the sender has no samples: its numbers then say nothing about the swarm."""
+    ends_in: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] | None = None
+    """The sender has declared its epoch over and begins no more batches. By its estimate the others may go on for this
+    many seconds; ``None`` if it still trains."""
+    leaving: bool = False
+    rounds: Annotated[bytes, msgspec.Meta(max_length=MAX_LINEAGE_BYTES)] | None = None
+    """The rounds behind the sender's parameters; ``None`` to the members of its last round, which know them."""
+    receipts: Word | None = None
+    """In runs of several groups: proofs that peers were in rounds."""
+
+    @classmethod
+    def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:
+        """A message with this progress; ``more`` are the remaining fields."""
+        return cls(
+            progress.epoch,
+            progress.samples_accumulated,
+            progress.samples_per_second,
+            progress.time,
+            progress.client_mode,
+            **more,
+        )
+
+    def progress_of(self, peer: PeerID) -> LocalTrainingProgress:
+        """The progress of the sender, whom the connection names: nobody can speak for another peer."""
+        return LocalTrainingProgress(
+            peer.to_bytes(),
+            self.epoch,
+            self.samples_accumulated,
+            self.samples_per_second,
+            self.time,
+            self.client_mode,
+        )

@@ -1,0 +1,217 @@
+"""Learning rate schedules: keep them at the epoch of the swarm, and hand them over to newcomers.
+
+A schedule makes one step in each epoch. A peer that has to catch up steps it several times, but over a great distance
+it jumps: other peers name the epoch, and a liar could make it step for hours. Most schedules know the learning rate of
+any epoch; see :func:`catch_up` for the others.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+logger = logging.getLogger(__name__)
+
+# Up to this many steps are made one by one, which takes a few tenths of a second.
+MOST_STEPS = 10_000
+
+# Hyper-parameters that torch's schedulers change or read, without and with ``cycle_momentum``.
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
+_SCHEDULED_WITH_MOMENTUM = ("momentum", "betas", "base_momentum", "max_momentum")
+
+LRSchedulerBase = torch.optim.lr_scheduler.LRScheduler
+"""Base class of torch's schedulers."""
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Check that a schedule depends on nothing but the number of steps: all peers must get the same learning rate.
+
+    Raises:
+        ValueError: it depends on something else.
+    """
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau depends on a metric that differs between peers: use a schedule that depends on epochs"
+        )
+
+
+def catch_up(scheduler: Any, epoch: int) -> None:
+    """Bring the scheduler forward to this epoch; it never goes back.
+
+    Over at most :data:`MOST_STEPS` epochs it is stepped. The learning rates are then exactly those of a peer that was
+    there all the time. Over more epochs it jumps: ``last_epoch`` is set, and the rates come from the schedule's closed
+    form, the same up to rounding. Some schedules have no closed form, because each rate follows from the one before
+    (``MultiplicativeLR``, some of a ``ChainedScheduler``, perhaps the user's own). These make a single step at the end
+    of the jump, from the rates that the groups have then, for example those of a downloaded state.
+
+    Raises:
+        ValueError: the schedule ends before this epoch, as ``OneCycleLR`` does.
+    """
+    distance = epoch - position_of(scheduler)
+    if distance <= 0:
+        return
+    # After a download other peers have made the optimizer's steps. Torch would warn that the scheduler steps first.
+    scheduler.optimizer._opt_called = True
+    if distance > MOST_STEPS:
+        logger.warning("the schedule jumps over %d epochs, to epoch %d", distance, epoch)
+        _jump(scheduler, epoch)
+        return
+    while position_of(scheduler) < epoch:
+        scheduler.step()
+
+
+def _jump(scheduler: Any, epoch: int) -> None:
+    rates = _rates_at(scheduler, epoch)
+    if rates is None:
+        _set_position(scheduler, epoch - 1)
+        scheduler.step()
+        return
+    _set_position(scheduler, epoch)
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+
+
+def _rates_at(scheduler: Any, epoch: int) -> list[float] | None:
+    """The learning rate of each group at any epoch; ``None`` if it can only be computed from the one before."""
+    parts = getattr(scheduler, "_schedulers", None)
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
+        number = bisect.bisect_right(scheduler._milestones, epoch)
+        return _rates_at(scheduler._schedulers[number], epoch - (scheduler._milestones[number - 1] if number else 0))
+    if parts and all(type(part) in _FACTORS for part in parts):
+        return _rates_of_chain([_rates_at(part, epoch) for part in parts], [part.base_lrs for part in parts])
+    closed_form: Callable[[], list[float]] | None = getattr(scheduler, "_get_closed_form_lr", None)
+    if closed_form is None:
+        return None
+    before, scheduler.last_epoch = scheduler.last_epoch, epoch
+    try:
+        return [float(rate) for rate in closed_form()]
+    except OverflowError:
+        return None
+    finally:
+        scheduler.last_epoch = before
+
+
+# These multiply the rate by a factor that depends only on the epoch, so their factors can be multiplied in a chain.
+_FACTORS = (
+    lr_scheduler.StepLR,
+    lr_scheduler.MultiStepLR,
+    lr_scheduler.ConstantLR,
+    lr_scheduler.LinearLR,
+    lr_scheduler.ExponentialLR,
+    lr_scheduler.PolynomialLR,
+)
+
+
+def _rates_of_chain(rates: Sequence[list[float] | None], bases: Sequence[Sequence[float]]) -> list[float] | None:
+    """The learning rates of a chain: the first base rate of each group, times the factors of all parts."""
+    together = [float(base) for base in bases[0]]
+    for of_part, of_base in zip(rates, bases, strict=True):
+        if of_part is None:
+            return None
+        together = [
+            whole * (rate / base if base else 1.0)
+            for whole, rate, base in zip(together, of_part, map(float, of_base), strict=True)
+        ]
+    return together
+
+
+def _set_position(scheduler: Any, epoch: int) -> None:
+    """Set the scheduler, and those that it consists of, to this number of steps without making them."""
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
+        number = bisect.bisect_right(scheduler._milestones, epoch)
+        begins_at = scheduler._milestones[number - 1] if number else 0
+        _set_position(scheduler._schedulers[number], epoch - begins_at)
+    elif isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts):
+        scheduler.step(epoch)  # it has more state than last_epoch, such as the length of the present cycle
+    else:
+        for part in getattr(scheduler, "_schedulers", ()):
+            _set_position(part, epoch)
+    if hasattr(scheduler, "last_epoch"):
+        scheduler.last_epoch = epoch
+
+
+def position_of(scheduler: Any) -> int:
+    """How many steps the scheduler has made."""
+    chained = getattr(scheduler, "_schedulers", None)
+    return int(scheduler.last_epoch) if hasattr(scheduler, "last_epoch") or not chained else position_of(chained[0])
+
+
+def dump_scheduler_state(scheduler: Any) -> dict[str, Any] | None:
+    """State of a scheduler as plain values that can be sent to others; ``None`` without a scheduler."""
+    return None if scheduler is None else _dump(scheduler.state_dict())
+
+
+def _dump(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _dump(item) for key, item in value.items() if _can_be_sent(item)}
+    if isinstance(value, (list, tuple)):
+        return [_dump(item) if _can_be_sent(item) else None for item in value]
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return value
+
+
+def _can_be_sent(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (bool, int, float, list, tuple)) or (
+        isinstance(value, Mapping)
+        and not isinstance(value, Counter)
+        and all(isinstance(key, (str, int)) for key in value)
+    )
+
+
+def load_scheduler_state(scheduler: Any, received: Any) -> None:
+    """Take over the state of another peer's scheduler of the same kind.
+
+    Only numbers that this scheduler has, too, are taken over; a message can put nothing else into it.
+
+    Args:
+        received: from :func:`dump_scheduler_state`; ``None`` leaves the scheduler alone.
+    """
+    if scheduler is None or not isinstance(received, dict):
+        return
+    state = scheduler.state_dict()
+    scheduler.load_state_dict({key: _merge(value, received.get(key)) for key, value in state.items()})
+    own, theirs = state.get("base_lrs"), received.get("base_lrs")
+    if own is not None and theirs is not None and list(map(float, own)) != theirs:
+        logger.warning("the swarm's schedule starts from learning rates %s instead of %s: taken over", theirs, own)
+
+
+def _merge(own: Any, given: Any) -> Any:
+    """The received value where it has the same form as the own one; else the own one."""
+    if isinstance(own, Mapping) and not isinstance(own, Counter):
+        return {key: _merge(value, given.get(key)) for key, value in own.items()} if isinstance(given, dict) else own
+    if isinstance(own, (list, tuple)):
+        if not isinstance(given, (list, tuple)) or len(given) != len(own):
+            return own
+        return type(own)(_merge(mine, theirs) for mine, theirs in zip(own, given, strict=True))
+    if isinstance(own, bool) or isinstance(given, bool):
+        return given if isinstance(own, bool) and isinstance(given, bool) else own
+    if isinstance(own, int) and isinstance(given, int):
+        return given
+    if isinstance(own, float) and isinstance(given, (int, float)):
+        return float(given)
+    if isinstance(own, torch.Tensor) and own.numel() == 1 and isinstance(given, (int, float)):
+        return torch.full_like(own, given)
+    return own
+
+
+def scheduled_hyperparameters(scheduler: Any) -> tuple[str, ...]:
+    """The hyper-parameters that a scheduler changes, which a newcomer must therefore take over."""
+    if scheduler is None:
+        return ()
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    if any(getattr(part, "cycle_momentum", False) for part in parts):
+        return _SCHEDULED + _SCHEDULED_WITH_MOMENTUM
+    return _SCHEDULED

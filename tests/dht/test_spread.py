@@ -1,0 +1,187 @@
+"""Records of one kind in many keys: where each stands, what a sample tells, and that all find each other meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from statistics import fmean
+
+import pytest
+
+from shoal.dht.spread import (
+    MAX_DEPTH,
+    OWNERS_PER_KEY,
+    Spread,
+    any_place,
+    estimate_owners,
+    key_at,
+    levels_above,
+    path_of,
+    places_to_write,
+)
+from shoal.optim.progress_exchange import MOST_READ
+
+
+def owner(number: int) -> bytes:
+    return b"owner %d" % number
+
+
+def test_small_swarms_have_one_key_of_the_plain_name():
+    spread = Spread(owner(0))
+    assert spread.places_to_write() == [""]
+    assert spread.place_beside(random.Random(0)) is None
+    assert key_at("run_progress", spread.place) == "run_progress"
+    assert not spread.learn("", [0] * OWNERS_PER_KEY)
+    assert spread.size is None
+    assert key_at("run_progress", "01") == "run_progress.01"
+
+
+def test_places_are_spread_evenly_and_written_above_by_chance():
+    owners = [owner(number) for number in range(4096)]
+    counts = Counter(path_of(each)[:4] for each in owners)
+    assert len(counts) == 16
+    assert max(counts.values()) < 1.3 * min(counts.values())
+    above = Counter(levels_above(each, 4) for each in owners)
+    for levels, share in ((0, 1 / 2), (1, 1 / 4), (2, 1 / 8), (3, 1 / 16), (4, 1 / 16)):
+        assert above[levels] / len(owners) == pytest.approx(share, rel=0.25)
+    assert fmean(len(places_to_write(each, 10)) for each in owners) < 2.1, "hardly more than one more key"
+    assert all(places[0].startswith(places[-1]) for places in (places_to_write(each, 6) for each in owners))
+    assert len({any_place(3, random.Random(seed)) for seed in range(100)}) == 8
+
+
+def written(depths: dict[bytes, int]) -> dict[str, list[int]]:
+    """What stands in each key if each owner has this depth."""
+    keys: dict[str, list[int]] = {}
+    for each, depth in depths.items():
+        for place in places_to_write(each, depth):
+            keys.setdefault(place, []).append(depth)
+    return keys
+
+
+@pytest.mark.parametrize("depths", [(5,), (4, 5), (5, 6)])
+def test_any_key_tells_how_many_owners_there_are(depths):
+    owners = {owner(number): depths[number % len(depths)] for number in range(4000)}
+    keys = written(owners)
+    for level in range(min(depths) + 1):
+        estimates = [estimate_owners(level, found) for place, found in keys.items() if len(place) == level]
+        assert fmean(estimates) == pytest.approx(len(owners), rel=0.35)
+
+
+def test_a_few_who_lie_about_the_depth_change_little():
+    honest = [5] * 64
+    assert estimate_owners(0, [*honest, MAX_DEPTH, MAX_DEPTH]) < 1.1 * estimate_owners(0, honest)
+    assert estimate_owners(3, []) == 0.0
+
+
+class Swarm:
+    """Owners that write and read keys, each a few times in any order."""
+
+    def __init__(self, most_read: int = 0) -> None:
+        self.rng, self._most_read = random.Random(1), most_read
+        self.spreads: dict[bytes, Spread] = {}
+        self.moves = 0
+
+    def join(self, count: int) -> None:
+        for number in range(len(self.spreads), len(self.spreads) + count):
+            self.spreads[owner(number)] = Spread(owner(number))
+
+    def leave(self, left: int) -> None:
+        self.spreads = dict(list(self.spreads.items())[:left])
+
+    def live(self, periods: int) -> None:
+        """In each period everybody reads once; what is written is half a period old."""
+        for _ in range(periods):
+            owners = list(self.spreads.values())
+            self.rng.shuffle(owners)
+            for half in (owners[::2], owners[1::2]):
+                self.keys = written({name: spread.depth for name, spread in self.spreads.items()})
+                for spread in half:
+                    self.read(spread)
+
+    def read(self, spread: Spread) -> None:
+        place = spread.place
+        if spread.learn(place, self.depths_in(place)):
+            self.moves += 1
+            spread.learn(spread.place, self.depths_in(spread.place))
+        beside = spread.place_beside(self.rng)
+        if beside is not None:
+            self.moves += spread.learn(beside, self.depths_in(beside))
+
+    def depths_in(self, place: str) -> list[int]:
+        return self.keys.get(place, [])[-self._most_read :]
+
+    def neighbors(self, name: bytes) -> int:
+        """How many entries it sees in its key and in the one above."""
+        place = self.spreads[name].place
+        return len(self.keys.get(place, [])) + (len(self.keys.get(place[:-1], [])) if place else 0)
+
+
+def test_all_agree_about_a_swarm_that_grows_and_shrinks():
+    swarm = Swarm()
+    swarm.join(50)
+    for size in (100, 200, 400, 1000, 3000):
+        swarm.join(size - len(swarm.spreads))
+        swarm.live(6)
+        assert min(map(swarm.neighbors, swarm.spreads)) >= min(8, size // 8), "nobody is alone, whatever it believes"
+    swarm.moves = 0
+    swarm.live(6)
+    depths = Counter(spread.depth for spread in swarm.spreads.values())
+    assert max(depths) - min(depths) <= 1
+    assert max(map(len, swarm.keys.values())) < 5 * OWNERS_PER_KEY
+    assert swarm.moves < len(swarm.spreads) / 2, "they do not go to and fro"
+    sizes = [spread.size for spread in swarm.spreads.values()]
+    assert fmean(size for size in sizes if size is not None) == pytest.approx(3000, rel=0.25)
+    for size in (1000, 300, 20):
+        swarm.leave(size)
+        swarm.live(8)
+        assert min(map(swarm.neighbors, swarm.spreads)) >= min(8, size // 2)
+    assert {spread.depth for spread in swarm.spreads.values()} == {0}
+
+
+@pytest.fixture(scope="module")
+def crowd():
+    """It has come at once, a while ago; not to be changed."""
+    swarm = Swarm()
+    swarm.join(2000)
+    swarm.live(8)
+    return swarm
+
+
+def test_a_crowd_that_comes_at_once_divides_the_keys(crowd):
+    depths = Counter(spread.depth for spread in crowd.spreads.values())
+    assert min(depths) >= 3, depths
+    assert max(depths) - min(depths) <= 1, depths
+
+
+def test_it_is_enough_to_read_a_few_more_records_than_a_key_should_have(crowd):
+    swarm = Swarm(most_read=MOST_READ)
+    swarm.join(2000)
+    swarm.live(8)
+    depths = Counter(spread.depth for spread in swarm.spreads.values())
+    assert depths.most_common(1)[0][0] == Counter(each.depth for each in crowd.spreads.values()).most_common(1)[0][0]
+    assert max(depths) - min(depths) <= 1, depths
+
+
+def test_a_newcomer_finds_the_depth_at_the_top(crowd):
+    swarm = copy.deepcopy(crowd)
+    newcomer = Spread(b"newcomer")
+    swarm.spreads[b"newcomer"] = newcomer
+    swarm.read(newcomer)
+    assert newcomer.depth >= 1
+    for _ in range(3):
+        swarm.read(newcomer)
+    depths = Counter(spread.depth for spread in swarm.spreads.values())
+    assert abs(newcomer.depth - depths.most_common(1)[0][0]) <= 1
+
+
+def test_one_key_full_of_inventions_divides_nothing_for_others():
+    swarm = Swarm()
+    swarm.join(700)
+    swarm.live(8)
+    victim = next(iter(swarm.spreads.values()))
+    depth = victim.depth
+    swarm.keys[victim.place] = [depth] * 5000
+    for _ in range(4):
+        swarm.read(victim)
+    assert victim.depth == depth

@@ -1,0 +1,214 @@
+"""Targets that read what members, and those who claim to be some, send: groups, rounds, states, progress, proofs."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from shoal.averaging import messages
+from shoal.averaging.control import GROUP_ID_BYTES
+from shoal.averaging.groups.leading import read_group
+from shoal.dht.authorization import EnterRequest
+from shoal.dht.crypto import peer_of, tag_of, with_signatures
+from shoal.dht.routing import DHTID
+from shoal.dht.validation import DHTRecord
+from shoal.errors import ProtocolError
+from shoal.optim import progress_exchange
+from shoal.optim.lineage import Lineage, Parting
+from shoal.optim.progress import parse_record
+from shoal.p2p import Header, Identity, PeerID
+from shoal.p2p.transport import decode_header
+from shoal.serializer import MSGPackSerializer
+from tests.dht.members import Authority, Member
+from tests.fuzz.fuzzing import Target
+from tests.fuzz.mutation import Mutator
+from tests.fuzz.samples import ADDRESSES, IDENTITY
+
+_rng = random.Random(1)
+_LATER = 4e9
+LINEAGE = Lineage((b"1st.", b"2nd.", b"3rd."), (Parting.of(b"1st.", 0.5, b"2nd."),)).pack()
+_OTHER = Identity.generate(_rng)
+_PEERS = [messages.PeerRecord(peer_id=each.peer_id.to_bytes(), addresses=ADDRESSES[:2]) for each in (IDENTITY, _OTHER)]
+VALUES = 1000
+"""Of the vector that the group averages."""
+GROUP = messages.GroupStart(
+    group_id=_rng.randbytes(GROUP_ID_BYTES),
+    members=[
+        messages.Member(peer=peer, mode=0, share=VALUES // 2, gathered=b"\xc0", largest_weight=weight)
+        for peer, weight in zip(_PEERS, (64.0, None), strict=True)
+    ],
+)
+_PART = messages.PartHeader(1, None, 4096)
+_ROUND = _rng.randbytes(21)
+_PROGRESS = progress_exchange.ProgressMessage(3, 64, 12.5, _LATER, False, ends_in=0.5, rounds=LINEAGE)
+HEADERS: list[Header] = [
+    *_PEERS[:1],
+    GROUP,
+    GROUP.members[0],
+    messages.JoinRequest("run.0b01", {"phases": "one"}, _LATER, 0, b"\xc0", 1e6, 4),
+    messages.Expectation(expected_group_size=3),
+    messages.JoinReply(code=2, text="why", expiration=_LATER, better_leader=_PEERS[0], group=GROUP),
+    messages.Invitation(group_key="run.0b01", expiration=_LATER),
+    messages.InvitationReply(better_leader=_PEERS[1], expiration=_LATER),
+    messages.BeginReduce(round_id=_ROUND, weight=64.0, stripe=1, stripes=2),
+    messages.PartMessage(index=3, parts=[_PART], offset=512),
+    messages.RoundMessage(
+        kind=3,
+        round_id=_ROUND,
+        weight=64.0,
+        weights=[64.0, 2.0],
+        held=[1, 2],
+        members=[1],
+        send=[(0, 0, 2)],
+        part=_PART,
+    ),
+    messages.StatusRequest(round_id=_ROUND),
+    messages.StatusReply(status=1),
+    messages.DownloadRequest(),
+    messages.StateHeader(allowed=True, metadata=b"\x80", tensor_bytes=[4096]),
+    messages.ChunkRequest(index=3),
+    messages.StateChunk(index=3),
+    _PROGRESS,
+]
+PACKED = {type(header): msgspec.msgpack.encode(header) for header in HEADERS}
+RECORD = MSGPackSerializer.dumps(
+    {
+        "peer_id": IDENTITY.peer_id.to_bytes(),
+        "epoch": 3,
+        "samples_accumulated": 64,
+        "samples_per_second": 12.5,
+        "time": _LATER,
+        "client_mode": False,
+        "addresses": ADDRESSES[:2],
+        "endorsement": IDENTITY.sign(b"tag"),
+        "rounds": LINEAGE,
+    }
+)
+
+
+def _header(header_type: type[Header]) -> Target:
+    seed, samples = PACKED[header_type], list(PACKED.values())
+
+    def feed(data: bytes) -> str:
+        try:
+            decode_header(data, header_type)
+        except ProtocolError:
+            return "ProtocolError"
+        return "parsed"
+
+    return Target(f"header {header_type.__name__}", lambda m: m.packed(seed, samples), feed)
+
+
+def _group(data: bytes) -> str:
+    """What a follower makes of the group that its leader has published: every weight that counts has its range."""
+    own: Any = SimpleNamespace(peer_id=IDENTITY.peer_id, add_addresses=lambda *_: None)
+    try:
+        group = read_group(own, decode_header(data, messages.GroupStart), VALUES)
+    except ProtocolError:
+        return "ProtocolError"
+    assert sum(group.shares) == VALUES
+    assert IDENTITY.peer_id in group.peer_ids
+    assert all(limit >= 0 for limit in group.largest_weights)
+    return "adopted"
+
+
+def _progress_record(data: bytes) -> str:
+    try:
+        record = parse_record(MSGPackSerializer.loads(data))
+    except ValueError:
+        return "ValueError"
+    assert record.samples_accumulated >= 0 <= record.samples_per_second
+    return "parsed"
+
+
+def _lineage(data: bytes) -> str:
+    try:
+        Lineage.unpack(data)
+    except ValueError:
+        return "ValueError"
+    return "parsed"
+
+
+def _tag(data: bytes) -> str:
+    try:
+        peer = peer_of(data)
+    except ValueError:
+        return "ValueError"
+    assert peer == IDENTITY.peer_id or data != tag_of(IDENTITY.peer_id)
+    return "a peer's"
+
+
+class _Declarations:
+    """What averagers and donors declare under the tags of their peers: only as they have signed it."""
+
+    def __init__(self) -> None:
+        subkey, key = MSGPackSerializer.dumps(tag_of(IDENTITY.peer_id)), DHTID.generate("run.0b").to_bytes()
+        owner, self._validator = with_signatures(None, IDENTITY), with_signatures(None, _OTHER)
+        values = [MSGPackSerializer.dumps(value) for value in (ADDRESSES, [1.0, ADDRESSES], None)]
+        unsigned = [DHTRecord(key, subkey, value, _LATER) for value in values]
+        self._signed = [DHTRecord(key, subkey, owner.sign_value(each), _LATER) for each in unsigned]
+
+    def make(self, mutator: Mutator) -> DHTRecord:
+        record, other = mutator.one_of(self._signed), mutator.one_of(self._signed)
+        key, subkey, value, expiration = record.key, record.subkey, record.value, record.expiration_time
+        kind = int(mutator.rng.random() * 5)
+        if kind == 0:
+            key = mutator.bytes(key)[:20].ljust(20, b"\0")
+        if kind == 1:
+            subkey = mutator.packed(subkey, [MSGPackSerializer.dumps(tag_of(_OTHER.peer_id))])
+        if kind == 2:
+            value = mutator.bytes(value, [other.value])
+        if kind == 3:
+            expiration += 1e-3
+        return DHTRecord(key, subkey, value, expiration)
+
+    def feed(self, hostile: DHTRecord) -> str:
+        is_accepted = self._validator.validate(hostile)
+        if is_accepted and tag_of(IDENTITY.peer_id) in hostile.subkey:
+            assert hostile in self._signed, "a declaration that its owner did not make"
+        return "accepted" if is_accepted else "refused"
+
+
+class _Gate:
+    """A member that lets members in, and a proof at its gate, captured and changed by a stranger."""
+
+    call = "MembersOnly.rpc_enter called by a member at another one"
+
+    async def start_afresh(self) -> None:
+        authority = Authority()
+        self._member, guest, stranger = Member(authority), Member(authority), Member(Authority())
+        proof, another = EnterRequest(), EnterRequest()
+        await guest.sign_request(proof, self.call)
+        await stranger.sign_request(another, self.call)
+        self._captured, self._foreign = msgspec.msgpack.encode(proof), msgspec.msgpack.encode(another)
+
+    def make(self, mutator: Mutator) -> bytes:
+        return mutator.packed(self._captured, [self._foreign])
+
+    async def feed(self, hostile: bytes) -> str:
+        try:
+            request = decode_header(hostile, EnterRequest)
+        except ProtocolError:
+            return "ProtocolError"
+        if not await self._member.validate_request(request, self.call):
+            return "refused"
+        assert msgspec.msgpack.encode(request) == self._captured, "a proof that its owner did not make"
+        return "let in"
+
+
+def targets() -> list[Target]:
+    packed, group = list(PACKED.values()), PACKED[messages.GroupStart]
+    declarations, gate = _Declarations(), _Gate()
+    tags = [tag_of(PeerID(peer.peer_id)) for peer in _PEERS]
+    return [
+        *(_header(each) for each in sorted(PACKED, key=lambda each: each.__name__)),
+        Target("a group's start", lambda m: m.packed(group, packed) if m.rng.random() < 0.9 else group, _group),
+        Target("record of progress", lambda m: m.packed(RECORD, packed), _progress_record),
+        Target("lineage", lambda m: m.bytes(LINEAGE, [_ROUND]) if m.rng.random() < 0.9 else LINEAGE, _lineage),
+        Target("owner's tag", lambda m: m.bytes(tags[0], tags) if m.rng.random() < 0.9 else tags[0], _tag),
+        Target("declaration of an averager or donor", declarations.make, declarations.feed),
+        Target("proof at the gate", gate.make, gate.feed, gate.start_afresh),
+    ]

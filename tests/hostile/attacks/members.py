@@ -1,0 +1,134 @@
+"""Liars who take part: an averager that does not do what it should. Each changes one of its own pieces.
+
+They begin as honest members, so that the others have seen them deliver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+
+from shoal.averaging.allreduce.exchange import AllReduce
+from shoal.averaging.control import GroupInfo
+from shoal.averaging.node import AveragerNode, Lane
+from shoal.p2p.transport import MOST
+
+Lie = Callable[[AveragerNode], None]
+CONSTANT = 7.0
+FAR_AWAY = 10**9
+
+
+def _in_each_round(node: AveragerNode, change: Callable[[AllReduce], None]) -> None:
+    run = node.rounds.run
+
+    def run_changed(round_id: bytes, current: Any, *rest: Any, **more: Any) -> Awaitable[Any]:
+        change(current.allreduce)
+        return run(round_id, current, *rest, **more)
+
+    node.rounds.run = run_changed  # type: ignore[method-assign, assignment]
+
+
+def withholds_averages(node: AveragerNode) -> None:
+    """A member. Says "alive", takes all parts, gives no averages. Rounds must not wait for it again and again."""
+
+    def keep_quiet(allreduce: AllReduce) -> None:
+        async def reply(index: int, sender: int) -> Any:
+            await asyncio.Event().wait()
+
+        allreduce.reducer.reply = reply  # type: ignore[method-assign]
+
+    _in_each_round(node, keep_quiet)
+
+
+def claims_all_the_weight(node: AveragerNode) -> None:
+    """A member. Its weight is 2⁵³, the largest number that may be told. Its gradients must not be the average."""
+    session_of = node.session
+
+    def session(group: GroupInfo, lane: Lane, weight: float) -> Any:
+        made = session_of(group, lane, weight)
+        made.weight = float(MOST)
+        return made
+
+    node.session = session  # type: ignore[method-assign]
+
+
+def gives_everybody_another_average(node: AveragerNode) -> None:
+    """A member that reduces. Other averages for each of the others: their models drift apart, and nobody is told."""
+
+    def lie(allreduce: AllReduce) -> None:
+        honest = allreduce.reducer.reply
+
+        async def reply(index: int, sender: int) -> Any:
+            await honest(index, sender)
+            part = allreduce.vector.parts[allreduce.own_index][index]
+            return part.compress(torch.full((part.length,), float(sender))), False
+
+        allreduce.reducer.reply = reply  # type: ignore[method-assign]
+
+    _in_each_round(node, lie)
+
+
+def sends_what_is_not_finite(node: AveragerNode) -> None:
+    """A faulty member. Its values become NaN after it has checked them. The average must be that of the others."""
+
+    def spoil(allreduce: AllReduce) -> None:
+        vector = allreduce.vector
+        vector.encode = lambda part: part.compress(torch.full((part.length,), math.nan))  # type: ignore[method-assign]
+
+    _in_each_round(node, spoil)
+
+
+def says_that_it_comes_and_never_does(node: AveragerNode) -> None:
+    """A faulty member: its tracker works, its averager is stuck. It must not be waited for in every epoch."""
+
+    async def hang(control: Any) -> None:
+        await asyncio.Event().wait()
+
+    node.run_step = hang  # type: ignore[method-assign]
+
+
+def offers_a_state_of_constants(node: AveragerNode) -> None:
+    """A donor of the highest priority. All parameters are 7. Nobody who trains may take it over."""
+    sharing, honest = node.state_sharing, node.state_sharing.get_state
+
+    def get_state() -> Any:
+        state = honest()
+        for tensor in state[1]:
+            tensor.fill_(CONSTANT)
+        return state
+
+    sharing.get_state = get_state
+    sharing.set(priority=1e12)
+    # Whatever its owner says of it later.
+    sharing.set = lambda **settings: type(sharing).set(sharing, allowed=settings.get("allowed"))  # type: ignore
+
+
+def offers_a_state_of_the_far_future(node: AveragerNode) -> None:
+    """A donor. Its state is of epoch 10⁹: a schedule that follows step by step would take half an hour."""
+    offers_a_state_of_constants(node)
+    sharing, constants = node.state_sharing, node.state_sharing.get_state
+
+    def get_state() -> Any:
+        state = constants()
+        state[0]["epoch"] = FAR_AWAY
+        return state
+
+    sharing.get_state = get_state
+
+
+LIES: dict[str, Lie] = {
+    lie.__name__: lie
+    for lie in (
+        withholds_averages,
+        claims_all_the_weight,
+        gives_everybody_another_average,
+        sends_what_is_not_finite,
+        says_that_it_comes_and_never_does,
+        offers_a_state_of_constants,
+        offers_a_state_of_the_far_future,
+    )
+}

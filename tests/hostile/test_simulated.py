@@ -1,0 +1,84 @@
+"""A small swarm in virtual time meets one attack after another, and loses neither time nor quality by it.
+
+What concerns newcomers or clocks most is in ``test_newcomers.py`` and ``test_clock.py``.
+``benchmarks/hostile.py`` tries more of them, and more seeds.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hostile.attacks import OF_MACHINES, STRANGERS
+from tests.hostile.simulated import HONEST, Outcome, train
+
+pytestmark = pytest.mark.timeout(120)
+PEERS, EPOCHS = 6, 6
+JOINING = {"ghosts_take_part", "joins_with_absurd_wishes"}
+"""Strangers who join: for them others wait a twentieth of their time."""
+ELSEWHERE = OF_MACHINES | {
+    "fills_the_table",
+    "hides_what_is_stored",
+    "withdraws_what_others_declared",
+    "asks_for_a_chunk_now_and_then",
+    "tells_another_time",
+}
+NAMED = {"claims_a_million_epochs"}
+"""What would be as bad if a member did it."""
+LINES = 20 * PEERS
+"""Of all of them together in a minute, which is what the epochs take."""
+
+
+def check_equal(outcome: Outcome, peace: Outcome, *, goodput: float) -> None:
+    """The swarm has made as many epochs, nearly as fast, with the same parameters everywhere."""
+    assert outcome.epochs == peace.epochs == EPOCHS
+    assert outcome.goodput >= goodput * peace.goodput
+    assert outcome.loss == pytest.approx(peace.loss, rel=0.01)
+    assert outcome.spread == 0.0
+    assert outcome.alone == 0
+    assert outcome.downloads == 0, "nobody was behind"
+
+
+@pytest.mark.parametrize("name", [name for name in STRANGERS if name not in ELSEWHERE])
+def test_a_stranger_changes_nothing(name: str) -> None:
+    peace, attacked = train(1, peers=PEERS, epochs=EPOCHS), train(1, (name,), peers=PEERS, epochs=EPOCHS)
+    check_equal(attacked, peace, goodput=0.9 if name in JOINING else 0.95)
+    assert attacked.lines <= LINES
+    assert attacked.named >= {name} & NAMED
+
+
+def test_three_strangers_at_once_change_nothing() -> None:
+    names = ("claims_a_million_epochs", "asks_for_a_chunk_now_and_then", "withdraws_what_others_declared")
+    peace, attacked = train(3, peers=PEERS, epochs=EPOCHS), train(3, names, peers=PEERS, epochs=EPOCHS)
+    check_equal(attacked, peace, goodput=0.95)
+
+
+def test_a_reducer_that_lies_is_caught_with_the_option_for_it() -> None:
+    name = "gives_everybody_another_average"
+    outcome = train(1, (), (name,), peers=PEERS, epochs=EPOCHS, verify_reducers=True)
+    peace = train(1, (), (HONEST,), peers=PEERS, epochs=EPOCHS, verify_reducers=True)
+    assert outcome.named == {name}
+    assert outcome.goodput >= 0.8 * peace.goodput
+    assert outcome.loss == pytest.approx(peace.loss, rel=0.01)
+    assert outcome.spread == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("claims_all_the_weight", 1),
+        ("withholds_averages", 1),
+        ("withholds_averages", 2),
+        ("sends_what_is_not_finite", 1),
+        ("says_that_it_comes_and_never_does", 1),
+    ],
+)
+def test_a_liar_costs_a_bounded_share(name: str, seed: int) -> None:
+    """Its samples count as long as it brings them; what the others lose is bounded, and their model is one."""
+    outcome = train(seed, (), (name,), peers=PEERS, epochs=EPOCHS)
+    peace = train(seed, (), (HONEST,), peers=PEERS, epochs=EPOCHS)
+    assert outcome.epochs == EPOCHS
+    assert outcome.goodput >= 0.8 * peace.goodput
+    assert outcome.loss == pytest.approx(peace.loss, rel=0.01)
+    assert outcome.spread == 0.0
+    assert outcome.downloads == 0
+    assert outcome.named == {name}, "the users are told who it is"

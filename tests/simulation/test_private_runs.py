@@ -1,0 +1,179 @@
+"""Private runs on simulated networks: members train, the expelled are out within seconds, roles hold in the table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from shoal.averaging.control import StepControl
+from shoal.averaging.node import AveragerNode
+from shoal.clock import get_dht_time
+from shoal.dht import DHTNode
+from shoal.errors import BootstrapError, NotAMemberError, ShoalError
+from shoal.p2p.badges import ROLES_BY_NAME, RevocationList
+from shoal.p2p.joining import Presence, PresenceQuery, PresenceReply
+from shoal.p2p.tokens import DAY, Token
+from shoal.testing import START_OF_TIME, Link, Network, run, start_averager, start_dht_nodes, start_step
+
+LINK = Link(delay=(0.01, 0.075), jitter=0.005)
+SECRET = Token.new_run("simulated")
+MEMBERS = 50
+
+
+def invitation(role: str) -> str:
+    return SECRET.invite(ROLES_BY_NAME[role], int(START_OF_TIME) + 30 * DAY).text
+
+
+async def round_of(network: Network, averagers: Sequence[AveragerNode]) -> list[StepControl]:
+    """A step of each, begun together."""
+    steps = [start_step(network, averager) for averager in averagers]
+    await asyncio.wait([asyncio.wrap_future(step) for step in steps])
+    return steps
+
+
+def bytes_reduced(node: DHTNode) -> int:
+    sent = node.p2p.metrics.bytes_sent_by_handler
+    return sum(count for name, count in sent.items() if name.endswith("rpc_reduce"))
+
+
+def group_of(step: StepControl) -> set[object]:
+    return set(step.result())
+
+
+@pytest.mark.parametrize("is_in_round", [False, True])
+def test_expelled_member_is_out_within_seconds_and_the_others_lose_no_round(is_in_round: bool) -> None:
+    async def main() -> None:
+        network = Network(LINK)
+        nodes = await start_dht_nodes(network, MEMBERS, token=SECRET.text)
+        averagers = [
+            await start_averager(
+                network.host_of(node.peer_id), [torch.full((MEMBERS * 4,), float(number))], node, min_group_size=2
+            )
+            for number, node in enumerate(nodes)
+        ]
+        everybody = {node.peer_id for node in nodes}
+        for step in await round_of(network, averagers):
+            assert group_of(step) == everybody
+        expelled, *others = nodes[17], *nodes[:17], *nodes[18:]
+        before = bytes_reduced(expelled)
+        running = asyncio.ensure_future(round_of(network, averagers)) if is_in_round else None
+        if is_in_round:
+            while bytes_reduced(expelled) == before:
+                await asyncio.sleep(0.01)
+        assert SECRET.signer is not None
+        news = RevocationList.make(SECRET.signer, [expelled.p2p.identity.public_key], int(get_dht_time()), None)
+        assert nodes[3].p2p.members is not None
+        nodes[3].p2p.members.learn(news.to_bytes(), None)
+        began = asyncio.get_running_loop().time()
+        while not all(is_cut_off(node, expelled) for node in others):
+            await asyncio.sleep(0.1)
+            assert asyncio.get_running_loop().time() - began < 10
+        if running is not None:
+            steps = await running
+            for step, node in zip(steps, nodes, strict=True):
+                assert node is expelled or step.exception() is None, step.exception()
+        members = [averager for averager in averagers if averager.p2p is not expelled.p2p]
+        steps = await round_of(network, averagers)
+        for averager, step in zip(averagers, steps, strict=True):
+            if averager in members:
+                assert group_of(step) == everybody - {expelled.peer_id}
+            else:
+                assert isinstance(step.exception(), ShoalError)
+        values = {tuple(averager.tensors[0].tolist()) for averager in members}
+        assert len(values) == 1
+        await assert_refused(expelled, others[0])
+
+    run(main(), seed=7)
+
+
+def is_cut_off(node: DHTNode, expelled: DHTNode) -> bool:
+    return expelled.peer_id not in node.p2p.pool and not node.p2p.connections_from(expelled.peer_id)
+
+
+async def assert_refused(expelled: DHTNode, member: DHTNode) -> None:
+    query = PresenceQuery(instance=b"")
+    with pytest.raises(NotAMemberError, match="the badge was revoked") as found:
+        await expelled.p2p.call(
+            member.peer_id, Presence.handle_name("rpc_who_am_i", None), query, PresenceReply, roles=Presence.roles
+        )
+    assert found.value.reason == "revoked"
+
+
+def test_roles_in_the_table() -> None:
+    async def main() -> None:
+        network = Network(LINK)
+        trainers = await start_dht_nodes(network, 4, token=invitation("train"))
+        [relay] = await start_dht_nodes(network, 1, swarm=trainers, token=invitation("relay"))
+        [monitor] = await start_dht_nodes(network, 1, swarm=[relay, *trainers], token=invitation("monitor"))
+        until = get_dht_time() + 600
+        assert await trainers[0].store("by a trainer", 1, until)
+        assert await relay.store("by a relay", 2, until)
+        assert not await monitor.store("by a monitor", 3, until)
+        for node in (*trainers, relay, monitor):
+            for key, value in (("by a trainer", 1), ("by a relay", 2)):
+                found = await node.get(key, latest=True)
+                assert found is not None
+                assert found.value == value
+            if node is not monitor:
+                assert await node.get("by a monitor", latest=True) is None
+                assert monitor.peer_id not in node.protocol.routing_table, "it keeps no records"
+                assert relay.peer_id in node.protocol.routing_table or node is relay
+        assert len(monitor.protocol.routing_table) == 5, "a refused store is no reason to forget a node"
+
+    run(main(), seed=2)
+
+
+def test_relay_takes_no_part_in_rounds() -> None:
+    async def main() -> None:
+        network = Network(LINK)
+        nodes = await start_dht_nodes(network, 2, token=invitation("train"))
+        nodes += await start_dht_nodes(network, 1, swarm=nodes, token=invitation("relay"))
+        averagers = [
+            await start_averager(network.host_of(node.peer_id), [torch.full((8,), float(number))], node)
+            for number, node in enumerate(nodes)
+        ]
+        first, second, relay = await round_of(network, averagers)
+        assert group_of(first) == group_of(second) == {node.peer_id for node in nodes[:2]}
+        assert isinstance(relay.exception(), ShoalError)
+        assert averagers[0].tensors[0].tolist() == [0.5] * 8
+        assert averagers[2].tensors[0].tolist() == [2.0] * 8
+
+    run(main(), seed=3)
+
+
+def test_guest_is_out_when_its_invitation_ends() -> None:
+    async def main() -> None:
+        network = Network(LINK)
+        friends = await start_dht_nodes(network, 3, token=SECRET.text)
+        short = SECRET.invite(ROLES_BY_NAME["train"], int(get_dht_time()) + 600).text
+        [guest] = await start_dht_nodes(network, 1, swarm=friends, token=short)
+        assert len(guest.protocol.routing_table) == 3
+        await asyncio.sleep(900)
+        for friend in friends:
+            await friend.get("a key, for which all nodes are asked", latest=True)
+            assert len(friend.protocol.routing_table) == 2
+            assert guest.peer_id not in friend.protocol.routing_table
+        with pytest.raises(BootstrapError, match="has expired"):
+            await start_dht_nodes(network, 1, swarm=friends, token=short)
+
+    run(main(), seed=4)
+
+
+def test_newcomer_whose_clock_is_off_joins() -> None:
+    """Within the days that a badge has left, a wrong clock is no obstacle: shoal tells it the time."""
+
+    async def main() -> None:
+        network = Network(LINK)
+        nodes = await start_dht_nodes(network, 3, token=SECRET.text)
+        host = network.add_host()
+        host.clock_offset = 40.0 * DAY
+        addresses = await nodes[0].get_visible_maddrs()
+        late = await host.run(
+            DHTNode.create(initial_peers=addresses, transport=host.transport(), rng=host.rng, token=SECRET.text)
+        )
+        assert len(late.protocol.routing_table) == 3
+
+    run(main(), seed=5)
