@@ -52,7 +52,7 @@ _NAMES_BY_HOME: dict[str, dict[str, str]] = {
     },
     "shoal.utils.multiaddr": {"shoal.p2p.multiaddr": "Multiaddr ProtocolLookupError"},
     "shoal.utils.nested": {"shoal.extras": "nested_compare nested_flatten nested_map nested_pack"},
-    "shoal.utils.networking": {"shoal.p2p.addresses": "LOCALHOST choose_ip_address log_visible_maddrs"},
+    "shoal.utils.networking": {"shoal.p2p.own_addresses": "LOCALHOST choose_ip_address log_visible_maddrs"},
     "shoal.utils.performance_ema": {"shoal.optim.progress": "PerformanceEMA"},
     "shoal.utils.serializer": {"shoal.serializer": "MSGPackSerializer SerializerBase"},
     "shoal.utils.streaming": {"shoal.compression.serialization": "combine_from_streaming split_for_streaming"},

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.dht import DHTNode
 from shoal.p2p import P2P, Identity, Multiaddr, addresses
-from shoal.p2p.addresses import LOOPBACK, PLUGGED, ROUTED, SPARE, UNCONFIGURED, VIRTUAL, OwnAddress, OwnAddresses
+from shoal.p2p.own_addresses import LOOPBACK, PLUGGED, ROUTED, SPARE, UNCONFIGURED, VIRTUAL, OwnAddress, OwnAddresses
 from shoal.p2p.tcp import TcpTransport
 from tests.p2p.peers import Number, Peers, serving, stub, until
 

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.logs import use_hivemind_log_handler
 from shoal.p2p import Multiaddr
-from shoal.p2p.addresses import LOCALHOST, choose_ip_address, log_visible_maddrs
+from shoal.p2p.own_addresses import LOCALHOST, choose_ip_address, log_visible_maddrs
 
 PEER = "12D3KooWPTeYwtPq2qTVSYvDs9NyKGB4bgqEwzLLKwDtNPsYM2Jn"
 LOOPBACK, PRIVATE, PUBLIC = "/ip4/127.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1", "/ip4/203.0.112.7/tcp/1"

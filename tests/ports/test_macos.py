@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from shoal.p2p import limits as p2p_limits
-from shoal.p2p.addresses import LOOPBACK, PLUGGED, UNCONFIGURED, OwnAddress, OwnAddresses
+from shoal.p2p.own_addresses import LOOPBACK, PLUGGED, UNCONFIGURED, OwnAddress, OwnAddresses
 from tests.p2p.peers import end_of, until
 from tests.p2p.test_tcp import pair, read
 from tests.pretend import system

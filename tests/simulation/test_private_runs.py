@@ -14,7 +14,7 @@ from shoal.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.errors import BootstrapError, NotAMemberError, ShoalError
 from shoal.p2p.badges import ROLES_BY_NAME, RevocationList
-from shoal.p2p.joining import Presence, PresenceQuery, PresenceReply
+from shoal.p2p.presence import Presence, PresenceQuery, PresenceReply
 from shoal.p2p.tokens import DAY, Token
 from shoal.testing import START_OF_TIME, Link, Network, run, start_averager, start_dht_nodes, start_step
 

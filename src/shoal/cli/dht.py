@@ -26,8 +26,8 @@ from shoal.cli.token import add_token_option
 from shoal.dht import DHT, DHTNode
 from shoal.errors import BootstrapError, P2PDaemonError, ShoalError, ValidationError
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.addresses import chosen_host_maddrs, everywhere
 from shoal.p2p.limits import increase_file_limit
+from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
 
 # Accepted so that existing scripts work. They configure a libp2p daemon, which shoal does not have.
 WITHOUT_EFFECT = ("use-ipfs", "no-relay", "use-auto-relay")

@@ -36,7 +36,8 @@ from shoal.errors import P2PDaemonError, P2PHandlerError
 from shoal.p2p import Call, Header, P2PContext, PeerID, ServicerBase, StubBase
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Connection
-from shoal.p2p.joining import Checkup, Presence
+from shoal.p2p.joining import Checkup
+from shoal.p2p.presence import Presence
 from shoal.p2p.service import methods_of, receive_only
 from shoal.p2p.transport import decode_header
 

@@ -1,11 +1,6 @@
-"""Addresses: where this machine can be reached, where other peers can, and which live peers cannot be reached.
+"""Where other peers can be reached, and which live ones cannot.
 
-*This machine* has many addresses, and most are useless to others: loopback, container bridges, networks of virtual
-machines. The address of the default route comes first, then other real networks, then bridges and VPNs, and loopback
-last. Addresses change when a laptop moves. So this module looks again from time to time, and whenever a connection is
-bound to an address that it did not see the last time.
-
-*Other peers*: a failed dial says little, for the peer may be gone or busy. But a new sign of life, seen through others,
+A failed dial says little, for the peer may be gone or busy. But a new sign of life, seen through others,
 shows that the peer was there. After a few such failures in a row, the way to the peer must be closed, and its user or
 the user of this peer has to act. Each such peer is reported once. A successful connection clears its failures.
 """
@@ -15,62 +10,17 @@ from __future__ import annotations
 import functools
 import ipaddress
 import logging
-import math
-import re
-import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import ifaddr
-
 from shoal.errors import DialError
-from shoal.logs import Seldom, get_logger, setting
+from shoal.logs import Seldom
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 
 MAX_PEERS = 10_000
 MAX_ADDRESSES_PER_PEER = 8
-
-LOOK_AGAIN_SECONDS = 30.0
-# Other peers remember no more addresses of one peer than this.
-MAX_ANNOUNCED = 8
-
-_FAR_AWAY = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}
-_VIRTUAL_NAME = re.compile(
-    r"(docker|br-|veth|virbr|lxc|lxd|cni|cali|flannel|podman|vmnet|vboxnet|bridge\d{2,}|vnic"
-    r"|tun|utun|tap|wg|tailscale|zt|ppp|ipsec|nordlynx|proton)"
-)
-_VIRTUAL_WORDS = re.compile(r"virtual|hyper-v|vmware|tap-|tunnel|wireguard|tailscale|zerotier|vpn", re.IGNORECASE)
-
-# What an address is good for, the best first. ROUTED: the default route uses it. PLUGGED: another network. VIRTUAL: a
-# container bridge, a virtual machine or a VPN. UNCONFIGURED: self-assigned (link-local). LOOPBACK: this machine alone.
-# SPARE: it leads to the same place as another address, so others are not told of it.
-ROUTED, PLUGGED, VIRTUAL, UNCONFIGURED, LOOPBACK, SPARE = range(6)
-
-
-@dataclass(frozen=True)
-class OwnAddress:
-    """An IP address of this machine."""
-
-    ip: str
-    rank: int
-
-    @property
-    def is_ipv6(self) -> bool:
-        return ":" in self.ip
-
-
-def everywhere(port: int = 0) -> list[str]:
-    """Listening addresses for all networks of this machine; port 0 means any free port."""
-    hosts = [f"/ip4/0.0.0.0/tcp/{port}"]
-    return [*hosts, f"/ip6/::/tcp/{port}"] if _has_ipv6() else hosts
-
-
-def chosen_host_maddrs() -> list[str]:
-    """The listening addresses in ``SHOAL_HOST_MADDRS``; empty if it is not set."""
-    return setting("HOST_MADDRS").replace(",", " ").split()
 
 
 def is_loopback(address: Multiaddr) -> bool:
@@ -93,165 +43,6 @@ def _public_network(address: Multiaddr) -> str | None:
     if host is None or not ipaddress.ip_address(host).is_global:
         return None
     return str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
-
-
-def _has_ipv6() -> bool:
-    """Whether IPv6 works: some systems, many containers among them, support it but have it switched off."""
-    if not socket.has_ipv6:
-        return False
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
-            probe.bind(("::", 0))
-    except OSError:
-        return False
-    return True
-
-
-def look_at_interfaces() -> list[OwnAddress]:
-    """The addresses of this machine, the best first.
-
-    All IPv6 addresses of one interface are equally good, and temporary ones come and go: one is kept, the rest are
-    spare.
-    """
-    routed = {source for family in _FAR_AWAY if (source := source_of_default_route(family)) is not None}
-    found: list[OwnAddress] = []
-    for adapter in ifaddr.get_adapters():
-        is_virtual = bool(_VIRTUAL_NAME.match(str(adapter.name)) or _VIRTUAL_WORDS.search(str(adapter.nice_name)))
-        ips = [str(ip.ip if ip.is_IPv4 else ip.ip[0]) for ip in adapter.ips]
-        ranked = [OwnAddress(ip, _rank(ip, ip in routed, is_virtual)) for ip in ips]
-        found += [each for each in ranked if not each.is_ipv6]
-        version_6 = sorted((each for each in ranked if each.is_ipv6), key=_usefulness_of_ipv6)
-        found += [*version_6[:1], *(OwnAddress(each.ip, SPARE) for each in version_6[1:])]
-    return sorted(found, key=lambda each: (each.rank, each.is_ipv6))
-
-
-def source_of_default_route(family: int) -> str | None:
-    """The address from which this machine would send to a distant host; nothing is sent."""
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.setblocking(False)
-            probe.connect((_FAR_AWAY[socket.AddressFamily(family)], 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
-def _rank(ip: str, is_routed: bool, is_virtual: bool) -> int:
-    parsed = ipaddress.ip_address(ip)
-    if parsed.is_loopback:
-        return LOOPBACK
-    # In IPv6 every interface has one, and it works only together with the name of the interface.
-    if parsed.is_link_local:
-        return SPARE if parsed.version == 6 else UNCONFIGURED
-    return ROUTED if is_routed else VIRTUAL if is_virtual else PLUGGED
-
-
-def _usefulness_of_ipv6(address: OwnAddress) -> tuple[int, bool]:
-    return address.rank, not ipaddress.ip_address(address.ip).is_global
-
-
-def _has_network(addresses: Sequence[OwnAddress]) -> bool:
-    return any(address.rank in (ROUTED, PLUGGED) for address in addresses)
-
-
-class OwnAddresses:
-    """The current addresses of this machine, looked up no more often than needed.
-
-    Args:
-        look: finds them.
-    """
-
-    def __init__(self, look: Callable[[], Sequence[OwnAddress]] = look_at_interfaces) -> None:
-        self._look = look
-        self._looked_at = -math.inf
-        self._all: list[OwnAddress] = []
-        self.lost: set[str] = set()
-        """Addresses that this machine no longer has."""
-
-    def __contains__(self, ip: str) -> bool:
-        return any(ip == address.ip for address in self._all)
-
-    def told(self) -> list[OwnAddress]:
-        """The addresses to tell others, the best first.
-
-        A self-assigned address reaches a neighbour on the same cable at best, so it is told only if there is no
-        network. Windows has one on every interface that is not plugged in.
-        """
-        useless = (SPARE, UNCONFIGURED) if _has_network(self._all) else (SPARE,)
-        return [address for address in self._all if address.rank not in useless]
-
-    def look(self, now: float) -> bool:
-        """Look at the interfaces, and return whether there is news for others.
-
-        While the machine is offline, its last addresses stay: being offline does not mean that it has moved.
-        """
-        is_first, self._looked_at = self._looked_at == -math.inf, now
-        found = list(self._look())
-        if _has_network(self._all) and not _has_network(found):
-            return False
-        before, told = {address.ip for address in self._all}, self.told()
-        self._all = found
-        self.lost = (self.lost | before) - {address.ip for address in found}
-        return not is_first and self.told() != told
-
-    def look_if_due(self, now: float) -> bool:
-        """Like :meth:`look`, if the last look was long ago."""
-        return now - self._looked_at >= LOOK_AGAIN_SECONDS and self.look(now)
-
-    def look_if_unknown(self, ip: str, now: float) -> bool:
-        """Like :meth:`look`, if a connection of this machine has an address that was not there before."""
-        return ip not in self and not ipaddress.ip_address(ip).is_loopback and self.look(now)
-
-
-LOCALHOST = "127.0.0.1"
-
-
-def choose_ip_address(
-    maddrs: Iterable[Multiaddr], prefer_global: bool = True, protocol_priority: Sequence[str] = ("ip4", "ip6")
-) -> str:
-    """The IP address that others are most likely to reach.
-
-    Args:
-        maddrs: addresses to choose from; addresses without an IP address are ignored.
-        prefer_global: prefer a public address to one of the local network.
-        protocol_priority: among equals, the earlier protocol wins, then the earlier address.
-
-    Raises:
-        ValueError: no address of these protocols.
-    """
-    known = list(maddrs)
-    found = [maddr.get(protocol) for protocol in protocol_priority for maddr in known]
-    addresses = [address for address in found if address is not None]
-    if not addresses:
-        raise ValueError(f"no address with {' or '.join(protocol_priority)} in {[str(maddr) for maddr in known]}")
-    if prefer_global:
-        return next((address for address in addresses if ipaddress.ip_address(address).is_global), addresses[0])
-    return addresses[0]
-
-
-def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> None:
-    """Tell the user how others connect to this peer, with :mod:`shoal.logs`.
-
-    Args:
-        visible_maddrs: from ``get_visible_maddrs()``.
-        only_p2p: show only ``/p2p/<peer id>``, for peers that find addresses by other means.
-    """
-    logger = get_logger(__name__)
-    if only_p2p:
-        shortest = list(dict.fromkeys(f"/p2p/{maddr['p2p']}" for maddr in visible_maddrs))
-    else:
-        shortest = [str(maddr) for maddr in _for_initial_peers(visible_maddrs)]
-    logger.info("To connect other peers to this one, use --initial_peers %s", " ".join(shortest))
-    logger.info("Full list of visible multiaddresses: %s", " ".join(map(str, visible_maddrs)))
-
-
-def _for_initial_peers(maddrs: Sequence[Multiaddr]) -> list[Multiaddr]:
-    """All addresses with the best IP address, or all addresses if none has an IP address."""
-    with_ip = [maddr for maddr in maddrs if "ip4" in maddr or "ip6" in maddr]
-    if not with_ip:
-        return list(maddrs)
-    best = choose_ip_address(with_ip)
-    return [maddr for maddr in with_ip if best in (maddr.get("ip4"), maddr.get("ip6"))]
 
 
 class AddressBook:
@@ -437,18 +228,3 @@ def what_to_do(addresses: Sequence[Multiaddr]) -> str:
         f"open port{port} of that machine in its firewall, or forward it in its router (announce_maddrs), {client}; "
         "'shoal doctor' with its address, from here, says more"
     )
-
-
-def checked_announcement(text: Multiaddr | str) -> Multiaddr:
-    """An address that the user wants to be told to others.
-
-    Raises:
-        ValueError: others could not use it.
-    """
-    address = Multiaddr(text)
-    if "0" in (address.get("tcp"), address.get("udp")):
-        raise ValueError(f"cannot announce {address}: others need a real port, not 0; fix the port in host_maddrs too")
-    unknown = next((protocol for protocol in address.protocols() if protocol.code is None), None)
-    if unknown is not None:
-        raise ValueError(f"cannot announce {address}: no peer knows the protocol {unknown!r}; announce /ip4/…/tcp/…")
-    return address

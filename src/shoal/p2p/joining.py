@@ -1,9 +1,5 @@
 """Reaching the first peers of a swarm, with a verdict on each address that could not be used.
 
-Two processes that share one identity would take each other's messages and fail at random. So a peer that starts with a
-saved identity asks its first peers where they have seen that identity, and then checks whether another process answers
-there.
-
 A peer also helps others to find out how well the two can reach each other (:class:`Checkup`). Anybody may ask, so the
 answers must be useless for attacks on third parties: a peer that asks to be called back learns no more than yes or no,
 the bytes for measuring bandwidth go to the asking peer alone, and both are limited per host and in total.
@@ -14,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import ipaddress
-import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from shoal.errors import BootstrapError, BusyError, IdentityTakenError, InterruptedDialError, ProtocolError, ShoalError
+from shoal.errors import BootstrapError, BusyError, InterruptedDialError, ShoalError
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.p2p.badges import ANY_ROLE, Roles
-from shoal.p2p.connection import Call, Connection
+from shoal.p2p.connection import Call
 from shoal.p2p.identity import PeerID, split_peer_address
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.service import P2PContext, ServicerBase
@@ -177,133 +172,6 @@ def _ip_seen(text: str) -> _IP | None:
         return _ip_of(Multiaddr(text))
     except ValueError:
         return None
-
-
-logger = logging.getLogger(__name__)
-
-# Seconds that a start may wait for stale addresses where nobody answers.
-CHECK_SECONDS = 2.0
-
-GREETING_SECONDS = 10.0
-GREETINGS_AT_ONCE = 8
-
-
-class PresenceQuery(Header):
-    instance: bytes
-    """The instance of the asking process."""
-
-
-class PresenceReply(Header):
-    instance: bytes
-    """The instance of the answering process."""
-    addresses: list[str] = msgspec.field(default_factory=list)
-    """Where the identity of the asking peer was last seen."""
-    is_connected: bool = False
-    """Another process with that identity is connected to the answering peer."""
-
-
-class Presence(ServicerBase):
-    """Tells a peer what this one knows about it."""
-
-    roles: ClassVar[Roles] = ANY_ROLE
-
-    def __init__(self, p2p: P2P) -> None:
-        self._p2p = p2p
-
-    async def rpc_who_am_i(self, request: PresenceQuery, context: P2PContext) -> PresenceReply:
-        own = self._p2p
-        others = [
-            connection.hello
-            for connection in own.connections_from(context.remote_id)
-            if connection.hello is not None and connection.hello.instance != request.instance
-        ]
-        return PresenceReply(
-            instance=own.instance,
-            addresses=[str(address) for address in own.get_addresses(context.remote_id)],
-            is_connected=bool(others),
-        )
-
-
-async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
-    """Call peers so that they learn where this one can be reached now: each connection begins with its addresses."""
-    at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
-    handle = Presence.handle_name("rpc_who_am_i", None)
-
-    async def greet(peer: PeerID) -> None:
-        try:
-            async with at_once:
-                query = PresenceQuery(instance=p2p.instance)
-                await p2p.call(peer, handle, query, PresenceReply, timeout=GREETING_SECONDS, roles=Presence.roles)
-        except (ShoalError, ConnectionError, TimeoutError) as e:
-            logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)
-
-    await asyncio.gather(*map(greet, peers))
-
-
-async def check_identity_is_free(
-    p2p: P2P, witnesses: Sequence[PeerID], addresses: Sequence[tuple[Multiaddr, PeerID]] = ()
-) -> None:
-    """Make sure that no other process is online with this peer's identity, as far as the witnesses know.
-
-    Args:
-        witnesses: peers that may have seen that identity.
-        addresses: addresses and the peers expected there; one of these peers may have that identity.
-
-    Raises:
-        IdentityTakenError: another process is online with it.
-    """
-    checks = [asyncio.ensure_future(_find_double(p2p, witness)) for witness in witnesses if witness != p2p.peer_id]
-    own = [str(address) for address, peer in addresses if peer == p2p.peer_id]
-    checks.append(asyncio.ensure_future(_find_double_at(p2p, own)))
-    try:
-        async with asyncio.timeout(CHECK_SECONDS):
-            for check in asyncio.as_completed(checks):
-                where = await check
-                if where is not None:
-                    raise IdentityTakenError(
-                        f"the identity {p2p.peer_id} is already taken by another peer, which is online {where}: stop "
-                        "it, or start this one with another identity_path"
-                    )
-    except TimeoutError:
-        return  # a process that does not answer in time counts as offline
-    finally:
-        await cancel_and_wait(*checks)
-
-
-async def _find_double(p2p: P2P, witness: PeerID) -> str | None:
-    """Where another process is online with this identity, or ``None``."""
-    try:
-        reply = await _ask(p2p, await p2p.dial_without_greeting(witness))
-    except (ShoalError, ConnectionError):
-        return None
-    if reply.is_connected:
-        return f"and connected to peer {witness}"
-    return await _find_double_at(p2p, reply.addresses[:MAX_ADDRESSES_PER_PEER])
-
-
-async def _find_double_at(p2p: P2P, addresses: Sequence[str]) -> str | None:
-    found = await asyncio.gather(*(_is_double(p2p, text) for text in addresses))
-    return next((f"at {text}" for text, is_double in zip(addresses, found, strict=True) if is_double), None)
-
-
-async def _is_double(p2p: P2P, text: str) -> bool:
-    try:
-        reply = await _ask(p2p, await p2p.dial_without_greeting(p2p.peer_id, Multiaddr(text)))
-    except (ShoalError, ConnectionError, ValueError):
-        return False
-    return reply.instance != p2p.instance
-
-
-async def _ask(p2p: P2P, connection: Connection) -> PresenceReply:
-    call = connection.open_call(Presence.handle_name("rpc_who_am_i", None))
-    try:
-        await call.send(PresenceQuery(instance=p2p.instance), end=True)
-        reply = await call.receive(PresenceReply)
-        if reply is None:
-            raise ProtocolError("no answer")
-        return reply
-    finally:
-        connection.abort()
 
 
 class Question(Header):

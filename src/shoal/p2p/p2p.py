@@ -14,18 +14,20 @@ from typing import Any, TypeVar
 from shoal.clock import get_clock
 from shoal.errors import IdentityTakenError, NotAMemberError, P2PDaemonError, ProtocolError
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import AddressBook, UnreachablePeers, checked_announcement, host_of
+from shoal.p2p.addresses import AddressBook, UnreachablePeers, host_of
 from shoal.p2p.badges import Roles
 from shoal.p2p.behaviour import Behaviour
 from shoal.p2p.connection import Call, Connection, Hello
 from shoal.p2p.connection_pool import ConnectionPool, Dialler
 from shoal.p2p.identity import Identity, PeerID, PeerInfo
-from shoal.p2p.joining import Checkup, Presence, Target, check_identity_is_free, greet_anew, reach_first
+from shoal.p2p.joining import Checkup, Target, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits, have_enough_files
 from shoal.p2p.membership import Membership
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.of_a_daemon import warn_without_effect
+from shoal.p2p.own_addresses import checked_announcement
+from shoal.p2p.presence import Presence, check_identity_is_free, greet_anew
 from shoal.p2p.revocation import Members
 from shoal.p2p.server import Server
 from shoal.p2p.service import Gate, Handler

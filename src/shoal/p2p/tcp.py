@@ -19,15 +19,7 @@ from typing import cast
 
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import (
-    LOOK_AGAIN_SECONDS,
-    LOOPBACK,
-    MAX_ANNOUNCED,
-    OwnAddresses,
-    chosen_host_maddrs,
-    everywhere,
-    is_loopback,
-)
+from shoal.p2p.addresses import is_loopback
 from shoal.p2p.handshake import (
     BUSY_ALERT,
     HANDSHAKE_TIMEOUT,
@@ -40,6 +32,14 @@ from shoal.p2p.handshake import (
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.limits import DEFAULT_LIMITS, Limits
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.own_addresses import (
+    LOOK_AGAIN_SECONDS,
+    LOOPBACK,
+    MAX_ANNOUNCED,
+    OwnAddresses,
+    chosen_host_maddrs,
+    everywhere,
+)
 from shoal.p2p.tcp_listener import HostRates, Listener, WaitingRoom, bind, host_of
 from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpSocket, TcpStream, address_of, disown_socket, own_socket
 from shoal.p2p.transport import OnStream, Stream, Transport

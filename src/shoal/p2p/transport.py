@@ -16,10 +16,11 @@ Sizes are checked before memory is taken for them.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -61,6 +62,8 @@ class Stream(ABC):
     """Its badge, once that was found good; ``None`` in an open run."""
     received = 0
     """How many bytes have arrived: it shows a waiting reader whether more are coming."""
+    is_relayed = False
+    """Its bytes pass through a relay, which sees no more of them than their number."""
 
     @property
     def is_awaited(self) -> bool:
@@ -119,6 +122,52 @@ class Stream(ABC):
 
 OnStream = Callable[[Stream], None]
 
+COOKIE_BYTES = 32
+COOKIE_SECONDS = 10.0
+"""How long the listener waits for the session that a cookie announces."""
+
+
+class Session(ABC):
+    """A raw two-way byte pipe on which nobody has proven anything yet.
+
+    It is opened towards an ordinary listening port with a cookie that the listener has given away before, or results
+    from a punch. Later it is read as a stream (:meth:`Transport.authenticate`, :meth:`Transport.receive`) or joined to
+    another one (:meth:`Transport.join`); each of these takes it over.
+    """
+
+    local_address: Multiaddr | None
+    """This end's address and port, as this machine sees them."""
+    remote_address: Multiaddr | None
+    """Where the other end is seen from here, behind a router the router's address and port."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Send some bytes.
+
+        Raises:
+            StreamClosedError: the connection ended.
+        """
+
+    @abstractmethod
+    async def read_exactly(self, size: int) -> bytes:
+        """The next bytes; not one more is taken off the wire, because what follows may be for somebody else.
+
+        Raises:
+            StreamClosedError: the connection ended before.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the connection now. Does nothing to a session that has been taken over."""
+
+
+class Throttle(ABC):
+    """The rate that several joined pairs of sessions share; see :meth:`Transport.join`."""
+
+    @abstractmethod
+    def take(self, nbytes: int) -> float:
+        """Count bytes that have arrived on one half; returns the seconds for which that half must not read on."""
+
 
 class Transport(ABC):
     """A way to reach peers, on behalf of one identity."""
@@ -167,6 +216,50 @@ class Transport(ABC):
         Raises:
             IdentityMismatchError: another peer answered.
             DialError: the peer could not be reached, or is no shoal peer; the text says why.
+        """
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
+        """From now on, accept one session with this cookie. Cancelling the future ends that.
+
+        Nothing else answers to a cookie: it is good for one session. Whoever has given it away no longer waits after
+        :data:`COOKIE_SECONDS`; then the future is cancelled.
+        """
+
+    @abstractmethod
+    async def open_session(self, address: Multiaddr, cookie: bytes, *, punchable: bool = False) -> Session:
+        """Open a session towards the listening port of somebody who has given away this cookie.
+
+        Args:
+            punchable: from a fresh local port that :meth:`punch` can use meanwhile.
+
+        Raises:
+            DialError: nobody answers there.
+        """
+
+    @abstractmethod
+    async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
+        """Copy bytes between two sessions until one of them ends, or neither moves for ``idle_seconds``; end both."""
+
+    @abstractmethod
+    async def authenticate(self, session: Session, expected_peer: PeerID) -> Stream:
+        """Shake hands as the dialler, on a session whose other end calls :meth:`receive`. Raises what :meth:`dial` does.
+
+        A failure ends the session.
+        """
+
+    @abstractmethod
+    def receive(self, session: Session, on_stream: OnStream) -> None:
+        """Let whoever dials on this session shake hands, as if it had connected to a listening port."""
+
+    @abstractmethod
+    def punch(self, session: Session, candidates: Sequence[Multiaddr], seconds: float) -> AsyncIterator[Session]:
+        """Try to connect to candidates from the local port of a punchable session, and listen there meanwhile.
+
+        Yields:
+            Whatever connects: nobody has proven anything. It ends after ``seconds``, or when the caller closes it.
         """
 
     @abstractmethod

@@ -35,10 +35,10 @@ from shoal.p2p.joining import (
     Checkup,
     Description,
     Question,
-    check_identity_is_free,
     describe_software,
     explain_unreachable,
 )
+from shoal.p2p.presence import check_identity_is_free
 from shoal.p2p.tcp import close, connect, family_of
 from shoal.tasks import run_in_worker
 
