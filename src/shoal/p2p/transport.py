@@ -245,9 +245,9 @@ class Transport(ABC):
 
     @abstractmethod
     async def authenticate(self, session: Session, expected_peer: PeerID) -> Stream:
-        """Shake hands as the dialler, on a session whose other end calls :meth:`receive`. Raises what :meth:`dial` does.
+        """Shake hands as the dialler, on a session whose other end calls :meth:`receive`.
 
-        A failure ends the session.
+        A failure ends the session, and is raised as by :meth:`dial`.
         """
 
     @abstractmethod
