@@ -82,6 +82,12 @@ def is_global(address: Multiaddr) -> bool:
     return "memory" not in address if host is None else ipaddress.ip_address(host).is_global
 
 
+def network_of(address: Multiaddr) -> str:
+    """What addresses of one host have in common: /24 in IPv4, /48 in IPv6; empty for others."""
+    host = address.get("ip4") or address.get("ip6")
+    return "" if host is None else str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
+
+
 def is_ipv6(address: Multiaddr) -> bool:
     """Whether an address begins with an IPv6 address."""
     return "ip6" in address
@@ -130,7 +136,7 @@ class Evidence:
         self._outside_at = -math.inf
         self._reserved_at = -math.inf
         self._public_at = -math.inf
-        self._shut_inside_at = -math.inf
+        self._shut_inside_at = self._open_inside_at = -math.inf
         self._is_judged = False
         self._has_confirmed = False
 
@@ -150,7 +156,7 @@ class Evidence:
             Whether it is clear which address that confirms; otherwise a check has to find out.
         """
         if not is_outside:
-            self._shut_inside_at = -math.inf
+            self._open_inside_at = now
             return True
         candidates = [offer for offer in dict.fromkeys(self._offers()) if is_ipv6(offer) == is_ipv6(at)]
         if is_global(at) or not candidates:
@@ -171,9 +177,16 @@ class Evidence:
         """All witnesses that were asked have answered: what is still unknown now has nobody to confirm it."""
         self._is_judged = True
 
-    def note_shut(self, now: float) -> None:
-        """Somebody inside could not dial this peer: not even its own networks can call it."""
-        self._shut_inside_at = now
+    def note_inside(self, now: float, *, reached: bool) -> None:
+        """Somebody inside has dialled this peer, or could not: then not even its own networks can call it."""
+        if reached:
+            self._open_inside_at = now
+        elif now - self._open_inside_at > SUCCESS_SECONDS:
+            self._shut_inside_at = now
+
+    def is_shut(self, now: float) -> bool:
+        """Not even this peer's own networks can call it."""
+        return self._shut_inside_at > self._open_inside_at and now - self._shut_inside_at <= ACCEPTED_SECONDS
 
     def _record(self, address: Multiaddr) -> _Record:
         if address not in self._records:
@@ -191,8 +204,9 @@ class Evidence:
         record = self._records.get(address)
         needed = max(1, min(WITNESSES_TO_REFUTE, self.witnesses))
         found = Standing.UNKNOWN if record is None else record.standing(now, needed)
-        is_promised = address in self.announcement and found is Standing.UNKNOWN
-        return Standing.CONFIRMED if is_promised else found
+        if address in self.announcement and found is Standing.UNKNOWN:
+            return Standing.REFUTED if self.is_shut(now) and not is_global(address) else Standing.CONFIRMED
+        return found
 
     def to_check(self) -> list[Multiaddr]:
         """The addresses that witnesses should dial: where this peer may be reached from far away."""
@@ -202,7 +216,7 @@ class Evidence:
 
     def is_alone(self, now: float) -> bool:
         """Nobody outside has been there for a while, and nobody inside has found this peer shut."""
-        return now - self._outside_at > ALONE_SECONDS and now - self._shut_inside_at > ACCEPTED_SECONDS
+        return now - self._outside_at > ALONE_SECONDS and not self.is_shut(now)
 
     def confirmed(self, now: float) -> list[Multiaddr]:
         """The addresses of this peer that work from outside."""
@@ -217,8 +231,9 @@ class Evidence:
         """
         if is_reserved:
             self._reserved_at = now
-        former, self._has_confirmed = self._has_confirmed, self.forced is None and bool(self.confirmed(now))
-        if self._has_confirmed and not former:
+        confirmed = self.confirmed(now) if self.forced is None else []
+        former, self._has_confirmed = self._has_confirmed, bool(confirmed)
+        if not former and any(address in self._records for address in confirmed):
             self._public_at = now
         self.state = self._concluded(now)
         return self.state
@@ -231,7 +246,7 @@ class Evidence:
             return Reachability.PUBLIC
         if now - self._reserved_at < HOLD_SECONDS:
             return Reachability.RELAYED
-        is_open = self.forced is None and not self._is_judged and now - self._shut_inside_at > ACCEPTED_SECONDS
+        is_open = self.forced is None and not self._is_judged and not self.is_shut(now)
         return Reachability.UNKNOWN if is_open else Reachability.CLIENT
 
     def announced(self, now: float, circuits: Iterable[Multiaddr], most: int) -> list[Multiaddr]:
