@@ -308,9 +308,7 @@ class P2P:
         told, clock = [str(address) for address in self.outlook.announced()], self.clock
         serial = 0 if self.membership is None else self.membership.serial
         reach = self.outlook.reach.value
-        return Hello(
-            told, AGENT, clock.time(), clock.offset, revocations=serial, reach=reach, instance=self.instance
-        )
+        return Hello(told, AGENT, clock.time(), clock.offset, revocations=serial, reach=reach, instance=self.instance)
 
     def on_hello(self, connection: Connection, hello: Hello) -> None:
         """Learn from what another peer tells first."""
