@@ -1,9 +1,10 @@
-"""Addresses that lead through a relay: whose they are, where the relay is, and that nothing takes them for direct ones."""
+"""Addresses that lead through a relay: whose they are, where the relay is, and that nothing takes them for direct."""
 
 from __future__ import annotations
 
 import pytest
 
+from shoal.logs import use_hivemind_log_handler
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.addresses import AddressBook, host_of, is_loopback, what_to_do
 from shoal.p2p.identity import circuit_address, is_circuit, relay_of, split_peer_address
@@ -92,6 +93,7 @@ def test_an_initial_peer_behind_a_relay_stands_for_the_relay_too() -> None:
 
 
 def test_users_are_told_their_own_id_and_not_that_of_the_relay(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "shoal"):
+    use_hivemind_log_handler("nowhere")  # to pytest's own handler
+    with caplog.at_level("INFO", logger="shoal"):
         log_visible_maddrs([FULL], only_p2p=True)
     assert caplog.messages[0].endswith(f"--initial_peers /p2p/{TARGET}")

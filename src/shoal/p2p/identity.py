@@ -175,7 +175,7 @@ def is_circuit(address: Multiaddr) -> bool:
 def relay_of(address: Multiaddr) -> tuple[Multiaddr, PeerID] | None:
     """Where the relay of ``/ip4/…/tcp/…/p2p/RELAY/p2p-circuit`` is, and who; ``None`` for any other address."""
     items = address.items()
-    if len(items) < 3 or items[-1][0] != CIRCUIT or [name for name, _ in items[:-1]].count("p2p") != 1:
+    if len(items) < 3 or items[-1][0] != CIRCUIT or sum(name == "p2p" for name, _ in items) != 1:
         return None
     try:
         place, relay = split_peer_address(address.decapsulate(f"/{CIRCUIT}"))
@@ -197,7 +197,7 @@ def check_circuit(place: Multiaddr, peer: PeerID) -> None:
     """
     if not is_circuit(place):
         return
-    if place.protocols().count(CIRCUIT) > 1:
+    if sum(name == CIRCUIT for name in place) > 1:
         raise ValueError(f"{place} leads through more than one relay: give an address with a single /{CIRCUIT}")
     if place.get("p2p") == peer.to_base58():
         raise ValueError(f"{place} leads to peer {peer} through that peer itself: give an address of another relay")

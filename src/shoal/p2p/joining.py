@@ -144,7 +144,7 @@ def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str)
     seen = _ip_seen(seen_at)
     if seen is None or seen in ips:
         return what, f"open the port in the firewall, {client}"
-    if all(ip.is_loopback for ip in ips):
+    if ips and all(ip.is_loopback for ip in ips):
         everywhere = 'host_maddrs=["/ip4/0.0.0.0/tcp/0"] or without SHOAL_HOST_MADDRS in the environment'
         return (
             f"{what}, which is this machine alone",
