@@ -1,4 +1,8 @@
-"""Messages on a session that is not a stream yet: the length in two bytes, then a header."""
+"""Short typed messages on a session, before it becomes a stream or is joined to another one.
+
+A frame is its length (u16, big-endian) and a msgpack map, like the headers of messages. It is sent in the clear and by
+somebody who has proven nothing, so it is small, and nothing but addresses and beginnings is told in it.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +18,41 @@ _LENGTH = struct.Struct(">H")
 _encoder = msgspec.msgpack.Encoder()
 
 
-async def send_frame(session: Session, header: Header) -> None:
-    """Send a header.
+def pack_frame(header: Header) -> bytes:
+    """A frame as bytes.
 
     Raises:
-        StreamClosedError: the session ended.
-        ValueError: the header is too large.
+        ValueError: it is too large.
     """
-    data = _encoder.encode(header)
-    if len(data) > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}: send less")
-    await session.write(_LENGTH.pack(len(data)) + data)
+    encoded = _encoder.encode(header)
+    if len(encoded) > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"a {type(header).__name__} of {len(encoded)} bytes is over the limit of {MAX_FRAME_BYTES} for a frame: "
+            "say less in it"
+        )
+    return _LENGTH.pack(len(encoded)) + encoded
+
+
+async def send_frame(session: Session, header: Header) -> None:
+    """Send a frame.
+
+    Raises:
+        StreamClosedError: the connection ended.
+        ValueError: the frame is too large.
+    """
+    await session.write(pack_frame(header))
 
 
 async def receive_frame(session: Session, header_type: type[H]) -> H:
-    """The next header.
+    """Receive a frame of a certain type; nothing behind it is read.
 
     Raises:
-        StreamClosedError: the session ended.
-        ProtocolError: it is too large, or no such header.
+        ProtocolError: something else arrived.
+        StreamClosedError: the connection ended.
     """
-    (size,) = _LENGTH.unpack(await session.read_exactly(_LENGTH.size))
-    if size > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {size} bytes, over the limit of {MAX_FRAME_BYTES}")
-    return decode_header(await session.read_exactly(size), header_type)
+    (length,) = _LENGTH.unpack(await session.read_exactly(_LENGTH.size))
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a frame of {length} bytes instead of a {header_type.__name__}: the limit is {MAX_FRAME_BYTES}"
+        )
+    return decode_header(await session.read_exactly(length), header_type)
