@@ -44,7 +44,6 @@ from shoal.errors import (
     InterruptedDialError,
     NotAMemberError,
     NotCallableError,
-    ShoalError,
     StreamClosedError,
     ValidationError,
 )

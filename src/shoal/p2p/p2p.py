@@ -7,22 +7,23 @@ import logging
 import math
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from shoal.clock import get_clock
-from shoal.errors import IdentityTakenError, NotAMemberError, P2PDaemonError, ProtocolError
+from shoal.errors import IdentityTakenError, NoReservationError, P2PDaemonError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook, Notes, UnreachablePeers, host_of
-from shoal.p2p.badges import Roles
+from shoal.p2p.answering import Answering
 from shoal.p2p.behaviour import Behaviour
-from shoal.p2p.connection import Call, Connection, Hello
+from shoal.p2p.calling import Caller
+from shoal.p2p.circuits import Circuits
+from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import ConnectionPool, Dialler
 from shoal.p2p.identity import Identity, PeerID, PeerInfo
 from shoal.p2p.joining import Checkup, Target, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
-from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits, have_enough_files
+from shoal.p2p.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
 from shoal.p2p.membership import Membership
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.of_a_daemon import NatOptions
@@ -30,20 +31,21 @@ from shoal.p2p.own_addresses import checked_announcement
 from shoal.p2p.presence import Presence, check_identity_is_free
 from shoal.p2p.reach import Outlook
 from shoal.p2p.reachability import Reachability
+from shoal.p2p.relaying import Relay
+from shoal.p2p.reservations import Reservations
 from shoal.p2p.revocation import Members
 from shoal.p2p.server import Server
 from shoal.p2p.service import Gate, Handler
 from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import Header, Stream, Transport
+from shoal.p2p.transport import Stream, Transport
 
 logger = logging.getLogger(__name__)
-H = TypeVar("H", bound=Header)
 
 AGENT = "shoal"
 INSTANCE_BYTES = 16
 
 
-class P2P:
+class P2P(Caller):
     """A peer. Made by :meth:`create`; lives in one event loop."""
 
     def __init__(
@@ -53,6 +55,8 @@ class P2P:
         metrics: Metrics,
         idle_timeout: float,
         limits: Limits,
+        relay: bool | None,
+        relay_limits: RelayLimits,
         options: NatOptions,
     ) -> None:
         self.identity = transport.identity
@@ -66,18 +70,17 @@ class P2P:
         """Tells this process from another one with the same identity."""
         self.find_addresses: Callable[[PeerID], Awaitable[None]] | None = None
         """Looks up a peer without a known address before it is dialled; set by the DHT node."""
-        self.address_book = AddressBook(transport.supports)
+        self.address_book = AddressBook(self._supports)
         """Where others can be dialled."""
         self.header_memory = HeaderMemory(limits)
         """What large headers on their way in take."""
-        self.dialler = Dialler(transport, self.address_book)
+        self.dialler = Dialler(transport, self.address_book, metrics)
         """Opens connections to others."""
         self.pool = ConnectionPool(self.dial, idle_timeout)
         """Those connections."""
         self.behaviour = Behaviour(metrics, asyncio.get_running_loop().time)
         """What this peer has seen others do."""
-        self.membership: Membership | None = None
-        """This peer's place in a private run; ``None`` in an open one."""
+        self.membership = None
         self.members: Members | None = None
         """Keeps who is expelled from that run."""
         self.server = Server(self.peer_id, metrics, limits, self.greet, self._trains_with, self.behaviour)
@@ -86,6 +89,16 @@ class P2P:
         """Finds out whether others can call this peer."""
         self.reaches: Notes[int] = Notes()
         """How others are called, as they say: see :class:`~.reachability.Reach`."""
+        self.relay = Relay(self, relay, relay_limits)
+        """Joins connections of others, if this peer is a relay."""
+        self.circuits = Circuits(self)
+        """Dials through relays."""
+        self.dialler.dial_circuit = self.circuits.dial_one if options.use_relay else None
+        self.answering = Answering(self)
+        """Answers those who dial this peer through relays."""
+        self.reservations = Reservations(self, self.answering.answer)
+        """The relays through which others reach this peer, while that is wanted."""
+        self.reservations.trusted = [*options.trusted_relays]
         self._round_trips: Notes[float] = Notes()
         self._unreachable = UnreachablePeers()
         self.clock = get_clock()  # the DHT time of this peer
@@ -106,6 +119,8 @@ class P2P:
         transport: Transport | None = None,
         rng: random.Random | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        relay: bool | None = None,
+        relay_limits: RelayLimits = DEFAULT_RELAY_LIMITS,
         token: str | os.PathLike[str] | None = None,
         **of_a_daemon: Any,
     ) -> P2P:
@@ -125,11 +140,14 @@ class P2P:
             transport: a way to reach peers other than TLS over TCP; it brings the identity.
             rng: source of every random choice, for reproducible simulations.
             limits: what this peer grants to others.
+            relay: always (``True``) or never be a relay for peers that cannot be called; default: while others can
+                call this peer from outside.
+            relay_limits: what it grants as a relay.
             token: of a private run, see :mod:`shoal.p2p.tokens`: its text, or the path of a file with it; default: the
                 environment variable ``SHOAL_TOKEN``. Only peers with tokens of one run connect to each other. Without
                 a token, or with an empty one, the run is open to all.
-            of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.NatOptions`; and parameters
-                of a libp2p daemon, accepted so that existing calls work: a warning names those without effect.
+            of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.NatOptions`. Parameters
+                of a libp2p daemon are accepted, so that existing calls work; a warning names those without effect.
 
         Raises:
             BootstrapError: no initial peer could be reached; it says why for each address.
@@ -146,13 +164,16 @@ class P2P:
             have_enough_files()
             limits = limits.that_fit()
             transport = TcpTransport(await _identity(identity_path), metrics, limits)
-        p2p = cls(transport, rng or random.Random(), metrics, idle_timeout, limits, options)
+        relay = False if options.relay_hop_limit == 0 else relay
+        rng = rng or random.Random()
+        p2p = cls(transport, rng, metrics, idle_timeout, limits, relay, relay_limits, options)
         p2p.client_mode = no_listen
         try:
             p2p.membership = await Membership.chosen(token, p2p.identity, p2p.clock, metrics)
             p2p.members = await Members.of(p2p)
             await Presence(p2p).add_p2p_handlers(p2p)
             await Checkup(p2p).add_p2p_handlers(p2p)
+            await p2p.relay.add_p2p_handlers(p2p)
             if not no_listen:
                 hosts = transport.listens_by_default() if host_maddrs is None else host_maddrs
                 await p2p.outlook.listen([Multiaddr(address) for address in hosts], announced)
@@ -231,6 +252,9 @@ class P2P:
         """Whether others can call this peer, directly or through a relay."""
         return self.outlook.state in (Reachability.PUBLIC, Reachability.RELAYED)
 
+    def _supports(self, address: Multiaddr) -> bool:
+        return self.transport.supports(address) or self.dialler.supports_circuit(address)
+
     def add_addresses(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
         """Remember where a peer can be dialled, as told by a third party."""
         self.address_book.add(peer, addresses)
@@ -249,9 +273,7 @@ class P2P:
 
     def host_seen_of(self, peer: PeerID) -> PeerID | str:
         """Like :meth:`host_of`, but by the addresses from which the peer has connected, whatever it announces."""
-        streams = [connection.stream for connection in self.connections_from(peer)]
-        seen = [stream.remote_address for stream in streams if not stream.is_relayed]
-        return host_of(peer, [address for address in seen if address is not None])
+        return host_of(peer, self._addresses_seen_of(peer))
 
     @property
     def address_changes(self) -> int:
@@ -307,14 +329,23 @@ class P2P:
         """What this peer tells first on each connection."""
         told, clock = [str(address) for address in self.outlook.announced()], self.clock
         serial = 0 if self.membership is None else self.membership.serial
-        reach = self.outlook.reach.value
-        return Hello(told, AGENT, clock.time(), clock.offset, revocations=serial, reach=reach, instance=self.instance)
+        return Hello(
+            told,
+            AGENT,
+            clock.time(),
+            clock.offset,
+            revocations=serial,
+            reach=self.outlook.reach.value,
+            instance=self.instance,
+            relay=self.relay.serves,
+        )
 
     def on_hello(self, connection: Connection, hello: Hello) -> None:
         """Learn from what another peer tells first."""
         if hello.addresses and connection.remote != self.peer_id:
             self.address_book.replace(connection.remote, hello.addresses)
         self.reaches.note(connection.remote, hello.reach)
+        self.reservations.note_greeting(connection.remote, hello.relay)
         if connection.round_trip is not None:
             shortest = min(connection.round_trip, self._round_trips.get(connection.remote, math.inf))
             self._round_trips.note(connection.remote, shortest)
@@ -334,6 +365,7 @@ class P2P:
         Raises:
             DialError: the peer cannot be reached.
         """
+        await self.circuits.prepare(peer, connections)
         await self.pool.prepare(peer, connections)
 
     async def dial(self, peer: PeerID) -> Connection:
@@ -344,7 +376,16 @@ class P2P:
             raise P2PDaemonError("a peer cannot call itself over the network")
         if self.find_addresses is not None and not self.is_reachable(peer):
             await self.find_addresses(peer)
-        stream = await self.dialler.dial(peer)
+        try:
+            stream = await self.dialler.dial(peer)
+        except NoReservationError:
+            # It may have other relays by now. Where it is no more, the dialler has forgotten.
+            if self.find_addresses is None or self.is_reachable(peer):
+                raise
+            await self.find_addresses(peer)
+            if not self.is_reachable(peer):
+                raise
+            stream = await self.dialler.dial(peer)
         self._unreachable.note_connection(peer)
         return self.greet(stream)
 
@@ -377,82 +418,13 @@ class P2P:
 
     def address_seen_of(self, peer: PeerID) -> str:
         """The address from which a peer has connected to this one, or empty if the transport does not know it."""
-        streams = [connection.stream for connection in self.connections_from(peer) if not connection.stream.is_relayed]
-        return next((str(stream.remote_address) for stream in streams if stream.remote_address is not None), "")
+        return next(map(str, self._addresses_seen_of(peer)), "")
 
-    # --- calling ------------------------------------------------------------------------------------------------------
-
-    async def call(
-        self,
-        peer: PeerID,
-        handle: str,
-        request: Header,
-        response_type: type[H],
-        timeout: float | None = None,
-        *,
-        roles: Roles = Roles.TRAIN,
-    ) -> H:
-        """Call a unary handler at another peer.
-
-        Args:
-            timeout: seconds for everything, dialling included; ``None`` = as long as the connection lives.
-            roles: in a private run, both sides need one of these.
-
-        Raises:
-            P2PHandlerError: the handler raised.
-            NotAMemberError: one of both sides may not take part in such a call.
-            P2PDaemonError: the peer cannot be reached, the connection broke, or it has no such handler.
-            TimeoutError: no answer in time.
-        """
-        async with asyncio.timeout(timeout):
-            call = await self._begin_call(peer, handle, roles)
-            try:
-                return await call.ask(request, response_type)
-            except BaseException as e:
-                self._note_failure(call, e)
-                raise
-            finally:
-                self.pool.release(call.connection, reusable=call.clean)
-
-    @asynccontextmanager
-    async def open_call(self, peer: PeerID, handle: str, *, roles: Roles = Roles.TRAIN) -> AsyncIterator[Call]:
-        """Call a handler that receives and sends any number of messages; ``roles`` as for :meth:`call`.
-
-        Leaving the block before both sides have ended cuts the connection, which cancels the handler.
-        """
-        call = await self._begin_call(peer, handle, roles)
-        try:
-            yield call
-        except BaseException as e:
-            self._note_failure(call, e)
-            raise
-        finally:
-            self.pool.release(call.connection, reusable=call.clean)
-
-    async def _begin_call(self, peer: PeerID, handle: str, roles: Roles) -> Call:
-        if self.membership is not None:
-            self.membership.check_own(roles)
-        connection = await self.pool.acquire(peer)
-        gate = self.server.gate
-        try:
-            if self.membership is not None:
-                self.membership.check(connection.stream.badge, roles, dialled=True)
-            if gate is not None and self.server.needs_proof(connection, handle):
-                await gate.enter(connection)
-        except BaseException as e:
-            # Other calls may be allowed on it.
-            self.pool.release(connection, reusable=isinstance(e, NotAMemberError) and e.reason == "wrong role")
-            raise
-        self.metrics.calls_made += 1
-        return connection.open_call(handle)
-
-    def _note_failure(self, call: Call, error: BaseException) -> None:
-        self.metrics.calls_failed += 1
-        if isinstance(error, ProtocolError):
-            self.metrics.connections_dropped["broke the protocol"] += 1
-            call.connection.abort()
-        elif isinstance(error, NotAMemberError) and self.membership is not None:
-            self.membership.note_refused(call.remote, error)
+    def _addresses_seen_of(self, peer: PeerID) -> list[Multiaddr]:
+        """Those of direct connections: a relayed one comes from its relay."""
+        streams = [connection.stream for connection in self.connections_from(peer)]
+        found = [stream.remote_address for stream in streams if not stream.is_relayed]
+        return [address for address in found if address is not None]
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
@@ -479,6 +451,9 @@ class P2P:
         await self.outlook.close()
         if self.members is not None:
             await self.members.close()
+        await self.reservations.close()
+        await self.answering.close()
+        await self.relay.close()
         await self.transport.close()
         self.pool.close()
         await self.dialler.close()
