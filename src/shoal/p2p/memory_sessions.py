@@ -37,7 +37,7 @@ class MemorySession(Session):
     def __init__(self, end: PipeEnd, local: Multiaddr, remote: Multiaddr, *, punchable: bool = False) -> None:
         self.local_address, self.remote_address = local, remote
         self.is_punchable = punchable
-        end.remote_address = remote
+        end.local_address, end.remote_address = local, remote
         self._end = end
         self._is_taken = False
 

@@ -11,7 +11,7 @@ import contextvars
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,8 +20,9 @@ from shoal.errors import SimulationError
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.memory import MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.own_addresses import ROUTED, OwnAddress, OwnAddresses
 from shoal.p2p.pipes import Piece, PipeEnd
-from shoal.p2p.transport import OnStream
+from shoal.p2p.transport import COOKIE_BYTES, OnStream
 from shoal.testing.loop import Machine, VirtualTimeLoop
 from shoal.testing.nat import Nat, address_of, endpoint_of
 
@@ -309,6 +310,18 @@ class HostTransport(MemoryTransport):
     def __init__(self, host: Host, identity: Identity) -> None:
         super().__init__(host.network, identity)
         self.host = host
+        self._machine = OwnAddresses(lambda: [OwnAddress(host.ip, ROUTED, 24)] if host.ip else [])
+        self._machine.look(0.0)
+
+    def is_inside(self, address: Multiaddr) -> bool:
+        return "ip4" not in address or self._machine.is_inside(endpoint_of(address)[0])
+
+    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
+        usable = super().worth_dialling(addresses)
+        return self._machine.in_order_to_dial(usable) if self.host.ip else usable
+
+    def new_cookie(self) -> bytes:
+        return self.host.rng.randbytes(COOKIE_BYTES)
 
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
         addresses = await super().listen(address, on_stream)

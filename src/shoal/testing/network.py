@@ -226,8 +226,8 @@ class Network(MemoryNetwork):
         await self._reach(here, route, address, HANDSHAKE_ROUND_TRIPS)
         listener, on_stream = self.find_listener(route.inside, expected_peer)
         near, far = self.link_hosts(here, there, route.routers)
-        near.remote, near.remote_address = expected_peer, address
-        far.remote, far.remote_address = source.identity.peer_id, route.seen
+        near.remote, near.remote_address, near.local_address = expected_peer, address, route.local
+        far.remote, far.remote_address, far.local_address = source.identity.peer_id, route.seen, route.inside
         try:
             source.show_badges(near, far, listener)
         except NotAMemberError:
