@@ -218,8 +218,12 @@ class Transport(ABC):
         what hosts elsewhere can reach."""
         return True
 
-    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
-        """The addresses of another peer that may work from here, in the order to try them."""
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
+        """The addresses of another peer that may work from here, in the order to try them.
+
+        Args:
+            have_others: there are other ways to that peer, so what hardly works is not even a last resort.
+        """
         return [address for address in addresses if self.supports(address)]
 
     @abstractmethod

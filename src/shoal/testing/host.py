@@ -316,9 +316,9 @@ class HostTransport(MemoryTransport):
     def is_inside(self, address: Multiaddr) -> bool:
         return "ip4" not in address or self._machine.is_inside(endpoint_of(address)[0])
 
-    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         usable = super().worth_dialling(addresses)
-        return self._machine.in_order_to_dial(usable) if self.host.ip else usable
+        return self._machine.in_order_to_dial(usable, have_others=have_others) if self.host.ip else usable
 
     def new_cookie(self) -> bytes:
         return self.host.rng.randbytes(COOKIE_BYTES)
