@@ -21,7 +21,7 @@ from shoal.errors import BootstrapError, BusyError, InterruptedDialError, Protoc
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Call
-from shoal.p2p.identity import PeerID, relay_of, split_peer_address
+from shoal.p2p.identity import PeerID, is_circuit, relay_of, split_peer_address
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.service import P2PContext, ServicerBase
 from shoal.p2p.tcp_listener import HostRates
@@ -146,7 +146,7 @@ def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str)
     seen = _ip_seen(seen_at)
     if seen is None or seen in ips:
         return what, f"open the port in the firewall, {client}"
-    if ips and all(ip.is_loopback for ip in ips):
+    if all(ip.is_loopback for ip in ips) and not any(map(is_circuit, addresses)):
         everywhere = 'host_maddrs=["/ip4/0.0.0.0/tcp/0"] or without SHOAL_HOST_MADDRS in the environment'
         return (
             f"{what}, which is this machine alone",
