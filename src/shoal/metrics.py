@@ -74,6 +74,10 @@ class Metrics:
     circuits_refused: Counter[str] = field(default_factory=Counter)
     """What this peer refused to others as a relay, by reason: ``no reservation``, ``no room``, ``wrong role``,
     ``not a relay``, or ``nobody came`` for circuits that one side did not join."""
+    punches_failed: Counter[str] = field(default_factory=Counter)
+    """Punches of this peer that made no connection, by reason."""
+    seconds_to_direct: float = 0.0
+    """From the beginning of the dials to those direct connections, in total."""
     calls_made: int = 0
     calls_failed: int = 0
     calls_served: int = 0

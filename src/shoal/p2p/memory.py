@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import cast
 
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError
@@ -24,7 +24,7 @@ from shoal.p2p.memory_sessions import (
 )
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pipes import Piece, PipeEnd
-from shoal.p2p.transport import OnStream, Session, Stream, Throttle, Transport
+from shoal.p2p.transport import ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
 from shoal.tasks import cancel_and_wait
 
 Delay = Callable[[PeerID, PeerID, int], float]
@@ -139,7 +139,7 @@ class MemoryNetwork:
 
     async def punch(
         self, source: MemoryTransport, session: MemorySession, candidates: Sequence[Multiaddr], seconds: float
-    ) -> AsyncIterator[MemorySession]:
+    ) -> AsyncGenerator[MemorySession, None]:
         """Connect the port of a session to those candidates that punch too: here is nothing between any two peers."""
         address = cast("Multiaddr", session.local_address)
         port, owner = PunchPort(address, candidates), source.identity.peer_id
@@ -236,7 +236,9 @@ class MemoryTransport(Transport):
         if await meet_dialler(end, self.identity, self.membership):
             on_stream(end)
 
-    def punch(self, session: Session, candidates: Sequence[Multiaddr], seconds: float) -> AsyncIterator[Session]:
+    def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
         assert isinstance(session, MemorySession)
         assert session.is_punchable, "open it with punchable=True"
         return self._network.punch(self, session, candidates, seconds)

@@ -16,10 +16,10 @@ import errno
 import logging
 import random
 import socket
-import sys
 from collections.abc import AsyncGenerator, Sequence
 
-from shoal.p2p.tcp_stream import TcpSocket, disown_socket, own_socket
+from shoal.p2p.tcp_connect import share_port
+from shoal.p2p.tcp_stream import TcpSocket, close_socket, own_socket
 from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ Endpoint = tuple[str, int]
 
 
 def punch_socket(family: int, port: int = 0) -> TcpSocket:
-    """An unconnected socket on a port that it shares with the other sockets of one punch; close it with :func:`close`.
+    """An unconnected socket on a port that it shares with the other sockets of one punch; it owns itself.
 
     Args:
         port: of the other sockets; 0 for the first one, which gets a fresh port.
@@ -54,23 +54,14 @@ def punch_socket(family: int, port: int = 0) -> TcpSocket:
     own_socket(made.fileno(), made)
     try:
         made.setblocking(False)
-        # Windows shares ports by this option alone; the others want both.
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if sys.platform != "win32":
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        share_port(made)
         if family == socket.AF_INET6:  # IPv4 has a socket of its own
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(("", port))
     except BaseException:
-        close(made)
+        close_socket(made)
         raise
     return made
-
-
-def close(made: socket.socket) -> None:
-    """Close a socket of this module that nothing else has taken over."""
-    disown_socket(made.fileno(), made)
-    made.close()
 
 
 async def punched(
@@ -105,9 +96,9 @@ async def punched(
     finally:
         await cancel_and_wait(*tasks)
         for listener in listeners:
-            close(listener)
+            close_socket(listener)
         while not found.empty():
-            close(found.get_nowait())
+            close_socket(found.get_nowait())
         for task in tasks:
             if not task.cancelled():
                 task.result()  # raises what should never happen
@@ -131,7 +122,7 @@ def _listener(family: int, port: int) -> TcpSocket | None:
         listener.listen(_BACKLOG)
     except OSError as e:
         logger.debug("cannot listen on port %d while punching: %s", port, e)
-        close(listener)
+        close_socket(listener)
         return None
     return listener
 
@@ -176,10 +167,10 @@ async def _attempt(port: int, candidate: Endpoint) -> TcpSocket | None:
     try:
         await asyncio.get_running_loop().sock_connect(connecting, candidate)
         if connecting.getsockname()[:2] == connecting.getpeername()[:2]:
-            close(connecting)
+            close_socket(connecting)
             return None
     except BaseException:
-        close(connecting)
+        close_socket(connecting)
         raise
     return connecting
 

@@ -21,7 +21,7 @@ import hashlib
 import itertools
 import random
 import struct
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -329,7 +329,7 @@ class Network(MemoryNetwork):
 
     def punch(
         self, source: MemoryTransport, session: MemorySession, candidates: Sequence[Multiaddr], seconds: float
-    ) -> AsyncIterator[MemorySession]:
+    ) -> AsyncGenerator[MemorySession, None]:
         assert isinstance(source, HostTransport)
         if self._punches is None:
             return super().punch(source, session, candidates, seconds)

@@ -8,7 +8,7 @@ attempts also closes the way again; then both sides try again soon. Otherwise sy
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, cast
 
@@ -42,7 +42,7 @@ class Punches:
 
     async def punch(
         self, here: Host, session: MemorySession, candidates: Sequence[Multiaddr], seconds: float
-    ) -> AsyncIterator[MemorySession]:
+    ) -> AsyncGenerator[MemorySession, None]:
         """See :meth:`Transport.punch`."""
         address = cast("Multiaddr", session.local_address)
         port = PunchPort(address, candidates)
