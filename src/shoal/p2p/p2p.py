@@ -29,6 +29,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import checked_announcement
 from shoal.p2p.presence import Presence, check_identity_is_free
+from shoal.p2p.punching import Puncher
 from shoal.p2p.reach import Outlook
 from shoal.p2p.reachability import Reachability
 from shoal.p2p.relay_messages import Reach as RelayReach
@@ -98,11 +99,21 @@ class P2P(Caller):
         """The relays through which others reach this peer, while that is wanted."""
         self.outlook = Outlook(self, options)
         """Finds out whether others can call this peer."""
+        self.puncher = Puncher(
+            transport,
+            metrics,
+            self.server.accept,
+            lambda ip: transport.is_inside(Multiaddr(f"/ip{6 if ':' in ip else 4}/{ip}")),
+            lambda: self.outlook.reach.value,
+        )
+        """Finds direct connections on the way through a relay."""
+        self.circuits.punching = self.puncher
         self.reservations.trusted = options.trusted_relays
         self.circuits.public_addresses = self.outlook.confirmed
         self.outlook.on_change[self._note_reachability] = None
         self._note_reachability()
         self.outlook.on_upheaval[self.circuits.reversals.forget] = None
+        self.outlook.on_upheaval[self.puncher.policy.clear] = None
         self.reaches: Notes[int] = Notes()
         """How others are called, as they say: see :class:`~.reachability.Reach`."""
         self._round_trips: Notes[float] = Notes()
@@ -464,6 +475,7 @@ class P2P(Caller):
         await self.reservations.close()
         await self.answering.close()
         await self.relay.close()
+        await self.puncher.close()
         await self.transport.close()
         self.pool.close()
         await self.dialler.close()

@@ -28,7 +28,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import MAX_ANNOUNCED
 from shoal.p2p.presence import greet_anew
-from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, network_of
+from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private, network_of
 from shoal.p2p.transport import Stream
 from shoal.tasks import cancel_and_wait
 
@@ -98,9 +98,8 @@ class Outlook:
         self._check_due = float("inf")
         self._looked_for_relays_at = float("-inf")
         self._told: tuple[Reachability, list[Multiaddr]] | None = None
-        self._changed = asyncio.Event()
+        self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._life: asyncio.Task[None] | None = None
-        self._checking: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._warn_seldom = Seldom(logger.warning)
 
@@ -137,6 +136,21 @@ class Outlook:
 
     def _circuits(self) -> list[Multiaddr]:
         return [] if self.reservations is None else self.reservations.addresses()
+
+    def far_host_of(self, peer: PeerID) -> str:
+        """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
+        seen = self._p2p.address_seen_of(peer)
+        if not seen:
+            return ""
+        address = Multiaddr(seen)
+        return "" if is_private(address) or self._p2p.transport.is_inside(address) else address.values()[0] or ""
+
+    def is_hopeless(self, peer: PeerID) -> bool:
+        """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private."""
+        addresses = self._p2p.address_book.peek(peer)
+        if not addresses or not self.far_host_of(peer):
+            return False
+        return all(is_private(each) and not self._p2p.transport.is_inside(each) for each in addresses)
 
     # --- listening ----------------------------------------------------------------------------------------------------
 
@@ -193,7 +207,7 @@ class Outlook:
         if local is not None and local.get("tcp") in ports:
             is_clear = self.evidence.note_accepted(self._now(), local, is_outside=is_outside)
             if not is_clear:
-                self._check_due = self._now()
+                self._check_soon()
         if is_outside or self.evidence.state is not Reachability.PUBLIC:
             self.update()
 
@@ -283,7 +297,7 @@ class Outlook:
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
-        self._check_due = self._now()
+        self._check_soon()
         for callback in list(self.on_upheaval):
             callback()
 
@@ -297,18 +311,26 @@ class Outlook:
         self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, peers))
 
     async def settle(self) -> Reachability:
-        """Wait until it is clear how others call this peer, now that the first verdicts are there."""
+        """Wait until it is clear how others call this peer, now that the first verdicts are there.
+
+        Meanwhile relays are asked, and witnesses dial back where they have seen this peer: a router may forward.
+        """
         self.update()
-        if self.state is Reachability.CLIENT and self.reservations is not None and self.options.use_auto_relay:
+        if self.state is not Reachability.CLIENT:
+            return self.state
+        self._begin()
+        has_offers = any(offer not in self.evidence.own for offer in self.evidence.offers.values())
+        if has_offers:
+            self._check_soon()
+        if has_offers or (self.reservations is not None and self.options.use_auto_relay):
             try:
                 async with asyncio.timeout(RESERVE_SECONDS):
                     while self.state is Reachability.CLIENT:
                         self._changed.clear()
                         await self._changed.wait()
             except TimeoutError:
-                pass  # no relay takes it in time; the life goes on looking
+                pass  # the life goes on looking
         if self.state is Reachability.CLIENT:
-            self._begin()
             self.warn_client()
         return self.state
 
@@ -351,7 +373,7 @@ class Outlook:
             until_check = max(0.0, max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS) - self._now())
             pause = min(TICK_SECONDS, until_check)
             due = self._now() + pause
-            await asyncio.sleep(pause)
+            await self._sleep(pause)
             if self._now() - due > SLEPT_SECONDS:
                 self.note_upheaval("this machine slept")
             self._look_at_connections()
@@ -362,6 +384,18 @@ class Outlook:
             if self._now() >= max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS):
                 await self.check()
             self.update()
+
+    async def _sleep(self, seconds: float) -> None:
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    def _check_soon(self) -> None:
+        self._check_due = self._now()
+        self._wake.set()
 
     def _look_at_connections(self) -> None:
         alive = [stream for stream in self._streams if not stream.closed]

@@ -82,6 +82,12 @@ def is_global(address: Multiaddr) -> bool:
     return "memory" not in address if host is None else ipaddress.ip_address(host).is_global
 
 
+def is_private(address: Multiaddr) -> bool:
+    """Whether an address means something in one network alone."""
+    host = address.get("ip4") or address.get("ip6")
+    return host is not None and not ipaddress.ip_address(host).is_global
+
+
 def network_of(address: Multiaddr) -> str:
     """What addresses of one host have in common: /24 in IPv4, /48 in IPv6; empty for others."""
     host = address.get("ip4") or address.get("ip6")

@@ -314,7 +314,8 @@ class HostTransport(MemoryTransport):
         self._machine.look(0.0)
 
     def is_inside(self, address: Multiaddr) -> bool:
-        return "ip4" not in address or self._machine.is_inside(endpoint_of(address)[0])
+        ip = address.get("ip4")
+        return ip is None or self._machine.is_inside(ip)
 
     def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         usable = super().worth_dialling(addresses)
