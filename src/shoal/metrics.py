@@ -103,7 +103,7 @@ class Metrics:
     nat: str = ""
     """What the router does to outgoing ports: ``easy``, ``hard`` (each connection gets another one), or empty."""
     reservations: int = 0
-    """Addresses at relays through which this peer can be called at the moment."""
+    """Relays through which this peer can be called at the moment."""
     rounds_succeeded: int = 0
     """Averaging rounds that brought a result, complete or partial."""
     rounds_failed: int = 0

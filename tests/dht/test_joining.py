@@ -110,9 +110,23 @@ async def test_the_join_keeps_to_its_time():
 
 
 @in_virtual_time
+async def test_a_peer_that_nobody_can_dial_is_called_through_a_relay(caplog):
+    swarm = Swarm()
+    await swarm.grow(2)
+    p2p = await swarm.p2p()
+    await p2p.transport.close()
+    node = await DHTNode.create(p2p=p2p, initial_peers=await addresses(swarm.nodes[0]))
+    assert p2p.reachability is Reachability.RELAYED
+    assert node.protocol.is_node
+    assert await swarm.nodes[1].protocol.call_ping(p2p.peer_id) == node.node_id
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@in_virtual_time
 async def test_a_peer_that_nobody_can_call_joins_as_a_client(caplog):
     swarm = Swarm()
     await swarm.node()
+    swarm.nodes[0].p2p.relay.wanted = False
     p2p = await swarm.p2p()
     await p2p.transport.close()  # it does not listen any more, but still announces its address
     node = await DHTNode.create(p2p=p2p, initial_peers=await addresses(swarm.nodes[0]))
@@ -147,7 +161,7 @@ async def test_one_peer_alone_does_not_keep_a_node_out():
     assert good.node_id in node.protocol.routing_table
     assert node.protocol.is_node
     lonely = await swarm.node(initial_peers=await addresses(odd))
-    assert not lonely.protocol.is_node
+    assert lonely.p2p.reachability is Reachability.RELAYED
 
 
 @in_virtual_time

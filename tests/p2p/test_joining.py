@@ -392,9 +392,19 @@ async def test_a_node_that_cannot_be_dialled_back_over_tcp(caplog: pytest.LogCap
         first = await DHTNode.create(p2p=await peers.start())
         [address] = await first.get_visible_maddrs()
         wrong = {"initial_peers": [address], "announce_maddrs": ["/ip4/127.0.0.2/tcp/1"]}
+        guest = await DHTNode.create(**wrong)
+        assert guest.p2p.reachability is Reachability.RELAYED
+        assert guest.protocol.is_node
+        assert "others cannot dial this peer at /ip4/127.0.0.2/tcp/1" in caplog.text
+        assert "nobody can call this peer" not in caplog.text
+        third = await DHTNode.create(initial_peers=[address])
+        assert await third.protocol.call_ping(guest.peer_id) == guest.node_id
+        await third.shutdown()
+        await guest.shutdown()
+        first.p2p.relay.wanted = False
         client = await DHTNode.create(**wrong)
         assert client.p2p.reachability is Reachability.CLIENT
-        assert "others cannot dial this peer at /ip4/127.0.0.2/tcp/1" in caplog.text
+        assert not client.protocol.is_node
         assert "nobody can call this peer" in caplog.text
         await client.shutdown()
         with pytest.raises(ValidationError, match="cannot be dialled back") as error:

@@ -200,9 +200,7 @@ def test_announced_addresses_of_the_own_network_are_refuted_from_there() -> None
     for announced, expected in ((MAPPED, PUBLIC), (HOME, RELAYED)):
         found = evidence(HOME, announced=[announced])
         found.note_inside(1.0, reached=False)
-        assert found.conclude(2.0, is_reserved=True) is expected, (
-            "a router need not let its own network in by the outside"
-        )
+        assert found.conclude(2.0, is_reserved=True) is expected, "routers need not let their own network in"
 
 
 def test_global_addresses_come_first_and_ipv6_before_ipv4() -> None:

@@ -2,7 +2,7 @@
 
 A peer that others can dial is a node. One that they call through a relay is a node too while few others are there to
 keep records: then a small swarm behind routers needs nobody else. In a larger one its place is of little use to others,
-because each call takes a detour, and after a pause it gives its records to nodes that remain and steps down. A peer that
+because each call takes a detour. After a pause it gives its records to nodes that remain, and steps down. A peer that
 is no node uses the table as clients do.
 """
 

@@ -32,7 +32,6 @@ from shoal.p2p.presence import Presence, check_identity_is_free
 from shoal.p2p.punching import Puncher
 from shoal.p2p.reach import Outlook
 from shoal.p2p.reachability import Reachability
-from shoal.p2p.relay_messages import Reach as RelayReach
 from shoal.p2p.relaying import Relay
 from shoal.p2p.reservations import Reservations
 from shoal.p2p.revocation import Members
@@ -57,9 +56,9 @@ class P2P(Caller):
         metrics: Metrics,
         idle_timeout: float,
         limits: Limits,
-        options: NatOptions,
         relay: bool | None,
         relay_limits: RelayLimits,
+        options: NatOptions,
     ) -> None:
         self.identity = transport.identity
         self.peer_id = transport.identity.peer_id
@@ -87,18 +86,20 @@ class P2P(Caller):
         """Keeps who is expelled from that run."""
         self.server = Server(self.peer_id, metrics, limits, self.greet, self._trains_with, self.behaviour)
         """Answers on connections that others have opened."""
+        self.outlook = Outlook(self, options)
+        """Finds out whether others can call this peer."""
+        self.reaches: Notes[int] = Notes()
+        """How others are called, as they say: see :class:`~.reachability.Reach`."""
         self.relay = Relay(self, relay, relay_limits)
         """Joins connections of others, if this peer is a relay."""
         self.circuits = Circuits(self)
         """Dials through relays."""
-        if options.use_relay:
-            self.dialler.dial_circuit = self.circuits.dial_one
+        self.dialler.dial_circuit = self.circuits.dial_one if options.use_relay else None
         self.answering = Answering(self)
         """Answers those who dial this peer through relays."""
         self.reservations = Reservations(self, self.answering.answer)
         """The relays through which others reach this peer, while that is wanted."""
-        self.outlook = Outlook(self, options)
-        """Finds out whether others can call this peer."""
+        self.reservations.trusted = [*options.trusted_relays]
         self.puncher = Puncher(
             transport,
             metrics,
@@ -108,14 +109,8 @@ class P2P(Caller):
         )
         """Finds direct connections on the way through a relay."""
         self.circuits.punching = self.puncher
-        self.reservations.trusted = options.trusted_relays
-        self.circuits.public_addresses = self.outlook.confirmed
-        self.outlook.on_change[self._note_reachability] = None
-        self._note_reachability()
         self.outlook.on_upheaval[self.circuits.reversals.forget] = None
         self.outlook.on_upheaval[self.puncher.policy.clear] = None
-        self.reaches: Notes[int] = Notes()
-        """How others are called, as they say: see :class:`~.reachability.Reach`."""
         self._round_trips: Notes[float] = Notes()
         self._unreachable = UnreachablePeers()
         self.clock = get_clock()  # the DHT time of this peer
@@ -163,9 +158,8 @@ class P2P(Caller):
             token: of a private run, see :mod:`shoal.p2p.tokens`: its text, or the path of a file with it; default: the
                 environment variable ``SHOAL_TOKEN``. Only peers with tokens of one run connect to each other. Without
                 a token, or with an empty one, the run is open to all.
-            of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.NatOptions`; and
-                parameters of a libp2p daemon, accepted so that existing calls work: a warning names those without
-                effect.
+            of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.NatOptions`. Parameters
+                of a libp2p daemon are accepted, so that existing calls work; a warning names those without effect.
 
         Raises:
             BootstrapError: no initial peer could be reached; it says why for each address.
@@ -182,7 +176,9 @@ class P2P(Caller):
             have_enough_files()
             limits = limits.that_fit()
             transport = TcpTransport(await _identity(identity_path), metrics, limits)
-        p2p = cls(transport, rng or random.Random(), metrics, idle_timeout, limits, options, relay, relay_limits)
+        relay = False if options.relay_hop_limit == 0 else relay
+        rng = rng or random.Random()
+        p2p = cls(transport, rng, metrics, idle_timeout, limits, relay, relay_limits, options)
         p2p.client_mode = no_listen
         try:
             p2p.membership = await Membership.chosen(token, p2p.identity, p2p.clock, metrics)
@@ -193,7 +189,6 @@ class P2P(Caller):
             if not no_listen:
                 hosts = transport.listens_by_default() if host_maddrs is None else host_maddrs
                 await p2p.outlook.listen([Multiaddr(address) for address in hosts], announced)
-                p2p.outlook.use(p2p.reservations)
             if targets:
                 await p2p._join(targets, startup_timeout)
             if identity_path is not None and check_if_identity_free:
@@ -268,10 +263,6 @@ class P2P(Caller):
     def is_callable(self) -> bool:
         """Whether others can call this peer, directly or through a relay."""
         return self.outlook.state in (Reachability.PUBLIC, Reachability.RELAYED)
-
-    def _note_reachability(self) -> None:
-        self.relay.is_public = self.outlook.state is Reachability.PUBLIC and self.outlook.options.relay_hop_limit != 0
-        self.circuits.reach = self.reservations.reach = RelayReach(self.outlook.reach)
 
     def _supports(self, address: Multiaddr) -> bool:
         return self.transport.supports(address) or self.dialler.supports_circuit(address)
@@ -365,8 +356,8 @@ class P2P(Caller):
         """Learn from what another peer tells first."""
         if hello.addresses and connection.remote != self.peer_id:
             self.address_book.replace(connection.remote, hello.addresses)
-        self.reservations.note_greeting(connection.remote, hello.relay)
         self.reaches.note(connection.remote, hello.reach)
+        self.reservations.note_greeting(connection.remote, hello.relay)
         if connection.round_trip is not None:
             shortest = min(connection.round_trip, self._round_trips.get(connection.remote, math.inf))
             self._round_trips.note(connection.remote, shortest)

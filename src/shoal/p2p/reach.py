@@ -18,7 +18,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shoal.errors import P2PDaemonError, ShoalError
 from shoal.logs import Seldom
@@ -56,18 +56,6 @@ LOOK_FOR_RELAYS_SECONDS = 30.0
 MAX_CONTACTS = 256
 
 
-class Reservations(Protocol):
-    """Places at relays through which this peer can be called."""
-
-    on_change: Callable[[], object] | None
-
-    def want(self, wanted: bool) -> None:
-        """Look for places from now on, or give them up."""
-
-    def addresses(self) -> list[Multiaddr]:
-        """Where this peer can be called through those that it holds."""
-
-
 class Outlook:
     """What a peer knows of how others reach it.
 
@@ -79,8 +67,6 @@ class Outlook:
     def __init__(self, p2p: P2P, options: NatOptions) -> None:
         self._p2p, self.options = p2p, options
         self.evidence = Evidence(options.forced)
-        self.reservations: Reservations | None = None
-        """Places at relays; ``None``: this peer uses none."""
         self.on_change: dict[Callable[[], object], None] = {}
         """Called after each change of what this peer is to others."""
         self.on_upheaval: dict[Callable[[], object], None] = {}
@@ -96,7 +82,6 @@ class Outlook:
         self._seen: dict[PeerID, str] = {}
         self._checked_at = float("-inf")
         self._check_due = float("inf")
-        self._looked_for_relays_at = float("-inf")
         self._told: tuple[Reachability, list[Multiaddr]] | None = None
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._life: asyncio.Task[None] | None = None
@@ -135,7 +120,7 @@ class Outlook:
         return self.evidence.confirmed(self._now())
 
     def _circuits(self) -> list[Multiaddr]:
-        return [] if self.reservations is None else self.reservations.addresses()
+        return self._p2p.reservations.addresses()
 
     def far_host_of(self, peer: PeerID) -> str:
         """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
@@ -177,15 +162,10 @@ class Outlook:
             await transport.listen(address, self._p2p.server.accept)
         transport.on_addresses_changed = self._note_move
         self.evidence.announcement = announced
+        self._p2p.reservations.on_change = self.update
+        self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
         self._told = self.evidence.state, self.announced()
-        self._p2p.metrics.reachability = self.evidence.state.value
-
-    def use(self, reservations: Reservations) -> None:
-        """Be called through relays where there is no other way."""
-        self.reservations = reservations
-        reservations.on_change = self.update
-        if self.evidence.forced is False:
-            self.update()
+        self.update()
 
     # --- evidence -----------------------------------------------------------------------------------------------------
 
@@ -268,10 +248,11 @@ class Outlook:
             return
         circuits = self._circuits()
         state = self.evidence.conclude(self._now(), is_reserved=bool(circuits))
-        self._p2p.metrics.reachability, self._p2p.metrics.reservations = state.value, len(circuits)
-        if self.reservations is not None:
-            wanted = self.options.use_auto_relay and state in (Reachability.RELAYED, Reachability.CLIENT)
-            self.reservations.want(wanted)
+        metrics, reservations = self._p2p.metrics, self._p2p.reservations
+        metrics.reachability, metrics.reservations = state.value, len(reservations.held)
+        self._p2p.relay.is_public = state is Reachability.PUBLIC
+        reservations.reach = self._p2p.circuits.reach = self.reach
+        reservations.want(self.options.use_auto_relay and state in (Reachability.RELAYED, Reachability.CLIENT))
         self._warn_of_announcement()
         now_told = state, self.announced()
         former, self._told = self._told, now_told
@@ -322,7 +303,7 @@ class Outlook:
         has_offers = any(offer not in self.evidence.own for offer in self.evidence.offers.values())
         if has_offers:
             self._check_soon()
-        if has_offers or (self.reservations is not None and self.options.use_auto_relay):
+        if has_offers or self.options.use_auto_relay:
             try:
                 async with asyncio.timeout(RESERVE_SECONDS):
                     while self.state is Reachability.CLIENT:
@@ -377,10 +358,6 @@ class Outlook:
             if self._now() - due > SLEPT_SECONDS:
                 self.note_upheaval("this machine slept")
             self._look_at_connections()
-            if self.state is Reachability.CLIENT and self.reservations is not None:
-                if self._now() - self._looked_for_relays_at >= LOOK_FOR_RELAYS_SECONDS:
-                    self._looked_for_relays_at = self._now()
-                    self.reservations.want(self.options.use_auto_relay)
             if self._now() >= max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS):
                 await self.check()
             self.update()
