@@ -8,6 +8,8 @@
     │   ├── BootstrapError      no bootstrap address could be used; one verdict for each address
     │   ├── DialError           one peer could not be connected, with the reason
     │   │   ├── IdentityMismatchError   the address answered, but as another peer
+    │   │   ├── NoRelayError            only relays lead to the peer, and none of them answers
+    │   │   ├── NoReservationError      relays answer, and none of them holds a reservation of the peer
     │   │   ├── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
     │   │   └── NotAMemberError         one of both sides is not a member of the other's run, or has not the role
     │   ├── IdentityTakenError  another process is online with the identity of this peer
@@ -60,6 +62,14 @@ class IdentityMismatchError(DialError):
 
 class InterruptedDialError(DialError):
     """Something answered, but the connection broke before it could be used: another attempt may succeed."""
+
+
+class NoRelayError(DialError):
+    """Only relays lead to a peer, and none of them answers."""
+
+
+class NoReservationError(DialError):
+    """The relays of a peer answer, but hold no reservation of it: it has left, or has changed its relays."""
 
 
 class NotAMemberError(DialError):

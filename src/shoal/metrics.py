@@ -57,12 +57,28 @@ class Metrics:
     """Connections that others opened to this peer and that were authenticated."""
     dials_failed: int = 0
     """Failed attempts to reach an address."""
+    dials_direct: int = 0
+    """Connections that this peer opened straight to an address of the other one."""
+    dials_reversed: int = 0
+    """Connections to peers that cannot be called, opened by them at the request of this one."""
     dials_punched: int = 0
-    """Direct connections that this peer made by punching, where a relay would have carried everything otherwise."""
+    """Connections through the routers of both sides, which a relay only brought about."""
     punches_failed: Counter[str] = field(default_factory=Counter)
-    """Punches of this peer that made no connection, by reason."""
+    """Attempts of this peer at such connections from which none resulted, by reason: ``no connection``,
+    ``no candidates``, ``no exchange`` or ``not that peer``."""
     seconds_to_direct: float = 0.0
-    """From the beginning of the dials to those direct connections, in total."""
+    """From the beginning of the dials to those connections that resulted, in total."""
+    dials_relayed: int = 0
+    """Connections that this peer opened through a relay."""
+    bytes_relayed: int = 0
+    """Bytes of messages that this peer sent and received through relays."""
+    circuits_carried: int = 0
+    """Pairs of connections that this peer joined, as a relay."""
+    bytes_carried: int = 0
+    """Bytes that went through them."""
+    circuits_refused: Counter[str] = field(default_factory=Counter)
+    """What this peer refused to others as a relay, by reason: ``no reservation``, ``no room``, ``wrong role``,
+    ``not a relay``, or ``nobody came`` for circuits that one side did not join."""
     calls_made: int = 0
     calls_failed: int = 0
     calls_served: int = 0

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from shoal.errors import BootstrapError, BusyError, InterruptedDialError, ShoalError
-from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
+from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Call
-from shoal.p2p.identity import PeerID, split_peer_address
+from shoal.p2p.identity import PeerID, relay_of, split_peer_address
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.service import P2PContext, ServicerBase
 from shoal.p2p.tcp_listener import HostRates
@@ -59,7 +59,7 @@ _EVERYBODY = ""
 
 
 def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[Target]:
-    """Check addresses from the user.
+    """Check addresses from the user. A circuit also stands for its relay, which is a peer like others.
 
     Raises:
         TypeError: not a sequence of addresses.
@@ -72,7 +72,9 @@ def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[Targe
     for address in initial_peers:
         if not isinstance(address, (str, Multiaddr)):
             raise TypeError(f"initial_peers must contain str or Multiaddr, got {address!r}")
-    return [split_peer_address(Multiaddr(address)) for address in initial_peers]
+    targets = [split_peer_address(Multiaddr(address)) for address in initial_peers]
+    relays = [relay for place, _ in targets if (relay := relay_of(place)) is not None]
+    return list(dict.fromkeys([*targets, *relays]))
 
 
 # Dials per address. Only a connection that broke is dialled again, because chance may have caused it; pauses double.
@@ -142,7 +144,7 @@ def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str)
     seen = _ip_seen(seen_at)
     if seen is None or seen in ips:
         return what, f"open the port in the firewall, {client}"
-    if all(ip.is_loopback for ip in ips):
+    if ips and all(ip.is_loopback for ip in ips):
         everywhere = 'host_maddrs=["/ip4/0.0.0.0/tcp/0"] or without SHOAL_HOST_MADDRS in the environment'
         return (
             f"{what}, which is this machine alone",
@@ -162,7 +164,7 @@ _IP = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def _ip_of(address: Multiaddr) -> _IP | None:
-    text = address.get("ip4") or address.get("ip6")
+    text = ip_text_of(address)
     return None if text is None else ipaddress.ip_address(text)
 
 

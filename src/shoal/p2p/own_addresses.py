@@ -203,7 +203,7 @@ def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = Fal
     """
     logger = get_logger(__name__)
     if only_p2p:
-        shortest = list(dict.fromkeys(f"/p2p/{maddr['p2p']}" for maddr in visible_maddrs))
+        shortest = list(dict.fromkeys(f"/p2p/{maddr.values()[-1]}" for maddr in visible_maddrs))
     else:
         shortest = [str(maddr) for maddr in _for_initial_peers(visible_maddrs)]
     logger.info("To connect other peers to this one, use --initial_peers %s", " ".join(shortest))

@@ -7,36 +7,38 @@ import logging
 import math
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from shoal.clock import get_clock
-from shoal.errors import IdentityTakenError, NotAMemberError, P2PDaemonError, ProtocolError
+from shoal.errors import IdentityTakenError, NoReservationError, P2PDaemonError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook, UnreachablePeers, host_of
-from shoal.p2p.badges import Roles
+from shoal.p2p.answering import Answering
 from shoal.p2p.behaviour import Behaviour
-from shoal.p2p.connection import Call, Connection, Hello
+from shoal.p2p.calling import Caller
+from shoal.p2p.circuits import Circuits
+from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import ConnectionPool, Dialler
 from shoal.p2p.identity import Identity, PeerID, PeerInfo
 from shoal.p2p.joining import Checkup, Target, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
-from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits, have_enough_files
+from shoal.p2p.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
 from shoal.p2p.membership import Membership
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.of_a_daemon import warn_without_effect
-from shoal.p2p.own_addresses import checked_announcement
+from shoal.p2p.own_addresses import MAX_ANNOUNCED, checked_announcement
 from shoal.p2p.presence import Presence, check_identity_is_free, greet_anew
+from shoal.p2p.relaying import Relay
+from shoal.p2p.reservations import Reservations
 from shoal.p2p.revocation import Members
 from shoal.p2p.server import Server
 from shoal.p2p.service import Gate, Handler
 from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import Header, Stream, Transport
+from shoal.p2p.transport import Stream, Transport
 from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
-H = TypeVar("H", bound=Header)
 
 AGENT = "shoal"
 # The number of peers whose round trips are remembered.
@@ -44,11 +46,18 @@ MAX_ROUND_TRIPS = 4096
 INSTANCE_BYTES = 16
 
 
-class P2P:
+class P2P(Caller):
     """A peer. Made by :meth:`create`; lives in one event loop."""
 
     def __init__(
-        self, transport: Transport, rng: random.Random, metrics: Metrics, idle_timeout: float, limits: Limits
+        self,
+        transport: Transport,
+        rng: random.Random,
+        metrics: Metrics,
+        idle_timeout: float,
+        limits: Limits,
+        relay: bool | None,
+        relay_limits: RelayLimits,
     ) -> None:
         self.identity = transport.identity
         self.peer_id = transport.identity.peer_id
@@ -62,24 +71,31 @@ class P2P:
         self.find_addresses: Callable[[PeerID], Awaitable[None]] | None = None
         """Looks up a peer without a known address before it is dialled; set by the DHT node."""
         self._announcement: list[Multiaddr] = []
-        self.address_book = AddressBook(transport.supports)
+        self.address_book = AddressBook(self._supports)
         """Where others can be dialled."""
         self.header_memory = HeaderMemory(limits)
         """What large headers on their way in take."""
-        self.dialler = Dialler(transport, self.address_book)
+        self.dialler = Dialler(transport, self.address_book, metrics)
         """Opens connections to others."""
         self.pool = ConnectionPool(self.dial, idle_timeout)
-        """Those connections."""
         transport.on_addresses_changed = self._announce_anew
         self._announcing: asyncio.Task[None] | None = None
         self.behaviour = Behaviour(metrics, asyncio.get_running_loop().time)
         """What this peer has seen others do."""
-        self.membership: Membership | None = None
-        """This peer's place in a private run; ``None`` in an open one."""
+        self.membership = None
         self.members: Members | None = None
         """Keeps who is expelled from that run."""
         self.server = Server(self.peer_id, metrics, limits, self.greet, self._trains_with, self.behaviour)
-        """Answers on connections that others have opened."""
+        self.relay = Relay(self, relay, relay_limits)
+        """Joins connections of others, if this peer is a relay."""
+        self.circuits = Circuits(self)
+        """Dials through relays."""
+        self.dialler.dial_circuit = self.circuits.dial_one
+        self.answering = Answering(self)
+        """Answers those who dial this peer through relays."""
+        self.reservations = Reservations(self, self.answering.answer)
+        """The relays through which others reach this peer, while that is wanted."""
+        self.reservations.on_change = self._announce_anew
         self._round_trips: dict[PeerID, float] = {}
         self._unreachable = UnreachablePeers()
         self.clock = get_clock()  # the DHT time of this peer
@@ -100,6 +116,8 @@ class P2P:
         transport: Transport | None = None,
         rng: random.Random | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        relay: bool | None = None,
+        relay_limits: RelayLimits = DEFAULT_RELAY_LIMITS,
         token: str | os.PathLike[str] | None = None,
         **of_a_daemon: Any,
     ) -> P2P:
@@ -119,6 +137,9 @@ class P2P:
             transport: a way to reach peers other than TLS over TCP; it brings the identity.
             rng: source of every random choice, for reproducible simulations.
             limits: what this peer grants to others.
+            relay: always (``True``) or never be a relay for peers that cannot be called; default: while others can
+                call this peer from outside.
+            relay_limits: what it grants as a relay.
             token: of a private run, see :mod:`shoal.p2p.tokens`: its text, or the path of a file with it; default: the
                 environment variable ``SHOAL_TOKEN``. Only peers with tokens of one run connect to each other. Without
                 a token, or with an empty one, the run is open to all.
@@ -140,13 +161,14 @@ class P2P:
             have_enough_files()
             limits = limits.that_fit()
             transport = TcpTransport(await _identity(identity_path), metrics, limits)
-        p2p = cls(transport, rng or random.Random(), metrics, idle_timeout, limits)
+        p2p = cls(transport, rng or random.Random(), metrics, idle_timeout, limits, relay, relay_limits)
         p2p.client_mode = no_listen
         try:
             p2p.membership = await Membership.chosen(token, p2p.identity, p2p.clock, metrics)
             p2p.members = await Members.of(p2p)
             await Presence(p2p).add_p2p_handlers(p2p)
             await Checkup(p2p).add_p2p_handlers(p2p)
+            await p2p.relay.add_p2p_handlers(p2p)
             if not no_listen:
                 hosts = transport.listens_by_default() if host_maddrs is None else host_maddrs
                 await p2p._listen([Multiaddr(address) for address in hosts], announced)
@@ -239,7 +261,14 @@ class P2P:
     @property
     def _announced(self) -> list[Multiaddr]:
         """The announced addresses; they change as this machine moves from one network to another."""
-        return self._announcement or self.transport.addresses()
+        return self._with_circuits(self._announcement or self.transport.addresses())
+
+    def _with_circuits(self, addresses: list[Multiaddr]) -> list[Multiaddr]:
+        circuits = self.reservations.addresses()
+        return [*addresses[: MAX_ANNOUNCED - len(circuits)], *circuits][:MAX_ANNOUNCED]
+
+    def _supports(self, address: Multiaddr) -> bool:
+        return self.transport.supports(address) or self.dialler.supports_circuit(address)
 
     def add_addresses(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
         """Remember where a peer can be dialled, as told by a third party."""
@@ -259,8 +288,7 @@ class P2P:
 
     def host_seen_of(self, peer: PeerID) -> PeerID | str:
         """Like :meth:`host_of`, but by the addresses from which the peer has connected, whatever it announces."""
-        seen = [connection.stream.remote_address for connection in self.connections_from(peer)]
-        return host_of(peer, [address for address in seen if address is not None])
+        return host_of(peer, self._addresses_seen_of(peer))
 
     @property
     def address_changes(self) -> int:
@@ -273,7 +301,7 @@ class P2P:
         Args:
             latest: look at this machine's networks again.
         """
-        addresses = self._announcement or self.transport.addresses(latest)
+        addresses = self._with_circuits(self._announcement or self.transport.addresses(latest))
         return [address.encapsulate(f"/p2p/{self.peer_id}") for address in addresses]
 
     async def list_peers(self) -> list[PeerInfo]:
@@ -316,12 +344,21 @@ class P2P:
         """What this peer tells first on each connection."""
         told, clock = [str(address) for address in self._announced], self.clock
         serial = 0 if self.membership is None else self.membership.serial
-        return Hello(told, AGENT, clock.time(), clock.offset, revocations=serial, instance=self.instance)
+        return Hello(
+            told,
+            AGENT,
+            clock.time(),
+            clock.offset,
+            revocations=serial,
+            instance=self.instance,
+            relay=self.relay.serves,
+        )
 
     def on_hello(self, connection: Connection, hello: Hello) -> None:
         """Learn from what another peer tells first."""
         if hello.addresses and connection.remote != self.peer_id:
             self.address_book.replace(connection.remote, hello.addresses)
+        self.reservations.note_greeting(connection.remote, hello.relay)
         if connection.round_trip is not None:
             self._note_round_trip(connection.remote, connection.round_trip)
             later = self.clock.hear(connection.remote, hello.time, hello.clock_offset, connection.round_trip)
@@ -345,6 +382,7 @@ class P2P:
         Raises:
             DialError: the peer cannot be reached.
         """
+        await self.circuits.prepare(peer, connections)
         await self.pool.prepare(peer, connections)
 
     async def dial(self, peer: PeerID) -> Connection:
@@ -355,7 +393,16 @@ class P2P:
             raise P2PDaemonError("a peer cannot call itself over the network")
         if self.find_addresses is not None and not self.is_reachable(peer):
             await self.find_addresses(peer)
-        stream = await self.dialler.dial(peer)
+        try:
+            stream = await self.dialler.dial(peer)
+        except NoReservationError:
+            # It may have other relays by now. Where it is no more, the dialler has forgotten.
+            if self.find_addresses is None or self.is_reachable(peer):
+                raise
+            await self.find_addresses(peer)
+            if not self.is_reachable(peer):
+                raise
+            stream = await self.dialler.dial(peer)
         self._unreachable.note_connection(peer)
         return self.greet(stream)
 
@@ -388,82 +435,13 @@ class P2P:
 
     def address_seen_of(self, peer: PeerID) -> str:
         """The address from which a peer has connected to this one, or empty if the transport does not know it."""
-        seen = (connection.stream.remote_address for connection in self.connections_from(peer))
-        return next((str(address) for address in seen if address is not None), "")
+        return next(map(str, self._addresses_seen_of(peer)), "")
 
-    # --- calling ------------------------------------------------------------------------------------------------------
-
-    async def call(
-        self,
-        peer: PeerID,
-        handle: str,
-        request: Header,
-        response_type: type[H],
-        timeout: float | None = None,
-        *,
-        roles: Roles = Roles.TRAIN,
-    ) -> H:
-        """Call a unary handler at another peer.
-
-        Args:
-            timeout: seconds for everything, dialling included; ``None`` = as long as the connection lives.
-            roles: in a private run, both sides need one of these.
-
-        Raises:
-            P2PHandlerError: the handler raised.
-            NotAMemberError: one of both sides may not take part in such a call.
-            P2PDaemonError: the peer cannot be reached, the connection broke, or it has no such handler.
-            TimeoutError: no answer in time.
-        """
-        async with asyncio.timeout(timeout):
-            call = await self._begin_call(peer, handle, roles)
-            try:
-                return await call.ask(request, response_type)
-            except BaseException as e:
-                self._note_failure(call, e)
-                raise
-            finally:
-                self.pool.release(call.connection, reusable=call.clean)
-
-    @asynccontextmanager
-    async def open_call(self, peer: PeerID, handle: str, *, roles: Roles = Roles.TRAIN) -> AsyncIterator[Call]:
-        """Call a handler that receives and sends any number of messages; ``roles`` as for :meth:`call`.
-
-        Leaving the block before both sides have ended cuts the connection, which cancels the handler.
-        """
-        call = await self._begin_call(peer, handle, roles)
-        try:
-            yield call
-        except BaseException as e:
-            self._note_failure(call, e)
-            raise
-        finally:
-            self.pool.release(call.connection, reusable=call.clean)
-
-    async def _begin_call(self, peer: PeerID, handle: str, roles: Roles) -> Call:
-        if self.membership is not None:
-            self.membership.check_own(roles)
-        connection = await self.pool.acquire(peer)
-        gate = self.server.gate
-        try:
-            if self.membership is not None:
-                self.membership.check(connection.stream.badge, roles, dialled=True)
-            if gate is not None and self.server.needs_proof(connection, handle):
-                await gate.enter(connection)
-        except BaseException as e:
-            # Other calls may be allowed on it.
-            self.pool.release(connection, reusable=isinstance(e, NotAMemberError) and e.reason == "wrong role")
-            raise
-        self.metrics.calls_made += 1
-        return connection.open_call(handle)
-
-    def _note_failure(self, call: Call, error: BaseException) -> None:
-        self.metrics.calls_failed += 1
-        if isinstance(error, ProtocolError):
-            self.metrics.connections_dropped["broke the protocol"] += 1
-            call.connection.abort()
-        elif isinstance(error, NotAMemberError) and self.membership is not None:
-            self.membership.note_refused(call.remote, error)
+    def _addresses_seen_of(self, peer: PeerID) -> list[Multiaddr]:
+        """Those of direct connections: a relayed one comes from its relay."""
+        streams = [connection.stream for connection in self.connections_from(peer)]
+        found = [stream.remote_address for stream in streams if not stream.is_relayed]
+        return [address for address in found if address is not None]
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
@@ -491,6 +469,9 @@ class P2P:
             await cancel_and_wait(self._announcing)
         if self.members is not None:
             await self.members.close()
+        await self.reservations.close()
+        await self.answering.close()
+        await self.relay.close()
         await self.transport.close()
         self.pool.close()
         await self.dialler.close()

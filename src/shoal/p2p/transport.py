@@ -62,8 +62,13 @@ class Stream(ABC):
     """Its badge, once that was found good; ``None`` in an open run."""
     received = 0
     """How many bytes have arrived: it shows a waiting reader whether more are coming."""
-    is_relayed = False
-    """Its bytes pass through a relay, which sees no more of them than their number."""
+    via: PeerID | None = None
+    """The relay that its bytes pass through, which sees no more of them than their number; ``None``: there is none."""
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether its bytes pass through a relay."""
+        return self.via is not None
 
     @property
     def is_awaited(self) -> bool:
