@@ -239,10 +239,10 @@ class Router(Computer):
         rule = f"iifname {WAN} meta l4proto {{ tcp, udp }} th dport {port} dnat to {host.address}"
         self.run("nft", "add", "rule", "ip", "home", "forwarded", rule)
 
-    def start_port_mapper(self, *, allow: bool = True, upnp: bool = False) -> None:
+    def start_port_mapper(self, *, outer: str = "", upnp: bool = False) -> None:
         """Open ports to hosts that ask for it; see :mod:`.port_mapper`."""
         self.run("nft", "-f", "-", text=port_mapper.TABLE)
-        settings = port_mapper.write_settings(self.home, f"{self.lan}.0/24", allow=allow, upnp=upnp)
+        settings = port_mapper.write_settings(self.home, f"{self.lan}.0/24", outer=outer, upnp=upnp)
         self._mapper = port_mapper.start(self.namespace, settings)
 
     def close(self) -> None:

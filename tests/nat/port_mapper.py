@@ -1,4 +1,8 @@
-"""miniupnpd, which opens ports of a router to hosts that ask for it: by PCP, NAT-PMP or UPnP."""
+"""miniupnpd, which opens ports of a router to hosts that ask for it: by PCP, NAT-PMP or UPnP.
+
+Behind another router it refuses, because it sees that its outer address is none: with NAT-PMP by result 3. Older ones
+do not look, so this one may be told that it has a proper address.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +37,13 @@ table inet miniupnpd {
 """The chains in which it writes its rules."""
 
 
-def write_settings(folder: Path, lan: str, *, allow: bool, upnp: bool) -> Path:
+def write_settings(folder: Path, lan: str, *, outer: str, upnp: bool) -> Path:
     """Its configuration; returns the file.
 
     Args:
         folder: for the files.
         lan: the network inside, as ``192.168.1.0/24``.
-        allow: grant what is asked for; else refuse it.
+        outer: the address that it believes to have outside; empty: it looks.
         upnp: answer UPnP, too.
     """
     lines = [
@@ -49,14 +53,14 @@ def write_settings(folder: Path, lan: str, *, allow: bool, upnp: bool) -> Path:
         "enable_natpmp=yes",
         f"enable_upnp={'yes' if upnp else 'no'}",
         "ext_perform_stun=no",
-        "ext_allow_private_ipv4=yes",
         "secure_mode=yes",
         "system_uptime=yes",
         "notify_interval=60",
         f"uuid={uuid.uuid4()}",
         "upnp_table_name=miniupnpd",
         "upnp_nat_table_name=miniupnpd",
-        *([f"allow 1024-65535 {lan} 1024-65535"] if allow else []),
+        *([f"ext_ip={outer}"] if outer else []),
+        f"allow 1024-65535 {lan} 1024-65535",
         "deny 0-65535 0.0.0.0/0 0-65535",
     ]
     file = folder / "miniupnpd.conf"
