@@ -57,6 +57,12 @@ class Metrics:
     """Connections that others opened to this peer and that were authenticated."""
     dials_failed: int = 0
     """Failed attempts to reach an address."""
+    dials_punched: int = 0
+    """Direct connections that this peer made by punching, where a relay would have carried everything otherwise."""
+    punches_failed: Counter[str] = field(default_factory=Counter)
+    """Punches of this peer that made no connection, by reason."""
+    seconds_to_direct: float = 0.0
+    """From the beginning of the dials to those direct connections, in total."""
     calls_made: int = 0
     calls_failed: int = 0
     calls_served: int = 0
