@@ -1,7 +1,7 @@
 """Plain counters of what this process did, in one place, for monitoring.
 
 Every peer owns one :class:`Metrics`. Its fields are plain numbers. The code that counts an event writes them, nearly
-always in the event loop; anybody may read them. All but ``clock_offset``, ``peers`` and ``strangers`` only grow.
+always in the event loop; anybody may read them. Most only grow.
 """
 
 from __future__ import annotations
@@ -99,6 +99,12 @@ class Metrics:
     """Answers of DHT nodes that others had told of under wrong ids."""
     clock_offset: float = 0.0
     """Seconds by which this machine's clock is ahead of the swarm; shoal corrects for it. 0 if the clock is right."""
+    reachability: str = ""
+    """How others call this peer: ``public``, ``relayed``, ``client`` (they cannot) or ``unknown``."""
+    nat: str = ""
+    """What the router does to outgoing ports: ``easy``, ``hard`` (each connection gets another one), or empty."""
+    reservations: int = 0
+    """Relays through which this peer can be called at the moment."""
     rounds_succeeded: int = 0
     """Averaging rounds that brought a result, complete or partial."""
     rounds_failed: int = 0

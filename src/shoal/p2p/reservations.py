@@ -216,6 +216,9 @@ class Reservations:
                     limit.reschedule(None)
                     self._begin(relay, answer, call)
                     why = await self._listen(relay, call)
+        except asyncio.CancelledError:
+            why = "it is not wanted any more"
+            raise
         except TimeoutError:
             why = "no answer"
         except (ShoalError, ConnectionError) as e:

@@ -14,7 +14,6 @@ from typing import cast
 
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import is_loopback
 from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, as_dial_error, dialler_context, prove_to_listener
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.limits import DEFAULT_LIMITS, Limits
@@ -153,19 +152,16 @@ class TcpTransport(Transport):
 
     # --- dialling -----------------------------------------------------------------------------------------------------
 
-    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
-        """Usable addresses, without loopback if the peer is on another machine: there it would lead to another process.
+    def is_inside(self, address: Multiaddr) -> bool:
+        host = address.get("ip4") or address.get("ip6")
+        return host is not None and self._machine.is_inside(host)
 
-        A peer is on this machine if it announces an address of this machine. A peer that announces nothing but loopback
-        is tried there all the same.
-        """
+    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
         usable = super().worth_dialling(addresses)
-        near = [address for address in usable if is_loopback(address)]
-        far = [address for address in usable if address not in near]
-        if not near or not far:
+        if len(usable) < 2:
             return usable
         self._look()
-        return near + far if any(str(address.values()[0]) in self._machine for address in far) else far
+        return self._machine.in_order_to_dial(usable)
 
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
         host, port, family = self._host_and_port(address)
