@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,12 +17,14 @@ from hypothesis import strategies as st
 from shoal.errors import DialError, IdentityMismatchError
 from shoal.metrics import Metrics
 from shoal.p2p.candidates import MAX_PORTS, CandidateHost, Candidates, Go
+from shoal.p2p.circuit import Circuit
 from shoal.p2p.frames import pack_frame, receive_frame, send_frame
 from shoal.p2p.identity import Identity
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.punch_policy import FIRST_PAUSE
-from shoal.p2p.punching import EXCHANGE_SECONDS, HARD, PUNCH_SECONDS, Puncher
+from shoal.p2p.punching import EXCHANGE_SECONDS, PUNCH_SECONDS, Puncher
+from shoal.p2p.relay_messages import Reach
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import COOKIE_BYTES, ROUND_TRIP, Session, Stream, Throttle, Transport
 from shoal.testing import run
@@ -31,21 +32,12 @@ from tests.p2p.peers import PATIENCE
 
 ONE_WAY = 0.03
 ROUND = 2 * ONE_WAY
-EASY = 1
+EASY, HARD = Reach.EASY, Reach.HARD
 
 
 class Unlimited(Throttle):
     def take(self, nbytes: int) -> float:
         return 0.0
-
-
-@dataclass(frozen=True)
-class Circuit:
-    """What a relay has joined, and what it has told."""
-
-    session: Session
-    seen_at: Multiaddr | None
-    other_seen_at: Multiaddr | None
 
 
 class Side:
@@ -116,9 +108,12 @@ class Trio:
             inner.append(await expected)
         self.joining.append(asyncio.ensure_future(self.relay.join(inner[0], inner[1], Unlimited(), 100.0)))
         seen = [each.remote_address for each in inner]
-        return Circuit(outer[0], seen[0], seen[1]), Circuit(outer[1], seen[1], seen[0])
+        relay = self.relay.identity.peer_id
+        return Circuit(outer[0], relay, seen[0], seen[1]), Circuit(outer[1], relay, seen[1], seen[0])
 
-    async def punch(self, count: int = 1, reach: int = EASY) -> tuple[list[asyncio.Future[Stream]], asyncio.Task[None]]:
+    async def punch(
+        self, count: int = 1, reach: Reach = EASY
+    ) -> tuple[list[asyncio.Future[Stream]], asyncio.Task[None]]:
         """What comes of it for the dialler, and what the target is doing."""
         self.near, self.far = await self.circuits(count)
         going_on = asyncio.ensure_future(self._be_punched())
@@ -357,7 +352,8 @@ LIES = [
 @simulated
 async def test_lies_about_addresses_cause_no_attempts(trio: Trio) -> None:
     near, far = await trio.circuits()
-    near = [Circuit(near[0].session, Multiaddr("/ip4/9.9.9.9/tcp/5000"), Multiaddr("/ip4/8.8.4.4/tcp/5000"))]
+    seen, other = Multiaddr("/ip4/9.9.9.9/tcp/5000"), Multiaddr("/ip4/8.8.4.4/tcp/5000")
+    near = [Circuit(near[0].session, near[0].relay, seen, other)]
 
     async def lie() -> None:
         await send_frame(far[0].session, Candidates(LIES))

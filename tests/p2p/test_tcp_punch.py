@@ -160,7 +160,7 @@ async def test_the_port_listens_for_others_than_the_candidates_too() -> None:
 
 async def test_a_port_does_not_connect_to_itself() -> None:
     async with ports(1) as (port,):
-        assert await tcp_punch._attempt(port.number, port.endpoint) is None
+        assert await tcp_punch.attempt(port.number, port.endpoint) is None
 
 
 async def test_a_port_hands_up_only_some_connections() -> None:
@@ -214,7 +214,7 @@ async def test_a_relay_that_lies_gets_few_syns(monkeypatch: pytest.MonkeyPatch) 
         attempts += 1
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(tcp_punch, "_attempt", refuse)
+    monkeypatch.setattr(tcp_punch, "attempt", refuse)
     monkeypatch.setattr(tcp_punch, "LONGEST_PAUSE", tcp_punch.SHORTEST_PAUSE)
     async with ports(1) as (port,):
         endless = punched(port.number, [(HERE, 2000)], PATIENCE, 0.0)
@@ -230,7 +230,7 @@ async def test_a_relay_that_lies_gets_few_syns(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_port_in_use_is_asked_again(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The listener has the connection, or the other side's last attempt is not quite over; nothing was sent."""
     attempts = 0
-    really = tcp_punch._attempt
+    really = tcp_punch.attempt
 
     async def occupied(port: int, candidate: Endpoint) -> tcp_punch.TcpSocket | None:
         nonlocal attempts
@@ -239,7 +239,7 @@ async def test_a_port_in_use_is_asked_again(monkeypatch: pytest.MonkeyPatch, num
             raise OSError(number, "in use")
         return await really(port, candidate)
 
-    monkeypatch.setattr(tcp_punch, "_attempt", occupied)
+    monkeypatch.setattr(tcp_punch, "attempt", occupied)
     async with ports(1) as (port,):
         with socket.create_server((HERE, 0)) as server:
             async with aclosing(punched(port.number, [server.getsockname()], PATIENCE, 0.0)) as connections:

@@ -19,16 +19,18 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from shoal.errors import DialError, ProtocolError, ShoalError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import is_loopback
 from shoal.p2p.candidates import MAX_PORTS, Candidates, Go, endpoint_of, global_ipv6, own_candidates, worth_punching
+from shoal.p2p.circuit import Circuit
 from shoal.p2p.frames import receive_frame, send_frame
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.punch_policy import Hosts, PunchPolicy
+from shoal.p2p.relay_messages import Reach
 from shoal.p2p.transport import OnStream, Session, Stream, Transport
 from shoal.tasks import all_of, cancel_and_wait
 
@@ -38,24 +40,6 @@ PUNCH_SECONDS = 2.5
 """How long both sides try to connect."""
 EXCHANGE_SECONDS = 3.0
 """How long each waits for the other one's part of the exchange."""
-HARD = 2
-"""What a peer says of itself whose router gives each connection another port, so that nobody can guess it."""
-
-
-class JoinedSession(Protocol):
-    """One side of a circuit: a session that a relay has joined to one of the other side."""
-
-    @property
-    def session(self) -> Session:
-        """The one to the relay."""
-
-    @property
-    def seen_at(self) -> Multiaddr | None:
-        """Where the relay says to see this side."""
-
-    @property
-    def other_seen_at(self) -> Multiaddr | None:
-        """Where it says to see the other side."""
 
 
 @dataclass
@@ -91,7 +75,7 @@ class Puncher:
         metrics: Metrics,
         on_stream: OnStream,
         is_inside: Callable[[str], bool],
-        own_reach: Callable[[], int],
+        own_reach: Callable[[], Reach],
     ) -> None:
         self._transport = transport
         self._metrics = metrics
@@ -110,13 +94,13 @@ class Puncher:
         """Give up all punches of this side as a dialler; what has come about and was not taken yet ends."""
         await _drop(*self._punching)
 
-    def _are_both_hard(self, reach: int) -> bool:
-        return self._own_reach() == HARD == reach
+    def _are_both_hard(self, reach: Reach) -> bool:
+        return self._own_reach() == Reach.HARD == reach
 
     # --- the side that dials ------------------------------------------------------------------------------------------
 
     async def as_dialler(
-        self, peer: PeerID, reach: int, circuits: Sequence[JoinedSession], since: float | None = None
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float | None = None
     ) -> Sequence[asyncio.Future[Stream]]:
         """Exchange candidates on the first circuit, and begin to punch from the ports of all of them.
 
@@ -143,7 +127,7 @@ class Puncher:
             return []
         return [self._begin(peer, circuit, number, plan) for number, circuit in enumerate(circuits)]
 
-    async def _exchange_as_dialler(self, peer: PeerID, circuits: Sequence[JoinedSession], since: float) -> _Plan | None:
+    async def _exchange_as_dialler(self, peer: PeerID, circuits: Sequence[Circuit], since: float) -> _Plan | None:
         loop, first = asyncio.get_running_loop(), circuits[0].session
         try:
             async with asyncio.timeout(EXCHANGE_SECONDS):
@@ -161,7 +145,7 @@ class Puncher:
             return None
         return self._plan(circuits, theirs, loop.time() - asked_at, since)
 
-    def _begin(self, peer: PeerID, circuit: JoinedSession, number: int, plan: _Plan) -> asyncio.Future[Stream]:
+    def _begin(self, peer: PeerID, circuit: Circuit, number: int, plan: _Plan) -> asyncio.Future[Stream]:
         """Begin to punch from the port of a circuit."""
         targets = plan.targets[number] if number < len(plan.targets) else []
         if not targets:
@@ -228,7 +212,7 @@ class Puncher:
 
     # --- the side that is dialled -------------------------------------------------------------------------------------
 
-    async def as_target(self, peer: PeerID, reach: int, circuits: Sequence[JoinedSession]) -> Awaitable[None]:
+    async def as_target(self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]) -> Awaitable[None]:
         """Exchange candidates as the one who was asked for; afterwards the handshakes may begin on the circuits.
 
         Returns:
@@ -237,9 +221,7 @@ class Puncher:
         plan = await self._exchange_as_target(peer, circuits, is_willing=not self._are_both_hard(reach))
         return _nothing() if plan is None else self._punch_as_target(peer, circuits, plan)
 
-    async def _exchange_as_target(
-        self, peer: PeerID, circuits: Sequence[JoinedSession], *, is_willing: bool
-    ) -> _Plan | None:
+    async def _exchange_as_target(self, peer: PeerID, circuits: Sequence[Circuit], *, is_willing: bool) -> _Plan | None:
         loop, first = asyncio.get_running_loop(), circuits[0].session
         own = self._own_candidates(circuits) if is_willing else Candidates()
         try:
@@ -257,7 +239,7 @@ class Puncher:
             return None
         return self._plan(circuits, theirs, round_trip, asked_at)
 
-    async def _punch_as_target(self, peer: PeerID, circuits: Sequence[JoinedSession], plan: _Plan) -> None:
+    async def _punch_as_target(self, peer: PeerID, circuits: Sequence[Circuit], plan: _Plan) -> None:
         await asyncio.sleep(plan.round_trip / 2)
         await all_of(
             *(
@@ -295,11 +277,11 @@ class Puncher:
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _own_candidates(self, circuits: Sequence[JoinedSession]) -> Candidates:
+    def _own_candidates(self, circuits: Sequence[Circuit]) -> Candidates:
         ports = [(each.seen_at, each.session.local_address) for each in circuits[:MAX_PORTS]]
         return own_candidates(ports, global_ipv6(self._transport.addresses()))
 
-    def _plan(self, circuits: Sequence[JoinedSession], theirs: Candidates, round_trip: float, since: float) -> _Plan:
+    def _plan(self, circuits: Sequence[Circuit], theirs: Candidates, round_trip: float, since: float) -> _Plan:
         targets: list[list[Multiaddr]] = []
         for number, circuit in enumerate(circuits[:MAX_PORTS]):
             seen, other, relay = circuit.seen_at, circuit.other_seen_at, circuit.session.remote_address
@@ -318,7 +300,7 @@ def _host_of(address: Multiaddr | None) -> str:
     return "" if endpoint is None else endpoint[0]
 
 
-def _hosts_of(circuits: Sequence[JoinedSession]) -> Hosts:
+def _hosts_of(circuits: Sequence[Circuit]) -> Hosts:
     """Where the relay sees both sides, by the first circuit."""
     return _host_of(circuits[0].seen_at), _host_of(circuits[0].other_seen_at)
 

@@ -147,7 +147,7 @@ async def _connect(port: int, candidate: Endpoint, round_trip: float, found: asy
     syns = 0
     while syns < MAX_SYNS:
         try:
-            connected = await _attempt(port, candidate)
+            connected = await attempt(port, candidate)
         except OSError as e:
             syns += not _is_taken(e)
             await asyncio.sleep(random.uniform(SHORTEST_PAUSE, round_trip / 2 + LONGEST_PAUSE))
@@ -157,7 +157,7 @@ async def _connect(port: int, candidate: Endpoint, round_trip: float, found: asy
         return
 
 
-async def _attempt(port: int, candidate: Endpoint) -> TcpSocket | None:
+async def attempt(port: int, candidate: Endpoint) -> TcpSocket | None:
     """One attempt; ``None`` if the candidate turns out to be this very port.
 
     Raises:
