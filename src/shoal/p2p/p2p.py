@@ -39,6 +39,7 @@ from shoal.p2p.server import Server
 from shoal.p2p.service import Gate, Handler
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
+from shoal.p2p.upgrading import Upgrades
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +106,12 @@ class P2P(Caller):
             metrics,
             self.server.accept,
             lambda ip: transport.is_inside(Multiaddr(f"/ip{6 if ':' in ip else 4}/{ip}")),
-            lambda: self.outlook.reach.value,
+            lambda: self.outlook.reach,
         )
         """Finds direct connections on the way through a relay."""
         self.circuits.punching = self.puncher
+        self.upgrades = Upgrades(self)
+        """Looks for direct connections while there are only relayed ones."""
         self.outlook.on_upheaval[self.circuits.reversals.forget] = None
         self.outlook.on_upheaval[self.puncher.policy.clear] = None
         self._round_trips: Notes[float] = Notes()
@@ -467,6 +470,7 @@ class P2P(Caller):
         await self.answering.close()
         await self.relay.close()
         await self.puncher.close()
+        await self.upgrades.close()
         await self.transport.close()
         self.pool.close()
         await self.dialler.close()
