@@ -12,14 +12,17 @@ import ipaddress
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from shoal.errors import DialError
 from shoal.logs import Seldom
 from shoal.p2p.identity import CIRCUIT, PeerID, check_circuit, is_circuit
 from shoal.p2p.multiaddr import Multiaddr
 
+T = TypeVar("T")
+
 MAX_PEERS = 10_000
+MAX_PEERS_NOTED = 4096
 MAX_ADDRESSES_PER_PEER = 8
 
 
@@ -48,6 +51,24 @@ def _public_network(address: Multiaddr) -> str | None:
     if host is None or not ipaddress.ip_address(host).is_global:
         return None
     return str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
+
+
+class Notes(Generic[T]):
+    """One value for each of the peers noted last."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[PeerID, T] = OrderedDict()
+
+    def note(self, peer: PeerID, value: T) -> None:
+        """Note a value, in place of an earlier one."""
+        self._values[peer] = value
+        self._values.move_to_end(peer)
+        if len(self._values) > MAX_PEERS_NOTED:
+            self._values.popitem(last=False)
+
+    def get(self, peer: PeerID, default: T) -> T:
+        """The value of a peer, or the default."""
+        return self._values.get(peer, default)
 
 
 class AddressBook:

@@ -60,6 +60,8 @@ class Hello(Header):
     """Seconds between the arrival of the other side's greeting and this one, if this is an answer."""
     revocations: Count = 0
     """The serial number of the newest list of revoked keys that the sender knows; 0 if it knows none."""
+    reach: Annotated[int, Meta(ge=0, le=255)] = 0
+    """How others call the sender: see :class:`~.reachability.Reach`."""
     instance: bytes = b""
     """Random, chosen when the sender starts: tells two processes with the same identity apart."""
     relay: bool = False

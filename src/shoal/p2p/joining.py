@@ -8,15 +8,16 @@ the bytes for measuring bandwidth go to the asking peer alone, and both are limi
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import ipaddress
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 
-from shoal.errors import BootstrapError, BusyError, InterruptedDialError, ShoalError
+from shoal.errors import BootstrapError, BusyError, InterruptedDialError, ProtocolError, ShoalError
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Call
@@ -55,6 +56,7 @@ CALLS_BACK_TOTAL_BURST = 20
 MAX_AT_ONCE = 8
 
 CALL_BACK_SECONDS = 4.0
+MAX_ADDRESS_CHARACTERS = 256
 _EVERYBODY = ""
 
 
@@ -190,10 +192,23 @@ class Description(Header):
     seen_at: str = ""
 
 
+class CallMe(Header):
+    """Asks to be dialled."""
+
+    addresses: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)]],
+        msgspec.Meta(max_length=MAX_ADDRESSES_PER_PEER),
+    ] = msgspec.field(default_factory=list)
+    """Where, without ``/p2p``; if there are none, at the addresses that the asking peer has announced."""
+
+
 class CallBack(Header):
     """For each address of the asking peer, whether it could be dialled there."""
 
     reached: dict[str, bool] = msgspec.field(default_factory=dict)
+    """Addresses that could not be tried from here are left out."""
+    seen_at: str = ""
+    """Where the asking peer is seen from here; empty if that is not known."""
 
 
 class Bulk(Header):
@@ -225,24 +240,28 @@ class Checkup(ServicerBase):
         found.seen_at = self._p2p.address_seen_of(context.remote_id)
         return found
 
-    async def rpc_call_back(self, request: Question, context: P2PContext) -> CallBack:
-        """Dial the caller at the addresses that it has announced."""
+    async def rpc_call_back(self, request: CallMe, context: P2PContext) -> CallBack:
+        """Dial the caller at the addresses that it names, or else at those that it has announced."""
         self._begin()
         try:
             self._calls_back.spend(self._host_of(context.remote_id), 1)
-            known = self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
+            known = _parsed(request.addresses) or self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
             addresses = self._p2p.transport.worth_dialling(known)
             reached = await asyncio.gather(*(self._can_dial(context.remote_id, address) for address in addresses))
-            return CallBack(reached=dict(zip(map(str, addresses), reached, strict=True)))
+            return CallBack(
+                reached={str(a): found for a, found in zip(addresses, reached, strict=True) if found is not None},
+                seen_at=self._p2p.address_seen_of(context.remote_id),
+            )
         finally:
             self._at_work -= 1
 
-    async def _can_dial(self, peer: PeerID, address: Multiaddr) -> bool:
+    async def _can_dial(self, peer: PeerID, address: Multiaddr) -> bool | None:
+        """Whether the peer can be dialled there; ``None`` if this machine has no way there, which says nothing."""
         try:
             async with asyncio.timeout(CALL_BACK_SECONDS):
                 (await self._p2p.dial_without_greeting(peer, address)).abort()
-        except (ShoalError, ConnectionError, TimeoutError):
-            return False
+        except (ShoalError, ConnectionError, TimeoutError) as e:
+            return None if isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.ENETUNREACH else False
         return True
 
     async def rpc_bulk(self, call: Call, context: P2PContext) -> None:
@@ -268,6 +287,13 @@ class Checkup(ServicerBase):
         """The host to charge: identities cost nothing, hosts do."""
         seen = self._p2p.address_seen_of(peer)
         return str(Multiaddr(seen).values()[0]) if seen else str(peer)
+
+
+def _parsed(texts: Sequence[str]) -> list[Multiaddr]:
+    try:
+        return [Multiaddr(text) for text in texts]
+    except ValueError as e:
+        raise ProtocolError(f"asked to call back at what is no address: {e}") from None
 
 
 class _Budget:

@@ -13,7 +13,7 @@ from typing import Any
 from shoal.clock import get_clock
 from shoal.errors import IdentityTakenError, NoReservationError, P2PDaemonError
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import AddressBook, UnreachablePeers, host_of
+from shoal.p2p.addresses import AddressBook, Notes, UnreachablePeers, host_of
 from shoal.p2p.answering import Answering
 from shoal.p2p.behaviour import Behaviour
 from shoal.p2p.calling import Caller
@@ -26,9 +26,12 @@ from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
 from shoal.p2p.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
 from shoal.p2p.membership import Membership
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.of_a_daemon import warn_without_effect
-from shoal.p2p.own_addresses import MAX_ANNOUNCED, checked_announcement
-from shoal.p2p.presence import Presence, check_identity_is_free, greet_anew
+from shoal.p2p.of_a_daemon import NatOptions
+from shoal.p2p.own_addresses import checked_announcement
+from shoal.p2p.presence import Presence, check_identity_is_free
+from shoal.p2p.punching import Puncher
+from shoal.p2p.reach import Outlook
+from shoal.p2p.reachability import Reachability
 from shoal.p2p.relaying import Relay
 from shoal.p2p.reservations import Reservations
 from shoal.p2p.revocation import Members
@@ -36,13 +39,11 @@ from shoal.p2p.server import Server
 from shoal.p2p.service import Gate, Handler
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
-from shoal.tasks import cancel_and_wait
+from shoal.p2p.upgrading import Upgrades
 
 logger = logging.getLogger(__name__)
 
 AGENT = "shoal"
-# The number of peers whose round trips are remembered.
-MAX_ROUND_TRIPS = 4096
 INSTANCE_BYTES = 16
 
 
@@ -58,6 +59,7 @@ class P2P(Caller):
         limits: Limits,
         relay: bool | None,
         relay_limits: RelayLimits,
+        options: NatOptions,
     ) -> None:
         self.identity = transport.identity
         self.peer_id = transport.identity.peer_id
@@ -70,7 +72,6 @@ class P2P(Caller):
         """Tells this process from another one with the same identity."""
         self.find_addresses: Callable[[PeerID], Awaitable[None]] | None = None
         """Looks up a peer without a known address before it is dialled; set by the DHT node."""
-        self._announcement: list[Multiaddr] = []
         self.address_book = AddressBook(self._supports)
         """Where others can be dialled."""
         self.header_memory = HeaderMemory(limits)
@@ -78,25 +79,34 @@ class P2P(Caller):
         self.dialler = Dialler(transport, self.address_book, metrics)
         """Opens connections to others."""
         self.pool = ConnectionPool(self.dial, idle_timeout)
-        transport.on_addresses_changed = self._announce_anew
-        self._announcing: asyncio.Task[None] | None = None
+        """Those connections."""
         self.behaviour = Behaviour(metrics, asyncio.get_running_loop().time)
         """What this peer has seen others do."""
         self.membership = None
         self.members: Members | None = None
         """Keeps who is expelled from that run."""
         self.server = Server(self.peer_id, metrics, limits, self.greet, self._trains_with, self.behaviour)
+        """Answers on connections that others have opened."""
+        self.outlook = Outlook(self, options)
+        """Finds out whether others can call this peer."""
+        self.reaches: Notes[int] = Notes()
+        """How others are called, as they say: see :class:`~.reachability.Reach`."""
         self.relay = Relay(self, relay, relay_limits)
         """Joins connections of others, if this peer is a relay."""
         self.circuits = Circuits(self)
         """Dials through relays."""
-        self.dialler.dial_circuit = self.circuits.dial_one
+        self.dialler.dial_circuit = self.circuits.dial_one if options.use_relay else None
+        self.punching = Puncher(transport, metrics, self.server.accept, lambda: self.outlook.reach)
+        """Finds direct ways where others lead through relays."""
+        self.circuits.punching = self.punching
+        self.outlook.on_upheaval[self.punching.policy.clear] = None
+        self.upgrades = Upgrades(self)
         self.answering = Answering(self)
         """Answers those who dial this peer through relays."""
         self.reservations = Reservations(self, self.answering.answer)
         """The relays through which others reach this peer, while that is wanted."""
-        self.reservations.on_change = self._announce_anew
-        self._round_trips: dict[PeerID, float] = {}
+        self.reservations.trusted = [*options.trusted_relays]
+        self._round_trips: Notes[float] = Notes()
         self._unreachable = UnreachablePeers()
         self.clock = get_clock()  # the DHT time of this peer
         self.clock.add_own(self.peer_id)
@@ -143,8 +153,8 @@ class P2P(Caller):
             token: of a private run, see :mod:`shoal.p2p.tokens`: its text, or the path of a file with it; default: the
                 environment variable ``SHOAL_TOKEN``. Only peers with tokens of one run connect to each other. Without
                 a token, or with an empty one, the run is open to all.
-            of_a_daemon: parameters of transports that need a libp2p daemon, such as ``use_relay``. They are accepted so
-                that existing calls work; a warning names those that ask for something that will not happen.
+            of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.NatOptions`. Parameters
+                of a libp2p daemon are accepted, so that existing calls work; a warning names those without effect.
 
         Raises:
             BootstrapError: no initial peer could be reached; it says why for each address.
@@ -152,7 +162,7 @@ class P2P(Caller):
             P2PDaemonError: cannot listen, or the identity file or the token is unusable.
             ValueError, TypeError: an address is malformed, or there is no such parameter.
         """
-        warn_without_effect(of_a_daemon)
+        options = NatOptions.chosen(of_a_daemon)
         assert not (initial_peers and of_a_daemon.get("use_ipfs")), "initial_peers and use_ipfs exclude each other"
         targets = parse_peer_addresses(initial_peers or ())
         announced = [checked_announcement(address) for address in announce_maddrs or ()]
@@ -161,7 +171,9 @@ class P2P(Caller):
             have_enough_files()
             limits = limits.that_fit()
             transport = TcpTransport(await _identity(identity_path), metrics, limits)
-        p2p = cls(transport, rng or random.Random(), metrics, idle_timeout, limits, relay, relay_limits)
+        relay = False if options.relay_hop_limit == 0 else relay
+        rng = rng or random.Random()
+        p2p = cls(transport, rng, metrics, idle_timeout, limits, relay, relay_limits, options)
         p2p.client_mode = no_listen
         try:
             p2p.membership = await Membership.chosen(token, p2p.identity, p2p.clock, metrics)
@@ -171,7 +183,7 @@ class P2P(Caller):
             await p2p.relay.add_p2p_handlers(p2p)
             if not no_listen:
                 hosts = transport.listens_by_default() if host_maddrs is None else host_maddrs
-                await p2p._listen([Multiaddr(address) for address in hosts], announced)
+                await p2p.outlook.listen([Multiaddr(address) for address in hosts], announced)
             if targets:
                 await p2p._join(targets, startup_timeout)
             if identity_path is not None and check_if_identity_free:
@@ -204,7 +216,7 @@ class P2P(Caller):
         Args:
             identity_path: file with the identity.
             initial_peers: peers to ask, as for :meth:`create`; if there are none, the answer is no.
-            of_a_daemon: without effect, as in :meth:`create`.
+            of_a_daemon: as in :meth:`create`.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -218,19 +230,6 @@ class P2P(Caller):
             return True
         await p2p.shutdown()
         return False
-
-    async def _listen(self, hosts: Sequence[Multiaddr], announced: list[Multiaddr]) -> None:
-        usable = [address for address in hosts if self.transport.supports(address)]
-        for address in hosts:
-            if address not in usable:
-                logger.info("there is no transport for %s yet, other addresses are used to listen", address)
-        if not usable:
-            raise P2PDaemonError(
-                f"no usable address to listen on in {[str(a) for a in hosts]}: give /ip4/0.0.0.0/tcp/0"
-            )
-        for address in usable:
-            await self.transport.listen(address, self.server.accept)
-        self._announcement = announced
 
     async def _join(self, targets: list[Target], limit: float) -> None:
         """Return as soon as one of the peers is connected; the others are reached when they are needed."""
@@ -250,22 +249,15 @@ class P2P(Caller):
 
     # --- addresses ----------------------------------------------------------------------------------------------------
 
-    def _announce_anew(self) -> None:
-        if not self.is_alive:
-            return
-        if self._announcing is not None:
-            self._announcing.cancel()
-        peers = self.pool.renew()
-        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self, peers))
+    @property
+    def reachability(self) -> Reachability:
+        """What this peer is to others."""
+        return self.outlook.state
 
     @property
-    def _announced(self) -> list[Multiaddr]:
-        """The announced addresses; they change as this machine moves from one network to another."""
-        return self._with_circuits(self._announcement or self.transport.addresses())
-
-    def _with_circuits(self, addresses: list[Multiaddr]) -> list[Multiaddr]:
-        circuits = self.reservations.addresses()
-        return [*addresses[: MAX_ANNOUNCED - len(circuits)], *circuits][:MAX_ANNOUNCED]
+    def is_callable(self) -> bool:
+        """Whether others can call this peer, directly or through a relay."""
+        return self.outlook.state in (Reachability.PUBLIC, Reachability.RELAYED)
 
     def _supports(self, address: Multiaddr) -> bool:
         return self.transport.supports(address) or self.dialler.supports_circuit(address)
@@ -276,11 +268,11 @@ class P2P(Caller):
 
     def is_reachable(self, peer: PeerID) -> bool:
         """Whether an address of the peer is known."""
-        return bool(self._announced) if peer == self.peer_id else peer in self.address_book
+        return bool(self.outlook.announced()) if peer == self.peer_id else peer in self.address_book
 
     def get_addresses(self, peer: PeerID) -> list[Multiaddr]:
         """Where a peer can be dialled, as far as known, without ``/p2p``."""
-        return list(self._announced) if peer == self.peer_id else self.address_book.get(peer)
+        return self.outlook.announced() if peer == self.peer_id else self.address_book.get(peer)
 
     def host_of(self, peer: PeerID) -> PeerID | str:
         """What a peer has in common with others of its host, see :mod:`shoal.p2p.addresses`; from any thread."""
@@ -301,8 +293,7 @@ class P2P(Caller):
         Args:
             latest: look at this machine's networks again.
         """
-        addresses = self._with_circuits(self._announcement or self.transport.addresses(latest))
-        return [address.encapsulate(f"/p2p/{self.peer_id}") for address in addresses]
+        return [address.encapsulate(f"/p2p/{self.peer_id}") for address in self.outlook.announced(latest)]
 
     async def list_peers(self) -> list[PeerInfo]:
         """Peers with known addresses, and peers connected to this one, whose addresses may be unknown."""
@@ -338,11 +329,12 @@ class P2P(Caller):
 
     def greet(self, stream: Stream) -> Connection:
         """Speak on a stream, its own greeting first."""
+        self.outlook.note_stream(stream)
         return Connection(stream, self.metrics, self.hello, self.on_hello, self.header_memory)
 
     def hello(self) -> Hello:
         """What this peer tells first on each connection."""
-        told, clock = [str(address) for address in self._announced], self.clock
+        told, clock = [str(address) for address in self.outlook.announced()], self.clock
         serial = 0 if self.membership is None else self.membership.serial
         return Hello(
             told,
@@ -350,6 +342,7 @@ class P2P(Caller):
             clock.time(),
             clock.offset,
             revocations=serial,
+            reach=self.outlook.reach.value,
             instance=self.instance,
             relay=self.relay.serves,
         )
@@ -358,19 +351,16 @@ class P2P(Caller):
         """Learn from what another peer tells first."""
         if hello.addresses and connection.remote != self.peer_id:
             self.address_book.replace(connection.remote, hello.addresses)
+        self.reaches.note(connection.remote, hello.reach)
         self.reservations.note_greeting(connection.remote, hello.relay)
         if connection.round_trip is not None:
-            self._note_round_trip(connection.remote, connection.round_trip)
+            shortest = min(connection.round_trip, self._round_trips.get(connection.remote, math.inf))
+            self._round_trips.note(connection.remote, shortest)
             later = self.clock.hear(connection.remote, hello.time, hello.clock_offset, connection.round_trip)
             self.behaviour.note_time(connection.remote, later)
             self.metrics.clock_offset = self.clock.offset
         if self.members is not None:
             self.members.note_hello(connection, hello.revocations)
-
-    def _note_round_trip(self, peer: PeerID, seconds: float) -> None:
-        self._round_trips[peer] = min(seconds, self._round_trips.pop(peer, math.inf))
-        while len(self._round_trips) > MAX_ROUND_TRIPS:
-            del self._round_trips[next(iter(self._round_trips))]
 
     def round_trip_to(self, peer: PeerID) -> float:
         """The shortest measured round trip to a peer, in seconds; 0 if there is none."""
@@ -465,16 +455,17 @@ class P2P(Caller):
         """Leave the network: stop listening, cut connections, cancel handlers. Idempotent."""
         self.is_alive = False
         self.clock.remove_own(self.peer_id)
-        if self._announcing is not None:
-            await cancel_and_wait(self._announcing)
+        await self.outlook.close()
         if self.members is not None:
             await self.members.close()
         await self.reservations.close()
         await self.answering.close()
+        await self.upgrades.close()
         await self.relay.close()
         await self.transport.close()
         self.pool.close()
         await self.dialler.close()
+        await self.punching.close()
         await self.server.close()
 
 

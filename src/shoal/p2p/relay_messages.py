@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from shoal.p2p.reachability import Reach as Reach
 from shoal.p2p.transport import COOKIE_BYTES, Amount, Count, Header, PeerIDBytes
 
 MAX_AT_ONCE = 8
@@ -25,18 +26,6 @@ class Code(IntEnum):
     BUSY = 2
     REFUSED = 3
     NOT_A_RELAY = 4
-
-
-class Reach(IntEnum):
-    """How a peer can be reached, as it tells others."""
-
-    PUBLIC = 0
-    EASY = 1
-    """Its router gives each of its ports the same outside port, whoever is called."""
-    HARD = 2
-    """Its router does not."""
-    CLIENT = 3
-    """Nobody can call it."""
 
 
 CodeNumber = Annotated[int, Meta(ge=0, le=255)]

@@ -131,6 +131,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         own_name = transport.get_extra_info("sockname")
         if own_name:
             self.local_host = own_name[0].partition("%")[0]
+            self.local_address = address_of(own_name[0], own_name[1])
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._target is not None:

@@ -20,7 +20,7 @@ import asyncio
 import functools
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -60,6 +60,8 @@ class Stream(ABC):
     """What the other side has shown as its badge, if it has dialled; not checked yet."""
     badge: Badge | None = None
     """Its badge, once that was found good; ``None`` in an open run."""
+    local_address: Multiaddr | None = None
+    """This end's address and port as this machine sees them, as far as the transport knows."""
     received = 0
     """How many bytes have arrived: it shows a waiting reader whether more are coming."""
     via: PeerID | None = None
@@ -130,6 +132,10 @@ OnStream = Callable[[Stream], None]
 COOKIE_BYTES = 32
 COOKIE_SECONDS = 10.0
 """How long the listener waits for the session that a cookie announces."""
+
+
+ROUND_TRIP = 0.1
+"""Seconds, where nobody has measured it."""
 
 
 class Session(ABC):
@@ -210,6 +216,11 @@ class Transport(ABC):
             latest: look at the networks now; otherwise a recent look is good enough.
         """
 
+    def is_inside(self, address: Multiaddr) -> bool:
+        """Whether an address belongs to this machine or to one of its own networks. What is there says nothing about
+        what hosts elsewhere can reach."""
+        return True
+
     def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
         """The addresses of another peer that may work from here, in the order to try them."""
         return [address for address in addresses if self.supports(address)]
@@ -260,8 +271,15 @@ class Transport(ABC):
         """Let whoever dials on this session shake hands, as if it had connected to a listening port."""
 
     @abstractmethod
-    def punch(self, session: Session, candidates: Sequence[Multiaddr], seconds: float) -> AsyncIterator[Session]:
+    def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
         """Try to connect to candidates from the local port of a punchable session, and listen there meanwhile.
+
+        Args:
+            session: whoever it belongs to by now.
+            seconds: after which it ends.
+            round_trip: to the other side by way of the relay; pauses between attempts depend on it.
 
         Yields:
             Whatever connects: nobody has proven anything. It ends after ``seconds``, or when the caller closes it.
