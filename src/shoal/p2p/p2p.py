@@ -96,6 +96,11 @@ class P2P(Caller):
         self.circuits = Circuits(self)
         """Dials through relays."""
         self.dialler.dial_circuit = self.circuits.dial_one if options.use_relay else None
+        self.punching = Puncher(transport, metrics, self.server.accept, lambda: self.outlook.reach)
+        """Finds direct ways where others lead through relays."""
+        self.circuits.punching = self.punching
+        self.outlook.on_upheaval[self.punching.policy.clear] = None
+        self.upgrades = Upgrades(self)
         self.answering = Answering(self)
         """Answers those who dial this peer through relays."""
         self.reservations = Reservations(self, self.answering.answer)
@@ -468,12 +473,14 @@ class P2P(Caller):
             await self.members.close()
         await self.reservations.close()
         await self.answering.close()
+        await self.upgrades.close()
         await self.relay.close()
         await self.puncher.close()
         await self.upgrades.close()
         await self.transport.close()
         self.pool.close()
         await self.dialler.close()
+        await self.punching.close()
         await self.server.close()
 
 
