@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import secrets
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -134,6 +135,10 @@ COOKIE_SECONDS = 10.0
 """How long the listener waits for the session that a cookie announces."""
 
 
+ROUND_TRIP = 0.1
+"""Seconds, where nobody has measured it."""
+
+
 class Session(ABC):
     """A raw two-way byte pipe on which nobody has proven anything yet.
 
@@ -217,8 +222,12 @@ class Transport(ABC):
         what hosts elsewhere can reach."""
         return True
 
-    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
-        """The addresses of another peer that may work from here, in the order to try them."""
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
+        """The addresses of another peer that may work from here, in the order to try them.
+
+        Args:
+            have_others: there are other ways to that peer, so what hardly works is not even a last resort.
+        """
         return [address for address in addresses if self.supports(address)]
 
     @abstractmethod
@@ -231,6 +240,10 @@ class Transport(ABC):
         """
 
     # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def new_cookie(self) -> bytes:
+        """A cookie that nobody can guess."""
+        return secrets.token_bytes(COOKIE_BYTES)
 
     @abstractmethod
     def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
@@ -267,8 +280,15 @@ class Transport(ABC):
         """Let whoever dials on this session shake hands, as if it had connected to a listening port."""
 
     @abstractmethod
-    def punch(self, session: Session, candidates: Sequence[Multiaddr], seconds: float) -> AsyncIterator[Session]:
+    def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
         """Try to connect to candidates from the local port of a punchable session, and listen there meanwhile.
+
+        Args:
+            session: whoever it belongs to by now.
+            seconds: after which it ends.
+            round_trip: to the other side by way of the relay; pauses between attempts depend on it.
 
         Yields:
             Whatever connects: nobody has proven anything. It ends after ``seconds``, or when the caller closes it.
