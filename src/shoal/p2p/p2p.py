@@ -99,7 +99,7 @@ class P2P(Caller):
         self.punching = Puncher(transport, metrics, self.server.accept, lambda: self.outlook.reach)
         """Finds direct ways where others lead through relays."""
         self.circuits.punching = self.punching
-        self.outlook.on_upheaval[self.punching.policy.clear] = None
+        self.outlook.on_upheaval.update({self.punching.policy.clear: None, self.circuits.reversals.forget: None})
         self.upgrades = Upgrades(self)
         self.answering = Answering(self)
         """Answers those who dial this peer through relays."""
@@ -428,8 +428,8 @@ class P2P(Caller):
         return next(map(str, self._addresses_seen_of(peer)), "")
 
     def _addresses_seen_of(self, peer: PeerID) -> list[Multiaddr]:
-        """Those of direct connections: a relayed one comes from its relay."""
-        streams = [connection.stream for connection in self.connections_from(peer)]
+        """Those of direct connections, the latest first: a relayed one comes from its relay."""
+        streams = [connection.stream for connection in reversed(self.connections_from(peer))]
         found = [stream.remote_address for stream in streams if not stream.is_relayed]
         return [address for address in found if address is not None]
 
