@@ -8,6 +8,7 @@
     │   ├── BootstrapError      no bootstrap address could be used; one verdict for each address
     │   ├── DialError           one peer could not be connected, with the reason
     │   │   ├── IdentityMismatchError   the address answered, but as another peer
+    │   │   ├── RefusedDialError        its machine answers, but nothing listens there: the process is gone
     │   │   ├── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
     │   │   └── NotAMemberError         one of both sides is not a member of the other's run, or has not the role
     │   ├── IdentityTakenError  another process is online with the identity of this peer
@@ -56,6 +57,10 @@ class DialError(P2PDaemonError, ConnectionError):
 
 class IdentityMismatchError(DialError):
     """The address answered and proved to be another peer than the expected one."""
+
+
+class RefusedDialError(DialError):
+    """The machine answers that nothing listens at any known address of the peer: its process has ended."""
 
 
 class InterruptedDialError(DialError):

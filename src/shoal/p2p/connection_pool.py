@@ -11,7 +11,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.errors import DialError, IdentityMismatchError, NotAMemberError, P2PDaemonError, ShoalError
+from shoal.errors import (
+    DialError,
+    IdentityMismatchError,
+    NotAMemberError,
+    P2PDaemonError,
+    RefusedDialError,
+    ShoalError,
+)
 from shoal.p2p.addresses import AddressBook
 from shoal.p2p.connection import Connection
 from shoal.p2p.identity import PeerID
@@ -38,6 +45,7 @@ class Dialler:
 
         Raises:
             DialError: no address is known, or none answers as that peer.
+            RefusedDialError: nothing listens at any of them.
             P2PDaemonError: this peer is shut down.
         """
         addresses = self._transport.worth_dialling(self._addresses.get(peer))
@@ -77,7 +85,8 @@ class Dialler:
         refusal = next((error for error in errors if isinstance(error, NotAMemberError)), errors[0])
         if len(errors) == 1 or isinstance(refusal, NotAMemberError):
             raise refusal
-        kind = IdentityMismatchError if all(isinstance(e, IdentityMismatchError) for e in errors) else DialError
+        kinds = (IdentityMismatchError, RefusedDialError)
+        kind = next((each for each in kinds if all(isinstance(e, each) for e in errors)), DialError)
         raise kind(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
 
     def _start(self, peer: PeerID, address: Multiaddr) -> asyncio.Task[Stream]:
@@ -285,6 +294,12 @@ class ConnectionPool:
         for peer in self._peers.values():
             for connection in [each for each in peer.in_use if is_unwanted(each.stream)]:
                 connection.stream.abort()
+
+    def end_idle(self, peer_id: PeerID) -> None:
+        """Close the idle connections to a peer, because what broke another one may have broken these, too."""
+        if peer_id in self._peers:
+            for connection in list(self._peers[peer_id].idle):
+                self._end_idle(connection)
 
     def renew(self) -> list[PeerID]:
         """Close idle connections, so that the next call greets again; returns the peers that had connections."""

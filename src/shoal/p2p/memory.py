@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
+from shoal.errors import IdentityMismatchError, P2PDaemonError, RefusedDialError, StreamClosedError
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.membership import judge_listener
 from shoal.p2p.multiaddr import Multiaddr
@@ -206,12 +206,12 @@ class MemoryNetwork:
         """The transport of the peer that listens at an address.
 
         Raises:
-            DialError: nobody listens there.
+            RefusedDialError: nobody listens there.
             IdentityMismatchError: another peer than the expected one listens there.
         """
         found = self.listeners.get(address)
         if found is None:
-            raise DialError(f"{address}: connection refused: nothing listens there")
+            raise RefusedDialError(f"{address}: connection refused: nothing listens there")
         peer = found[0].identity.peer_id
         if peer != expected_peer:
             raise IdentityMismatchError(f"{address}: wrong identity: peer {peer} answers there, not {expected_peer}")

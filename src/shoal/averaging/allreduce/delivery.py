@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from shoal.averaging.allreduce.combining import NormClaim
-from shoal.averaging.allreduce.sending import Traffic
+from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.messages import PEER_FAILURES, BeginReduce, PartMessage, open_patiently
 from shoal.errors import ProtocolError
 from shoal.p2p import Call

@@ -1,7 +1,7 @@
 """Butterfly all-reduce: every member sends each part of its vector to the member that reduces it.
 
 All parts are in flight at once. A reducer averages a part as soon as all senders have delivered it, and sends the
-average back (:mod:`shoal.averaging.allreduce.sending`). Afterwards the members make sure that all of them have every
+average back (:mod:`shoal.averaging.allreduce.traffic`). Afterwards the members make sure that all of them have every
 average, and make up for members that have died (:mod:`shoal.averaging.allreduce.finish`).
 
 A sender ends its side of the calls when it holds the averages of all reducers. So when all senders of a reducer have
@@ -28,10 +28,11 @@ import torch
 from shoal.averaging.allreduce.combining import NormBook
 from shoal.averaging.allreduce.delivery import MAX_STRIPES, Delivery, Intake, stripes_for
 from shoal.averaging.allreduce.members import Member, Roster, Standing
+from shoal.averaging.allreduce.pace import Pace
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.allreduce.receipts import Notary
 from shoal.averaging.allreduce.reducer import PartReducer
-from shoal.averaging.allreduce.sending import Pace, Traffic
+from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.allreduce.verification import LIE, Verification
 from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
 from shoal.averaging.messages import (
