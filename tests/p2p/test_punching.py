@@ -23,7 +23,7 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.punch_policy import FIRST_PAUSE
-from shoal.p2p.punching import EXCHANGE_SECONDS, PUNCH_SECONDS, Puncher
+from shoal.p2p.punching import EXCHANGE_SECONDS, LATE_SECONDS, PUNCH_SECONDS, Puncher
 from shoal.p2p.relay_messages import Reach
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import COOKIE_BYTES, ROUND_TRIP, Session, Stream, Throttle, Transport
@@ -234,6 +234,20 @@ async def test_a_port_on_which_nothing_comes_about(trio: Trio) -> None:
     assert trio.dialler.metrics.punches_failed == {"no connection": 1}
     assert not trio.dialler.puncher.is_worth_it(trio.target.peer_id)
     await asyncio.sleep(FIRST_PAUSE)
+    assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+
+
+@simulated
+async def test_nobody_waits_for_a_second_punch_while_a_first_one_brings_nothing(trio: Trio) -> None:
+    transport_of(trio.dialler).is_walled = True
+    [future], _ = await trio.punch()
+    await asyncio.sleep(LATE_SECONDS / 2)
+    assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)  # so dials at the same time all punch
+    await asyncio.sleep(LATE_SECONDS)
+    assert not trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+    assert trio.dialler.puncher.is_worth_it(trio.relay.identity.peer_id)
+    future.cancel()
+    await asyncio.wait([future])
     assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)
 
 
