@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,7 @@ from shoal.p2p.identity import PeerID, relay_of
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.relay_messages import MAX_AT_ONCE, MAX_PLACES, Code, Connect, Connected, Reach
 from shoal.p2p.relaying import Relay
-from shoal.p2p.transport import COOKIE_BYTES, Stream
+from shoal.p2p.transport import Stream
 
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P
@@ -211,7 +210,7 @@ class Circuits:
         self, place: Multiaddr, relay: PeerID, target: PeerID, count: int, callable_at: Sequence[Multiaddr]
     ) -> list[Stream]:
         """Streams that the other peer opens to this one; none if that takes too long."""
-        cookies = [secrets.token_bytes(COOKIE_BYTES) for _ in range(count)]
+        cookies = [self._p2p.transport.new_cookie() for _ in range(count)]
         expected = [self._p2p.transport.expect_session(cookie) for cookie in cookies]
         try:
             request = Connect(

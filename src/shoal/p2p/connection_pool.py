@@ -69,7 +69,8 @@ class Dialler:
 
     def direct_addresses(self, peer: PeerID) -> list[Multiaddr]:
         """Where a peer itself may be, in the order to try."""
-        return self._transport.worth_dialling([each for each in self._addresses.get(peer) if not is_circuit(each)])
+        direct = [each for each in self._addresses.get(peer) if not is_circuit(each)]
+        return self._transport.worth_dialling(direct, have_others=bool(self.circuits(peer)))
 
     def circuits(self, peer: PeerID) -> list[Multiaddr]:
         """Its addresses at relays that this peer can dial."""

@@ -106,6 +106,19 @@ class P2P(Caller):
         self.reservations = Reservations(self, self.answering.answer)
         """The relays through which others reach this peer, while that is wanted."""
         self.reservations.trusted = [*options.trusted_relays]
+        self.puncher = Puncher(
+            transport,
+            metrics,
+            self.server.accept,
+            lambda ip: transport.is_inside(Multiaddr(f"/ip{6 if ':' in ip else 4}/{ip}")),
+            lambda: self.outlook.reach,
+        )
+        """Finds direct connections on the way through a relay."""
+        self.circuits.punching = self.puncher
+        self.upgrades = Upgrades(self)
+        """Looks for direct connections while there are only relayed ones."""
+        self.outlook.on_upheaval[self.circuits.reversals.forget] = None
+        self.outlook.on_upheaval[self.puncher.policy.clear] = None
         self._round_trips: Notes[float] = Notes()
         self._unreachable = UnreachablePeers()
         self.clock = get_clock()  # the DHT time of this peer
@@ -462,6 +475,8 @@ class P2P(Caller):
         await self.answering.close()
         await self.upgrades.close()
         await self.relay.close()
+        await self.puncher.close()
+        await self.upgrades.close()
         await self.transport.close()
         self.pool.close()
         await self.dialler.close()

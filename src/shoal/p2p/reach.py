@@ -115,6 +115,10 @@ class Outlook:
         self.evidence.own = self._p2p.transport.addresses(latest)
         return self.evidence.announced(self._now(), self._circuits(), MAX_ANNOUNCED)
 
+    def confirmed(self) -> list[Multiaddr]:
+        """The addresses at which others are known to reach this peer from outside."""
+        return self.evidence.confirmed(self._now())
+
     def _circuits(self) -> list[Multiaddr]:
         return self._p2p.reservations.addresses()
 
@@ -391,6 +395,9 @@ class Outlook:
         for witness, answer in zip(witnesses, answers, strict=True):
             if answer is not None:
                 self._note_answer(witness, answer)
+        if all(answer is None for answer in answers) and self.state is Reachability.UNKNOWN:
+            # They may have been busy with others. Not all of whom ask again at the same moment.
+            self._check_due = self._now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
         self.update()
 
     def _witnesses(self) -> list[PeerID]:

@@ -156,12 +156,12 @@ class TcpTransport(Transport):
         host = address.get("ip4") or address.get("ip6")
         return host is not None and self._machine.is_inside(host)
 
-    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         usable = super().worth_dialling(addresses)
-        if len(usable) < 2:
+        if len(usable) < 2 and not have_others:
             return usable
         self._look()
-        return self._machine.in_order_to_dial(usable)
+        return self._machine.in_order_to_dial(usable, have_others=have_others)
 
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
         host, port, family = self._host_and_port(address)
