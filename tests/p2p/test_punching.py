@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -312,6 +313,7 @@ async def test_closing_ends_what_goes_on(trio: Trio) -> None:
     assert future.cancelled()
     going_on.cancel()
     await asyncio.wait([going_on])
+    assert await trio.punch() == ([], ANY)
 
 
 # --- somebody is not --------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ class Puncher:
         """Knows which peers are worth it."""
         self._punching: set[asyncio.Task[Stream]] = set()
         self._unsuccessful: dict[_Plan, PeerID] = {}  # so far, as a dialler
+        self._is_closed = False
 
     def is_worth_it(self, peer: PeerID) -> bool:
         """Whether to ask for a punch when this peer is dialled."""
@@ -95,6 +96,7 @@ class Puncher:
 
     async def close(self) -> None:
         """Give up all punches of this side as a dialler; what has come about and was not taken yet ends."""
+        self._is_closed = True
         await _drop(*self._punching)
 
     def _are_both_hard(self, reach: Reach) -> bool:
@@ -126,7 +128,7 @@ class Puncher:
         elif plan is not None and not any(plan.targets):
             self._metrics.punches_failed["no candidates"] += 1
             self.policy.note_failure(peer, hosts)
-        if plan is None or not any(plan.targets):
+        if plan is None or not any(plan.targets) or self._is_closed:
             return []
         return [self._begin(peer, circuit, number, plan) for number, circuit in enumerate(circuits)]
 
