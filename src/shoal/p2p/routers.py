@@ -243,8 +243,10 @@ _WINDOWS_AF_INET, _WINDOWS_AF_INET6 = 2, 23
 def gateway_of_windows(family: socket.AddressFamily, get_best_route: Callable[..., int] | None = None) -> str | None:
     """The router according to ``GetBestRoute2`` of Windows."""
     if get_best_route is None:
-        windows_libraries: Any = ctypes
-        get_best_route = windows_libraries.WinDLL("iphlpapi").GetBestRoute2
+        load: Any = getattr(ctypes, "WinDLL", None)
+        if load is None:
+            return None  # only Python for Windows can ask it
+        get_best_route = load("iphlpapi").GetBestRoute2
     if family == socket.AF_INET:
         target = struct.pack("=HH4s", _WINDOWS_AF_INET, 0, socket.inet_aton("8.8.8.8"))
     else:
