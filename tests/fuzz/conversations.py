@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +22,7 @@ from shoal.p2p import P2P, Call, Header, Identity, Multiaddr
 from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.handshake import ALPN, PROOF_BYTES, proof_message, prove_to_listener, verify_dialler, with_badge
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
+from shoal.p2p.membership import judge_listener
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.tcp_stream import TcpStream
 from shoal.p2p.transport import decode_header
@@ -33,6 +35,7 @@ LISTENER = Identity.generate()
 CERTIFICATE = x509.load_pem_x509_certificate(LISTENER.certificate_pem()[0]).public_bytes(Encoding.DER)
 ADDRESS = Multiaddr("/ip4/127.0.0.1/tcp/1")
 MESSAGES = messages([])
+JUDGE = functools.partial(judge_listener, None, LISTENER.peer_id)
 SOMEBODY = Identity.generate().peer_id
 
 
@@ -93,7 +96,7 @@ async def _listener_to_dialler(hostile: tuple[str | None, bytes, bytes]) -> str:
         selected_alpn_protocol=lambda: protocol, getpeercert=lambda binary_form: certificate
     )
     try:
-        await prove_to_listener(stream, IDENTITY, ADDRESS, LISTENER.peer_id)
+        await prove_to_listener(stream, IDENTITY, ADDRESS, LISTENER.peer_id, JUDGE)
     except (DialError, StreamClosedError) as e:
         assert not stream.written, "nothing is told to a listener that is refused"
         return type(e).__name__

@@ -17,6 +17,7 @@ import pytest
 from shoal.errors import ShoalError
 from shoal.p2p import P2P, Identity, Multiaddr, tcp_stream
 from shoal.p2p.server import Server
+from shoal.p2p.strangers import Strangers
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream
 from tests.p2p.peers import KINDS, Empty, Number, Peers, assert_clean, end_of, serving, stub, until
@@ -137,7 +138,7 @@ async def test_dial(way: str) -> None:
                 stream.abort()
         assert places >= {"_resolve", "connect", "prove_to_listener", "TcpStream.read_exactly_into"}
         await until(lambda: all(stream.closed for stream in accepted))
-        await until(lambda: len(listening.shaking_hands) == len(listening.silent) == 0)
+        await until(lambda: len(listening.strangers.shaking_hands) == len(listening.strangers.silent) == 0)
         await until(lambda: tcp_stream.owners == own_sockets)
     finally:
         await listening.close()
@@ -146,14 +147,14 @@ async def test_dial(way: str) -> None:
 
 async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the room for handshakes is full, or the peer is shut down."""
-    original = TcpTransport.shake_hands
+    original = Strangers.shake_hands
     attempts: list[CancelAt] = []
 
-    async def shake_hands(self: TcpTransport, *args: Any) -> None:
+    async def shake_hands(self: Strangers, *args: Any) -> None:
         attempts.append(CancelAt(original(self, *args), len(attempts), way))
         await attempts[-1]
 
-    monkeypatch.setattr(TcpTransport, "shake_hands", shake_hands)
+    monkeypatch.setattr(Strangers, "shake_hands", shake_hands)
     identity = Identity.generate()
     listening = TcpTransport(identity)
     accepted: list[Stream] = []
@@ -165,7 +166,7 @@ async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPat
                 dialled.append(await TcpTransport(Identity.generate()).dial(address, identity.peer_id))
             except ShoalError:
                 assert attempts[-1].reached
-            await until(lambda: len(listening.shaking_hands) == 0)
+            await until(lambda: len(listening.strangers.shaking_hands) == 0)
         places = {place for attempt in attempts for place in attempt.place}
         assert places >= {"verify_dialler", "TcpStream.read_exactly_into"}
         assert len(attempts) > 2

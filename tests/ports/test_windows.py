@@ -175,12 +175,12 @@ async def test_silent_strangers_cost_no_tls() -> None:
     """The standard library takes 256 KiB for each of them."""
     async with Listening() as listening:
         _, writer = await asyncio.open_connection("127.0.0.1", listening.port)
-        await until(lambda: len(listening.transport.silent) == 1)
-        assert len(listening.transport.shaking_hands) == 0
+        await until(lambda: len(listening.transport.strangers.silent) == 1)
+        assert len(listening.transport.strangers.shaking_hands) == 0
         writer.write(b"\x16")
-        await until(lambda: len(listening.transport.shaking_hands) == 1)
+        await until(lambda: len(listening.transport.strangers.shaking_hands) == 1)
         writer.transport.abort()
-        await until(lambda: len(listening.transport.shaking_hands) == 0)
+        await until(lambda: len(listening.transport.strangers.shaking_hands) == 0)
 
 
 @on_proactor
@@ -251,8 +251,8 @@ async def test_a_host_of_which_one_address_is_dead(monkeypatch: pytest.MonkeyPat
             def __getattr__(self, name: str) -> Any:
                 return getattr(loop, name)
 
-        monkeypatch.setattr("shoal.p2p.tcp.asyncio.get_running_loop", Loop)
-        monkeypatch.setattr("shoal.p2p.tcp.CONNECT_STAGGER", 0.01)
+        monkeypatch.setattr("shoal.p2p.tcp_connect.asyncio.get_running_loop", Loop)
+        monkeypatch.setattr("shoal.p2p.tcp_connect.CONNECT_STAGGER", 0.01)
         address = Multiaddr(f"/dns4/two.example/tcp/{listening.port}")
         stream = await TcpTransport(Identity.generate()).dial(address, listening.peer_id)
         assert dead.is_set()

@@ -9,26 +9,47 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from shoal.errors import DialError, IdentityMismatchError, NotAMemberError, P2PDaemonError, ShoalError
+from shoal.errors import (
+    BusyError,
+    DialError,
+    IdentityMismatchError,
+    NoRelayError,
+    NoReservationError,
+    NotAMemberError,
+    P2PDaemonError,
+    ShoalError,
+)
+from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook
 from shoal.p2p.connection import Connection
-from shoal.p2p.identity import PeerID
+from shoal.p2p.identity import PeerID, is_circuit, relay_of
 from shoal.p2p.limits import MAX_DIALLED_PER_PEER
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Stream, Transport
 
 # Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
 DIAL_STAGGER = 0.25
+# The same for the next relay of a peer, because each needs a few round trips.
+CIRCUIT_STAGGER = 1.5
+CIRCUIT_SECONDS = 10.0
+"""How long the way through one relay may take."""
+
+DIRECT_ONLY: ContextVar[bool] = ContextVar("DIRECT_ONLY", default=False)
+"""A relay itself is being dialled, so that no other relay may come into it."""
 
 
 class Dialler:
     """Dials peers at their known addresses; :meth:`close` gives up all dials at once."""
 
-    def __init__(self, transport: Transport, addresses: AddressBook) -> None:
+    def __init__(self, transport: Transport, addresses: AddressBook, metrics: Metrics) -> None:
         self._transport = transport
         self._addresses = addresses
+        self._metrics = metrics
+        self.dial_circuit: Callable[[Multiaddr, PeerID], Awaitable[Stream]] | None = None
+        """Dials through a relay; ``None``: relays are not used."""
         self.tasks: dict[asyncio.Task[Stream], None] = {}
         """Dials in progress."""
         self._closed = False
@@ -40,10 +61,25 @@ class Dialler:
             DialError: no address is known, or none answers as that peer.
             P2PDaemonError: this peer is shut down.
         """
-        addresses = self._transport.worth_dialling(self._addresses.get(peer))
+        addresses = [*self.direct_addresses(peer), *self.circuits(peer)]
         if not addresses:
             raise DialError(f"no address of peer {peer} is known: it may be in client mode, or it has left")
         return await self._dial_first(peer, addresses)
+
+    def direct_addresses(self, peer: PeerID) -> list[Multiaddr]:
+        """Where a peer itself may be, in the order to try."""
+        return self._transport.worth_dialling([each for each in self._addresses.get(peer) if not is_circuit(each)])
+
+    def circuits(self, peer: PeerID) -> list[Multiaddr]:
+        """Its addresses at relays that this peer can dial."""
+        if self.dial_circuit is None or DIRECT_ONLY.get():
+            return []
+        return [each for each in self._addresses.get(peer) if self.supports_circuit(each)]
+
+    def supports_circuit(self, address: Multiaddr) -> bool:
+        """Whether an address leads through a relay that this peer can dial."""
+        relay = relay_of(address)
+        return relay is not None and self._transport.supports(relay[0])
 
     async def dial_address(self, peer: PeerID, address: Multiaddr) -> Stream:
         """Dial one address of a peer; raises what :meth:`dial` raises."""
@@ -58,16 +94,18 @@ class Dialler:
                 if waiting:
                     address = waiting.pop(0)
                     dials[self._start(peer, address)] = address
-                await asyncio.wait(
-                    dials, timeout=DIAL_STAGGER if waiting else None, return_when=asyncio.FIRST_COMPLETED
-                )
+                stagger = CIRCUIT_STAGGER if is_circuit(address) else DIAL_STAGGER
+                await asyncio.wait(dials, timeout=stagger if waiting else None, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in dials if task.done()]:
                     address = dials.pop(task)
                     error = asyncio.CancelledError() if task.cancelled() else task.exception()
                     if error is None:
                         self._addresses.prefer(peer, address)
+                        self._metrics.dials_direct += not is_circuit(address)
                         return task.result()
                     errors.append(error)
+                    if isinstance(error, NoReservationError):
+                        self._addresses.forget(peer, address)
         finally:
             for task in dials:
                 task.add_done_callback(_abort_late)
@@ -75,15 +113,22 @@ class Dialler:
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
         refusal = next((error for error in errors if isinstance(error, NotAMemberError)), errors[0])
+        if all(isinstance(error, NoRelayError) for error in errors):
+            raise NoRelayError(
+                f"only relayed addresses of peer {peer} are known, and no relay answers: "
+                f"{'; '.join(map(str, errors))}. Wait, because it will choose others; or restart that peer"
+            )
         if len(errors) == 1 or isinstance(refusal, NotAMemberError):
             raise refusal
-        kind = IdentityMismatchError if all(isinstance(e, IdentityMismatchError) for e in errors) else DialError
-        raise kind(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
+        raise _kind_of(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
 
     def _start(self, peer: PeerID, address: Multiaddr) -> asyncio.Task[Stream]:
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
-        task = asyncio.get_running_loop().create_task(self._transport.dial(address, peer))
+        if is_circuit(address) and self.dial_circuit is not None:
+            task = asyncio.ensure_future(self.dial_circuit(address, peer))
+        else:
+            task = asyncio.ensure_future(self._transport.dial(address, peer))
         self.tasks[task] = None
         task.add_done_callback(self.tasks.pop)
         return task
@@ -95,6 +140,14 @@ class Dialler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _kind_of(errors: Sequence[BaseException]) -> type[ShoalError]:
+    """The class that stands for all these errors."""
+    for kind in (IdentityMismatchError, NoReservationError, BusyError):
+        if all(isinstance(error, kind) for error in errors):
+            return kind
+    return DialError
 
 
 def _abort_late(task: asyncio.Task[Stream]) -> None:
@@ -170,6 +223,11 @@ class ConnectionPool:
     @property
     def in_use_count(self) -> int:
         return sum(len(peer.in_use) for peer in self._peers.values())
+
+    def count_of(self, peer_id: PeerID) -> int:
+        """Connections to a peer that are idle, or soon will be."""
+        peer = self._peers.get(peer_id)
+        return 0 if peer is None else len(peer.idle) + peer.dialling
 
     @property
     def dialling_count(self) -> int:
@@ -285,6 +343,10 @@ class ConnectionPool:
         for peer in self._peers.values():
             for connection in [each for each in peer.in_use if is_unwanted(each.stream)]:
                 connection.stream.abort()
+
+    def drop_via(self, relay: PeerID) -> None:
+        """End the connections through a relay that is no more."""
+        self.cut(lambda stream: stream.via == relay)
 
     def renew(self) -> list[PeerID]:
         """Close idle connections, so that the next call greets again; returns the peers that had connections."""

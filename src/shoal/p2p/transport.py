@@ -60,10 +60,17 @@ class Stream(ABC):
     """What the other side has shown as its badge, if it has dialled; not checked yet."""
     badge: Badge | None = None
     """Its badge, once that was found good; ``None`` in an open run."""
+    local_address: Multiaddr | None = None
+    """This end's address and port as this machine sees them, as far as the transport knows."""
     received = 0
     """How many bytes have arrived: it shows a waiting reader whether more are coming."""
-    is_relayed = False
-    """Its bytes pass through a relay, which sees no more of them than their number."""
+    via: PeerID | None = None
+    """The relay that its bytes pass through, which sees no more of them than their number; ``None``: there is none."""
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether its bytes pass through a relay."""
+        return self.via is not None
 
     @property
     def is_awaited(self) -> bool:
@@ -204,6 +211,11 @@ class Transport(ABC):
         Args:
             latest: look at the networks now; otherwise a recent look is good enough.
         """
+
+    def is_inside(self, address: Multiaddr) -> bool:
+        """Whether an address belongs to this machine or to one of its own networks. What is there says nothing about
+        what hosts elsewhere can reach."""
+        return True
 
     def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
         """The addresses of another peer that may work from here, in the order to try them."""

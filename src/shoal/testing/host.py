@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.errors import SimulationError
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.memory import MemoryTransport, Piece, PipeEnd
+from shoal.p2p.memory import MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.pipes import Piece, PipeEnd
 from shoal.p2p.transport import OnStream
 from shoal.testing.loop import Machine, VirtualTimeLoop
 
@@ -298,9 +299,6 @@ class HostTransport(MemoryTransport):
         for address in self._listening:
             self._network.listeners.pop(address, None)
         self._listening.clear()
-
-    async def close(self) -> None:
-        self.stop_listening()
 
 
 # Seconds of retransmission without an acknowledgement after which a host gives up a connection, as Linux does.
