@@ -63,6 +63,11 @@ class Metrics:
     """Connections to peers that cannot be called, opened by them at the request of this one."""
     dials_punched: int = 0
     """Connections through the routers of both sides, which a relay only brought about."""
+    punches_failed: Counter[str] = field(default_factory=Counter)
+    """Attempts of this peer at such connections from which none resulted, by reason: ``no connection``,
+    ``no candidates``, ``no exchange`` or ``not that peer``."""
+    seconds_to_direct: float = 0.0
+    """From the beginning of the dials to those connections that resulted, in total."""
     dials_relayed: int = 0
     """Connections that this peer opened through a relay."""
     bytes_relayed: int = 0

@@ -2,7 +2,8 @@
 
 A call that finds no idle connection dials a new one, so a bulk transfer never blocks a small call. Many calls to one
 peer share a few dials: the call that has waited longest takes the first connection that becomes free. A dial tries
-all known addresses of the peer, each a little later than the one before.
+all known addresses of the peer, each a little later than the one before. Direct connections are preferred to those
+through relays, which end when there are direct ones.
 """
 
 from __future__ import annotations
@@ -185,6 +186,10 @@ class _Peer:
         return self.dialling < MAX_PARALLEL_DIALS and connections < MAX_DIALLED_PER_PEER
 
     @property
+    def has_direct(self) -> bool:
+        return any(not each.stream.is_relayed for each in (*self.idle, *self.in_use))
+
+    @property
     def is_forgettable(self) -> bool:
         return not (self.idle or self.in_use or self.dialling or self.waiting)
 
@@ -211,6 +216,8 @@ class ConnectionPool:
         self._idle_since: dict[Connection, float] = {}  # idle for longest first
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
+        self.on_relayed: Callable[[PeerID], object] = lambda peer: None
+        """Called with a peer to which there is a new connection through a relay."""
 
     def __contains__(self, peer: object) -> bool:
         """Whether there are connections to this peer, or soon will be."""
@@ -228,6 +235,11 @@ class ConnectionPool:
         """Connections to a peer that are idle, or soon will be."""
         peer = self._peers.get(peer_id)
         return 0 if peer is None else len(peer.idle) + peer.dialling
+
+    def only_relayed(self, peer_id: PeerID) -> int:
+        """How many connections to a peer there are, if all of them lead through relays; otherwise 0."""
+        peer = self._peers.get(peer_id)
+        return 0 if peer is None or peer.has_direct else len(peer.idle) + len(peer.in_use)
 
     @property
     def dialling_count(self) -> int:
@@ -261,7 +273,10 @@ class ConnectionPool:
             self.release(connection, reusable=False)
 
     def release(self, connection: Connection, *, reusable: bool) -> None:
-        """Give a connection back. If it is not reusable it is cut, which cancels the handler on the other side."""
+        """Give a connection back. If it is not reusable it is cut, which cancels the handler on the other side.
+
+        A relayed one is not kept as well, if there are direct ones to that peer.
+        """
         peer = self._peers[connection.remote]
         is_old = connection.opened_at < asyncio.get_running_loop().time() - MAX_AGE_SECONDS
         if not reusable or connection.closed or self._closed or is_old:
@@ -274,6 +289,9 @@ class ConnectionPool:
             turn.set_result(connection)
             return
         del peer.in_use[connection]
+        if connection.stream.is_relayed and peer.has_direct:
+            connection.abort()
+            return
         self._keep(peer, connection)
 
     async def prepare(self, peer_id: PeerID, count: int) -> None:
@@ -287,13 +305,26 @@ class ConnectionPool:
         try:
             while len(peer.idle) + peer.dialling < min(count, MAX_IDLE_PER_PEER) and peer.may_dial:
                 peer.dialling += 1
-                self.release(await self._dial_new(peer), reusable=True)
+                connection = await self._dial_new(peer)
+                if connection.closed or not connection.stream.is_relayed:
+                    self.release(connection, reusable=True)
+                else:  # it would not be kept beside direct ones
+                    del peer.in_use[connection]
+                    self._keep(peer, connection)
         finally:
             self._forget_if_possible(peer)
 
     def add(self, connection: Connection) -> None:
         """Take over a connection that was made elsewhere and is idle."""
-        self._keep(self._peers.setdefault(connection.remote, _Peer(connection.remote)), connection)
+        peer = self._peers.setdefault(connection.remote, _Peer(connection.remote))
+        turn = None if self._closed else peer.next_in_line()
+        if turn is not None:
+            peer.in_use[connection] = None
+            turn.set_result(connection)
+        else:
+            self._keep(peer, connection)
+        if connection.stream.is_relayed:
+            self.on_relayed(connection.remote)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -302,6 +333,8 @@ class ConnectionPool:
     # --- idle connections ---------------------------------------------------------------------------------------------
 
     def _keep(self, peer: _Peer, connection: Connection) -> None:
+        if len(peer.idle) >= MAX_IDLE_PER_PEER and not connection.stream.is_relayed:
+            self._end_idle(next((each for each in peer.idle if each.stream.is_relayed), connection))
         if self._closed or len(peer.idle) >= MAX_IDLE_PER_PEER:
             connection.abort()
             self._forget_if_possible(peer)
@@ -316,7 +349,9 @@ class ConnectionPool:
     def _take_idle(self, peer: _Peer) -> Connection | None:
         if not peer.idle:
             return None
-        connection = peer.idle.pop()
+        direct = [each for each in peer.idle if not each.stream.is_relayed]
+        connection = (direct or peer.idle)[-1]
+        peer.idle.remove(connection)
         del self._idle_since[connection]
         connection.stream.on_closed(None)
         peer.in_use[connection] = None
@@ -385,6 +420,8 @@ class ConnectionPool:
             raise
         peer.dialling -= 1
         peer.in_use[connection] = None
+        if connection.stream.is_relayed:
+            self.on_relayed(connection.remote)
         self._let_next_dial(peer)
         if self._closed:
             self.release(connection, reusable=False)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import cast
 
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError
@@ -24,7 +25,7 @@ from shoal.p2p.memory_sessions import (
 )
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pipes import Piece, PipeEnd
-from shoal.p2p.transport import OnStream, Session, Stream, Throttle, Transport
+from shoal.p2p.transport import ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
 from shoal.tasks import cancel_and_wait
 
 Delay = Callable[[PeerID, PeerID, int], float]
@@ -140,7 +141,7 @@ class MemoryNetwork:
 
     async def punch(
         self, source: MemoryTransport, session: MemorySession, candidates: Sequence[Multiaddr], seconds: float
-    ) -> AsyncIterator[MemorySession]:
+    ) -> AsyncGenerator[MemorySession, None]:
         """Connect the port of a session to those candidates that punch too: here is nothing between any two peers."""
         address = cast("Multiaddr", session.local_address)
         port = PunchPort(source.identity.peer_id, address, candidates)
@@ -149,8 +150,9 @@ class MemoryNetwork:
             for other in list(self._punching.values()):
                 if port.address in other.candidates or other.address in port.candidates:
                     self._meet(port, other)
-            async for found in port.sessions(seconds):
-                yield found
+            async with aclosing(port.sessions(seconds)) as sessions:
+                async for found in sessions:
+                    yield found
         finally:
             if self._punching.get(address) is port:
                 del self._punching[address]
@@ -232,11 +234,14 @@ class MemoryTransport(Transport):
         if await meet_dialler(end, self.identity, self.membership):
             on_stream(end)
 
-    async def punch(self, session: Session, candidates: Sequence[Multiaddr], seconds: float) -> AsyncIterator[Session]:
+    async def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
         assert isinstance(session, MemorySession)
         assert session.is_punchable, "open it with punchable=True"
-        async for found in self._network.punch(self, session, candidates, seconds):
-            yield found
+        async with aclosing(self._network.punch(self, session, candidates, seconds)) as sessions:
+            async for found in sessions:
+                yield found
 
     async def close(self) -> None:
         for address in self._listening:

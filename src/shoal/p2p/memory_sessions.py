@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
 from shoal.p2p.badges import MAX_BADGE_BYTES
@@ -229,7 +229,7 @@ class PunchPort:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def sessions(self, seconds: float) -> AsyncIterator[MemorySession]:
+    async def sessions(self, seconds: float) -> AsyncGenerator[MemorySession, None]:
         """The connections, as they come about in this time."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds

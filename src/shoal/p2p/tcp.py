@@ -8,7 +8,8 @@ import functools
 import logging
 import socket
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
 from typing import cast
 
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
@@ -30,8 +31,9 @@ from shoal.p2p.sessions import SESSION_BYTE, Splice, TcpSession
 from shoal.p2p.strangers import BACKSTOP_SECONDS, Strangers
 from shoal.p2p.tcp_connect import bind_to_shared_port, connect, family_of
 from shoal.p2p.tcp_listener import Listener, bind, host_of
+from shoal.p2p.tcp_punch import punched
 from shoal.p2p.tcp_stream import TcpStream, address_of, close_socket, disown_socket
-from shoal.p2p.transport import OnStream, Session, Stream, Throttle, Transport
+from shoal.p2p.transport import ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -257,8 +259,21 @@ class TcpTransport(Transport):
         host = host_of(str(own.remote_address.values()[0]))
         self.strangers.arrive(own.detach(), host, on_stream, may_be_session=False)
 
-    def punch(self, session: Session, candidates: Sequence[Multiaddr], seconds: float) -> AsyncIterator[Session]:
-        raise NotImplementedError
+    async def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
+        own = _of_tcp(session)
+        if not own.is_punchable:
+            raise ValueError(f"the port of {own.local_address} cannot be shared: open the session with punchable=True")
+        places = [(host, port) for host, port, _ in map(self._host_and_port, candidates)]
+        _, port, _ = self._host_and_port(own.local_address)
+        async with aclosing(punched(port, places, seconds, round_trip)) as connections:
+            async for connected in connections:
+                try:
+                    found = self.adopt(connected)
+                except OSError:  # it is over already
+                    continue
+                yield found
 
     async def close(self) -> None:
         if self._next_look is not None:

@@ -20,7 +20,7 @@ import asyncio
 import functools
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -132,6 +132,10 @@ OnStream = Callable[[Stream], None]
 COOKIE_BYTES = 32
 COOKIE_SECONDS = 10.0
 """How long the listener waits for the session that a cookie announces."""
+
+
+ROUND_TRIP = 0.1
+"""Seconds, where nobody has measured it."""
 
 
 class Session(ABC):
@@ -267,8 +271,15 @@ class Transport(ABC):
         """Let whoever dials on this session shake hands, as if it had connected to a listening port."""
 
     @abstractmethod
-    def punch(self, session: Session, candidates: Sequence[Multiaddr], seconds: float) -> AsyncIterator[Session]:
+    def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
         """Try to connect to candidates from the local port of a punchable session, and listen there meanwhile.
+
+        Args:
+            session: whoever it belongs to by now.
+            seconds: after which it ends.
+            round_trip: to the other side by way of the relay; pauses between attempts depend on it.
 
         Yields:
             Whatever connects: nobody has proven anything. It ends after ``seconds``, or when the caller closes it.
