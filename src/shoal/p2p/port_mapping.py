@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.p2p.multiaddr import Multiaddr
@@ -59,7 +59,7 @@ class PortMapping:
     Args:
         port: the TCP port where the peer listens.
         on_address: called with all outer addresses whenever one has come or gone.
-        hosts: the addresses of this machine where it listens; default: all.
+        listens_at: whether it listens at an address of this machine; default: at all of them.
         secret: see :class:`~shoal.p2p.pcp.Pcp`.
         find: finds the routers; it may block.
         make_mappers: the ways to ask a router, in the order to try them; it may block.
@@ -70,13 +70,13 @@ class PortMapping:
         port: int,
         on_address: Callable[[list[Multiaddr]], object],
         *,
-        hosts: Collection[str] | None = None,
+        listens_at: Callable[[str], bool] = lambda ip: True,
         secret: bytes | None = None,
         pace: Pace = PACE,
         find: Callable[[], Sequence[Gateway]] = find_gateways,
         make_mappers: MakeMappers | None = None,
     ) -> None:
-        self._port, self._on_address, self._hosts, self._secret = port, on_address, hosts, secret
+        self._port, self._on_address, self._listens_at, self._secret = port, on_address, listens_at, secret
         self._pace, self._find = pace, find
         self._make_mappers = make_mappers or self._usual_mappers
         self._keepers = [_Keeper(self, is_ipv6) for is_ipv6 in (False, True)]
@@ -130,7 +130,7 @@ class PortMapping:
     async def gateway(self, is_ipv6: bool) -> Gateway | None:
         """The router for one version of IP; ``None`` if it need not be asked."""
         for gateway in await run_in_worker(self._find):
-            if gateway.is_ipv6 == is_ipv6 and (self._hosts is None or gateway.own_ip in self._hosts):
+            if gateway.is_ipv6 == is_ipv6 and self._listens_at(gateway.own_ip):
                 return gateway
         return None
 
