@@ -14,6 +14,8 @@ change by a new greeting.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import ipaddress
 import logging
 import random
 import weakref
@@ -22,14 +24,17 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import P2PDaemonError, ShoalError
 from shoal.logs import Seldom
+from shoal.p2p.addresses import Notes
+from shoal.p2p.contacts import Contacts
 from shoal.p2p.identity import PeerID
 from shoal.p2p.joining import CallBack, CallMe, Checkup
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.observing import is_mapping_hard, places_of
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import MAX_ANNOUNCED
+from shoal.p2p.port_mapping import PortMapping
 from shoal.p2p.presence import greet_anew
-from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private, network_of
+from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private
 from shoal.p2p.transport import Stream
 from shoal.tasks import cancel_and_wait
 
@@ -56,7 +61,12 @@ WITNESS_SECONDS = 8.0
 RESERVE_SECONDS = 1.5
 LOOK_FOR_RELAYS_SECONDS = 30.0
 RELAYS_ASKED = 8
-MAX_CONTACTS = 256
+
+
+def is_in_network(address: Multiaddr) -> bool:
+    """Whether others on the same network, or a router of it, can send to this address."""
+    host = address.get("ip4") or address.get("ip6")
+    return host is not None and not ipaddress.ip_address(host).is_loopback
 
 
 class Outlook:
@@ -74,15 +84,17 @@ class Outlook:
         """Called after each change of what this peer is to others."""
         self.on_upheaval: dict[Callable[[], object], None] = {}
         """Called when what was learnt about routers is no longer worth anything."""
+        self.mapping: PortMapping | None = None
+        """The port that the router of this network forwards, if this peer asks for one."""
         self.is_hard = False
         """The router gives each connection another outer port."""
         self._rng = random.Random(p2p.peer_id.to_bytes())
         self._now = asyncio.get_running_loop().time
-        # By peer: the host that it shares with others, and whether it is outside; the latest last.
-        self._contacts: dict[PeerID, tuple[str, bool]] = {}
+        self.contacts = Contacts()
+        """The peers with which it has had connections."""
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._had_company = False
-        self._seen: dict[PeerID, str] = {}
+        self._seen: Notes[str] = Notes()
         self._checked_at = float("-inf")
         self._check_due = float("inf")
         self._looked_for_relays_at = self._now()
@@ -176,7 +188,31 @@ class Outlook:
         self._p2p.reservations.on_change = self.update
         self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
         self._told = self.evidence.state, self.announced(), self.reach
+        self._ask_router()
         self.update()
+
+    def _ask_router(self) -> None:
+        """Let the router forward the port, if this peer listens in a network that one may be in front of."""
+        own = [address for address in self.evidence.own if is_in_network(address)]
+        is_needed = self.options.nat_port_map and not self.evidence.announcement and self.evidence.forced is None
+        port = next((port for address in own if (port := address.get("tcp"))), None)
+        if not (is_needed and self._p2p.transport.is_behind_routers and port):
+            return
+        secret = hashlib.sha256(self._p2p.identity.sign(b"shoal port mapping")).digest()
+        self.mapping = PortMapping(int(port), self._note_mapping, listens_at=self._listens_at, secret=secret)
+        self.on_upheaval[self.mapping.look_again] = None
+        self.mapping.start()
+
+    def _listens_at(self, ip: str) -> bool:
+        return any(ip in (own.get("ip4"), own.get("ip6")) for own in self._p2p.transport.addresses())
+
+    def _note_mapping(self, addresses: list[Multiaddr]) -> None:
+        """A router claims to forward these addresses; what it has from another router leads nowhere."""
+        for version in ("ip4", "ip6"):
+            claimed = next((each for each in addresses if version in each and is_global(each)), None)
+            self.offer(f"router, {version}", claimed)
+            if claimed is not None and claimed in self.evidence.own and self._life is not None:
+                self._check_soon()  # the router has opened its firewall
 
     # --- evidence -----------------------------------------------------------------------------------------------------
 
@@ -186,10 +222,7 @@ class Outlook:
         if address is None or stream.is_relayed or self._p2p.client_mode:
             return
         is_outside = not self._p2p.transport.is_inside(address)
-        self._contacts.pop(stream.remote, None)
-        self._contacts[stream.remote] = network_of(address) or str(stream.remote), is_outside
-        while len(self._contacts) > MAX_CONTACTS:
-            del self._contacts[next(iter(self._contacts))]
+        self.contacts.note(stream.remote, address, is_outside=is_outside)
         if is_outside:
             self._streams.add(stream)
             self.evidence.note_outside(self._now())
@@ -204,7 +237,7 @@ class Outlook:
 
     def note_called_back(self, witness: PeerID, addresses: Sequence[Multiaddr], *, reached: bool) -> None:
         """A witness has tried to call this peer at the addresses that it announces, or at some of them."""
-        now, (network, is_outside) = self._now(), self._contacts.get(witness, ("", False))
+        now, (network, is_outside) = self._now(), self.contacts.place_of(witness)
         if not is_outside:
             self.evidence.note_inside(now, reached=reached)
             self.update()
@@ -223,13 +256,11 @@ class Outlook:
         except ValueError:
             return
         version = next((version for version in ("ip4", "ip6") if version in seen), None)
-        if version is None or not self._contacts.get(witness, ("", False))[1] or self._p2p.transport.is_inside(seen):
+        if version is None or not self.contacts.place_of(witness)[1] or self._p2p.transport.is_inside(seen):
             return
-        former, host = self._seen.pop(witness, None), str(seen[version])
-        self._seen[witness] = host
-        while len(self._seen) > MAX_CONTACTS:
-            del self._seen[next(iter(self._seen))]
-        if former not in (None, host):
+        former, host = self._seen.get(witness, ""), str(seen[version])
+        self._seen.note(witness, host)
+        if former not in ("", host):
             self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
         port = next((own.get("tcp") for own in self.evidence.own if version in own), None)
         if port is not None:
@@ -341,7 +372,7 @@ class Outlook:
             "it. It takes part as a client, and looks for relays every %g s. What to do: open TCP port %s, or turn on "
             "UPnP or PCP in the router; or run one `shoal dht` on a public machine",
             seen,
-            len(self._contacts),
+            len(self.contacts),
             LOOK_FOR_RELAYS_SECONDS,
             port,
         )
@@ -384,8 +415,7 @@ class Outlook:
         if self.state is not Reachability.CLIENT or not self.options.use_auto_relay or not is_due:
             return
         self._looked_for_relays_at = self._now()
-        known = [peer for peer in self._contacts if self._p2p.is_reachable(peer)]
-        self._greet(self._rng.sample(known, min(RELAYS_ASKED, len(known))))
+        self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._p2p.is_reachable))
 
     async def _sleep(self, seconds: float) -> None:
         self._wake.clear()
@@ -413,8 +443,8 @@ class Outlook:
         self._checked_at, self._check_due = self._now(), self._now() + CHECK_SECONDS + spread
         if not self.options.auto_nat or self.evidence.forced is not None:
             return
-        witnesses = self._witnesses()
-        is_outside = any(self._contacts[witness][1] for witness in witnesses)
+        witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._p2p.is_reachable)
+        self.evidence.witnesses = self.contacts.num_hosts(self._p2p.is_reachable)
         addresses = self.evidence.to_check() if is_outside else []
         answers = await asyncio.gather(*(self._ask(witness, addresses) for witness in witnesses))
         for witness, answer in zip(witnesses, answers, strict=True):
@@ -430,28 +460,15 @@ class Outlook:
         """Find out what the router does to outgoing ports, if anybody has to know."""
         if self.state in (Reachability.PUBLIC, Reachability.UNKNOWN):
             return
-        by_host: dict[str, PeerID] = {}
-        for peer, (host, is_outside) in self._contacts.items():
-            if is_outside and self._p2p.reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC and places_of(self._p2p, peer):
-                by_host[host] = peer
-        hosts = self._rng.sample(sorted(by_host), min(OBSERVERS_ASKED, len(by_host)))
-        is_hard = await is_mapping_hard(self._p2p, [by_host[host] for host in hosts])
+
+        def may_observe(peer: PeerID) -> bool:
+            return self._p2p.reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC and bool(places_of(self._p2p, peer))
+
+        observers, is_outside = self.contacts.witnesses(self._rng, OBSERVERS_ASKED, may_observe)
+        is_hard = await is_mapping_hard(self._p2p, observers) if is_outside else None
         if is_hard is not None:
             self.is_hard = is_hard
             self._p2p.metrics.nat = "hard" if is_hard else "easy"
-
-    def _witnesses(self) -> list[PeerID]:
-        """Peers on different hosts, drawn from those outside; or from those inside, if nobody is outside."""
-        by_host: dict[str, list[PeerID]] = {}
-        for wanted in (True, False):
-            for peer, (host, is_outside) in self._contacts.items():
-                if is_outside is wanted and self._p2p.is_reachable(peer):
-                    by_host.setdefault(host, []).append(peer)
-            if by_host:
-                break
-        self.evidence.witnesses = len(by_host)
-        hosts = self._rng.sample(sorted(by_host), min(WITNESSES_ASKED, len(by_host)))
-        return [self._rng.choice(by_host[host]) for host in hosts]
 
     async def _ask(self, witness: PeerID, addresses: Sequence[Multiaddr]) -> CallBack | None:
         handle = Checkup.handle_name("rpc_call_back", None)
@@ -463,7 +480,7 @@ class Outlook:
             return None
 
     def _note_answer(self, witness: PeerID, answer: CallBack) -> None:
-        network, is_outside = self._contacts.get(witness, ("", False))
+        network, is_outside = self.contacts.place_of(witness)
         if not is_outside:
             self.note_called_back(witness, (), reached=any(answer.reached.values()))
             return
@@ -476,5 +493,7 @@ class Outlook:
 
     async def close(self) -> None:
         """End all of this."""
+        if self.mapping is not None:
+            await self.mapping.close()
         tasks = [task for task in (self._life, self._announcing) if task is not None]
         await cancel_and_wait(*tasks)
