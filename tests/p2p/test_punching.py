@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.punch_policy import FIRST_PAUSE
-from shoal.p2p.punching import EXCHANGE_SECONDS, PUNCH_SECONDS, Puncher
+from shoal.p2p.punching import EXCHANGE_SECONDS, LATE_SECONDS, PUNCH_SECONDS, Puncher
 from shoal.p2p.relay_messages import Reach
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import COOKIE_BYTES, ROUND_TRIP, Session, Stream, Throttle, Transport
@@ -47,9 +48,7 @@ class Side:
         self.transport, self.metrics = transport, Metrics()
         self.accepted: asyncio.Queue[Stream] = asyncio.Queue()
         self.reach = EASY
-        self.puncher = Puncher(
-            transport, self.metrics, self.accepted.put_nowait, lambda host: False, lambda: self.reach
-        )
+        self.puncher = Puncher(transport, self.metrics, self.accepted.put_nowait, lambda: self.reach)
 
     @property
     def peer_id(self) -> Any:
@@ -57,7 +56,10 @@ class Side:
 
 
 class Walled(MemoryTransport):
-    """Can be told what comes of its punches."""
+    """Can be told what comes of its punches, and has no network of its own."""
+
+    def is_inside(self, address: Multiaddr) -> bool:
+        return False
 
     is_walled = False
     is_slow = 0.0
@@ -237,6 +239,20 @@ async def test_a_port_on_which_nothing_comes_about(trio: Trio) -> None:
 
 
 @simulated
+async def test_nobody_waits_for_a_second_punch_while_a_first_one_brings_nothing(trio: Trio) -> None:
+    transport_of(trio.dialler).is_walled = True
+    [future], _ = await trio.punch()
+    await asyncio.sleep(LATE_SECONDS / 2)
+    assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)  # so dials at the same time all punch
+    await asyncio.sleep(LATE_SECONDS)
+    assert not trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+    assert trio.dialler.puncher.is_worth_it(trio.relay.identity.peer_id)
+    future.cancel()
+    await asyncio.wait([future])
+    assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+
+
+@simulated
 async def test_one_port_that_works_is_a_success(trio: Trio) -> None:
     futures, _ = await trio.punch(2)
     futures[0].cancel()
@@ -297,6 +313,7 @@ async def test_closing_ends_what_goes_on(trio: Trio) -> None:
     assert future.cancelled()
     going_on.cancel()
     await asyncio.wait([going_on])
+    assert await trio.punch() == ([], ANY)
 
 
 # --- somebody is not --------------------------------------------------------------------------------------------------
@@ -399,7 +416,9 @@ def test_whatever_comes_over_the_circuit_ends_well(said: list[bytes], is_dialler
         own, other = (near, far) if is_dialler else (far, near)
         await other[0].session.write(b"".join(said))
         if is_dialler:
-            assert await trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, own) == []
+            for future in await trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, own):
+                with pytest.raises(DialError):
+                    await future
         else:
             going_on = await trio.target.puncher.as_target(trio.dialler.peer_id, EASY, own)
             await going_on

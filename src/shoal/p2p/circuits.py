@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,7 @@ from shoal.p2p.identity import PeerID, relay_of
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.relay_messages import MAX_AT_ONCE, MAX_PLACES, Code, Connect, Connected, Reach
 from shoal.p2p.relaying import Relay
-from shoal.p2p.transport import COOKIE_BYTES, Stream
+from shoal.p2p.transport import Stream
 
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P
@@ -119,7 +118,7 @@ class Circuits:
             return await self._authenticate(circuits, target, punches)
         finally:
             for circuit in circuits:
-                circuit.session.abort()
+                circuit.abort()
 
     async def _ask(self, place: Multiaddr, relay: PeerID, target: PeerID, request: Connect) -> Connected:
         """Ask a relay for connections to a peer."""
@@ -165,7 +164,7 @@ class Circuits:
             finishing = [self._better_of(*pair, target) for pair in zip(circuits, punches, strict=True)]
         else:
             finishing = [self._relayed(circuit, target) for circuit in circuits]
-        streams = await successes(finishing, Stream.abort)
+        streams = await successes(finishing)
         relayed = sum(stream.is_relayed for stream in streams)
         self._p2p.metrics.dials_relayed += relayed
         self._p2p.metrics.dials_punched += len(streams) - relayed
@@ -211,7 +210,7 @@ class Circuits:
         self, place: Multiaddr, relay: PeerID, target: PeerID, count: int, callable_at: Sequence[Multiaddr]
     ) -> list[Stream]:
         """Streams that the other peer opens to this one; none if that takes too long."""
-        cookies = [secrets.token_bytes(COOKIE_BYTES) for _ in range(count)]
+        cookies = [self._p2p.transport.new_cookie() for _ in range(count)]
         expected = [self._p2p.transport.expect_session(cookie) for cookie in cookies]
         try:
             request = Connect(
@@ -227,9 +226,7 @@ class Circuits:
                 # The others are on their way, too.
                 await asyncio.wait(expected, timeout=REVERSE_SECONDS / 4)
                 arrived = [each.result() for each in expected if each.done() and not each.cancelled()]
-                streams = await successes(
-                    [self._p2p.transport.authenticate(each, target) for each in arrived], Stream.abort
-                )
+                streams = await successes([self._p2p.transport.authenticate(each, target) for each in arrived])
         except (TimeoutError, DialError) as e:
             if isinstance(e, NoReservationError):
                 raise

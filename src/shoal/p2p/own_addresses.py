@@ -150,19 +150,21 @@ class OwnAddresses:
         parsed = ipaddress.ip_address(ip)
         return parsed.is_loopback or parsed.is_link_local or any(parsed in address.network for address in self._all)
 
-    def in_order_to_dial(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
+    def in_order_to_dial(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         """The addresses of another peer that may work from here: near ones, then global ones in the order given.
 
         A loopback address is left out if the peer is on another machine, where it would lead to another process; and
         so are private addresses of other networks, and IPv6 if this machine has none. What is the only thing known is
-        tried all the same.
+        tried all the same, unless the peer has others, such as those at relays.
         """
         by_distance: dict[int, list[Multiaddr]] = {}
         is_here = any(self._distance(address, is_here=False) == 0 for address in addresses)
         for address in addresses:
             by_distance.setdefault(self._distance(address, is_here=is_here), []).append(address)
         usable = [address for distance in range(-1, 3) for address in by_distance.get(distance, ())]
-        return usable or next((by_distance[distance] for distance in sorted(by_distance)), [])
+        if usable or have_others:
+            return usable
+        return next((by_distance[distance] for distance in sorted(by_distance)), [])
 
     def _distance(self, address: Multiaddr, *, is_here: bool) -> int:
         host = address.get("ip4") or address.get("ip6")

@@ -29,6 +29,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import checked_announcement
 from shoal.p2p.presence import Presence, check_identity_is_free
+from shoal.p2p.punching import Puncher
 from shoal.p2p.reach import Outlook
 from shoal.p2p.reachability import Reachability
 from shoal.p2p.relaying import Relay
@@ -38,6 +39,7 @@ from shoal.p2p.server import Server
 from shoal.p2p.service import Gate, Handler
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
+from shoal.p2p.upgrading import Upgrades
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,11 @@ class P2P(Caller):
         self.circuits = Circuits(self)
         """Dials through relays."""
         self.dialler.dial_circuit = self.circuits.dial_one if options.use_relay else None
+        self.punching = Puncher(transport, metrics, self.server.accept, lambda: self.outlook.reach)
+        """Finds direct ways where others lead through relays."""
+        self.circuits.punching = self.punching
+        self.outlook.on_upheaval.update({self.punching.policy.clear: None, self.circuits.reversals.forget: None})
+        self.upgrades = Upgrades(self)
         self.answering = Answering(self)
         """Answers those who dial this peer through relays."""
         self.reservations = Reservations(self, self.answering.answer)
@@ -421,8 +428,8 @@ class P2P(Caller):
         return next(map(str, self._addresses_seen_of(peer)), "")
 
     def _addresses_seen_of(self, peer: PeerID) -> list[Multiaddr]:
-        """Those of direct connections: a relayed one comes from its relay."""
-        streams = [connection.stream for connection in self.connections_from(peer)]
+        """Those of direct connections, the latest first: a relayed one comes from its relay."""
+        streams = [connection.stream for connection in reversed(self.connections_from(peer))]
         found = [stream.remote_address for stream in streams if not stream.is_relayed]
         return [address for address in found if address is not None]
 
@@ -453,10 +460,12 @@ class P2P(Caller):
             await self.members.close()
         await self.reservations.close()
         await self.answering.close()
+        await self.upgrades.close()
         await self.relay.close()
         await self.transport.close()
         self.pool.close()
         await self.dialler.close()
+        await self.punching.close()
         await self.server.close()
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ from shoal.p2p.relay_messages import (
 )
 from shoal.p2p.service import P2PContext, ServicerBase, patient
 from shoal.p2p.tcp_listener import HostRates, host_of
-from shoal.p2p.transport import COOKIE_BYTES, Session
+from shoal.p2p.transport import Session
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -151,6 +150,11 @@ class Relay(ServicerBase):
     def circuit_count(self) -> int:
         """Circuits, including those whose two sides have not come yet."""
         return len(self._circuits)
+
+    @property
+    def observation_count(self) -> int:
+        """Sessions that others are about to open in order to see their address."""
+        return len(self._observing)
 
     def _count_bytes(self, nbytes: int) -> None:
         self._p2p.metrics.bytes_carried += nbytes
@@ -270,8 +274,8 @@ class Relay(ServicerBase):
 
     def _begin_circuit(self, dialler: PeerID, guest: _Guest) -> tuple[bytes, bytes]:
         """The cookies of a new circuit, for each side."""
-        cookies = secrets.token_bytes(COOKIE_BYTES), secrets.token_bytes(COOKIE_BYTES)
-        expect = self._p2p.transport.expect_session
+        transport = self._p2p.transport
+        cookies, expect = (transport.new_cookie(), transport.new_cookie()), transport.expect_session
         badge = next((each.stream.badge for each in self._p2p.connections_from(dialler)), None)
         circuit = _Circuit(dialler, guest, badge, (expect(cookies[0]), expect(cookies[1])), self.rate.share())
         self._by_peer[dialler] += 1
@@ -330,7 +334,7 @@ class Relay(ServicerBase):
         if self._observations.is_exhausted(host, now):
             raise BusyError("enough has been observed for this host: try again in a minute")
         self._observations.spend(host, now)
-        cookie = secrets.token_bytes(COOKIE_BYTES)
+        cookie = self._p2p.transport.new_cookie()
         task = asyncio.get_running_loop().create_task(self._observe(self._p2p.transport.expect_session(cookie)))
         self._observing[task] = None
         task.add_done_callback(self._observing.pop)

@@ -158,12 +158,12 @@ class TcpTransport(Transport):
         host = address.get("ip4") or address.get("ip6")
         return host is not None and self._machine.is_inside(host)
 
-    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         usable = super().worth_dialling(addresses)
-        if len(usable) < 2:
+        if len(usable) < 2 and not have_others:
             return usable
         self._look()
-        return self._machine.in_order_to_dial(usable)
+        return self._machine.in_order_to_dial(usable, have_others=have_others)
 
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
         host, port, family = self._host_and_port(address)
@@ -209,12 +209,16 @@ class TcpTransport(Transport):
     def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
         return self.strangers.expected.expect(cookie)
 
-    async def open_session(self, address: Multiaddr, cookie: bytes, *, punchable: bool = False) -> Session:
+    async def open_session(
+        self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
+    ) -> Session:
         host, port, family = self._host_and_port(address)
+        local = None if beside is None else beside.local_address
+        bind = functools.partial(bind_to_shared_port, port=0 if local is None else int(local["tcp"] or 0))
         session: TcpSession | None = None
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-                connected = await connect(host, port, family, bind_to_shared_port if punchable else None)
+                connected = await connect(host, port, family, bind if punchable else None)
                 session = self.adopt(connected, punchable=punchable)
                 await session.write(SESSION_BYTE + cookie)
         except BaseException as e:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import secrets
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -223,8 +224,12 @@ class Transport(ABC):
         what hosts elsewhere can reach."""
         return True
 
-    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
-        """The addresses of another peer that may work from here, in the order to try them."""
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
+        """The addresses of another peer that may work from here, in the order to try them.
+
+        Args:
+            have_others: there are other ways to that peer, so what hardly works is not even a last resort.
+        """
         return [address for address in addresses if self.supports(address)]
 
     @abstractmethod
@@ -238,6 +243,10 @@ class Transport(ABC):
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
+    def new_cookie(self) -> bytes:
+        """A cookie that nobody can guess."""
+        return secrets.token_bytes(COOKIE_BYTES)
+
     @abstractmethod
     def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
         """From now on, accept one session with this cookie. Cancelling the future ends that.
@@ -247,11 +256,14 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    async def open_session(self, address: Multiaddr, cookie: bytes, *, punchable: bool = False) -> Session:
+    async def open_session(
+        self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
+    ) -> Session:
         """Open a session towards the listening port of somebody who has given away this cookie.
 
         Args:
             punchable: from a fresh local port that :meth:`punch` can use meanwhile.
+            beside: from the local port of this punchable session.
 
         Raises:
             DialError: nobody answers there.
