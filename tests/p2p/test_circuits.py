@@ -365,7 +365,7 @@ class Punch:
         return self.after is not None
 
     async def as_dialler(
-        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
     ) -> Sequence[asyncio.Future[Stream]]:
         self.circuits.append(circuits)
         return [asyncio.ensure_future(self._find()) for _ in circuits]
