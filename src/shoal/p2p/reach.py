@@ -25,6 +25,7 @@ from shoal.logs import Seldom
 from shoal.p2p.identity import PeerID
 from shoal.p2p.joining import CallBack, CallMe, Checkup
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.observing import is_mapping_hard, places_of
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import MAX_ANNOUNCED
 from shoal.p2p.presence import greet_anew
@@ -48,11 +49,13 @@ LEAST_CHECK_SECONDS = 15.0
 # A tick that comes so late means that the machine was asleep.
 SLEPT_SECONDS = 30.0
 WITNESSES_ASKED = 2
+OBSERVERS_ASKED = 4
 # Witnesses dial for four seconds at most.
 WITNESS_SECONDS = 8.0
 # How long a join waits for a reservation.
 RESERVE_SECONDS = 1.5
 LOOK_FOR_RELAYS_SECONDS = 30.0
+RELAYS_ASKED = 8
 MAX_CONTACTS = 256
 
 
@@ -82,7 +85,9 @@ class Outlook:
         self._seen: dict[PeerID, str] = {}
         self._checked_at = float("-inf")
         self._check_due = float("inf")
-        self._told: tuple[Reachability, list[Multiaddr]] | None = None
+        self._looked_for_relays_at = self._now()
+        # What others were told last: what this peer is to them, where, and how.
+        self._told: tuple[Reachability, list[Multiaddr], Reach] | None = None
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
@@ -103,6 +108,12 @@ class Outlook:
         if self.state is Reachability.CLIENT:
             return Reach.CLIENT
         return Reach.HARD if self.is_hard else Reach.EASY
+
+    @property
+    def relay_rate(self) -> float:
+        """Bytes per second that the relays of this peer carry for all; 0: one sets no limit, or there are none."""
+        rates = [held.rate for held in self._p2p.reservations.held.values()]
+        return max(rates) if rates and all(rates) else 0.0
 
     def announced(self, latest: bool = False) -> list[Multiaddr]:
         """The addresses to tell others; they change as this machine moves from one network to another.
@@ -164,7 +175,7 @@ class Outlook:
         self.evidence.announcement = announced
         self._p2p.reservations.on_change = self.update
         self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
-        self._told = self.evidence.state, self.announced()
+        self._told = self.evidence.state, self.announced(), self.reach
         self.update()
 
     # --- evidence -----------------------------------------------------------------------------------------------------
@@ -214,8 +225,8 @@ class Outlook:
         version = next((version for version in ("ip4", "ip6") if version in seen), None)
         if version is None or not self._contacts.get(witness, ("", False))[1] or self._p2p.transport.is_inside(seen):
             return
-        former = self._seen.pop(witness, None)
-        self._seen[witness] = host = seen[version]
+        former, host = self._seen.pop(witness, None), str(seen[version])
+        self._seen[witness] = host
         while len(self._seen) > MAX_CONTACTS:
             del self._seen[next(iter(self._seen))]
         if former not in (None, host):
@@ -254,7 +265,7 @@ class Outlook:
         reservations.reach = self._p2p.circuits.reach = self.reach
         reservations.want(self.options.use_auto_relay and state in (Reachability.RELAYED, Reachability.CLIENT))
         self._warn_of_announcement()
-        now_told = state, self.announced()
+        now_told = state, self.announced(), self.reach
         former, self._told = self._told, now_told
         if former is None or former == now_told:
             return
@@ -278,6 +289,7 @@ class Outlook:
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
+        self._p2p.pool.renew()  # what is open may be dead already
         self._check_soon()
         for callback in list(self.on_upheaval):
             callback()
@@ -286,9 +298,12 @@ class Outlook:
         """Tell the peers that have connections to this one where it is now."""
         if not self._p2p.is_alive:
             return
+        self._greet(self._p2p.pool.renew())
+
+    def _greet(self, peers: Sequence[PeerID]) -> None:
         if self._announcing is not None:
             self._announcing.cancel()
-        peers = self._p2p.pool.renew()
+        self._p2p.pool.renew()
         self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, peers))
 
     async def settle(self) -> Reachability:
@@ -358,9 +373,19 @@ class Outlook:
             if self._now() - due > SLEPT_SECONDS:
                 self.note_upheaval("this machine slept")
             self._look_at_connections()
+            self._look_for_relays()
             if self._now() >= max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS):
                 await self.check()
             self.update()
+
+    def _look_for_relays(self) -> None:
+        """Hear from some peers again whether they are relays by now: connections that are open tell what was."""
+        is_due = self._now() - self._looked_for_relays_at >= LOOK_FOR_RELAYS_SECONDS
+        if self.state is not Reachability.CLIENT or not self.options.use_auto_relay or not is_due:
+            return
+        self._looked_for_relays_at = self._now()
+        known = [peer for peer in self._contacts if self._p2p.is_reachable(peer)]
+        self._greet(self._rng.sample(known, min(RELAYS_ASKED, len(known))))
 
     async def _sleep(self, seconds: float) -> None:
         self._wake.clear()
@@ -395,10 +420,25 @@ class Outlook:
         for witness, answer in zip(witnesses, answers, strict=True):
             if answer is not None:
                 self._note_answer(witness, answer)
-        if all(answer is None for answer in answers) and self.state is Reachability.UNKNOWN:
+        if answers and all(answer is None for answer in answers):
             # They may have been busy with others. Not all of whom ask again at the same moment.
             self._check_due = self._now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+        await self._observe()
         self.update()
+
+    async def _observe(self) -> None:
+        """Find out what the router does to outgoing ports, if anybody has to know."""
+        if self.state in (Reachability.PUBLIC, Reachability.UNKNOWN):
+            return
+        by_host: dict[str, PeerID] = {}
+        for peer, (host, is_outside) in self._contacts.items():
+            if is_outside and self._p2p.reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC and places_of(self._p2p, peer):
+                by_host[host] = peer
+        hosts = self._rng.sample(sorted(by_host), min(OBSERVERS_ASKED, len(by_host)))
+        is_hard = await is_mapping_hard(self._p2p, [by_host[host] for host in hosts])
+        if is_hard is not None:
+            self.is_hard = is_hard
+            self._p2p.metrics.nat = "hard" if is_hard else "easy"
 
     def _witnesses(self) -> list[PeerID]:
         """Peers on different hosts, drawn from those outside; or from those inside, if nobody is outside."""
