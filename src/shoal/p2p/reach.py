@@ -14,8 +14,6 @@ change by a new greeting.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import ipaddress
 import logging
 import random
 import weakref
@@ -32,7 +30,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.observing import is_mapping_hard, places_of
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import MAX_ANNOUNCED
-from shoal.p2p.port_mapping import PortMapping
+from shoal.p2p.port_mapping import PortMapping, forward_port
 from shoal.p2p.presence import greet_anew
 from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private
 from shoal.p2p.transport import Stream
@@ -61,12 +59,6 @@ WITNESS_SECONDS = 8.0
 RESERVE_SECONDS = 1.5
 LOOK_FOR_RELAYS_SECONDS = 30.0
 RELAYS_ASKED = 8
-
-
-def is_in_network(address: Multiaddr) -> bool:
-    """Whether others on the same network, or a router of it, can send to this address."""
-    host = address.get("ip4") or address.get("ip6")
-    return host is not None and not ipaddress.ip_address(host).is_loopback
 
 
 class Outlook:
@@ -188,31 +180,8 @@ class Outlook:
         self._p2p.reservations.on_change = self.update
         self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
         self._told = self.evidence.state, self.announced(), self.reach
-        self._ask_router()
+        self.mapping = forward_port(self._p2p)
         self.update()
-
-    def _ask_router(self) -> None:
-        """Let the router forward the port, if this peer listens in a network that one may be in front of."""
-        own = [address for address in self.evidence.own if is_in_network(address)]
-        is_needed = self.options.nat_port_map and not self.evidence.announcement and self.evidence.forced is None
-        port = next((port for address in own if (port := address.get("tcp"))), None)
-        if not (is_needed and self._p2p.transport.is_behind_routers and port):
-            return
-        secret = hashlib.sha256(self._p2p.identity.sign(b"shoal port mapping")).digest()
-        self.mapping = PortMapping(int(port), self._note_mapping, listens_at=self._listens_at, secret=secret)
-        self.on_upheaval[self.mapping.look_again] = None
-        self.mapping.start()
-
-    def _listens_at(self, ip: str) -> bool:
-        return any(ip in (own.get("ip4"), own.get("ip6")) for own in self._p2p.transport.addresses())
-
-    def _note_mapping(self, addresses: list[Multiaddr]) -> None:
-        """A router claims to forward these addresses; what it has from another router leads nowhere."""
-        for version in ("ip4", "ip6"):
-            claimed = next((each for each in addresses if version in each and is_global(each)), None)
-            self.offer(f"router, {version}", claimed)
-            if claimed is not None and claimed in self.evidence.own and self._life is not None:
-                self._check_soon()  # the router has opened its firewall
 
     # --- evidence -----------------------------------------------------------------------------------------------------
 
@@ -231,7 +200,7 @@ class Outlook:
         if local is not None and local.get("tcp") in ports:
             is_clear = self.evidence.note_accepted(self._now(), local, is_outside=is_outside)
             if not is_clear:
-                self._check_soon()
+                self.check_soon()
         if is_outside or self.evidence.state is not Reachability.PUBLIC:
             self.update()
 
@@ -321,7 +290,7 @@ class Outlook:
             return
         logger.debug("reachability is checked again: %s", reason)
         self._p2p.pool.renew()  # what is open may be dead already
-        self._check_soon()
+        self.check_soon()
         for callback in list(self.on_upheaval):
             callback()
 
@@ -348,7 +317,7 @@ class Outlook:
         self._begin()
         has_offers = any(offer not in self.evidence.own for offer in self.evidence.offers.values())
         if has_offers:
-            self._check_soon()
+            self.check_soon()
         if has_offers or self.options.use_auto_relay:
             try:
                 async with asyncio.timeout(RESERVE_SECONDS):
@@ -425,7 +394,8 @@ class Outlook:
         except TimeoutError:
             return
 
-    def _check_soon(self) -> None:
+    def check_soon(self) -> None:
+        """Let witnesses dial back soon."""
         self._check_due = self._now()
         self._wake.set()
 
