@@ -302,7 +302,6 @@ class AllReduce:
     async def _exchange_with(self, member: Member) -> None:
         """Exchange with another member as a reducer. Its failure costs this member only the parts that it reduces."""
         stub, traffic = self.get_stub(member.peer_id), self._traffic[member.index]
-        stripes = stripes_for(stub.round_trip, len(self.vector.parts[member.index]))
         delivery = Delivery(
             traffic,
             stub.rpc_reduce,
@@ -313,6 +312,7 @@ class AllReduce:
 
         async def make_calls(generation: int) -> None:
             if not generation or not self.ended.is_set():
+                stripes = stripes_for(stub.round_trip, len(traffic.averages_in.missing))
                 await delivery.run(self.round_id, self.weight, stripes, self.book.own, generation)
 
         try:
@@ -362,7 +362,6 @@ class AllReduce:
                 self.heard_of(member.index)
             except PEER_FAILURES as e:
                 logger.debug("asked %s whether it lives: %r", member.peer_id, e)
-                stub.dial_anew()
                 await asyncio.sleep(asked + patience - now())
                 unanswered = unanswered + 1 if traffic.heard_at < asked else 0
         member.silent.set()
@@ -482,15 +481,15 @@ class AllReduce:
         return index
 
     def _check_sender(self, begin: BeginReduce, index: int) -> None:
-        known = self.intakes.get(index)
-        is_new = known is None or known.generation < begin.resume
-        if known is not None and not is_new and begin.stripe in known.begun:
-            raise ProtocolError("this member has begun before")
         if not 0 <= begin.weight < float("inf"):
             raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
         if not 0 <= begin.stripe < begin.stripes <= MAX_STRIPES:
             raise ProtocolError(f"stripe {begin.stripe} of {begin.stripes} does not exist")
-        if known is not None and (known.weight, known.stripes) != (begin.weight, begin.stripes):
+        known = self.intakes.get(index)
+        if known is not None and known.generation == begin.resume and begin.stripe in known.begun:
+            raise ProtocolError("this member has begun before")
+        stripes = begin.stripes if known is None or known.generation < begin.resume else known.stripes
+        if known is not None and (known.weight, stripes) != (begin.weight, begin.stripes):
             raise ProtocolError("the stripes of this member contradict each other")
         self.book.take_claim(index, begin.norms, begin.statement)
         self._check_member(begin, self.group.peer_ids[index])  # again: time has passed

@@ -100,6 +100,7 @@ class Participation:
         ]
         try:
             await self._receive_first(call)
+            self.allreduce.heard_of(coordinator)
             while True:
                 async with asyncio.timeout(self._silence):
                     message = await _receive(call)
