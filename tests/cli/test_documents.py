@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.hosts import CAN_MAKE_HOSTS
+from tests.computers import CAN_MAKE_COMPUTERS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)
@@ -29,7 +29,7 @@ def test_first_code_of_the_readme() -> None:
     assert "/p2p/12D3KooW" in done.stdout
 
 
-@pytest.mark.skipif(CAN_MAKE_HOSTS, reason="tests/system does it between two hosts")
+@pytest.mark.skipif(CAN_MAKE_COMPUTERS, reason="tests/system does it between two hosts")
 @pytest.mark.timeout(300)
 def test_two_peers_run_the_quickstart_together() -> None:
     program = str(ROOT / "examples" / "quickstart.py")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import cast
 
 from shoal.errors import IdentityMismatchError, P2PDaemonError, RefusedDialError
@@ -24,7 +24,7 @@ from shoal.p2p.memory_sessions import (
 )
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pipes import Piece, PipeEnd
-from shoal.p2p.transport import OnStream, Session, Stream, Throttle, Transport
+from shoal.p2p.transport import ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
 from shoal.tasks import cancel_and_wait
 
 Delay = Callable[[PeerID, PeerID, int], float]
@@ -73,7 +73,7 @@ class MemoryNetwork:
     def __init__(self, delay: Delay | None = None) -> None:
         self.delay: Delay = delay or (lambda source, target, size: 0.0)
         self.listeners: dict[Multiaddr, tuple[MemoryTransport, OnStream]] = {}
-        self._punching: dict[Multiaddr, PunchPort] = {}
+        self._punching: dict[Multiaddr, tuple[PunchPort, PeerID]] = {}
         self._next_address = 1
 
     def transport(self, identity: Identity | None = None) -> MemoryTransport:
@@ -117,7 +117,7 @@ class MemoryNetwork:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def open_session(
-        self, source: MemoryTransport, address: Multiaddr, cookie: bytes, *, punchable: bool
+        self, source: MemoryTransport, address: Multiaddr, cookie: bytes, *, punchable: bool, beside: Session | None
     ) -> MemorySession:
         """Connect a peer to a listening port, where it shows a cookie."""
         found = self.listeners.get(address)
@@ -125,45 +125,45 @@ class MemoryNetwork:
             raise RefusedDialError(f"{address}: connection refused: nothing listens there")
         here, there = source.identity.peer_id, found[0].identity.peer_id
         await asyncio.sleep(self.delay(here, there, 0) + self.delay(there, here, 0))
-        near, far = self._pipe(here, there, self.new_address(), address, punchable=punchable)
-        asyncio.get_running_loop().call_later(self.delay(here, there, 0), found[0].expectations.meet, cookie, far)
-        return near
+        local = (beside and beside.local_address) or self.new_address()
+        near, far = self.make_pipe(here, there)
+        arrived = MemorySession(far, address, local)
+        asyncio.get_running_loop().call_later(self.delay(here, there, 0), found[0].expectations.meet, cookie, arrived)
+        return MemorySession(near, local, address, punchable=punchable)
 
-    def _pipe(
-        self, here: PeerID, there: PeerID, near_address: Multiaddr, far_address: Multiaddr, *, punchable: bool = False
-    ) -> tuple[MemorySession, MemorySession]:
-        near = MemoryStream(self, here, there, far_address)
-        far = MemoryStream(self, there, here, near_address)
+    def make_pipe(self, here: PeerID, there: PeerID) -> tuple[PipeEnd, PipeEnd]:
+        """A connection between two peers on which nobody has said who it is."""
+        near, far = MemoryStream(self, here, there, None), MemoryStream(self, there, here, None)
         near.other, far.other = far, near
-        first = MemorySession(near, near_address, far_address, punchable=punchable)
-        return first, MemorySession(far, far_address, near_address)
+        return near, far
 
     async def punch(
         self, source: MemoryTransport, session: MemorySession, candidates: Sequence[Multiaddr], seconds: float
-    ) -> AsyncIterator[MemorySession]:
+    ) -> AsyncGenerator[MemorySession, None]:
         """Connect the port of a session to those candidates that punch too: here is nothing between any two peers."""
         address = cast("Multiaddr", session.local_address)
-        port = PunchPort(source.identity.peer_id, address, candidates)
-        self._punching[address] = port
+        port, owner = PunchPort(address, candidates), source.identity.peer_id
+        self._punching[address] = (port, owner)
         try:
-            for other in list(self._punching.values()):
-                if port.address in other.candidates or other.address in port.candidates:
-                    self._meet(port, other)
-            async for found in port.sessions(seconds):
+            for other, peer in list(self._punching.values()):
+                if (address in other.candidates or other.address in candidates) and port.may_meet(other):
+                    self._connect_ports(port, owner, other, peer)
+            end = asyncio.get_running_loop().time() + seconds
+            while (found := await port.next(end)) is not None:
                 yield found
         finally:
-            if self._punching.get(address) is port:
-                del self._punching[address]
+            port.close()
+            del self._punching[address]
 
-    def _meet(self, port: PunchPort, other: PunchPort) -> None:
-        if port is other or other.address in port.met:
-            return
-        port.met.add(other.address)
-        other.met.add(port.address)
+    def _connect_ports(self, port: PunchPort, owner: PeerID, other: PunchPort, peer: PeerID) -> None:
         loop = asyncio.get_running_loop()
-        near, far = self._pipe(port.peer, other.peer, port.address, other.address)
-        loop.call_later(self.delay(other.peer, port.peer, 0), port.connected, near)
-        loop.call_later(self.delay(port.peer, other.peer, 0), other.connected, far)
+        near, far = self.make_pipe(owner, peer)
+        first, second = (
+            MemorySession(near, port.address, other.address),
+            MemorySession(far, other.address, port.address),
+        )
+        loop.call_later(self.delay(peer, owner, 0), port.connected, first)
+        loop.call_later(self.delay(owner, peer, 0), other.connected, second)
 
 
 class MemoryTransport(Transport):
@@ -183,13 +183,17 @@ class MemoryTransport(Transport):
 
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
         if "memory" not in address:  # the default: any address will do
-            address = self._network.new_address()
+            address = self.free_address(address)
         if address in self._network.listeners:
             raise P2PDaemonError(f"cannot listen on {address}: somebody else does")
         self._network.listeners[address] = (self, on_stream)
         self._listening.append(address)
         self._told.append(address)
         return [address]
+
+    def free_address(self, wanted: Multiaddr) -> Multiaddr:
+        """The address to listen on if this one is asked for."""
+        return self._network.new_address()
 
     def addresses(self, latest: bool = False) -> list[Multiaddr]:
         return list(self._told)
@@ -212,8 +216,10 @@ class MemoryTransport(Transport):
     def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
         return self.expectations.expect(cookie)
 
-    async def open_session(self, address: Multiaddr, cookie: bytes, *, punchable: bool = False) -> Session:
-        return await self._network.open_session(self, address, cookie, punchable=punchable)
+    async def open_session(
+        self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
+    ) -> Session:
+        return await self._network.open_session(self, address, cookie, punchable=punchable, beside=beside)
 
     async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
         await Splice(_end_of(first), _end_of(second), throttle, idle_seconds).run()
@@ -232,16 +238,21 @@ class MemoryTransport(Transport):
         if await meet_dialler(end, self.identity, self.membership):
             on_stream(end)
 
-    async def punch(self, session: Session, candidates: Sequence[Multiaddr], seconds: float) -> AsyncIterator[Session]:
+    def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
         assert isinstance(session, MemorySession)
         assert session.is_punchable, "open it with punchable=True"
-        async for found in self._network.punch(self, session, candidates, seconds):
-            yield found
+        return self._network.punch(self, session, candidates, seconds)
 
-    async def close(self) -> None:
+    def stop_listening(self) -> None:
+        """Refuse new connections from now on."""
         for address in self._listening:
             self._network.listeners.pop(address, None)
         self._listening.clear()
+
+    async def close(self) -> None:
+        self.stop_listening()
         self.expectations.clear()
         await cancel_and_wait(*self._work)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
 from shoal.p2p.badges import MAX_BADGE_BYTES
@@ -37,6 +37,7 @@ class MemorySession(Session):
     def __init__(self, end: PipeEnd, local: Multiaddr, remote: Multiaddr, *, punchable: bool = False) -> None:
         self.local_address, self.remote_address = local, remote
         self.is_punchable = punchable
+        end.local_address, end.remote_address = local, remote
         self._end = end
         self._is_taken = False
 
@@ -207,18 +208,24 @@ class PunchPort:
     """The local port of a session, while its owner tries to connect from there and listens there.
 
     Args:
-        peer: the owner.
         address: the port.
         candidates: where it tries to connect to.
     """
 
-    def __init__(self, peer: PeerID, address: Multiaddr, candidates: Sequence[Multiaddr]) -> None:
-        self.peer, self.address, self.candidates = peer, address, tuple(candidates)
-        self.met: set[Multiaddr] = set()
-        """The other ports to which it is connected: between two ports there is only one connection."""
+    def __init__(self, address: Multiaddr, candidates: Sequence[Multiaddr]) -> None:
+        self.address, self.candidates = address, tuple(candidates)
+        self._met: set[Multiaddr] = set()
         self._found: list[MemorySession] = []
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
+
+    def may_meet(self, other: PunchPort) -> bool:
+        """Note that two ports meet; ``False`` if they have met before: between two ports there is one connection."""
+        if other is self or other.address in self._met:
+            return False
+        self._met.add(other.address)
+        other._met.add(self.address)
+        return True
 
     def connected(self, session: MemorySession) -> None:
         """A connection from or to this port has come about."""
@@ -229,21 +236,19 @@ class PunchPort:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def sessions(self, seconds: float) -> AsyncIterator[MemorySession]:
-        """The connections, as they come about in this time."""
+    async def next(self, end: float) -> MemorySession | None:
+        """The next connection; ``None`` if there is none until the end, in the time of the loop."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        try:
-            while True:
-                if self._found:
-                    yield self._found.pop(0)
-                    continue
-                left = end - loop.time()
-                if left <= 0:
-                    return
-                self._waiter = loop.create_future()
-                await asyncio.wait([self._waiter], timeout=left)
-        finally:
-            self._is_closed = True
-            for session in self._found:
-                session.abort()
+        while not self._found:
+            left = end - loop.time()
+            if left <= 0:
+                return None
+            self._waiter = loop.create_future()
+            await asyncio.wait([self._waiter], timeout=left)
+        return self._found.pop(0)
+
+    def close(self) -> None:
+        """Drop what nobody has asked for, and whatever comes later."""
+        self._is_closed = True
+        for session in self._found:
+            session.abort()
