@@ -133,6 +133,21 @@ def test_private_addresses_are_told_in_their_network_alone() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("mapping", ["easy", "hard"])
+def test_what_the_router_does_to_ports_is_observed(mapping: str) -> None:
+    async def main() -> None:
+        internet = Internet()
+        for _ in range(3):
+            await internet.start()
+        node = await internet.start(Nat(mapping=mapping))
+        await asyncio.sleep(60)
+        assert node.p2p.metrics.nat == mapping
+        assert node.p2p.outlook.reach is (Reach.HARD if mapping == "hard" else Reach.EASY)
+        assert internet.nodes[0].p2p.reaches.get(node.peer_id, -1) == node.p2p.outlook.reach
+
+    run(main())
+
+
 def test_a_new_address_of_the_router_is_noticed_at_once() -> None:
     async def main() -> None:
         internet = Internet()

@@ -25,6 +25,7 @@ from shoal.logs import Seldom
 from shoal.p2p.identity import PeerID
 from shoal.p2p.joining import CallBack, CallMe, Checkup
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.observing import is_mapping_hard, places_of
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import MAX_ANNOUNCED
 from shoal.p2p.presence import greet_anew
@@ -48,6 +49,7 @@ LEAST_CHECK_SECONDS = 15.0
 # A tick that comes so late means that the machine was asleep.
 SLEPT_SECONDS = 30.0
 WITNESSES_ASKED = 2
+OBSERVERS_ASKED = 4
 # Witnesses dial for four seconds at most.
 WITNESS_SECONDS = 8.0
 # How long a join waits for a reservation.
@@ -86,7 +88,8 @@ class Outlook:
         self._checked_at = float("-inf")
         self._check_due = float("inf")
         self._looked_for_relays_at = self._now()
-        self._told: tuple[Reachability, list[Multiaddr]] | None = None
+        # What others were told last: what this peer is to them, where, and how.
+        self._told: tuple[Reachability, list[Multiaddr], Reach] | None = None
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
@@ -174,7 +177,7 @@ class Outlook:
         self.evidence.announcement = announced
         self._p2p.reservations.on_change = self.update
         self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
-        self._told = self.evidence.state, self.announced()
+        self._told = self.evidence.state, self.announced(), self.reach
         self.update()
 
     # --- evidence -----------------------------------------------------------------------------------------------------
@@ -264,7 +267,7 @@ class Outlook:
         reservations.reach = self._p2p.circuits.reach = self.reach
         reservations.want(self.options.use_auto_relay and state in (Reachability.RELAYED, Reachability.CLIENT))
         self._warn_of_announcement()
-        now_told = state, self.announced()
+        now_told = state, self.announced(), self.reach
         former, self._told = self._told, now_told
         if former is None or former == now_told:
             return
@@ -442,7 +445,22 @@ class Outlook:
         if answers and all(answer is None for answer in answers):
             # They may have been busy with others. Not all of whom ask again at the same moment.
             self._check_due = self._now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+        await self._observe()
         self.update()
+
+    async def _observe(self) -> None:
+        """Find out what the router does to outgoing ports, if anybody has to know."""
+        if self.state in (Reachability.PUBLIC, Reachability.UNKNOWN):
+            return
+        by_host: dict[str, PeerID] = {}
+        for peer, (host, is_outside) in self._contacts.items():
+            if is_outside and self._p2p.reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC and places_of(self._p2p, peer):
+                by_host[host] = peer
+        hosts = self._rng.sample(sorted(by_host), min(OBSERVERS_ASKED, len(by_host)))
+        is_hard = await is_mapping_hard(self._p2p, [by_host[host] for host in hosts])
+        if is_hard is not None:
+            self.is_hard = is_hard
+            self._p2p.metrics.nat = "hard" if is_hard else "easy"
 
     def _witnesses(self) -> list[PeerID]:
         """Peers on different hosts, drawn from those outside; or from those inside, if nobody is outside."""
