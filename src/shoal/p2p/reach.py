@@ -85,6 +85,8 @@ class Outlook:
         self.contacts = Contacts()
         """The peers with which it has had connections."""
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        # What had come on each of them when a relay was last heard of.
+        self._received: weakref.WeakKeyDictionary[Stream, int] = weakref.WeakKeyDictionary()
         self._had_company = False
         self._seen: Notes[str] = Notes()
         self._checked_at = float("-inf")
@@ -284,14 +286,19 @@ class Outlook:
         self.announce_anew()
         self.update()
 
-    def note_upheaval(self, reason: str) -> None:
-        """What was found out about routers and relays may be wrong now."""
+    def note_upheaval(self, reason: str, *, has_moved: bool = True) -> None:
+        """What was found out about routers and relays may be wrong now.
+
+        Args:
+            has_moved: this machine is elsewhere; otherwise a check has to find out, and what is known of ways through
+                routers stays, for whoever lost all connections is in a hurry.
+        """
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
         self._p2p.pool.renew()  # what is open may be dead already
         self.check_soon()
-        for callback in list(self.on_upheaval):
+        for callback in list(self.on_upheaval) if has_moved else ():
             callback()
 
     def announce_anew(self) -> None:
@@ -305,6 +312,21 @@ class Outlook:
             self._announcing.cancel()
         self._p2p.pool.renew()
         self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, peers))
+
+    def note_heard(self) -> None:
+        """A relay shows that the way to it works."""
+        self._received = weakref.WeakKeyDictionary({stream: stream.received for stream in self._streams})
+
+    def note_silence(self) -> None:
+        """All relays have fallen silent at once: the router has lost its connections, or this machine is elsewhere.
+
+        Nothing else tells of it. So connections on which nothing has come since are taken for lost, and calls on them
+        begin anew on other ones.
+        """
+        self.note_upheaval("all relays are silent", has_moved=False)
+        lost = [stream for stream, received in self._received.items() if stream.received == received]
+        for stream in sorted(lost, key=lambda each: (each.remote, str(each.local_address))):
+            stream.abort()
 
     async def settle(self) -> Reachability:
         """Wait until it is clear how others call this peer, now that the first verdicts are there.
@@ -404,7 +426,7 @@ class Outlook:
         if alive:
             self.evidence.note_outside(self._now())
         elif self._had_company:
-            self.note_upheaval("all connections are gone")
+            self.note_upheaval("all connections are gone", has_moved=False)
         self._had_company = len({stream.remote for stream in alive}) > 1
 
     async def check(self) -> None:
