@@ -58,6 +58,8 @@ WITNESS_SECONDS = 8.0
 # How long a join waits for a reservation.
 RESERVE_SECONDS = 1.5
 LOOK_FOR_RELAYS_SECONDS = 30.0
+# Others who claim to see this machine at another address are listened to so often.
+SEEN_ELSEWHERE_SECONDS = 60.0
 RELAYS_ASKED = 8
 
 
@@ -89,6 +91,7 @@ class Outlook:
         self._received: weakref.WeakKeyDictionary[Stream, int] = weakref.WeakKeyDictionary()
         self._had_company = False
         self._seen: Notes[str] = Notes()
+        self._seen_elsewhere_at = float("-inf")
         self._checked_at = float("-inf")
         self._check_due = float("inf")
         self._looked_for_relays_at = self._now()
@@ -231,11 +234,17 @@ class Outlook:
             return
         former, host = self._seen.get(witness, ""), str(seen[version])
         self._seen.note(witness, host)
-        if former not in ("", host):
+        if former not in ("", host) and self._now() - self._seen_elsewhere_at >= SEEN_ELSEWHERE_SECONDS:
+            self._seen_elsewhere_at = self._now()
             self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
         port = next((own.get("tcp") for own in self.evidence.own if version in own), None)
         if port is not None:
-            self.offer(f"seen over {version}", Multiaddr(f"/{version}/{host}/tcp/{port}"))
+            source, address = f"seen over {version}", Multiaddr(f"/{version}/{host}/tcp/{port}")
+            present = self.evidence.offers.get(source)
+            if present in (None, address) or self.evidence.standing(self._now(), present) is not Standing.CONFIRMED:
+                self.offer(source, address)
+            else:  # one liar must not talk this peer out of an address that works
+                self.offer(f"{source} lately", address)
 
     def offer(self, source: str, address: Multiaddr | None) -> None:
         """There is another address that may lead here, until others have tried it; ``None``: no longer.
