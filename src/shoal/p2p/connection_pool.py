@@ -2,33 +2,56 @@
 
 A call that finds no idle connection dials a new one, so a bulk transfer never blocks a small call. Many calls to one
 peer share a few dials: the call that has waited longest takes the first connection that becomes free. A dial tries
-all known addresses of the peer, each a little later than the one before.
+all known addresses of the peer, each a little later than the one before. Direct connections are preferred to those
+through relays, which end when there are direct ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from shoal.errors import DialError, IdentityMismatchError, NotAMemberError, P2PDaemonError, ShoalError
+from shoal.errors import (
+    BusyError,
+    DialError,
+    IdentityMismatchError,
+    NoRelayError,
+    NoReservationError,
+    NotAMemberError,
+    P2PDaemonError,
+    RefusedDialError,
+    ShoalError,
+)
+from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook
 from shoal.p2p.connection import Connection
-from shoal.p2p.identity import PeerID
+from shoal.p2p.identity import PeerID, is_circuit, relay_of
 from shoal.p2p.limits import MAX_DIALLED_PER_PEER
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Stream, Transport
 
 # Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
 DIAL_STAGGER = 0.25
+# The same for the next relay of a peer, because each needs a few round trips.
+CIRCUIT_STAGGER = 1.5
+CIRCUIT_SECONDS = 10.0
+"""How long the way through one relay may take."""
+
+DIRECT_ONLY: ContextVar[bool] = ContextVar("DIRECT_ONLY", default=False)
+"""A relay itself is being dialled, so that no other relay may come into it."""
 
 
 class Dialler:
     """Dials peers at their known addresses; :meth:`close` gives up all dials at once."""
 
-    def __init__(self, transport: Transport, addresses: AddressBook) -> None:
+    def __init__(self, transport: Transport, addresses: AddressBook, metrics: Metrics) -> None:
         self._transport = transport
         self._addresses = addresses
+        self._metrics = metrics
+        self.dial_circuit: Callable[[Multiaddr, PeerID], Awaitable[Stream]] | None = None
+        """Dials through a relay; ``None``: relays are not used."""
         self.tasks: dict[asyncio.Task[Stream], None] = {}
         """Dials in progress."""
         self._closed = False
@@ -38,12 +61,29 @@ class Dialler:
 
         Raises:
             DialError: no address is known, or none answers as that peer.
+            RefusedDialError: nothing listens at any of them.
             P2PDaemonError: this peer is shut down.
         """
-        addresses = self._transport.worth_dialling(self._addresses.get(peer))
+        addresses = [*self.direct_addresses(peer), *self.circuits(peer)]
         if not addresses:
             raise DialError(f"no address of peer {peer} is known: it may be in client mode, or it has left")
         return await self._dial_first(peer, addresses)
+
+    def direct_addresses(self, peer: PeerID) -> list[Multiaddr]:
+        """Where a peer itself may be, in the order to try."""
+        direct = [each for each in self._addresses.get(peer) if not is_circuit(each)]
+        return self._transport.worth_dialling(direct, have_others=bool(self.circuits(peer)))
+
+    def circuits(self, peer: PeerID) -> list[Multiaddr]:
+        """Its addresses at relays that this peer can dial."""
+        if self.dial_circuit is None or DIRECT_ONLY.get():
+            return []
+        return [each for each in self._addresses.get(peer) if self.supports_circuit(each)]
+
+    def supports_circuit(self, address: Multiaddr) -> bool:
+        """Whether an address leads through a relay that this peer can dial."""
+        relay = relay_of(address)
+        return relay is not None and self._transport.supports(relay[0])
 
     async def dial_address(self, peer: PeerID, address: Multiaddr) -> Stream:
         """Dial one address of a peer; raises what :meth:`dial` raises."""
@@ -58,16 +98,18 @@ class Dialler:
                 if waiting:
                     address = waiting.pop(0)
                     dials[self._start(peer, address)] = address
-                await asyncio.wait(
-                    dials, timeout=DIAL_STAGGER if waiting else None, return_when=asyncio.FIRST_COMPLETED
-                )
+                stagger = CIRCUIT_STAGGER if is_circuit(address) else DIAL_STAGGER
+                await asyncio.wait(dials, timeout=stagger if waiting else None, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in dials if task.done()]:
                     address = dials.pop(task)
                     error = asyncio.CancelledError() if task.cancelled() else task.exception()
                     if error is None:
                         self._addresses.prefer(peer, address)
+                        self._metrics.dials_direct += not is_circuit(address)
                         return task.result()
                     errors.append(error)
+                    if isinstance(error, NoReservationError):
+                        self._addresses.forget(peer, address)
         finally:
             for task in dials:
                 task.add_done_callback(_abort_late)
@@ -75,15 +117,22 @@ class Dialler:
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
         refusal = next((error for error in errors if isinstance(error, NotAMemberError)), errors[0])
+        if all(isinstance(error, NoRelayError) for error in errors):
+            raise NoRelayError(
+                f"only relayed addresses of peer {peer} are known, and no relay answers: "
+                f"{'; '.join(map(str, errors))}. Wait, because it will choose others; or restart that peer"
+            )
         if len(errors) == 1 or isinstance(refusal, NotAMemberError):
             raise refusal
-        kind = IdentityMismatchError if all(isinstance(e, IdentityMismatchError) for e in errors) else DialError
-        raise kind(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
+        raise _kind_of(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
 
     def _start(self, peer: PeerID, address: Multiaddr) -> asyncio.Task[Stream]:
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
-        task = asyncio.get_running_loop().create_task(self._transport.dial(address, peer))
+        if is_circuit(address) and self.dial_circuit is not None:
+            task = asyncio.ensure_future(self.dial_circuit(address, peer))
+        else:
+            task = asyncio.ensure_future(self._transport.dial(address, peer))
         self.tasks[task] = None
         task.add_done_callback(self.tasks.pop)
         return task
@@ -95,6 +144,14 @@ class Dialler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _kind_of(errors: Sequence[BaseException]) -> type[ShoalError]:
+    """The class that stands for all these errors."""
+    for kind in (IdentityMismatchError, NoReservationError, RefusedDialError, BusyError):
+        if all(isinstance(error, kind) for error in errors):
+            return kind
+    return DialError
 
 
 def _abort_late(task: asyncio.Task[Stream]) -> None:
@@ -132,6 +189,10 @@ class _Peer:
         return self.dialling < MAX_PARALLEL_DIALS and connections < MAX_DIALLED_PER_PEER
 
     @property
+    def has_direct(self) -> bool:
+        return any(not each.stream.is_relayed for each in (*self.idle, *self.in_use))
+
+    @property
     def is_forgettable(self) -> bool:
         return not (self.idle or self.in_use or self.dialling or self.waiting)
 
@@ -158,6 +219,8 @@ class ConnectionPool:
         self._idle_since: dict[Connection, float] = {}  # idle for longest first
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
+        self.on_relayed: Callable[[PeerID], object] = lambda peer: None
+        """Called with a peer to which there is a new connection through a relay."""
 
     def __contains__(self, peer: object) -> bool:
         """Whether there are connections to this peer, or soon will be."""
@@ -170,6 +233,16 @@ class ConnectionPool:
     @property
     def in_use_count(self) -> int:
         return sum(len(peer.in_use) for peer in self._peers.values())
+
+    def count_of(self, peer_id: PeerID) -> int:
+        """Connections to a peer that are idle, or soon will be."""
+        peer = self._peers.get(peer_id)
+        return 0 if peer is None else len(peer.idle) + peer.dialling
+
+    def only_relayed(self, peer_id: PeerID) -> int:
+        """How many connections to a peer there are, if all of them lead through relays; otherwise 0."""
+        peer = self._peers.get(peer_id)
+        return 0 if peer is None or peer.has_direct else len(peer.idle) + len(peer.in_use)
 
     @property
     def dialling_count(self) -> int:
@@ -203,7 +276,10 @@ class ConnectionPool:
             self.release(connection, reusable=False)
 
     def release(self, connection: Connection, *, reusable: bool) -> None:
-        """Give a connection back. If it is not reusable it is cut, which cancels the handler on the other side."""
+        """Give a connection back. If it is not reusable it is cut, which cancels the handler on the other side.
+
+        A relayed one is not kept as well, if there are direct ones to that peer.
+        """
         peer = self._peers[connection.remote]
         is_old = connection.opened_at < asyncio.get_running_loop().time() - MAX_AGE_SECONDS
         if not reusable or connection.closed or self._closed or is_old:
@@ -216,6 +292,9 @@ class ConnectionPool:
             turn.set_result(connection)
             return
         del peer.in_use[connection]
+        if connection.stream.is_relayed and peer.has_direct:
+            connection.abort()
+            return
         self._keep(peer, connection)
 
     async def prepare(self, peer_id: PeerID, count: int) -> None:
@@ -229,13 +308,26 @@ class ConnectionPool:
         try:
             while len(peer.idle) + peer.dialling < min(count, MAX_IDLE_PER_PEER) and peer.may_dial:
                 peer.dialling += 1
-                self.release(await self._dial_new(peer), reusable=True)
+                connection = await self._dial_new(peer)
+                if connection.closed or not connection.stream.is_relayed:
+                    self.release(connection, reusable=True)
+                else:  # it would not be kept beside direct ones
+                    del peer.in_use[connection]
+                    self._keep(peer, connection)
         finally:
             self._forget_if_possible(peer)
 
     def add(self, connection: Connection) -> None:
         """Take over a connection that was made elsewhere and is idle."""
-        self._keep(self._peers.setdefault(connection.remote, _Peer(connection.remote)), connection)
+        peer = self._peers.setdefault(connection.remote, _Peer(connection.remote))
+        turn = None if self._closed else peer.next_in_line()
+        if turn is not None:
+            peer.in_use[connection] = None
+            turn.set_result(connection)
+        else:
+            self._keep(peer, connection)
+        if connection.stream.is_relayed:
+            self.on_relayed(connection.remote)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -244,6 +336,8 @@ class ConnectionPool:
     # --- idle connections ---------------------------------------------------------------------------------------------
 
     def _keep(self, peer: _Peer, connection: Connection) -> None:
+        if len(peer.idle) >= MAX_IDLE_PER_PEER and not connection.stream.is_relayed:
+            self._end_idle(next((each for each in peer.idle if each.stream.is_relayed), connection))
         if self._closed or len(peer.idle) >= MAX_IDLE_PER_PEER:
             connection.abort()
             self._forget_if_possible(peer)
@@ -258,7 +352,9 @@ class ConnectionPool:
     def _take_idle(self, peer: _Peer) -> Connection | None:
         if not peer.idle:
             return None
-        connection = peer.idle.pop()
+        direct = [each for each in peer.idle if not each.stream.is_relayed]
+        connection = (direct or peer.idle)[-1]
+        peer.idle.remove(connection)
         del self._idle_since[connection]
         connection.stream.on_closed(None)
         peer.in_use[connection] = None
@@ -285,6 +381,16 @@ class ConnectionPool:
         for peer in self._peers.values():
             for connection in [each for each in peer.in_use if is_unwanted(each.stream)]:
                 connection.stream.abort()
+
+    def drop_via(self, relay: PeerID) -> None:
+        """End the connections through a relay that is no more."""
+        self.cut(lambda stream: stream.via == relay)
+
+    def end_idle(self, peer_id: PeerID) -> None:
+        """Close the idle connections to a peer, because what broke another one may have broken these, too."""
+        if peer_id in self._peers:
+            for connection in list(self._peers[peer_id].idle):
+                self._end_idle(connection)
 
     def renew(self) -> list[PeerID]:
         """Close idle connections, so that the next call greets again; returns the peers that had connections."""
@@ -323,6 +429,8 @@ class ConnectionPool:
             raise
         peer.dialling -= 1
         peer.in_use[connection] = None
+        if connection.stream.is_relayed:
+            self.on_relayed(connection.remote)
         self._let_next_dial(peer)
         if self._closed:
             self.release(connection, reusable=False)

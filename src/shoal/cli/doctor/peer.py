@@ -39,7 +39,8 @@ from shoal.p2p.joining import (
     explain_unreachable,
 )
 from shoal.p2p.presence import check_identity_is_free
-from shoal.p2p.tcp import close, connect, family_of
+from shoal.p2p.tcp_connect import connect, family_of
+from shoal.p2p.tcp_stream import close_socket
 from shoal.tasks import run_in_worker
 
 ANSWER_SECONDS = 5.0
@@ -137,7 +138,7 @@ async def _connect(address: Multiaddr) -> Finding | None:
         advice = OPEN_PORT + (no_route_to_neighbours() if has_no_route(error) else "")
         return fail("connection", explain(error), advice)
     seconds = time.perf_counter() - began
-    close(connection)
+    close_socket(connection)
     return ok("connection", f"TCP in {_milliseconds(seconds)}", seconds=seconds)
 
 
