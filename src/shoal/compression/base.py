@@ -356,6 +356,13 @@ class CompressionBase(ABC):
         """Whether each value is encoded independently, so that several tensors of one type can be encoded as one."""
         return False
 
+    @property
+    def for_averages(self) -> CompressionBase | None:
+        """The codec of averages, if all members must end with the same bits, see
+        :class:`~shoal.compression.one_result.OneResult`; ``None``: averages are sent as differences to what each member
+        has sent."""
+        return None
+
     def for_tensor(self, info: CompressionInfo) -> CompressionBase:
         """The codec that really encodes this tensor: this one, unless it chooses among others."""
         return self

@@ -420,7 +420,7 @@ class Coordination:
         values = await asyncio.shield(self._result)
         for reducer, parts in enumerate(self.vector.parts):
             for index, part in enumerate(parts):
-                encoded = part.compress(part.of(values)) if self.vector.has_average(reducer, index) else None
+                encoded = part.returned.compress(part.of(values)) if self.vector.has_average(reducer, index) else None
                 await link.shared.send_part((reducer, index), encoded)
         await link.shared.send(RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights), end=True)
 
@@ -489,8 +489,9 @@ class Coordination:
         exists = 0 <= reducer < self.group.group_size and 0 <= index < len(self.vector.parts[reducer])
         if header is None or not exists:
             raise ProtocolError("sent a part that does not exist")
-        [values] = await self.vector.receive(link.shared.call, [header], [self.vector.parts[reducer][index]])
         is_average = self._execution is not None and self._execution.is_average((reducer, index))
+        part = self.vector.parts[reducer][index]
+        [values] = await self.vector.receive(link.shared.call, [header], [part.returned if is_average else part])
         if is_average and values is not None and not all_finite(values):
             self.roster.seen_not_finite.add(member.index)
             raise ProtocolError("sent an average that is not finite")

@@ -232,6 +232,7 @@ class Participation:
                 if self._assignment is not assignment:
                     return
                 part, is_known = self.vector.parts[reducer][index], self.vector.has_average(reducer, index)
+                part = part.returned if index < self.vector.held[reducer] else part
                 await shared.send_part((reducer, index), self.vector.encode(part) if is_known else None)
         while any(self.vector.held[reducer] < stop for reducer, _, stop in assignment.expect):
             self._changed.clear()
@@ -246,7 +247,7 @@ class Participation:
             raise ProtocolError("the coordinator sent a part that is not due")
         if index >= len(self.vector.parts[reducer]):
             raise ProtocolError("the coordinator sent a part that does not exist")
-        [values] = await self.vector.receive(call, [header], [self.vector.parts[reducer][index]])
+        [values] = await self.vector.receive(call, [header], [self.vector.parts[reducer][index].returned])
         if values is not None and not all_finite(values):
             self.roster.seen_not_finite.add(self.group.peer_ids.index(call.remote))
             raise ProtocolError("the coordinator sent an average that is not finite")

@@ -160,6 +160,12 @@ class Part:
         nbytes = self.codec.compressed_nbytes((self.length,), self.info)
         return math.inf if nbytes is None else nbytes
 
+    @cached_property
+    def returned(self) -> Part:
+        """This part on its way back: as its average is encoded."""
+        codec = self.codec.for_averages
+        return self if codec is None else replace(self, codec=codec)
+
     def compress(self, values: torch.Tensor) -> SerializedTensor:
         """Encode values for the wire: those of this part, or others of the same length."""
         return self.codec.compress(values, self.info)

@@ -153,7 +153,7 @@ class Recovery:
         for key in self._plan.parts_missing(member):
             average = await self._average(key)
             part = self._vector.parts[key[0]][key[1]]
-            await shared.send_part(key, None if average is None else part.compress(average))
+            await shared.send_part(key, None if average is None else part.returned.compress(average))
 
     async def _fill_own(self) -> None:
         for key in self._plan.parts_missing(self._own):

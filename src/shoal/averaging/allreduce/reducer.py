@@ -217,13 +217,13 @@ class PartReducer:
             if average is None:
                 return None, False
             # Lossy codecs are for floating point numbers only, and receivers refuse differences of other types.
-            if part.codec.lossy and sent is not None and sent.is_floating_point():
+            if part.codec.lossy and sent is not None and sent.is_floating_point() and part.codec.for_averages is None:
                 difference = average - sent
                 if all_finite(difference) or all_finite(sent):
                     difference = without_overflow(difference)
                     return part.codec.compress(difference, part.info, allow_inplace=True), True
             if state.encoded is None:
-                state.encoded = part.compress(average)
+                state.encoded = part.returned.compress(average)
             return state.encoded, False
         finally:
             self._taken(state, sender)
@@ -329,11 +329,14 @@ class PartReducer:
             self._give_up(e)
 
     def _note_average(self, state: _PartState, index: int, average: torch.Tensor | None) -> None:
-        state.average = average
-        if not self._parts[index].codec.lossy:  # only differences need what was sent
+        part, state.average = self._parts[index], average
+        if part.codec.for_averages is not None and average is not None:
+            # This member, too, takes what the others will decode.
+            state.encoded, state.average = part.returned.codec.compress_and_decode(average, part.info)
+        if not part.codec.lossy or part.codec.for_averages is not None:  # only differences need what was sent
             state.values.clear()
         if self.on_average is not None:
-            self.on_average(index, average)
+            self.on_average(index, state.average)
         state.done.set()
 
     def _mean(self, state: _PartState, part: Part) -> torch.Tensor | None:
@@ -373,8 +376,11 @@ class PartReducer:
         Own values do not travel, so no codec has changed them. Where members hold nearly the same values, such as
         parameters, they are put through the codec nevertheless. The codec makes the same error in the same values, so
         the error cancels out in the differences that members get back, and members that agree keep their values.
-        Where members have little in common, as with gradients, own values count exactly.
+        Where members have little in common, as with gradients, own values count exactly. Where one result is for all,
+        they always count as if they had been sent: then it does not depend on who reduces them.
         """
+        if part.codec.for_averages is not None:
+            return part.codec.compress_and_decode(values, part.info)[1]
         if not part.codec.lossy or not state.values or part.info.role is TensorRole.GRADIENT:
             return values
         others = [sent for i, sent in sorted(state.values.items()) if sent is not None and self.weights[i] > 0]

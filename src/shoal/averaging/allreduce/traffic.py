@@ -109,7 +109,7 @@ class Traffic:
         self._kept = Kept()
         self._is_agreed = False
         self.averages_out = Outgoing(
-            [part.nbytes for part in ours],
+            [part.returned.nbytes for part in ours],
             self._encode_average,
             reducer.is_averaged,
             reducer.peek,
@@ -118,7 +118,7 @@ class Traffic:
             is_urgent=reducer.is_crowded,
         )
         self._count = max(1, len(theirs) + len(ours))
-        self.parts_in, self.averages_in = Incoming(vector, ours), Incoming(vector, theirs)
+        self.parts_in, self.averages_in = Incoming(vector, ours), Incoming(vector, [each.returned for each in theirs])
         # The number of calls on which something may still come: the calls of this member (True) and of the other one.
         self._calls = {True: math.inf if theirs else 0, False: math.inf if ours else 0}
         # Set when the other member has announced its weight. Its parts may come earlier, on a call of this member.
