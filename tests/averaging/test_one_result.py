@@ -18,7 +18,7 @@ from shoal.compression import (
 from shoal.compression.one_result import OneResult
 from tests.averaging.swarm import Swarm, make_control
 from tests.averaging.test_rounds import Fault
-from tests.compression.codecs import info_of, name_of, restored
+from tests.compression.codecs import name_of, restored
 from tests.dht.virtual_time import alone_in_virtual_time
 
 SIZE = 30_000

@@ -76,6 +76,7 @@ class ProgressTracker(Facade):
     """
 
     instead_of_a_copy = "make another one; what it knows, it learns from the others"
+    make_board: type[ProgressBoard] = ProgressBoard
 
     def __init__(
         self,
@@ -111,15 +112,13 @@ class ProgressTracker(Facade):
         refresh = RefreshPolicy(
             min_refresh_period, max_refresh_period, default_refresh_period, expected_drift_peers, expected_drift_rate
         )
-        self.board = ProgressBoard(
+        self.board = self.make_board(
             dht.peer_id.to_bytes(),
             self.client_mode,
             target_batch_size,
             refresh,
             self.performance_ema,
-            get_dht_time(),
-            lambda peer: dht.p2p.host_of(PeerID(peer)),
-            lambda: dht.p2p.is_callable,
+            *(get_dht_time(), lambda peer: dht.p2p.host_of(PeerID(peer)), lambda: dht.p2p.is_callable),
         )
         self._private_key, self._in_pause = private_key, False
         self._vouching: Vouching | None = None

@@ -1,0 +1,187 @@
+"""Which outer updates are behind a peer's outer parameters, and whose parameters go on if members of a round differ.
+
+A *chain* has a link for each version: a hash of the link before and of the round that made the update. Two peers are of
+one *lineage* if the newest link of one is among the latest links of the other. So a peer that only lacks the newest
+updates is told from one that trains another model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.compression.base import bytes_of
+
+HASH_BYTES = 16
+# A message tells no more links than this, whatever its sender has.
+MOST_LINKS = 64
+_MOST = 2**62
+
+
+class Link(NamedTuple):
+    """One version of outer parameters."""
+
+    version: int
+    hash: bytes
+    samples: int
+    """How many samples all updates up to this one are made of."""
+
+
+def hash_of(*data: bytes | memoryview) -> bytes:
+    """A short hash of bytes in a row."""
+    digest = hashlib.blake2b(digest_size=HASH_BYTES)
+    for each in data:
+        digest.update(each)
+    return digest.digest()
+
+
+class Chain:
+    """The latest links of one fragment's outer parameters.
+
+    Args:
+        links: the latest ones, in order; at least one.
+        length: how many are kept.
+    """
+
+    def __init__(self, links: Iterable[Link], length: int) -> None:
+        self._links = deque(links, maxlen=min(length, MOST_LINKS))
+
+    @classmethod
+    def begin(cls, values: torch.Tensor, length: int) -> Chain:
+        """The chain of parameters that have not been updated."""
+        return cls([Link(0, hash_of(bytes_of(values)), 0)], length)
+
+    @property
+    def newest(self) -> Link:
+        return self._links[-1]
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The latest links, in order."""
+        return tuple(self._links)
+
+    def extend(self, round_id: bytes, samples: int) -> None:
+        """Note an update.
+
+        Args:
+            round_id: names the round that has made it, the same way at all members.
+            samples: how many samples the update is made of.
+        """
+        last = self.newest
+        self._links.append(Link(last.version + 1, hash_of(last.hash, round_id), min(_MOST, last.samples + samples)))
+
+    def dump(self) -> list[list[Any]]:
+        """Plain values."""
+        return [list(link) for link in self._links]
+
+
+def parse_links(value: object) -> tuple[Link, ...]:
+    """Check links that another peer has told.
+
+    Raises:
+        ValueError: they are malformed.
+    """
+    if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MOST_LINKS:
+        raise ValueError(f"no list of 1 to {MOST_LINKS} links: {str(value)[:100]}")
+    links = []
+    for each in value:
+        match each:
+            case [int(version), bytes(digest), int(samples)] if len(digest) == HASH_BYTES:
+                links.append(Link(version, digest, samples))
+            case _:
+                raise ValueError(f"no link: {str(each)[:100]}")
+    versions = [link.version for link in links]
+    if versions != list(range(versions[0], versions[0] + len(links))) or versions[0] < 0 or versions[-1] > _MOST:
+        raise ValueError(f"links must follow each other: {versions}")
+    if not all(0 <= link.samples <= _MOST for link in links):
+        raise ValueError("a link has an impossible number of samples")
+    return tuple(links)
+
+
+def steps_between(older: Sequence[Link], newer: Sequence[Link]) -> int | None:
+    """How many updates lead from the newest link of one chain to that of another; ``None``: none do."""
+    return newer[-1].version - older[-1].version if older[-1] in newer else None
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a member of a round says about its outer parameters."""
+
+    links: tuple[Link, ...]
+    steps: int = 0
+    """Inner steps behind its contribution, and their samples."""
+    samples: int = 0
+    expected: int = 1
+    """How many members it expects, itself included."""
+
+    def dump(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "links": [list(link) for link in self.links],
+            "steps": self.steps,
+            "samples": self.samples,
+            "expected": self.expected,
+        }
+
+    @classmethod
+    def parse(cls, value: object) -> Statement | None:
+        """Read what a member has said; ``None`` if it makes no sense."""
+        if not isinstance(value, Mapping):
+            return None
+        numbers = [value.get(name) for name in ("steps", "samples", "expected")]
+        if not all(isinstance(each, int) and 0 <= each <= _MOST for each in numbers):
+            return None
+        try:
+            return cls(parse_links(value.get("links")), *numbers)  # type: ignore[arg-type]
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the members of a round derive from what all have said; the same at all of them."""
+
+    winners: frozenset[int]
+    """Positions of the members whose lineage goes on."""
+    base: int
+    """The version that this round updates: the newest one of the winners."""
+
+    def standing_of(self, member: int, statement: Statement) -> int | None:
+        """How many versions a member is behind; ``None`` if its lineage has lost."""
+        return self.base - statement.links[-1].version if member in self.winners else None
+
+
+def settle(statements: Sequence[Statement | None]) -> Verdict:
+    """Decide which lineage goes on.
+
+    It is the one with most members; of several, the one that is made of most samples; then the one with the smaller
+    hash. So the first peers of a run, which may have begun with different parameters, agree by the same rule as the two
+    sides of a run that was split.
+
+    Args:
+        statements: of all members, in order; ``None``: this one counts for no lineage.
+    """
+    told = {member: statement.links for member, statement in enumerate(statements) if statement is not None}
+    lineages: list[set[int]] = []
+    for member, links in told.items():
+        kin = [each for each in lineages if any(_are_related(links, told[other]) for other in each)]
+        lineages = [each for each in lineages if each not in kin] + [{member}.union(*kin)]
+    if not lineages:
+        return Verdict(frozenset(), 0)
+
+    def rank(lineage: set[int]) -> tuple[int, int, bytes]:
+        newest = max((told[member][-1] for member in lineage), key=lambda link: (link.version, link.hash))
+        smaller_is_better = bytes(255 - byte for byte in newest.hash)
+        return len(lineage), max(told[member][-1].samples for member in lineage), smaller_is_better
+
+    winners = max(lineages, key=rank)
+    return Verdict(frozenset(winners), max(told[member][-1].version for member in winners))
+
+
+def _are_related(one: Sequence[Link], other: Sequence[Link]) -> bool:
+    return one[-1] in other or other[-1] in one

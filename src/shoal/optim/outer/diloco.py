@@ -1,0 +1,537 @@
+"""An optimizer for slow lines: each peer makes many inner steps of its own between two exchanges with the others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.averaging.state.download import OwnedState
+from shoal.clock import get_dht_time
+from shoal.compression import CompressionBase, Float16Compression
+from shoal.compression.base import copies_of
+from shoal.dht.dht import check_dht
+from shoal.errors import ReactorError, ShoalError
+from shoal.facade import Facade
+from shoal.optim.epochs import last_epoch_in_first_round
+from shoal.optim.optimizer_state import zero_gradients
+from shoal.optim.outer.fragment_updates import FragmentUpdates, OuterRound
+from shoal.optim.outer.fragments import Fragments
+from shoal.optim.outer.inner import InnerOptimizer, InnerOptimizers
+from shoal.optim.outer.outer_averager import OuterAverager, tag_of
+from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer
+from shoal.optim.outer.outer_state import OuterState
+from shoal.optim.outer.schedule import Schedule, SlotCounter
+from shoal.optim.outer.settings import OuterSettings
+from shoal.optim.outer.slot_tracker import SlotTracker
+from shoal.optim.outer.weights import Staleness
+from shoal.optim.progress import count_of_samples
+from shoal.optim.progress_tracker import ProgressTracker, RoundWatch
+from shoal.optim.state_jobs import let_go, log_failure
+from shoal.optim.training_setup import Parameters, ParamGroups
+from shoal.p2p import PeerID
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_COMPRESSION = Float16Compression()
+
+# Seconds that a peer waits at most to learn how far the swarm is, and until others know it.
+FIRST_LOOK_SECONDS = 5.0
+
+
+class DiLoCo(Facade, torch.optim.Optimizer):
+    """Trains a model together with all peers of a run, and exchanges little.
+
+    Each peer makes inner steps on its own batches. After ``sync_every`` of them, all tell by how much their parameters
+    have moved away from the *outer* parameters, on which all agree. The mean of that is a gradient for the outer
+    optimizer, which all peers step alike, and from its result they go on.
+
+    Args:
+        dht: connected DHT of this peer.
+        run_id: name of the training run; no dots.
+        optimizer: makes the inner steps: a torch optimizer, a list of them, or a function of parameter groups.
+        params: parameters or groups; required with a function.
+        scheduler: schedule of the inner learning rate, or a function that makes it. With ``sync_every`` it counts the
+            inner steps of the run, otherwise the slots.
+        outer_optimizer: a function of parameters that makes the outer optimizer. Default:
+            ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; for ``average="parameters"`` ``SGD(lr=0.7, momentum=0.5)``.
+        sync_every: inner steps between two exchanges of the same parameters.
+        target_batch_size: instead of ``sync_every``: samples of all peers together between two exchanges.
+        batch_size_per_step: samples in each call of :meth:`step`; or give ``batch_size`` there.
+        fragments: exchange the parameters in so many fragments, one after another; or for each fragment its parameters.
+        fragment_sync_delay: apply the result of an exchange only after so many further inner steps, and train on
+            meanwhile. ``None``: as soon as it is there.
+        fragment_update_alpha: weight of the model's own values when a result is applied, from 0 to 1; or ``"rebase"``:
+            keep the progress made since they were sent. Default: 0 without delay, else ``"rebase"``.
+        compression: codec of what peers send.
+        return_compression: codec of averages; default: the same.
+        average: ``"pseudo_gradients"``, or ``"parameters"``. With the latter each peer has outer parameters of its own,
+            and groups need not be the whole swarm.
+        weighting: how peers count: ``"batch"``: every sample the same; ``"samples"``: fast peers more.
+        straggler_patience: for how many seconds the first peer that has made its steps waits for the others. Default:
+            ``matchmaking_time``.
+        staleness: by how many versions a contribution is old, the factor that makes it smaller.
+        max_staleness: older contributions do not count.
+        matchmaking_time: for how many seconds a group waits for members that do not come.
+        averaging_timeout: a round is given up after this many seconds.
+        allreduce_timeout: the same for the all-reduce alone; default: ``averaging_timeout``.
+        next_chunk_timeout: a member is given up after this many seconds of silence. Default: ``matchmaking_time``, but
+            at least a quarter of ``averaging_timeout``.
+        load_state_timeout: a download of the state is given up after this many seconds.
+        load_state_compression: codec for downloads of the state.
+        client_mode: connect to others, but accept no connections; default: as in the DHT.
+        averager_opts: further options of the averager.
+        tracker_opts: further options of the progress tracker.
+        performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
+        shutdown_timeout: how long :meth:`shutdown` may take to leave politely, in seconds.
+        verbose: log what happens at level INFO.
+
+    Raises:
+        ValueError: options contradict each other.
+        TypeError: an option has a wrong type.
+        ReactorError: the DHT is shut down.
+    """
+
+    instead_of_a_copy = "save the model itself"
+
+    def __init__(
+        self,
+        *,
+        dht: DHT,
+        run_id: str,
+        optimizer: InnerOptimizer | Sequence[InnerOptimizer],
+        params: Parameters | ParamGroups | None = None,
+        scheduler: Any | None = None,
+        outer_optimizer: OuterOptimizerFactory | None = None,
+        sync_every: int | None = None,
+        target_batch_size: int | None = None,
+        batch_size_per_step: int | None = None,
+        fragments: int | Sequence[Iterable[torch.Tensor]] = 1,
+        fragment_sync_delay: int | None = 0,
+        fragment_update_alpha: float | str | None = None,
+        compression: CompressionBase | None = DEFAULT_COMPRESSION,
+        return_compression: CompressionBase | None = None,
+        average: str = "pseudo_gradients",
+        weighting: str = "batch",
+        straggler_patience: float | None = None,
+        staleness: Staleness | None = None,
+        max_staleness: int = 4,
+        matchmaking_time: float = 15.0,
+        averaging_timeout: float = 60.0,
+        allreduce_timeout: float | None = None,
+        next_chunk_timeout: float | None = None,
+        load_state_timeout: float = 600.0,
+        load_state_compression: CompressionBase | None = None,
+        client_mode: bool | None = None,
+        averager_opts: dict[str, Any] | None = None,
+        tracker_opts: dict[str, Any] | None = None,
+        performance_ema_alpha: float = 0.1,
+        shutdown_timeout: float = 5.0,
+        verbose: bool = False,
+    ) -> None:
+        check_dht(dht)
+        if target_batch_size is not None:
+            target_batch_size = count_of_samples("target_batch_size", target_batch_size)
+        self.settings = settings = OuterSettings.resolve(locals())
+        self._inner = InnerOptimizers(optimizer, params, scheduler)
+        parts = Fragments(self._inner.parameters, fragments, getattr(settings.codec, "block", None) or 1)
+        self.schedule = Schedule(len(parts), sync_every, target_batch_size)
+        self.be_the_only(f"a DiLoCo with run_id {run_id!r}", dht)
+        self.dht, self.run_id = dht, run_id
+        self.client_mode = dht.client_mode if client_mode is None else client_mode
+        self.matchmaking_time, self._load_state_timeout = matchmaking_time, load_state_timeout
+        self._shutdown_timeout, self._loglevel = shutdown_timeout, logging.INFO if verbose else logging.DEBUG
+        self._closing, self._lock = threading.Event(), threading.RLock()
+        self._counter = SlotCounter(self.schedule)
+        self.inner_steps = 0
+        """Inner steps of this peer."""
+        self.last_round: OuterRound | None = None
+        """The outer update that was applied last."""
+        self._has_looked, self._has_trained = False, False
+        factory = outer_optimizer or default_outer_optimizer(average)
+        self._fragments = [
+            FragmentUpdates(
+                number,
+                part,
+                OuterState(part.read(), factory),
+                settings.mixing,
+                average,
+                settings.staleness,
+                max_staleness,
+                self._lock,
+            )
+            for number, part in enumerate(parts)
+        ]
+        self.outer_optimizers = tuple(each.state.optimizer for each in self._fragments)
+        """The optimizer of each fragment's outer parameters."""
+        self.tracker = self._make_tracker({"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})})
+        if next_chunk_timeout is None:
+            next_chunk_timeout = max(matchmaking_time, averaging_timeout / 4)
+        self.averager = OuterAverager(
+            [part.length for part in parts],
+            settings.agreement(self.schedule, parts.fingerprint),
+            [each.judge for each in self._fragments],
+            self._describe,
+            dht,
+            prefix=f"{run_id}_outer_averager",
+            start=False,
+            compression=settings.codec,
+            state_compression=load_state_compression,
+            min_matchmaking_time=matchmaking_time,
+            allreduce_timeout=averaging_timeout if allreduce_timeout is None else allreduce_timeout,
+            next_chunk_timeout=next_chunk_timeout,
+            shutdown_timeout=shutdown_timeout,
+            client_mode=self.client_mode,
+            **(averager_opts or {}),
+        )
+        self._under_construction: list[dict[str, Any]] | None = []
+        super().__init__([dict(group) for group in self._inner.param_groups], {})
+        self._under_construction = None
+        self._begin()
+
+    def _make_tracker(self, options: dict[str, Any]) -> ProgressTracker:
+        options = {"client_mode": self.client_mode, "start": False, **options}
+        if self.schedule.target_batch_size is not None:
+            return ProgressTracker(self.dht, self.run_id, self.schedule.target_batch_size, **options)
+        patience, overlaps = self.settings.straggler_patience, self.settings.overlaps
+        first = self.schedule.steps_of(0)
+        return SlotTracker(self.dht, self.run_id, first, patience=patience, overlaps=overlaps, **options)
+
+    def _begin(self) -> None:
+        """From now on others hear of this peer."""
+        try:
+            self.averager.run_in_background()
+            self.tracker.advise(self.averager.node, True, False)
+            self.tracker.run_in_background()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def step(
+        self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
+    ) -> Any:
+        """Make an inner step, and exchange parameters with the others when it is time.
+
+        Args:
+            closure: computes the loss and its gradients, if they have not been computed before.
+            batch_size: number of samples in the batch; default: ``batch_size_per_step``. 0 = no new gradients: only
+                take part in exchanges.
+            grad_scaler: the scaler of the loss, if there is one; a step whose gradients overflow is skipped.
+
+        Returns:
+            The result of the closure.
+        """
+        self._check_open()
+        batch_size = self.settings.batch_size(batch_size)
+        scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._catch_up():
+            return loss
+        if batch_size:
+            self._make_inner_step(batch_size, scaler)
+        if self._slot_is_over() and not self._is_behind():
+            self._end_slot()
+        self._apply_what_is_due()
+        return loss
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise ReactorError("this DiLoCo is shut down and trains with nobody any more: make a new one")
+        if not self.dht.is_alive():
+            self.dht.check()
+            raise ReactorError("the DHT of this DiLoCo has failed: make both anew")
+
+    def _make_inner_step(self, batch_size: int, scaler: Any) -> None:
+        samples = batch_size if self._inner.step(self, scaler) else 0
+        self.inner_steps += 1
+        self._counter.count(samples)
+        for each in self._fragments:
+            each.count(samples)
+        self._inner.move_schedules(self._counter.position)
+        self._has_trained = True
+        done = self._counter.steps if self.schedule.sync_every is not None else self._counter.samples
+        self.tracker.report_local_progress(self._counter.slot, done)
+
+    def _slot_is_over(self) -> bool:
+        if self._counter.is_full:
+            # Nobody would wait for a peer that is not known yet, and it would make more steps than a slot has.
+            deadline = get_dht_time() + FIRST_LOOK_SECONDS
+            while not self.tracker.is_introduced and get_dht_time() < deadline and not self._closing.wait(0.01):
+                pass
+        return self.tracker.should_stop(self.settings.straggler_patience)
+
+    def _end_slot(self) -> None:
+        """Begin the round that ends this slot, and go to the next one."""
+        slot, overlaps = self._counter.slot, self.settings.overlaps
+        each = self._fragments[self.schedule.fragment_of(slot)]
+        self._land(each)  # the round before, if it is still under way
+        with self.tracker.pause_updates():
+            self.tracker.declare_epoch_over(self.settings.straggler_patience)
+            last = last_epoch_in_first_round(slot, overlaps=overlaps)
+            expected = self.tracker.expected_members(until_epoch=last)
+            self._take_off(each, slot, expected, last if overlaps else None)
+            if not overlaps:
+                self._land(each)
+            self._go_to(slot + 1, expected)
+        logger.log(self._loglevel, "slot %d begins", self._counter.slot)
+
+    def _go_to(self, slot: int, members: Iterable[PeerID] = ()) -> None:
+        """Tell the others that this peer is at another slot. Inside ``pause_updates()``."""
+        self._counter.go_to(slot)
+        if isinstance(self.tracker, SlotTracker):
+            self.tracker.board.set_steps(self.schedule.steps_of(slot))
+        self.tracker.update_epoch(slot, members=list(members))
+        if not self.client_mode:
+            self.averager.state_sharing_priority = slot
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def _take_off(self, each: FragmentUpdates, slot: int, expected: set[PeerID], last: int | None) -> None:
+        """Begin a round with the expected peers.
+
+        Args:
+            last: a peer beyond this slot does not come any more; ``None``: one beyond this peer's.
+        """
+        settings = self.settings
+        delay = settings.fragment_sync_delay
+        # A newcomer counts if it was there for half of the steps.
+        least, each.is_fresh = -(-(self.schedule.sync_every or 0) // 2) if each.is_fresh else 0, False
+        flight = each.begin(slot, self.averager.vectors[each.number], delay, settings.weighting, least)
+        if not expected:
+            return
+        timeout = settings.averaging_timeout
+        patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
+        control = self.averager.step(
+            gather=each.statement(1 + len(expected)).dump(),
+            scheduled_time=get_dht_time() + patience,
+            weight=flight.weight,
+            timeout=timeout,
+            wait=False,
+            tag=tag_of(each.number),
+        )
+        assert not isinstance(control, dict)
+        flight.control = control
+        RoundWatch(control, self.tracker, None if last is None else dict.fromkeys(expected, last))
+
+    def _apply_what_is_due(self) -> None:
+        for each in self._fragments:
+            flight = each.flight
+            if flight is None:
+                continue
+            is_over = flight.control is None or flight.control.done()
+            if flight.left == 0 or (flight.left is None and is_over and flight.steps_since > 0):
+                self._land(each)
+
+    def _land(self, each: FragmentUpdates) -> None:
+        """Wait for the result of a round, if one is under way, and bring it into the model."""
+        flight = each.flight
+        if flight is None:
+            return
+        result = None
+        if flight.control is not None:
+            try:
+                flight.control.result(self.settings.averaging_timeout)
+                result = flight.control.round
+            except Exception as e:  # whatever has failed, training goes on
+                flight.control.cancel()
+                if flight.control.began_allreduce or self.tracker.expected_members(until_epoch=flight.slot + 2):
+                    log_failure("the round of slot %d has failed (%s): it is made up for", flight.slot, e)
+                    each.give_up()
+                    return
+            except BaseException:
+                flight.control.cancel()
+                raise
+        done = each.land(self.averager.vectors[each.number], result, self.dht.peer_id)
+        if not flight.is_finite:
+            logger.warning("this peer's parameters were not finite: it goes on from those of the swarm")
+            each.reset_model()
+            self._inner.forget_what_is_not_finite()
+        if done is not None:
+            self.last_round = done
+            self._tell(done)
+
+    def _tell(self, done: OuterRound) -> None:
+        logger.log(
+            self._loglevel,
+            "round %d of fragment %d: %d peers, %.2f s",
+            done.slot,
+            done.fragment,
+            len(done.peers),
+            done.seconds,
+        )
+
+    def _end_flights(self) -> None:
+        for each in self._fragments:
+            self._land(each)
+
+    # --- keeping up with the swarm ------------------------------------------------------------------------------------
+
+    @property
+    def local_epoch(self) -> int:
+        """The slot at which this peer is."""
+        return self._counter.slot
+
+    def _is_behind(self) -> bool:
+        if any(each.standing.value != "good" for each in self._fragments):
+            return True
+        lag = 1 if self.settings.overlaps and self._has_trained else 0
+        return self.tracker.global_epoch - self.local_epoch > lag
+
+    def is_synchronized_with_peers(self) -> bool:
+        """Whether this peer lacks nothing that others have, as far as it knows."""
+        return not self._is_behind()
+
+    def _catch_up(self) -> bool:
+        if not self._has_looked:
+            self._has_looked = True
+            self.tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
+        if not self._is_behind():
+            return False
+        logger.info("this peer is at slot %d, the swarm at %d", self.local_epoch, self.tracker.global_epoch)
+        self.load_state_from_peers()
+        return True
+
+    def load_state_from_peers(self, **options: Any) -> bool:
+        """Download the outer parameters of another peer, and all that belongs to them.
+
+        A peer that only lacks some updates keeps what it has done since.
+
+        Args:
+            options: of the download, such as ``timeout`` in seconds.
+
+        Returns:
+            Whether there was a donor whose state fits.
+        """
+        self._end_flights()
+        with self.tracker.pause_updates():
+            try:
+                found = self.averager.load_state_from_peers(**{"timeout": self._load_state_timeout, **options})
+                if found is not None:
+                    self._take_over(*found[:2])
+                    return True
+                logger.warning("nobody shares the state of this run: this peer keeps its own")
+            except (ShoalError, TimeoutError, ValueError) as e:
+                logger.warning("could not take over the state of another peer: %s", str(e) or type(e).__name__)
+            self.tracker.look_after_others()  # those that were ahead may be gone
+            return False
+
+    def _describe(self) -> OwnedState:
+        """The state for newcomers. Called in a worker thread."""
+        with self._lock:
+            found = [each.dump() for each in self._fragments]
+            tensors = copies_of([tensor for _, own in found for tensor in own])
+            # Donors at the same versions show the same state, however far they are in their slots.
+            metadata = {"slot": self.local_epoch, "fragments": [{**own, "tensors": len(t)} for own, t in found]}
+        return OwnedState(metadata, tensors)
+
+    def _take_over(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Put a downloaded state in place.
+
+        Raises:
+            ValueError: it does not fit; nothing has been changed.
+        """
+        if not isinstance(metadata, Mapping) or not isinstance(slot := metadata.get("slot"), int):
+            raise ValueError("the state has no slot")
+        described, left = metadata.get("fragments"), list(tensors)
+        if not isinstance(described, list) or len(described) != len(self._fragments) or slot < 0:
+            raise ValueError(f"the state is not one of {len(self._fragments)} fragments")
+        parts = []
+        for each, own in zip(self._fragments, described, strict=True):
+            count = own.get("tensors") if isinstance(own, Mapping) else None
+            if not isinstance(count, int) or not 0 < count <= len(left):
+                raise ValueError("a fragment of the state has no tensors")
+            parts.append((each, own, left[:count]))
+            del left[:count]
+            each.check(own, parts[-1][2])
+        with self._lock:
+            lost = [each.take_over(own, theirs, is_new=not self._has_trained) for each, own, theirs in parts]
+        if any(lost):
+            logger.warning("the swarm goes on from other parameters: up to %d updates of this peer are lost", max(lost))
+        self._go_to(max(slot, self.local_epoch))
+        self._inner.move_schedules(self._counter.position)
+        self._has_trained = True
+
+    # --- as a torch optimizer -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def use_outer_parameters(self) -> Iterator[None]:
+        """Inside this context the model holds the outer parameters, for evaluation and for publishing."""
+        self._end_flights()
+        own = [each.fragment.read() for each in self._fragments]
+        for each in self._fragments:
+            each.fragment.write(each.state.values)
+        try:
+            yield
+        finally:
+            for each, values in zip(self._fragments, own, strict=True):
+                each.fragment.write(values)
+
+    @property
+    def param_groups(self) -> Any:
+        """The parameter groups of the inner optimizers, as a tuple."""
+        return self._inner.param_groups if self._under_construction is None else self._under_construction
+
+    @param_groups.setter
+    def param_groups(self, _: Any) -> None:
+        """Ignored: the base class sets an empty list, but the groups are those of the inner optimizers."""
+
+    @property
+    def state(self) -> Any:
+        """Statistics of the inner optimizers."""
+        return {key: value for each in self._inner.optimizers for key, value in each.state.items()}
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """Ignored, as for the groups."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible: all peers must agree on the parameters.
+
+        Raises:
+            ValueError: always.
+        """
+        if self._under_construction is None:
+            raise ValueError("parameters cannot be added to a run in progress: all peers must have the same ones")
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the last batch."""
+        zero_gradients(self._inner.parameters, set_to_none)
+
+    def __repr__(self) -> str:
+        return f"DiLoCo(run_id={self.run_id!r}, slot={self.local_epoch}, inner={self._inner.optimizers!r})"
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def is_alive(self) -> bool:
+        """Whether this peer takes part."""
+        return getattr(self, "_under_construction", 0) is None and self.averager.is_alive()
+
+    def shutdown(self) -> None:
+        """Leave the run. Rounds under way go on without this peer. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        try:
+            for each in self._fragments:
+                if each.flight is not None:
+                    let_go(each.flight.control, self._shutdown_timeout)
+        finally:
+            self.tracker.shutdown(self._shutdown_timeout)
+            self.averager.shutdown()
+
+    def __del__(self) -> None:
+        if self.is_alive():
+            self.shutdown()

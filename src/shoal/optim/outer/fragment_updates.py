@@ -1,0 +1,318 @@
+"""One fragment at one peer: what it sends, how that counts, and how the result gets into the model."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.averaging import RoundResult, StepControl
+from shoal.averaging.finite import all_finite
+from shoal.errors import AllreduceException
+from shoal.optim.outer.chain import Chain, Statement, parse_links, settle, steps_between
+from shoal.optim.outer.fragments import Fragment
+from shoal.optim.outer.mixing import Mixing, shift
+from shoal.optim.outer.outer_state import OuterState
+from shoal.optim.outer.weights import Effort, Staleness, discount
+from shoal.p2p import PeerID
+
+logger = logging.getLogger(__name__)
+
+PARAMETERS = "parameters"
+AVERAGES = ("pseudo_gradients", PARAMETERS)
+
+
+class Standing(enum.Enum):
+    """How a member's outer parameters compare with those of its group."""
+
+    GOOD = "good"
+    BEHIND = "behind"
+    """They lack updates that others have."""
+    LOST = "lost"
+    """They are of another lineage than those that go on."""
+
+
+@dataclass
+class Flight:
+    """A round of a fragment that is under way."""
+
+    slot: int
+    effort: Effort
+    """What is behind the message."""
+    sent: torch.Tensor | None
+    """The model's values when the message was made; ``None``: they are not needed."""
+    left: int | None
+    """After so many further inner steps the result is applied; ``None``: as soon as it is there."""
+    is_finite: bool
+    """Whether the message is."""
+    weight: float
+    control: StepControl | None = None
+    """``None``: nobody else is there."""
+    steps_since: int = 0
+    """Inner steps since the message was made."""
+    standing: Standing = Standing.GOOD
+    samples: int = 0
+    """Of all members."""
+    began_at: float = field(default_factory=time.monotonic)
+    factor: float | None = None
+    """By which the message was made smaller; ``None``: it is not decided yet."""
+
+
+@dataclass(frozen=True)
+class OuterRound:
+    """What a round has done, as this peer saw it."""
+
+    slot: int
+    fragment: int
+    version: int
+    """Of the outer parameters after it."""
+    peers: tuple[PeerID, ...]
+    weights: tuple[float, ...]
+    staleness: int
+    """By how many versions this peer's contribution was old."""
+    contributed: bool
+    """Whether this peer's contribution counted."""
+    share: float
+    """Of the vector that was averaged."""
+    seconds: float
+    norm: float
+    """Of the mean pseudo-gradient."""
+
+
+class FragmentUpdates:
+    """A fragment, its outer parameters, and what this peer has done for its next update.
+
+    The training thread calls its methods, except for :meth:`judge`.
+
+    Args:
+        number: of the fragment.
+        fragment: the parameters of the model.
+        state: the outer parameters.
+        mixing: how results get into the model.
+        average: one of :data:`AVERAGES`.
+        staleness: makes old contributions smaller.
+        max_staleness: older ones do not count.
+        lock: held while outer parameters change, so that newcomers get whole states.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        fragment: Fragment,
+        state: OuterState,
+        mixing: Mixing,
+        average: str,
+        staleness: Staleness,
+        max_staleness: int,
+        lock: threading.RLock,
+    ) -> None:
+        self.number, self.fragment, self.state, self._mixing = number, fragment, state, mixing
+        self._average, self._staleness, self._max_staleness = average, staleness, max_staleness
+        self._lock = lock
+        self.chain = Chain.begin(state.values, max_staleness + 1)
+        self.effort = Effort()
+        """Since the last contribution that counted."""
+        self.age = 0
+        """By how many versions the outer parameters have moved since then."""
+        self.flight: Flight | None = None
+        self.standing = Standing.GOOD
+        """As the last round has shown."""
+        self.is_fresh = False
+        """This peer has just joined, and has not been in a slot of this fragment from the beginning."""
+
+    def count(self, samples: int) -> None:
+        """An inner step has been made with so many samples; 0: it has not moved the model."""
+        if samples:
+            self.effort += Effort(1, samples)
+        if self.flight is not None:
+            self.flight.steps_since += 1
+            if self.flight.left:
+                self.flight.left -= 1
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self, slot: int, vector: torch.Tensor, delay: int | None, weighting: str, least_steps: int = 0) -> Flight:
+        """Write the message of this peer into a vector. The round may begin.
+
+        Args:
+            delay: inner steps until the result is applied; ``None``: as many as the round takes.
+            weighting: see :meth:`~shoal.optim.outer.weights.Effort.weight`.
+            least_steps: with fewer inner steps behind it the message does not count.
+        """
+        assert self.flight is None, "a fragment has at most one round at a time"
+        local = self.fragment.read()
+        if self._average == PARAMETERS:
+            vector.copy_(local)
+        else:
+            vector.copy_(self.fragment.rounded(self.state.values)).sub_(local)
+        is_finite = all_finite(vector)
+        counts = is_finite and self.age <= self._max_staleness and self.effort.steps >= least_steps
+        weight = self.effort.weight(weighting) if counts else 0.0
+        sent = local if self._mixing.is_rebase and delay != 0 else None
+        self.flight = Flight(slot, self.effort, sent, delay, is_finite, weight)
+        return self.flight
+
+    def statement(self, expected: int) -> Statement:
+        """What this peer tells its group; it expects so many members."""
+        return Statement(self.chain.links, self.effort.steps, self.effort.samples, expected)
+
+    def judge(self, statements: Sequence[Statement | None], own: int) -> tuple[bool, float]:
+        """Decide how this peer's message counts. Called in the event loop when the group is complete.
+
+        Args:
+            statements: of all members.
+            own: position of this peer.
+
+        Returns:
+            Whether it counts, and the factor by which it is to be made smaller now.
+
+        Raises:
+            AllreduceException: too few members have come for an update that all will have.
+        """
+        flight, mine = self.flight, statements[own]
+        if flight is None or mine is None:
+            raise AllreduceException("this peer has given up the round")
+        told = [statement for statement in statements if statement is not None]
+        flight.samples = sum(statement.samples for statement in told)
+        if self._average == PARAMETERS:
+            return True, 1.0
+        expected = sorted(statement.expected for statement in told)[len(told) // 2]
+        if 2 * len(statements) <= expected:
+            raise AllreduceException(f"only {len(statements)} of {expected} members have come, which is no majority")
+        behind = settle(statements).standing_of(own, mine)
+        flight.standing = Standing.LOST if behind is None else Standing.BEHIND if behind else Standing.GOOD
+        if flight.standing is not Standing.GOOD:
+            return False, 1.0
+        if flight.factor is not None:  # this is another attempt, with the same vector
+            return True, 1.0
+        flight.factor = discount(self._staleness, self.age)
+        return True, flight.factor
+
+    # --- the result ---------------------------------------------------------------------------------------------------
+
+    def give_up(self) -> None:
+        """The round has failed: all is as it was, and what this peer has done counts next time."""
+        flight, self.flight = self.flight, None
+        if flight is not None and flight.standing is not Standing.GOOD:
+            self.standing = flight.standing
+
+    @torch.no_grad()
+    def land(self, vector: torch.Tensor, result: RoundResult | None, own: PeerID) -> OuterRound | None:
+        """Make the outer update, and bring it into the model.
+
+        Args:
+            vector: the mean, or this peer's own message if it is alone.
+            result: of the round; ``None``: this peer is alone.
+
+        Returns:
+            ``None`` if there is nothing that all members have: then nothing has changed.
+        """
+        flight = self.flight
+        assert flight is not None, "there is no round whose result could be applied"
+        weights = () if result is None else result.weights
+        is_whole = result is None or (result.share_averaged == 1 and any(weights))
+        if flight.standing is not Standing.GOOD or not is_whole or not all_finite(vector):
+            self.give_up()
+            return None
+        if result is None:
+            contributed, round_id, samples = (
+                flight.weight > 0,
+                own.to_bytes() + flight.slot.to_bytes(8),
+                flight.effort.samples,
+            )
+        else:
+            weight = dict(zip(result.peers, weights, strict=True))[own]
+            contributed, round_id, samples = weight > 0 and not result.late, result.group_id, flight.samples
+        mean = self.state.values - vector if self._average == PARAMETERS else vector
+        norm = float(torch.linalg.vector_norm(mean))
+        with self._lock:
+            before = None if contributed else self.fragment.rounded(self.state.values)
+            with torch.enable_grad():
+                self.state.step(mean)
+            self.chain.extend(round_id, samples)
+            told_age = self.age
+            if before is None:
+                self._mix(flight)
+            else:
+                shift(self.fragment, self.fragment.rounded(self.state.values), before)
+                self.age += 1
+        self.flight = None
+        peers = (own,) if result is None else result.peers
+        seconds, share = time.monotonic() - flight.began_at, 1.0 if result is None else result.share_averaged
+        return OuterRound(
+            flight.slot,
+            self.number,
+            self.state.version,
+            peers,
+            weights or (flight.weight,),
+            told_age,
+            contributed,
+            share,
+            seconds,
+            norm,
+        )
+
+    def _mix(self, flight: Flight) -> None:
+        self._mixing.apply(self.fragment, self.state.values, flight.sent if flight.steps_since else None)
+        # What was done since the message was made is part of the next one, if the model has kept it as it is.
+        self.effort = self.effort - flight.effort if self._mixing.is_rebase else Effort()
+        self.age = 0
+
+    def reset_model(self) -> None:
+        """Put the outer parameters into the model; what this peer has done since is lost."""
+        self.fragment.write(self.state.values)
+        self.effort, self.age = Effort(), 0
+
+    # --- for newcomers, and for peers that were away ------------------------------------------------------------------
+
+    def dump(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Outer parameters and what belongs to them, as plain values and tensors. The tensors are not copied."""
+        metadata, tensors = self.state.dump()
+        return {**metadata, "chain": self.chain.dump()}, tensors
+
+    def check(self, metadata: Any, tensors: list[torch.Tensor]) -> None:
+        """Check a state from :meth:`dump` of another peer.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        self.state.check(metadata, tensors)
+        if parse_links(metadata.get("chain"))[-1].version != metadata["version"]:
+            raise ValueError("the chain of a fragment ends at another version")
+
+    def take_over(self, metadata: Mapping[str, Any], tensors: list[torch.Tensor], *, is_new: bool) -> int:
+        """Take over a state that :meth:`check` has passed, unless this peer's own one is as new.
+
+        A peer that only lacks updates keeps what it has done, and makes it up in the next round. One of another lineage
+        begins anew.
+
+        Args:
+            is_new: this peer has done nothing yet.
+
+        Returns:
+            How many versions of its own it has given up.
+        """
+        links = parse_links(metadata["chain"])
+        own, self.standing = self.chain.links, Standing.GOOD
+        if not is_new and (self._average == PARAMETERS or links[-1] in own):
+            return 0
+        missed = None if is_new else steps_between(own, links)
+        given_up = 0 if is_new or missed is not None else self.state.version
+        with self._lock:
+            before = self.fragment.rounded(self.state.values)
+            self.state.load(metadata, tensors)
+            self.chain = Chain(links, self._max_staleness + 1)
+            if missed is None:
+                self.reset_model()
+                self.is_fresh = True
+            else:
+                shift(self.fragment, self.fragment.rounded(self.state.values), before)
+                self.age += missed
+        return given_up

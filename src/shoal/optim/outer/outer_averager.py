@@ -1,0 +1,81 @@
+"""Averages what peers tell about fragments. Each fragment has a tag of its own, so fragments do not wait for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shoal.averaging import DecentralizedAverager
+from shoal.averaging.allreduce.session import GroupSession
+from shoal.averaging.averager import Infos
+from shoal.averaging.node import average_once
+from shoal.averaging.state.download import OwnedState
+from shoal.compression import CompressionInfo, TensorRole
+from shoal.optim.outer.chain import Statement
+from shoal.serializer import MSGPackSerializer
+
+Judge = Callable[[Sequence[Statement | None], int], tuple[bool, float]]
+"""Looks at what all members of a group have said, this peer's own position among them, and decides whether its message
+counts and by which factor it is made smaller. Called in the event loop. May raise ``AllreduceException``: there is no
+round then."""
+
+
+def tag_of(fragment: int) -> str:
+    """The tag under which a fragment is averaged."""
+    return f"fragment_{fragment}"
+
+
+class OuterAverager(DecentralizedAverager):
+    """Averages one flat vector per fragment.
+
+    Args:
+        lengths: of these vectors.
+        agreement: what all peers must have in common, in words. Others do not form groups with this one.
+        judges: one for each fragment.
+        get_state: the state that newcomers download. Called in a worker thread.
+        options: of :class:`~shoal.averaging.DecentralizedAverager`.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        agreement: str,
+        judges: Sequence[Judge],
+        get_state: Callable[[], OwnedState],
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        self.phases = agreement
+        self.vectors = tuple(torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
+        """What is averaged. Between two rounds of a fragment its vector belongs to the training thread."""
+        self._judges, self._get_state = tuple(judges), get_state
+        infos = [
+            CompressionInfo.from_tensor(vector, key=number, role=TensorRole.GRADIENT)
+            for number, vector in enumerate(self.vectors)
+        ]
+        tags = {tag_of(number): [number] for number in range(len(self.vectors))}
+        super().__init__(self.vectors, *args, tensor_infos=infos, tags=tags, **options)
+
+    async def average_in_group(self, session: GroupSession, tensors: Sequence[torch.Tensor], infos: Infos) -> None:
+        """Weigh this peer's message by what the members have said, then average."""
+        (vector,) = tensors
+        number = next(number for number, each in enumerate(self.vectors) if each is vector)
+        statements = [_read(packed) for packed in session.group.gathered]
+        counts, factor = self._judges[number](statements, session.own_index)
+        if not counts:
+            session.weight = 0.0
+        elif factor != 1:
+            vector.mul_(factor)
+        await average_once(session, tensors, infos)
+
+    def get_current_state(self) -> OwnedState:
+        return self._get_state()
+
+
+def _read(packed: bytes) -> Statement | None:
+    try:
+        return Statement.parse(MSGPackSerializer.loads(packed))
+    except ValueError:
+        return None

@@ -1,0 +1,96 @@
+"""When a slot is over that is counted in inner steps: the first peer that has made all of them calls its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shoal.clock import get_dht_time
+from shoal.optim.progress import Companion, GlobalTrainingProgress
+from shoal.optim.progress_board import ProgressBoard
+from shoal.optim.progress_tracker import ProgressTracker
+
+
+class SlotBoard(ProgressBoard):
+    """A board on which peers count their own inner steps, and do not add them up.
+
+    Whoever has made all steps of the slot is ready. The others may complete theirs, but not for longer than the
+    patience of the first one.
+    """
+
+    overlaps = False
+    """Whether peers go on to the next slot while the round of the last one is under way."""
+    patience = 0.0
+    """For so many seconds others are waited for."""
+    # Of the slot with this number: until when this peer may go on, by what it has heard so far.
+    _deadline: tuple[int, float] = (-1, math.inf)
+
+    def set_steps(self, steps: int) -> None:
+        """The slot that begins has so many steps."""
+        self._target_batch_size = steps
+
+    @property
+    def has_made_all(self) -> bool:
+        """Whether this peer has made all steps of its slot."""
+        return self.own.samples_accumulated >= self._target_batch_size
+
+    def _summary_of(self, companions: Mapping[bytes, Companion], now: float) -> GlobalTrainingProgress:
+        summary, own = super()._summary_of(companions, now), self.own
+        records = [c.record for c in companions.values() if c.is_reachable(now) and c.record.epoch == summary.epoch]
+        records += [own] if own.epoch == summary.epoch else []
+        most = max((record.samples_accumulated for record in records), default=0)
+        ends = [math.inf]
+        for record in records:
+            left = self._target_batch_size - record.samples_accumulated
+            if left <= 0:
+                ends.append(now)
+            elif record.samples_per_second > 0:
+                ends.append(max(now, record.time + left / record.samples_per_second))
+        end = min(min(ends), now + 1e9)
+        return replace(summary, samples_accumulated=most, eta_next_epoch=end)
+
+    def end_of_epoch(self, now: float) -> float:
+        """DHT time at which this peer goes to its next slot, as far as it is known; infinite if nobody is ready."""
+        with self._lock:
+            kin = self._kin(now)
+            progress = self._global = self._summary_of(kin, now)
+            if self.has_made_all:
+                return now
+            if (ahead := progress.epoch - self.own.epoch) > 0 and not (self.overlaps and ahead == 1):
+                return now
+            called = self.evidence.called_end(kin, self.own.epoch, progress.eta_next_epoch, now)
+            if ahead > 0:  # others are training on already, and wait in the background
+                called = min(called, now + self.patience)
+            slot, known = self._deadline
+            self._deadline = self.own.epoch, min(called, known if slot == self.own.epoch else math.inf)
+            return max(now, self._deadline[1])
+
+    def begin_update(self, now: float, patience: float) -> None:
+        super().begin_update(now, patience)
+        if self.has_made_all:
+            self._declared_end = now + patience
+
+
+class SlotTracker(ProgressTracker):
+    """A tracker whose epochs are slots, and whose samples are inner steps.
+
+    Args:
+        args, options: see :class:`~shoal.optim.progress_tracker.ProgressTracker`. ``target_batch_size`` is the number
+            of inner steps in the first slot.
+        patience: for so many seconds others may go on when the first peer has made all steps.
+        overlaps: whether rounds overlap with training.
+    """
+
+    make_board = SlotBoard
+    board: SlotBoard
+
+    def __init__(self, *args: Any, patience: float, overlaps: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.board.patience, self.board.overlaps = patience, overlaps
+
+    @property
+    def time_of_first(self) -> float:
+        """DHT time at which the first peer is expected to have made all steps."""
+        return self.board.global_progress(get_dht_time()).eta_next_epoch

@@ -1,0 +1,92 @@
+"""Chains of updates: who lacks some of them, who trains another model, and which of several models goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.optim.outer.chain import Chain, Statement, parse_links, settle, steps_between
+
+
+def chain(*rounds: bytes, start: float = 0.0, samples: int = 10, length: int = 5) -> Chain:
+    made = Chain.begin(torch.full((3,), start), length)
+    for each in rounds:
+        made.extend(each, samples)
+    return made
+
+
+def verdict(*chains: Chain):
+    return settle([Statement(each.links) for each in chains])
+
+
+def test_each_update_adds_a_link():
+    made = chain(b"a", b"b")
+    assert [link.version for link in made.links] == [0, 1, 2]
+    assert [link.samples for link in made.links] == [0, 10, 20]
+    assert made.newest == chain(b"a", b"b").newest
+    assert made.newest.hash != chain(b"b", b"a").newest.hash
+    assert len(chain(*(bytes([i]) for i in range(20))).links) == 5
+
+
+def test_who_lacks_updates_is_of_the_same_lineage():
+    ahead, behind, far = chain(b"a", b"b", b"c"), chain(b"a"), chain()
+    assert steps_between(behind.links, ahead.links) == 2
+    assert steps_between(ahead.links, ahead.links) == 0
+    assert steps_between(ahead.links, behind.links) is None
+    found = verdict(behind, ahead, far)
+    assert found.winners == {0, 1, 2}
+    assert found.base == 3
+    assert [found.standing_of(i, Statement(c.links)) for i, c in enumerate((behind, ahead, far))] == [2, 0, 3]
+
+
+def test_too_far_behind_is_another_lineage():
+    rounds = [bytes([i]) for i in range(6)]
+    assert steps_between(chain().links, chain(*rounds).links) is None
+    assert verdict(chain(), chain(*rounds), chain(*rounds)).winners == {1, 2}
+
+
+def test_the_lineage_with_most_members_wins_then_most_samples_then_the_smaller_hash():
+    lonely = chain(b"x", b"y", samples=10**6)
+    assert verdict(lonely, chain(b"a"), chain(b"a")).winners == {1, 2}
+    assert verdict(chain(b"a"), lonely).winners == {1}
+    one, other = chain(start=1.0), chain(start=2.0)
+    smaller = min((one, other), key=lambda each: each.newest.hash)
+    assert verdict(one, other).winners == {[one, other].index(smaller)}
+    assert verdict(other, one).winners == {[other, one].index(smaller)}
+
+
+def test_members_that_join_two_others_make_them_one_lineage():
+    """The first and the last one have no link in common that they still know, but the one between knows both."""
+    rounds = [bytes([i]) for i in range(6)]
+    first, middle, last = chain(*rounds[:2]), chain(*rounds[:5]), chain(*rounds, length=3)
+    assert steps_between(first.links, last.links) is None
+    assert verdict(first, last, middle).winners == {0, 1, 2}
+
+
+def test_statements_travel_and_what_makes_no_sense_counts_for_nobody():
+    said = Statement(chain(b"a").links, 5, 40, 3)
+    assert Statement.parse(said.dump()) == said
+    good = said.dump()
+    bad = [
+        None,
+        [],
+        {**good, "links": []},
+        {**good, "links": [[0, b"short", 0]]},
+        {**good, "links": [[0, bytes(16), -1]]},
+        {**good, "links": [[0, bytes(16), 0], [2, bytes(16), 0]]},
+        {**good, "links": [[-1, bytes(16), 0]]},
+        {**good, "samples": -1},
+        {**good, "steps": 1.5},
+        {**good, "expected": 2**63},
+    ]
+    assert all(Statement.parse(each) is None for each in bad)
+    assert settle([None, said]).winners == {1}
+    assert settle([None, None]).winners == frozenset()
+    with pytest.raises(ValueError, match="1 to 64 links"):
+        parse_links([list(chain().newest)] * 65)
+
+
+def test_links_survive_a_checkpoint():
+    made = chain(b"a", b"b")
+    again = Chain(parse_links(made.dump()), 5)
+    assert again.links == made.links

@@ -1,0 +1,293 @@
+"""DiLoCo from end to end: known numbers between real peers, the same bits everywhere, joining, losing others."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch
+
+from shoal.compression import BFloat16Compression, BlockwiseQuantization, Float16Compression, NoCompression
+from shoal.optim.outer.diloco import DiLoCo
+from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
+from tests.optim.outer.quadratic import A, B, near
+
+PLAIN = functools.partial(torch.optim.SGD, lr=1.0)
+
+
+class Peer:
+    """A peer that pulls its two parameters towards a point."""
+
+    def __init__(self, dht, target, **options):
+        self.target, self.parameters = target, [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        inner = torch.optim.SGD(self.parameters, lr=0.5)
+        defaults = {"compression": NoCompression(), "batch_size_per_step": 1, "run_id": "run", "matchmaking_time": 10.0}
+        self.opt = DiLoCo(dht=dht, optimizer=inner, **{**defaults, "averaging_timeout": 20.0, **options})
+
+    @property
+    def model(self):
+        return torch.cat(self.parameters).detach().clone()
+
+    @property
+    def outer(self):
+        with self.opt.use_outer_parameters():
+            return self.model
+
+    def step(self):
+        self.opt.zero_grad()
+        (0.5 * (torch.cat(self.parameters) - self.target).square().sum()).backward()
+        self.opt.step()
+
+
+def introduce(*opts):
+    """Wait until all know all others."""
+    for opt in opts:
+        opt.tracker.report_local_progress(0, 0)
+        opt.tracker.board.report(0, 1, opt.tracker.board.own.time)
+        opt.tracker.report_local_progress(0, 0)
+    for opt in opts:
+        wait_until(lambda t=opt.tracker: t.is_introduced, "its record is in the table")
+    for opt in opts:
+        opt.dht.portal.call(opt.tracker.exchange.fetch(8))
+    for opt in opts:
+        wait_until(
+            lambda t=opt.tracker: len(t.expected_members(until_epoch=10)) == len(opts) - 1, "all know each other"
+        )
+
+
+@pytest.fixture
+def make_pair(make_dhts, closing):
+    def make(**options):
+        peers = [Peer(dht, target, **options) for dht, target in zip(make_dhts(2), (A, B), strict=True)]
+        for peer in peers:
+            closing(peer.opt)
+        introduce(*(peer.opt for peer in peers))
+        return peers
+
+    return make
+
+
+def test_two_peers_make_the_known_updates(make_pair):
+    peers = make_pair(sync_every=2)
+    for expected in [(1.995, -0.9975), (2.8504875, -1.42524375), (2.76970247, -1.38485123)]:
+        for _ in range(2):
+            in_parallel(*(peer.step for peer in peers))
+        for peer in peers:
+            near(peer.model, expected)
+            assert len(peer.opt.last_round.peers) == 2
+            assert peer.opt.last_round.contributed
+            assert peer.opt.last_round.weights == (1.0, 1.0)
+        assert torch.equal(peers[0].model, peers[1].model)
+    assert peers[0].opt.local_epoch == 3
+    assert peers[0].opt.inner_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("alpha", "known"),
+    [
+        (
+            0.5,
+            [
+                (3, 0, (1.435, 2.31)),
+                (5, 1, (-0.6234375, -1.5921875)),
+                (7, 0, (1.92907031, 2.89391406)),
+                (9, 1, (-0.753491211, -1.72126465)),
+                (11, 0, (1.80575569, 2.77340706)),
+            ],
+        ),
+        (
+            None,
+            [
+                (3, 0, (2.12, 2.37)),
+                (5, 1, (-1.246875, -1.309375)),
+                (7, 0, (2.82288125, 2.93225625)),
+                (9, 1, (-1.41840234, -1.53949609)),
+                (11, 0, (2.52296429, 2.64112835)),
+            ],
+        ),
+    ],
+    ids=["half", "rebase"],
+)
+def test_fragments_are_exchanged_while_training_goes_on(make_pair, alpha, known):
+    peers = make_pair(sync_every=4, fragments=2, fragment_sync_delay=1, fragment_update_alpha=alpha)
+    applied = {step: (number, after) for step, number, after in known}
+    for step in range(1, 12):
+        in_parallel(*(peer.step for peer in peers))
+        if step in applied:
+            number, after = applied[step]
+            for peer, expected in zip(peers, after, strict=True):
+                near(peer.model[number], expected)
+                assert peer.opt.last_round.fragment == number
+    assert [peer.opt.local_epoch for peer in peers] == [5, 5]
+
+
+def test_who_is_slow_comes_with_the_steps_that_it_has(make_pair):
+    fast, slow = make_pair(sync_every=4, straggler_patience=0.5, outer_optimizer=PLAIN)
+    for _ in range(2):
+        slow.opt.zero_grad()
+        (0.5 * (torch.cat(slow.parameters) - slow.target).square().sum()).backward()
+        slow.opt.step(batch_size=2)
+
+    def come():
+        while slow.opt.local_epoch == 0:
+            slow.opt.step(batch_size=0)
+
+    in_parallel(lambda: [fast.step() for _ in range(4)], come)
+    for peer in (fast, slow):
+        near(peer.model, (1.8125, -1.0))
+        assert sorted(peer.opt.last_round.weights) == [1.0, 2.0]
+
+
+class Trainer:
+    """A small network, its optimizer, and endless data."""
+
+    def __init__(self, opt, model, seed):
+        self.opt, self.model, self.rng = opt, model, torch.Generator().manual_seed(seed)
+
+    def step(self):
+        self.opt.zero_grad()
+        backward(self.model, torch.randn(8, 6, generator=self.rng).to(next(self.model.parameters()).dtype))
+        self.opt.step()
+
+    def train_until(self, slot, pace=0.01):
+        pause = threading.Event()
+        while self.opt.local_epoch < slot:
+            self.step()
+            pause.wait(pace)
+
+    @property
+    def outer(self):
+        with self.opt.use_outer_parameters():
+            return values(self.model)
+
+
+@pytest.fixture
+def make_trainers(make_dhts, closing):
+    def make(dhts, seeds=None, dtype=torch.float32, first=0, **options):
+        made = []
+        for index, dht in enumerate(dhts):
+            model = make_model(seeds[index] if seeds else 0).to(dtype)
+            inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+            defaults = {"sync_every": 4, "run_id": "run", "matchmaking_time": 5.0, "averaging_timeout": 20.0}
+            opt = DiLoCo(dht=dht, optimizer=inner, **{"batch_size_per_step": 8, **defaults, **options})
+            made.append(Trainer(closing(opt), model, first + index))
+        return made
+
+    return make
+
+
+def check_same(*trainers):
+    first, *others = [trainer.outer for trainer in trainers]
+    for other in others:
+        assert torch.equal(first, other)
+    for number in range(len(trainers[0].opt.outer_optimizers)):
+        states = [trainer.opt.outer_optimizers[number].state_dict()["state"] for trainer in trainers]
+        for name, value in states[0].get(0, {}).items():
+            assert all(torch.equal(value, state[0][name]) for state in states)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": NoCompression()},
+        {"compression": Float16Compression()},
+        {"compression": BFloat16Compression(), "dtype": torch.bfloat16},
+        {"compression": BlockwiseQuantization(), "fragments": 2},
+        {"compression": Float16Compression(), "return_compression": NoCompression(), "fragments": 3},
+        {"fragments": 2, "fragment_sync_delay": 1},
+        {"fragments": 2, "fragment_sync_delay": None},
+    ],
+    ids=str,
+)
+def test_all_peers_have_the_same_bits(make_dhts, make_trainers, options):
+    trainers = make_trainers(make_dhts(3), **options)
+    introduce(*(trainer.opt for trainer in trainers))
+    in_parallel(*(functools.partial(trainer.train_until, 6) for trainer in trainers))
+    in_parallel(*(lambda t=trainer: t.outer for trainer in trainers))
+    check_same(*trainers)
+    assert all(len(trainer.opt.last_round.peers) == 3 for trainer in trainers)
+    assert not torch.equal(trainers[0].outer, values(make_model()))
+
+
+def test_alone_with_rate_1_it_trains_as_without_others(make_dhts, make_trainers):
+    (trainer,) = make_trainers(make_dhts(1), outer_optimizer=PLAIN, sync_every=3, compression=NoCompression())
+    reference, rng = make_model(), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for _ in range(10):
+        trainer.step()
+        optimizer.zero_grad()
+        backward(reference, torch.randn(8, 6, generator=rng))
+        optimizer.step()
+    torch.testing.assert_close(values(trainer.model), values(reference), rtol=1e-5, atol=1e-6)
+    assert trainer.opt.local_epoch == 3
+
+
+def test_a_newcomer_goes_on_from_what_the_others_have(make_dhts, make_trainers):
+    dhts = make_dhts(3)
+    old = make_trainers(dhts[:2], fragments=2)
+    introduce(*(trainer.opt for trainer in old))
+    in_parallel(*(functools.partial(trainer.train_until, 4) for trainer in old))
+    (new,) = make_trainers(dhts[2:], seeds=[7], first=2, fragments=2)
+    everybody = [*old, new]
+    in_parallel(*(functools.partial(trainer.train_until, 14) for trainer in everybody))
+    check_same(*everybody)
+    assert all(len(trainer.opt.last_round.peers) == 3 for trainer in everybody)
+
+
+def test_first_peers_with_different_parameters_agree(make_dhts, make_trainers):
+    trainers = make_trainers(make_dhts(2), seeds=[1, 2])
+    introduce(*(trainer.opt for trainer in trainers))
+    in_parallel(*(functools.partial(trainer.train_until, 6) for trainer in trainers))
+    check_same(*trainers)
+    assert all(len(trainer.opt.last_round.peers) == 2 for trainer in trainers)
+
+
+def test_who_dies_is_not_waited_for_long(make_dhts, make_trainers):
+    dhts = make_dhts(3)
+    trainers = make_trainers(dhts, fragments=2, next_chunk_timeout=2.0)
+    introduce(*(trainer.opt for trainer in trainers))
+    in_parallel(*(functools.partial(trainer.train_until, 3) for trainer in trainers))
+    dhts[2].shutdown()  # without a goodbye from what is built on it
+    rest = trainers[:2]
+    in_parallel(*(functools.partial(trainer.train_until, 8) for trainer in rest))
+    check_same(*rest)
+    assert all(len(trainer.opt.last_round.peers) == 2 for trainer in rest)
+
+
+def test_a_target_of_samples_instead_of_steps(make_dhts, make_trainers):
+    options = {"sync_every": None, "target_batch_size": 64, "fragments": 2}
+    trainers = make_trainers(make_dhts(2), **options)
+    introduce(*(trainer.opt for trainer in trainers))
+    in_parallel(*(functools.partial(trainer.train_until, 5) for trainer in trainers))
+    check_same(*trainers)
+    assert all(len(trainer.opt.last_round.peers) == 2 for trainer in trainers)
+
+
+def test_averaging_parameters_keeps_outer_parameters_of_each_peer(make_dhts, make_trainers):
+    options = {"average": "parameters", "compression": NoCompression()}
+    trainers = make_trainers(make_dhts(2), seeds=[1, 2], **options)
+    introduce(*(trainer.opt for trainer in trainers))
+    before = (trainers[0].outer - trainers[1].outer).norm()
+    in_parallel(*(functools.partial(trainer.train_until, 6) for trainer in trainers))
+    after = (trainers[0].outer - trainers[1].outer).norm()
+    assert 0 < after < before / 2
+
+
+def test_gradients_of_the_model_are_not_touched(make_dhts, make_trainers):
+    (trainer,) = make_trainers(make_dhts(1), sync_every=1)
+    for _ in range(2):
+        backward(trainer.model, torch.randn(8, 6, generator=trainer.rng))
+        grads = [parameter.grad.clone() for parameter in trainer.model.parameters()]
+        trainer.opt.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(trainer.model.parameters(), grads, strict=True))
+        trainer.opt.zero_grad()
+
+
+def test_outer_parameters_for_evaluation(make_dhts, make_trainers):
+    (trainer,) = make_trainers(make_dhts(1), sync_every=4)
+    trainer.step()
+    own = values(trainer.model)
+    with trainer.opt.use_outer_parameters():
+        assert torch.equal(values(trainer.model), values(make_model()))
+    assert torch.equal(values(trainer.model), own)

@@ -1,0 +1,286 @@
+"""One fragment at several peers, without a network: what counts, what is made up for, and what changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+
+import pytest
+import torch
+
+from shoal.averaging import RoundResult
+from shoal.errors import AllreduceException
+from shoal.optim.outer.fragment_updates import FragmentUpdates, Standing
+from shoal.optim.outer.fragments import Fragment
+from shoal.optim.outer.mixing import Mixing
+from shoal.optim.outer.outer_optimizer import default_outer_optimizer
+from shoal.optim.outer.outer_state import OuterState
+from shoal.optim.outer.weights import Effort, usual_staleness
+from shoal.p2p.identity import Identity
+from tests.optim.outer.quadratic import A, B, near, train
+
+
+class Peer:
+    """A fragment of two parameters that are pulled towards a point."""
+
+    def __init__(self, target, start=(0.0, 0.0), factory=None, mixing=0.0, average="pseudo_gradients", delay=0):
+        self.id = Identity.generate().peer_id
+        self.target, self.delay = target, delay
+        self.parameter = torch.nn.Parameter(torch.tensor(start))
+        fragment = Fragment.of([self.parameter])
+        state = OuterState(fragment.read(), factory or default_outer_optimizer(average))
+        lock = threading.RLock()
+        self.updates = FragmentUpdates(0, fragment, state, Mixing(mixing), average, usual_staleness, 4, lock)
+        self.vector = fragment.new_vector()
+
+    def train(self, steps=2, samples=1):
+        for _ in range(steps):
+            train(self.parameter, self.target, 1)
+            self.updates.count(samples)
+
+    @property
+    def model(self):
+        return self.parameter.detach().clone()
+
+    @property
+    def outer(self):
+        return self.updates.state.values.clone()
+
+
+def begin(slot, peers, expected=None):
+    """All begin a round; returns their weights, and the mean of what they would send."""
+    statements, weights = [], []
+    for peer in peers:
+        flight = peer.updates.begin(slot, peer.vector, peer.delay, "batch")
+        weights.append(flight.weight)
+        statements.append(peer.updates.statement(expected or len(peers)))
+    for index, peer in enumerate(peers):
+        counts, factor = peer.updates.judge(statements, index)
+        weights[index] *= counts
+        peer.vector *= factor
+    total = sum(weight * peer.vector for weight, peer in zip(weights, peers, strict=True))
+    return weights, total / sum(weights)
+
+
+def land(peers, weights, mean, late=(), share=1.0):
+    group_id = os.urandom(20)
+    for peer in peers:
+        told = tuple(0.0 if each in late else w for each, w in zip(peers, weights, strict=True))
+        ids = tuple(each.id for each in peers)
+        result = RoundResult(group_id, ids, (), told, share, (), peer in late, 0.1)
+        peer.vector.copy_(mean)
+        yield peer.updates.land(peer.vector, result, peer.id)
+
+
+def make_round(slot, *peers, **how):
+    weights, mean = begin(slot, peers)
+    return [*land(peers, weights, mean, **how)], mean
+
+
+def alone(slot, peer):
+    peer.updates.begin(slot, peer.vector, peer.delay, "batch")
+    return peer.updates.land(peer.vector, None, peer.id)
+
+
+def test_who_has_missed_a_round_makes_it_up_in_the_next_one():
+    a, b = Peer(A), Peer(B)
+    a.train()
+    b.train()
+    alone(0, a)
+    near(a.outer, (0.9975, 0))
+    metadata, tensors = a.updates.dump()
+    b.updates.check(metadata, tensors)
+    assert b.updates.take_over(metadata, [tensor.clone() for tensor in tensors], is_new=False) == 0
+    near(b.model, (3.2475, -1.5))
+    assert b.updates.age == 1
+    a.train()
+    b.train()
+    (of_a, of_b), mean = make_round(1, a, b)
+    near(mean, (-0.730804281, 0.662912607))
+    assert (of_a.staleness, of_b.staleness) == (0, 1)
+    for peer in (a, b):
+        near(peer.outer, (2.39471969, -0.881673768))
+        assert peer.updates.age == 0
+    a.train()
+    b.train()
+    _, mean = make_round(2, a, b)
+    near(mean, (0.29603977, 0.0887446742))
+    near(b.model, (2.79807783, -1.37557563))
+
+
+def test_weights_are_mean_batches():
+    a, b = (Peer(target, factory=functools.partial(torch.optim.SGD, lr=1.0)) for target in (A, B))
+    for slot, expected in enumerate([(1.8125, -1.0), (2.15234375, -1.1875), (2.21606445, -1.22265625)]):
+        a.train(4, samples=1)
+        b.train(2, samples=2)
+        (told, _), _ = make_round(slot, a, b)
+        assert told.weights == (1.0, 2.0)
+        near(a.model, expected)
+        assert torch.equal(a.model, b.model)
+
+
+def test_noloco_of_a_pair():
+    a, b = Peer(A, average="parameters"), Peer(B, (1.0, -1.0), average="parameters")
+    for slot, (theta_a, theta_b, phi_a, phi_b) in enumerate(
+        [
+            ((0.75, 0.0), (2.5, -1.75), (1.1375, -0.6125), (1.4375, -0.9125)),
+            ((1.034375, -0.153125), (2.609375, -1.728125), (2.1853125, -1.1484375), (1.9253125, -0.8884375)),
+            (
+                (1.29632813, -0.287109375),
+                (2.73132813, -1.72210938),
+                (2.58917969, -1.31572656),
+                (2.23117969, -0.957726563),
+            ),
+        ]
+    ):
+        a.train()
+        b.train()
+        near(a.model, theta_a)
+        near(b.model, theta_b)
+        make_round(slot, a, b)
+        near(a.outer, phi_a)
+        near(b.outer, phi_b)
+        near(a.model, phi_a)
+
+
+def test_with_equal_outer_parameters_averaging_parameters_is_averaging_pseudo_gradients():
+    factory = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.5)
+    pairs = [
+        [Peer(t, factory=factory, average=average) for t in (A, B)] for average in ("parameters", "pseudo_gradients")
+    ]
+    for slot in range(4):
+        for pair in pairs:
+            for peer in pair:
+                peer.train()
+            make_round(slot, *pair)
+        torch.testing.assert_close(pairs[0][0].outer, pairs[1][0].outer)
+
+
+def test_a_late_peer_follows_and_its_work_counts_next_time():
+    a, b = Peer(A), Peer(B)
+    a.train()
+    b.train()
+    before = b.model - b.outer
+    (of_a, of_b), _ = make_round(0, a, b, late=(b,))
+    assert of_a.contributed
+    assert not of_b.contributed
+    assert torch.equal(a.outer, b.outer)
+    torch.testing.assert_close(b.model - b.outer, before)
+    assert b.updates.effort == Effort(2, 2)
+    assert (a.updates.age, b.updates.age) == (0, 1)
+
+
+@pytest.mark.parametrize("broken", ["share", "weights", "values"])
+def test_a_round_without_a_whole_result_changes_nothing(broken):
+    a, b = Peer(A), Peer(B)
+    a.train()
+    b.train()
+    before = a.model, a.outer, a.updates.effort, a.updates.chain.links
+    weights, mean = begin(0, (a, b))
+    if broken == "values":
+        mean[0] = float("nan")
+    weights = [0.0, 0.0] if broken == "weights" else weights
+    assert next(land((a, b), weights, mean, share=0.9 if broken == "share" else 1.0)) is None
+    assert torch.equal(a.model, before[0])
+    assert torch.equal(a.outer, before[1])
+    assert (a.updates.effort, a.updates.chain.links) == before[2:]
+    assert a.updates.flight is None
+    b.updates.give_up()
+    make_round(1, a, b)
+    assert a.updates.state.version == 1
+
+
+def test_without_a_majority_of_those_expected_there_is_no_round():
+    a, b = Peer(A), Peer(B)
+    with pytest.raises(AllreduceException, match="only 2 of 4"):
+        begin(0, (a, b), expected=4)
+    for peer in (a, b):
+        peer.updates.give_up()
+    begin(0, (a, b), expected=3)
+
+
+def test_who_lacks_updates_does_not_count_and_knows_it():
+    a, b, c = Peer(A), Peer(B), Peer(B)
+    for peer in (a, b, c):
+        peer.train()
+    make_round(0, a, b)
+    for peer in (a, b, c):
+        peer.train()
+    weights, mean = begin(1, (a, b, c))
+    assert weights == [1.0, 1.0, 0.0]
+    landed = [*land((a, b, c), weights, mean)]
+    assert landed[2] is None
+    assert c.updates.standing is Standing.BEHIND
+    assert torch.equal(c.outer, torch.zeros(2))
+    assert c.updates.effort == Effort(4, 4)
+    c.updates.take_over(*a.updates.dump(), is_new=False)
+    assert c.updates.standing is Standing.GOOD
+    assert c.updates.age == 2
+    assert torch.equal(c.outer, a.outer)
+
+
+def test_who_trains_another_model_adopts_that_of_most():
+    a, b, c = Peer(A), Peer(B), Peer(B, (5.0, 5.0))
+    alone(0, c)
+    weights, mean = begin(0, (a, b, c))
+    assert [*land((a, b, c), weights, mean)][2] is None
+    assert c.updates.standing is Standing.LOST
+    c.train()
+    assert c.updates.take_over(*a.updates.dump(), is_new=False) == 1
+    assert torch.equal(c.model, a.outer)
+    assert c.updates.effort == Effort()
+
+
+def test_who_is_ahead_of_its_donor_keeps_what_it_has():
+    a, b = Peer(A), Peer(B)
+    old = a.updates.dump()
+    old = old[0], [tensor.clone() for tensor in old[1]]
+    a.train()
+    b.train()
+    make_round(0, a, b)
+    before = b.outer
+    assert b.updates.take_over(*old, is_new=False) == 0
+    assert torch.equal(b.outer, before)
+
+
+def test_too_old_a_contribution_does_not_count():
+    a = Peer(A)
+    a.train()
+    a.updates.age = 5
+    assert a.updates.begin(0, a.vector, 0, "batch").weight == 0.0
+
+
+def test_a_newcomer_counts_only_if_it_was_there_for_long_enough():
+    a = Peer(A)
+    a.train(2)
+    assert a.updates.begin(0, a.vector, 0, "batch", least_steps=3).weight == 0.0
+    a.updates.give_up()
+    a.train(1)
+    assert a.updates.begin(0, a.vector, 0, "batch", least_steps=3).weight == 1.0
+
+
+def test_values_that_are_not_finite_do_not_count():
+    a = Peer(A)
+    a.train()
+    with torch.no_grad():
+        a.parameter[0] = float("inf")
+    flight = a.updates.begin(0, a.vector, 0, "batch")
+    assert not flight.is_finite
+    assert flight.weight == 0.0
+    a.updates.give_up()
+    a.updates.reset_model()
+    assert torch.equal(a.model, torch.zeros(2))
+
+
+def test_with_rebase_what_is_done_meanwhile_counts_next_time():
+    a = Peer(A, mixing="rebase", factory=functools.partial(torch.optim.SGD, lr=1.0), delay=3)
+    a.train(2)
+    reference = torch.zeros(2)
+    train(reference, A, 5)
+    a.updates.begin(0, a.vector, 3, "batch")
+    a.train(3)
+    assert a.updates.flight.left == 0
+    a.updates.land(a.vector, None, a.id)
+    torch.testing.assert_close(a.model, reference)
+    assert a.updates.effort == Effort(3, 3)
