@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.averaging.state.download import OwnedState
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, Float16Compression
-from shoal.compression.base import copies_of
+from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
-from shoal.errors import ReactorError, ShoalError
+from shoal.errors import ReactorError
 from shoal.facade import Facade
-from shoal.optim.epochs import last_epoch_in_first_round
 from shoal.optim.optimizer_state import zero_gradients
+from shoal.optim.outer.chain import Link, hash_of
 from shoal.optim.outer.fragment_updates import FragmentUpdates, OuterRound
 from shoal.optim.outer.fragments import Fragments
 from shoal.optim.outer.inner import InnerOptimizer, InnerOptimizers
-from shoal.optim.outer.outer_averager import OuterAverager, tag_of
+from shoal.optim.outer.outer_averager import OuterAverager
 from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer
 from shoal.optim.outer.outer_state import OuterState
+from shoal.optim.outer.rounds import Rounds, describe_state
 from shoal.optim.outer.schedule import Schedule, SlotCounter
 from shoal.optim.outer.settings import OuterSettings
 from shoal.optim.outer.slot_tracker import SlotTracker
 from shoal.optim.outer.weights import Staleness
 from shoal.optim.progress import count_of_samples
-from shoal.optim.progress_tracker import ProgressTracker, RoundWatch
-from shoal.optim.state_jobs import let_go, log_failure
+from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.training_setup import Parameters, ParamGroups
-from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -146,15 +145,11 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         self.be_the_only(f"a DiLoCo with run_id {run_id!r}", dht)
         self.dht, self.run_id = dht, run_id
         self.client_mode = dht.client_mode if client_mode is None else client_mode
-        self.matchmaking_time, self._load_state_timeout = matchmaking_time, load_state_timeout
-        self._shutdown_timeout, self._loglevel = shutdown_timeout, logging.INFO if verbose else logging.DEBUG
-        self._closing, self._lock = threading.Event(), threading.RLock()
-        self._counter = SlotCounter(self.schedule)
+        self._shutdown_timeout, self._closing = shutdown_timeout, threading.Event()
+        self._counter, lock = SlotCounter(self.schedule), threading.RLock()
         self.inner_steps = 0
         """Inner steps of this peer."""
-        self.last_round: OuterRound | None = None
-        """The outer update that was applied last."""
-        self._has_looked, self._has_trained = False, False
+        self._has_looked = False
         factory = outer_optimizer or default_outer_optimizer(average)
         self._fragments = [
             FragmentUpdates(
@@ -165,7 +160,7 @@ class DiLoCo(Facade, torch.optim.Optimizer):
                 average,
                 settings.staleness,
                 max_staleness,
-                self._lock,
+                lock,
             )
             for number, part in enumerate(parts)
         ]
@@ -178,7 +173,7 @@ class DiLoCo(Facade, torch.optim.Optimizer):
             [part.length for part in parts],
             settings.agreement(self.schedule, parts.fingerprint),
             [each.judge for each in self._fragments],
-            self._describe,
+            functools.partial(describe_state, self._counter, self._fragments, lock),
             dht,
             prefix=f"{run_id}_outer_averager",
             start=False,
@@ -190,6 +185,19 @@ class DiLoCo(Facade, torch.optim.Optimizer):
             shutdown_timeout=shutdown_timeout,
             client_mode=self.client_mode,
             **(averager_opts or {}),
+        )
+        self._rounds = Rounds(
+            dht,
+            settings,
+            self._counter,
+            self._fragments,
+            self._inner,
+            self.tracker,
+            self.averager,
+            lock,
+            matchmaking_time,
+            load_state_timeout,
+            logging.INFO if verbose else logging.DEBUG,
         )
         self._under_construction: list[dict[str, Any]] | None = []
         super().__init__([dict(group) for group in self._inner.param_groups], {})
@@ -241,9 +249,9 @@ class DiLoCo(Facade, torch.optim.Optimizer):
             return loss
         if batch_size:
             self._make_inner_step(batch_size, scaler)
-        if self._slot_is_over() and not self._is_behind():
-            self._end_slot()
-        self._apply_what_is_due()
+        if self._slot_is_over() and not self._rounds.is_behind():
+            self._rounds.end_slot()
+        self._rounds.apply_what_is_due()
         return loss
 
     def _check_open(self) -> None:
@@ -260,7 +268,7 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         for each in self._fragments:
             each.count(samples)
         self._inner.move_schedules(self._counter.position)
-        self._has_trained = True
+        self._rounds.has_trained = True
         done = self._counter.steps if self.schedule.sync_every is not None else self._counter.samples
         self.tracker.report_local_progress(self._counter.slot, done)
 
@@ -272,110 +280,6 @@ class DiLoCo(Facade, torch.optim.Optimizer):
                 pass
         return self.tracker.should_stop(self.settings.straggler_patience)
 
-    def _end_slot(self) -> None:
-        """Begin the round that ends this slot, and go to the next one."""
-        slot, overlaps = self._counter.slot, self.settings.overlaps
-        each = self._fragments[self.schedule.fragment_of(slot)]
-        self._land(each)  # the round before, if it is still under way
-        with self.tracker.pause_updates():
-            self.tracker.declare_epoch_over(self.settings.straggler_patience)
-            last = last_epoch_in_first_round(slot, overlaps=overlaps)
-            expected = self.tracker.expected_members(until_epoch=last)
-            self._take_off(each, slot, expected, last if overlaps else None)
-            if not overlaps:
-                self._land(each)
-            self._go_to(slot + 1, expected)
-        logger.log(self._loglevel, "slot %d begins", self._counter.slot)
-
-    def _go_to(self, slot: int, members: Iterable[PeerID] = ()) -> None:
-        """Tell the others that this peer is at another slot. Inside ``pause_updates()``."""
-        self._counter.go_to(slot)
-        if isinstance(self.tracker, SlotTracker):
-            self.tracker.board.set_steps(self.schedule.steps_of(slot))
-        self.tracker.update_epoch(slot, members=list(members))
-        if not self.client_mode:
-            self.averager.state_sharing_priority = slot
-
-    # --- rounds -------------------------------------------------------------------------------------------------------
-
-    def _take_off(self, each: FragmentUpdates, slot: int, expected: set[PeerID], last: int | None) -> None:
-        """Begin a round with the expected peers.
-
-        Args:
-            last: a peer beyond this slot does not come any more; ``None``: one beyond this peer's.
-        """
-        settings = self.settings
-        delay = settings.fragment_sync_delay
-        # A newcomer counts if it was there for half of the steps.
-        least, each.is_fresh = -(-(self.schedule.sync_every or 0) // 2) if each.is_fresh else 0, False
-        flight = each.begin(slot, self.averager.vectors[each.number], delay, settings.weighting, least)
-        if not expected:
-            return
-        timeout = settings.averaging_timeout
-        patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
-        control = self.averager.step(
-            gather=each.statement(1 + len(expected)).dump(),
-            scheduled_time=get_dht_time() + patience,
-            weight=flight.weight,
-            timeout=timeout,
-            wait=False,
-            tag=tag_of(each.number),
-        )
-        assert not isinstance(control, dict)
-        flight.control = control
-        RoundWatch(control, self.tracker, None if last is None else dict.fromkeys(expected, last))
-
-    def _apply_what_is_due(self) -> None:
-        for each in self._fragments:
-            flight = each.flight
-            if flight is None:
-                continue
-            is_over = flight.control is None or flight.control.done()
-            if flight.left == 0 or (flight.left is None and is_over and flight.steps_since > 0):
-                self._land(each)
-
-    def _land(self, each: FragmentUpdates) -> None:
-        """Wait for the result of a round, if one is under way, and bring it into the model."""
-        flight = each.flight
-        if flight is None:
-            return
-        result = None
-        if flight.control is not None:
-            try:
-                flight.control.result(self.settings.averaging_timeout)
-                result = flight.control.round
-            except Exception as e:  # whatever has failed, training goes on
-                flight.control.cancel()
-                if flight.control.began_allreduce or self.tracker.expected_members(until_epoch=flight.slot + 2):
-                    log_failure("the round of slot %d has failed (%s): it is made up for", flight.slot, e)
-                    each.give_up()
-                    return
-            except BaseException:
-                flight.control.cancel()
-                raise
-        done = each.land(self.averager.vectors[each.number], result, self.dht.peer_id)
-        if not flight.is_finite:
-            logger.warning("this peer's parameters were not finite: it goes on from those of the swarm")
-            each.reset_model()
-            self._inner.forget_what_is_not_finite()
-        if done is not None:
-            self.last_round = done
-            self._tell(done)
-
-    def _tell(self, done: OuterRound) -> None:
-        logger.log(
-            self._loglevel,
-            "round %d of fragment %d: %d peers, %.2f s",
-            done.slot,
-            done.fragment,
-            len(done.peers),
-            done.seconds,
-        )
-
-    def _end_flights(self) -> None:
-        for each in self._fragments:
-            self._land(each)
-
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 
     @property
@@ -383,21 +287,15 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         """The slot at which this peer is."""
         return self._counter.slot
 
-    def _is_behind(self) -> bool:
-        if any(each.standing.value != "good" for each in self._fragments):
-            return True
-        lag = 1 if self.settings.overlaps and self._has_trained else 0
-        return self.tracker.global_epoch - self.local_epoch > lag
-
     def is_synchronized_with_peers(self) -> bool:
         """Whether this peer lacks nothing that others have, as far as it knows."""
-        return not self._is_behind()
+        return not self._rounds.is_behind()
 
     def _catch_up(self) -> bool:
         if not self._has_looked:
             self._has_looked = True
             self.tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
-        if not self._is_behind():
+        if not self._rounds.is_behind():
             return False
         logger.info("this peer is at slot %d, the swarm at %d", self.local_epoch, self.tracker.global_epoch)
         self.load_state_from_peers()
@@ -414,61 +312,19 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         Returns:
             Whether there was a donor whose state fits.
         """
-        self._end_flights()
-        with self.tracker.pause_updates():
-            try:
-                found = self.averager.load_state_from_peers(**{"timeout": self._load_state_timeout, **options})
-                if found is not None:
-                    self._take_over(*found[:2])
-                    return True
-                logger.warning("nobody shares the state of this run: this peer keeps its own")
-            except (ShoalError, TimeoutError, ValueError) as e:
-                logger.warning("could not take over the state of another peer: %s", str(e) or type(e).__name__)
-            self.tracker.look_after_others()  # those that were ahead may be gone
-            return False
+        return self._rounds.download(**options)
 
-    def _describe(self) -> OwnedState:
-        """The state for newcomers. Called in a worker thread."""
-        with self._lock:
-            found = [each.dump() for each in self._fragments]
-            tensors = copies_of([tensor for _, own in found for tensor in own])
-            # Donors at the same versions show the same state, however far they are in their slots.
-            metadata = {"slot": self.local_epoch, "fragments": [{**own, "tensors": len(t)} for own, t in found]}
-        return OwnedState(metadata, tensors)
-
-    def _take_over(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Put a downloaded state in place.
-
-        Raises:
-            ValueError: it does not fit; nothing has been changed.
-        """
-        if not isinstance(metadata, Mapping) or not isinstance(slot := metadata.get("slot"), int):
-            raise ValueError("the state has no slot")
-        described, left = metadata.get("fragments"), list(tensors)
-        if not isinstance(described, list) or len(described) != len(self._fragments) or slot < 0:
-            raise ValueError(f"the state is not one of {len(self._fragments)} fragments")
-        parts = []
-        for each, own in zip(self._fragments, described, strict=True):
-            count = own.get("tensors") if isinstance(own, Mapping) else None
-            if not isinstance(count, int) or not 0 < count <= len(left):
-                raise ValueError("a fragment of the state has no tensors")
-            parts.append((each, own, left[:count]))
-            del left[:count]
-            each.check(own, parts[-1][2])
-        with self._lock:
-            lost = [each.take_over(own, theirs, is_new=not self._has_trained) for each, own, theirs in parts]
-        if any(lost):
-            logger.warning("the swarm goes on from other parameters: up to %d updates of this peer are lost", max(lost))
-        self._go_to(max(slot, self.local_epoch))
-        self._inner.move_schedules(self._counter.position)
-        self._has_trained = True
+    @property
+    def last_round(self) -> OuterRound | None:
+        """The outer update that was applied last."""
+        return self._rounds.last
 
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def use_outer_parameters(self) -> Iterator[None]:
         """Inside this context the model holds the outer parameters, for evaluation and for publishing."""
-        self._end_flights()
+        self._rounds.end_flights()
         own = [each.fragment.read() for each in self._fragments]
         for each in self._fragments:
             each.fragment.write(each.state.values)
@@ -477,6 +333,11 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         finally:
             for each, values in zip(self._fragments, own, strict=True):
                 each.fragment.write(values)
+
+    def outer_versions(self) -> list[tuple[Link, bytes]]:
+        """Of each fragment the link of its outer parameters, and a hash of their bits. Peers that tell the same link
+        tell the same hash."""
+        return [(each.chain.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
 
     @property
     def param_groups(self) -> Any:
@@ -525,9 +386,7 @@ class DiLoCo(Facade, torch.optim.Optimizer):
             return
         self._closing.set()
         try:
-            for each in self._fragments:
-                if each.flight is not None:
-                    let_go(each.flight.control, self._shutdown_timeout)
+            self._rounds.let_go(self._shutdown_timeout)
         finally:
             self.tracker.shutdown(self._shutdown_timeout)
             self.averager.shutdown()

@@ -35,8 +35,8 @@ class InnerOptimizers:
         params: Parameters | ParamGroups | None,
         scheduler: Any | None,
     ) -> None:
-        self.is_list = isinstance(optimizer, (list, tuple))
-        given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self.is_list = isinstance(optimizer, Sequence)
+        given: list[InnerOptimizer] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         if not given:
             raise ValueError("optimizer is an empty list: give at least one optimizer")
         if len(given) > 1:

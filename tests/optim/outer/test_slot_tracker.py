@@ -1,0 +1,71 @@
+"""The end of a slot that is counted in inner steps: who calls it, and how long others may go on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shoal.optim.outer.slot_tracker import SlotBoard
+from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
+
+NOW = 1000.0
+
+
+def record(peer, slot, steps, speed=1.0, time=NOW):
+    return LocalTrainingProgress(peer.encode(), slot, steps, speed, time, False)
+
+
+@pytest.fixture
+def board():
+    made = SlotBoard(b"me", False, 10, RefreshPolicy(), PerformanceEMA(paused=True), NOW)
+    made.patience = 5.0
+    made.report(0, 1, NOW)
+    made.note_introduction(NOW)
+    return made
+
+
+def test_steps_of_peers_are_not_added_up(board):
+    for peer in ("a", "b", "c"):
+        board.hear(record(peer, 0, 8), NOW + 60, NOW)
+    assert not board.should_stop(NOW, 5.0)
+    assert board.global_progress(NOW).samples_accumulated == 8
+    assert board.global_progress(NOW).eta_next_epoch == NOW + 2
+    # That the first one must be ready by now is no reason to stop.
+    assert board.end_of_epoch(NOW + 3) == math.inf
+
+
+def test_who_has_made_all_steps_is_ready_and_gives_the_others_time(board):
+    board.hear(record("a", 0, 3), NOW + 60, NOW)
+    board.report(0, 10, NOW)
+    assert board.should_stop(NOW, 5.0)
+    board.begin_update(NOW, 5.0)
+    assert board.seconds_to_end(NOW) == 5.0
+
+
+def test_others_go_on_until_the_first_one_loses_its_patience(board):
+    board.hear(record("a", 0, 10), NOW + 60, NOW, end=NOW + 4)
+    assert not board.should_stop(NOW, 5.0)
+    assert board.end_of_epoch(NOW + 1) == NOW + 4
+    assert board.should_stop(NOW + 4, 5.0)
+
+
+def test_a_round_that_is_over_is_not_waited_for(board):
+    board.hear(record("a", 1, 0), NOW + 60, NOW)
+    assert board.end_of_epoch(NOW) == NOW
+
+
+def test_where_rounds_overlap_others_may_be_a_slot_ahead_for_a_while(board):
+    board.overlaps = True
+    board.hear(record("a", 1, 0), NOW + 60, NOW)
+    assert board.end_of_epoch(NOW) == NOW + 5
+    assert board.end_of_epoch(NOW + 2) == NOW + 5
+    board.hear(record("a", 2, 0, time=NOW + 3), NOW + 60, NOW + 3)
+    assert board.end_of_epoch(NOW + 3) == NOW + 3
+
+
+def test_slots_may_have_different_numbers_of_steps(board):
+    board.report(0, 3, NOW)
+    assert not board.has_made_all
+    board.set_steps(3)
+    assert board.has_made_all
