@@ -1,7 +1,7 @@
 """Rounds of averagers behind routers, in which relays die or routers start again.
 
-    python -m tests.simulation.relayed_rounds --seeds 100
-    python -m tests.simulation.relayed_rounds --what crash --seeds 1000
+python -m tests.simulation.relayed_rounds --seeds 100
+python -m tests.simulation.relayed_rounds --what crash --seeds 1000
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from shoal.dht import DHTNode
 from shoal.p2p.reachability import Reachability
 from shoal.tasks import await_cancelled
-from shoal.testing import Host, Nat, Network, run, start_averager, start_step
+from shoal.testing import Host, Network, run, start_averager, start_step
 from tests.simulation.rounds import Member, own_value, when_all_average
 from tests.simulation.routers import ANYWHERE, KINDS, Internet
 
