@@ -279,6 +279,7 @@ class Reservations:
 
     def _drop_via(self, relay: PeerID) -> None:
         """A relay is dead: nothing will come through its circuits any more."""
+        self._p2p.dialler.note_silent(relay)
         self._p2p.pool.drop_via(relay)
         self._p2p.server.cut(lambda stream: stream.via == relay, "its relay is silent")
 
