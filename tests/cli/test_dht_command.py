@@ -252,7 +252,7 @@ def test_the_address_that_reaches_furthest_comes_first() -> None:
     assert f"  shoal dht --initial-peers {addresses[2]}" in lines
 
 
-@pytest.mark.parametrize("options", [["--use_ipfs", "--no_relay"], ["--use-auto-relay"]])
+@pytest.mark.parametrize("options", [["--use_ipfs"], ["--use-ipfs"]])
 def test_options_without_effect_are_accepted(options: Sequence[str]) -> None:
     with bootstrap(*options) as running:
         running.line_that_matches(JOIN)
