@@ -249,9 +249,9 @@ def _positive(text: str) -> float:
 
 
 def _rate(text: str) -> float:
-    number, unit = (text[:-1], text[-1]) if text[-1:].upper() in _UNITS else (text, "")
+    unit = text[-1:].upper()
     try:
-        rate = float(number) * _UNITS[unit.upper()]
+        rate = float(text[:-1]) * _UNITS[unit] if unit in _UNITS else float(text)
     except ValueError:
         rate = 0.0
     if not 0 < rate < float("inf"):
@@ -259,7 +259,7 @@ def _rate(text: str) -> float:
     return rate
 
 
-_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
+_UNITS = {"K": 1e3, "M": 1e6, "G": 1e9}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -428,11 +428,8 @@ async def _relay_use(dht: DHT, node: DHTNode, *, carried: int) -> tuple[list[str
         since = (now_carried - carried) / 1e6
         guests, circuits = counted(len(relay.guests), "peer"), counted(relay.circuit_count, "circuit")
         lines = [f"Relay for {guests}: {circuits}, {since:.1f} MB carried since the last report"]
-        refused = sum(p2p.metrics.circuits_refused.values())
-        if refused:
-            lines.append(
-                f"Refused so far: {', '.join(f'{why} {n}' for why, n in p2p.metrics.circuits_refused.items())}"
-            )
+        refused = ", ".join(f"{why} {number}" for why, number in p2p.metrics.circuits_refused.items())
+        lines += [f"Refused to peers so far: {refused}"] if refused else []
     elif p2p.reachability is Reachability.PUBLIC:
         lines = ["No relay for others"]
     else:
