@@ -238,7 +238,7 @@ def test_peers_that_call_each_other_through_a_relay_find_a_direct_way() -> None:
             assert await square(caller, guest) == 9
             assert caller.pool.only_relayed(guest.peer_id) == 1
             for each in (guest, caller):  # now they may
-                each.circuits.punching = each.puncher
+                each.circuits.punching = each.punching
             for _ in range(3):
                 await asyncio.sleep(0.3 * UPGRADE_SECONDS)
                 assert await square(caller, guest) == 9  # before the connection is closed as unused

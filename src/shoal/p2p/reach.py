@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import P2PDaemonError, ShoalError
 from shoal.logs import Seldom
+from shoal.p2p.addresses import Notes
+from shoal.p2p.contacts import Contacts
 from shoal.p2p.identity import PeerID
 from shoal.p2p.joining import CallBack, CallMe, Checkup
 from shoal.p2p.multiaddr import Multiaddr
@@ -30,7 +32,7 @@ from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import MAX_ANNOUNCED
 from shoal.p2p.port_mapping import PortMapping, forward_port
 from shoal.p2p.presence import greet_anew
-from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private, network_of
+from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private
 from shoal.p2p.transport import Stream
 from shoal.tasks import cancel_and_wait
 
@@ -56,8 +58,9 @@ WITNESS_SECONDS = 8.0
 # How long a join waits for a reservation.
 RESERVE_SECONDS = 1.5
 LOOK_FOR_RELAYS_SECONDS = 30.0
+# Others who claim to see this machine at another address are listened to so often.
+SEEN_ELSEWHERE_SECONDS = 60.0
 RELAYS_ASKED = 8
-MAX_CONTACTS = 256
 
 
 class Outlook:
@@ -81,11 +84,14 @@ class Outlook:
         """The router gives each connection another outer port."""
         self._rng = random.Random(p2p.peer_id.to_bytes())
         self._now = asyncio.get_running_loop().time
-        # By peer: the host that it shares with others, and whether it is outside; the latest last.
-        self._contacts: dict[PeerID, tuple[str, bool]] = {}
+        self.contacts = Contacts()
+        """The peers with which it has had connections."""
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        # What had come on each of them when a relay was last heard of.
+        self._received: weakref.WeakKeyDictionary[Stream, int] = weakref.WeakKeyDictionary()
         self._had_company = False
-        self._seen: dict[PeerID, str] = {}
+        self._seen: Notes[str] = Notes()
+        self._seen_elsewhere_at = float("-inf")
         self._checked_at = float("-inf")
         self._check_due = float("inf")
         self._looked_for_relays_at = self._now()
@@ -198,10 +204,7 @@ class Outlook:
         if address is None or stream.is_relayed or self._p2p.client_mode:
             return
         is_outside = not self._p2p.transport.is_inside(address)
-        self._contacts.pop(stream.remote, None)
-        self._contacts[stream.remote] = network_of(address) or str(stream.remote), is_outside
-        while len(self._contacts) > MAX_CONTACTS:
-            del self._contacts[next(iter(self._contacts))]
+        self.contacts.note(stream.remote, address, is_outside=is_outside)
         if is_outside:
             self._streams.add(stream)
             self.evidence.note_outside(self._now())
@@ -216,7 +219,7 @@ class Outlook:
 
     def note_called_back(self, witness: PeerID, addresses: Sequence[Multiaddr], *, reached: bool) -> None:
         """A witness has tried to call this peer at the addresses that it announces, or at some of them."""
-        now, (network, is_outside) = self._now(), self._contacts.get(witness, ("", False))
+        now, (network, is_outside) = self._now(), self.contacts.place_of(witness)
         if not is_outside:
             self.evidence.note_inside(now, reached=reached)
             self.update()
@@ -235,17 +238,21 @@ class Outlook:
         except ValueError:
             return
         version = next((version for version in ("ip4", "ip6") if version in seen), None)
-        if version is None or not self._contacts.get(witness, ("", False))[1] or self._p2p.transport.is_inside(seen):
+        if version is None or not self.contacts.place_of(witness)[1] or self._p2p.transport.is_inside(seen):
             return
-        former, host = self._seen.pop(witness, None), str(seen[version])
-        self._seen[witness] = host
-        while len(self._seen) > MAX_CONTACTS:
-            del self._seen[next(iter(self._seen))]
-        if former not in (None, host):
+        former, host = self._seen.get(witness, ""), str(seen[version])
+        self._seen.note(witness, host)
+        if former not in ("", host) and self._now() - self._seen_elsewhere_at >= SEEN_ELSEWHERE_SECONDS:
+            self._seen_elsewhere_at = self._now()
             self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
         port = next((own.get("tcp") for own in self.evidence.own if version in own), None)
         if port is not None:
-            self.offer(f"seen over {version}", Multiaddr(f"/{version}/{host}/tcp/{port}"))
+            source, address = f"seen over {version}", Multiaddr(f"/{version}/{host}/tcp/{port}")
+            present = self.evidence.offers.get(source)
+            if present in (None, address) or self.evidence.standing(self._now(), present) is not Standing.CONFIRMED:
+                self.offer(source, address)
+            else:  # one liar must not talk this peer out of an address that works
+                self.offer(f"{source} lately", address)
 
     def offer(self, source: str, address: Multiaddr | None) -> None:
         """There is another address that may lead here, until others have tried it; ``None``: no longer.
@@ -296,14 +303,19 @@ class Outlook:
         self.announce_anew()
         self.update()
 
-    def note_upheaval(self, reason: str) -> None:
-        """What was found out about routers and relays may be wrong now."""
+    def note_upheaval(self, reason: str, *, has_moved: bool = True) -> None:
+        """What was found out about routers and relays may be wrong now.
+
+        Args:
+            has_moved: this machine is elsewhere; otherwise a check has to find out, and what is known of ways through
+                routers stays, for whoever lost all connections is in a hurry.
+        """
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
         self._p2p.pool.renew()  # what is open may be dead already
         self.check_soon()
-        for callback in list(self.on_upheaval):
+        for callback in list(self.on_upheaval) if has_moved else ():
             callback()
 
     def announce_anew(self) -> None:
@@ -317,6 +329,21 @@ class Outlook:
             self._announcing.cancel()
         self._p2p.pool.renew()
         self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, peers))
+
+    def note_heard(self) -> None:
+        """A relay shows that the way to it works."""
+        self._received = weakref.WeakKeyDictionary({stream: stream.received for stream in self._streams})
+
+    def note_silence(self) -> None:
+        """All relays have fallen silent at once: the router has lost its connections, or this machine is elsewhere.
+
+        Nothing else tells of it. So connections on which nothing has come since are taken for lost, and calls on them
+        begin anew on other ones.
+        """
+        self.note_upheaval("all relays are silent", has_moved=False)
+        lost = [stream for stream, received in self._received.items() if stream.received == received]
+        for stream in sorted(lost, key=lambda each: (each.remote, str(each.local_address))):
+            stream.abort()
 
     async def settle(self) -> Reachability:
         """Wait until it is clear how others call this peer, now that the first verdicts are there.
@@ -353,7 +380,7 @@ class Outlook:
             "it. It takes part as a client, and looks for relays every %g s. What to do: open TCP port %s, or turn on "
             "UPnP or PCP in the router; or run one `shoal dht` on a public machine",
             seen,
-            len(self._contacts),
+            len(self.contacts),
             LOOK_FOR_RELAYS_SECONDS,
             port,
         )
@@ -396,8 +423,7 @@ class Outlook:
         if self.state is not Reachability.CLIENT or not self.options.use_auto_relay or not is_due:
             return
         self._looked_for_relays_at = self._now()
-        known = [peer for peer in self._contacts if self._p2p.is_reachable(peer)]
-        self._greet(self._rng.sample(known, min(RELAYS_ASKED, len(known))))
+        self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._p2p.is_reachable))
 
     async def _sleep(self, seconds: float) -> None:
         self._wake.clear()
@@ -417,7 +443,7 @@ class Outlook:
         if alive:
             self.evidence.note_outside(self._now())
         elif self._had_company:
-            self.note_upheaval("all connections are gone")
+            self.note_upheaval("all connections are gone", has_moved=False)
         self._had_company = len({stream.remote for stream in alive}) > 1
 
     async def check(self) -> None:
@@ -426,8 +452,8 @@ class Outlook:
         self._checked_at, self._check_due = self._now(), self._now() + CHECK_SECONDS + spread
         if not self.options.auto_nat or self.evidence.forced is not None:
             return
-        witnesses = self._witnesses()
-        is_outside = any(self._contacts[witness][1] for witness in witnesses)
+        witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._p2p.is_reachable)
+        self.evidence.witnesses = self.contacts.num_hosts(self._p2p.is_reachable)
         addresses = self.evidence.to_check() if is_outside else []
         answers = await asyncio.gather(*(self._ask(witness, addresses) for witness in witnesses))
         for witness, answer in zip(witnesses, answers, strict=True):
@@ -443,28 +469,15 @@ class Outlook:
         """Find out what the router does to outgoing ports, if anybody has to know."""
         if self.state in (Reachability.PUBLIC, Reachability.UNKNOWN):
             return
-        by_host: dict[str, PeerID] = {}
-        for peer, (host, is_outside) in self._contacts.items():
-            if is_outside and self._p2p.reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC and places_of(self._p2p, peer):
-                by_host[host] = peer
-        hosts = self._rng.sample(sorted(by_host), min(OBSERVERS_ASKED, len(by_host)))
-        is_hard = await is_mapping_hard(self._p2p, [by_host[host] for host in hosts])
+
+        def may_observe(peer: PeerID) -> bool:
+            return self._p2p.reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC and bool(places_of(self._p2p, peer))
+
+        observers, is_outside = self.contacts.witnesses(self._rng, OBSERVERS_ASKED, may_observe)
+        is_hard = await is_mapping_hard(self._p2p, observers) if is_outside else None
         if is_hard is not None:
             self.is_hard = is_hard
             self._p2p.metrics.nat = "hard" if is_hard else "easy"
-
-    def _witnesses(self) -> list[PeerID]:
-        """Peers on different hosts, drawn from those outside; or from those inside, if nobody is outside."""
-        by_host: dict[str, list[PeerID]] = {}
-        for wanted in (True, False):
-            for peer, (host, is_outside) in self._contacts.items():
-                if is_outside is wanted and self._p2p.is_reachable(peer):
-                    by_host.setdefault(host, []).append(peer)
-            if by_host:
-                break
-        self.evidence.witnesses = len(by_host)
-        hosts = self._rng.sample(sorted(by_host), min(WITNESSES_ASKED, len(by_host)))
-        return [self._rng.choice(by_host[host]) for host in hosts]
 
     async def _ask(self, witness: PeerID, addresses: Sequence[Multiaddr]) -> CallBack | None:
         handle = Checkup.handle_name("rpc_call_back", None)
@@ -476,7 +489,7 @@ class Outlook:
             return None
 
     def _note_answer(self, witness: PeerID, answer: CallBack) -> None:
-        network, is_outside = self._contacts.get(witness, ("", False))
+        network, is_outside = self.contacts.place_of(witness)
         if not is_outside:
             self.note_called_back(witness, (), reached=any(answer.reached.values()))
             return
