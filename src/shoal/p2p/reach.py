@@ -122,6 +122,14 @@ class Outlook:
         rates = [held.rate for held in self._p2p.reservations.held.values()]
         return max(rates) if rates and all(rates) else 0.0
 
+    def now(self) -> float:
+        """The time that the evidence goes by."""
+        return self._now()
+
+    def seen_at(self) -> list[str]:
+        """The hosts at which others outside see this machine."""
+        return list(dict.fromkeys(self._seen.values()))
+
     def announced(self, latest: bool = False) -> list[Multiaddr]:
         """The addresses to tell others; they change as this machine moves from one network to another.
 
@@ -348,7 +356,7 @@ class Outlook:
         """Tell the user that nobody can call this peer, and what to do."""
         if self._p2p.client_mode:
             return
-        seen = ", ".join(dict.fromkeys(self._seen.values())) or "no peer outside has told where it sees it"
+        seen = ", ".join(self.seen_at()) or "no peer outside has told where it sees it"
         port = next((port for own in self.evidence.own if (port := own.get("tcp"))), "PORT")
         self._warn_seldom(
             "nobody can call this peer: not reachable from outside (seen at: %s), and no relay among %d peers takes "
