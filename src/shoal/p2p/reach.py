@@ -87,8 +87,6 @@ class Outlook:
         self.contacts = Contacts()
         """The peers with which it has had connections."""
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        # What had come on each of them when a relay was last heard of.
-        self._received: weakref.WeakKeyDictionary[Stream, int] = weakref.WeakKeyDictionary()
         self._had_company = False
         self._seen: Notes[str] = Notes()
         self._seen_elsewhere_at = float("-inf")
@@ -123,6 +121,14 @@ class Outlook:
         """Bytes per second that the relays of this peer carry for all; 0: one sets no limit, or there are none."""
         rates = [held.rate for held in self._p2p.reservations.held.values()]
         return max(rates) if rates and all(rates) else 0.0
+
+    def now(self) -> float:
+        """The time that the evidence goes by."""
+        return self._now()
+
+    def seen_at(self) -> list[str]:
+        """The hosts at which others outside see this machine."""
+        return list(dict.fromkeys(self._seen.values()))
 
     def announced(self, latest: bool = False) -> list[Multiaddr]:
         """The addresses to tell others; they change as this machine moves from one network to another.
@@ -322,21 +328,6 @@ class Outlook:
         self._p2p.pool.renew()
         self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, peers))
 
-    def note_heard(self) -> None:
-        """A relay shows that the way to it works."""
-        self._received = weakref.WeakKeyDictionary({stream: stream.received for stream in self._streams})
-
-    def note_silence(self) -> None:
-        """All relays have fallen silent at once: the router has lost its connections, or this machine is elsewhere.
-
-        Nothing else tells of it. So connections on which nothing has come since are taken for lost, and calls on them
-        begin anew on other ones.
-        """
-        self.note_upheaval("all relays are silent", has_moved=False)
-        lost = [stream for stream, received in self._received.items() if stream.received == received]
-        for stream in sorted(lost, key=lambda each: (each.remote, str(each.local_address))):
-            stream.abort()
-
     async def settle(self) -> Reachability:
         """Wait until it is clear how others call this peer, now that the first verdicts are there.
 
@@ -365,7 +356,7 @@ class Outlook:
         """Tell the user that nobody can call this peer, and what to do."""
         if self._p2p.client_mode:
             return
-        seen = ", ".join(dict.fromkeys(self._seen.values())) or "no peer outside has told where it sees it"
+        seen = ", ".join(self.seen_at()) or "no peer outside has told where it sees it"
         port = next((port for own in self.evidence.own if (port := own.get("tcp"))), "PORT")
         self._warn_seldom(
             "nobody can call this peer: not reachable from outside (seen at: %s), and no relay among %d peers takes "
