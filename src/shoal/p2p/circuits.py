@@ -146,7 +146,8 @@ class Circuits:
             NoRelayError: it does not answer.
             NotAMemberError: one of both sides may not take part in such a call.
         """
-        token = DIRECT_ONLY.set(True)
+        before = DIRECT_ONLY.get()
+        DIRECT_ONLY.set(True)
         try:
             handle = Relay.handle_name(method, None)
             return await self._p2p.call(relay, handle, request, Connected, roles=ANY_ROLE)
@@ -155,7 +156,7 @@ class Circuits:
         except (P2PDaemonError, P2PHandlerError) as e:
             raise NoRelayError(f"{relay}: {e}") from e
         finally:
-            DIRECT_ONLY.reset(token)
+            DIRECT_ONLY.set(before)
 
     async def _authenticate(
         self, circuits: Sequence[Circuit], target: PeerID, punches: Sequence[asyncio.Future[Stream]]
