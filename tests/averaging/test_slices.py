@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shoal.averaging.allreduce.parts import RoundVector
-from shoal.averaging.allreduce.sending import BUNDLE_BYTES, SLICE_BYTES, Incoming, Outgoing, send_all
+from shoal.averaging.allreduce.sending import BUNDLE_BYTES, SLICE_BYTES, Outgoing, send_all
+from shoal.averaging.allreduce.traffic import Incoming
 from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, describe_part
 from shoal.compression import CompressionInfo, CompressionType, NoCompression, Uniform8BitQuantization
 from shoal.compression.base import TensorMetadata
