@@ -5,9 +5,9 @@
     python benchmarks/reachability_simulation.py --peers 30 --minutes 2 --seeds 1000
 
 Simulated in virtual time. A fifth of the peers are public, and relays for the others; what the others are behind is
-drawn like routers of homes. Every few seconds a public peer crashes or loses power, and a new one joins. Meanwhile
-everybody dials random others, at the addresses that these have declared in the last seconds, as averagers do. A dial
-counts if both peers live, and is repeated once after a pause if it fails.
+drawn like routers of homes. Public peers crash or lose power (of 1,000 peers one every five seconds), and
+new ones join. Meanwhile everybody dials random others, at the addresses that these have declared in the last seconds,
+as averagers do. A dial counts if both peers live, and is repeated once after a pause if it fails.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from shoal.errors import ShoalError
 from shoal.p2p import P2P, PeerID
 from shoal.p2p.limits import DEFAULT_RELAY_LIMITS
 from shoal.testing import Host, Link, Nat, Network, SimulationError, run
+
+logger = logging.getLogger(__name__)
 
 WIDE_AREA = Link(delay=(0.01, 0.1), jitter=0.01)
 PUBLIC_SHARE = 0.2
@@ -46,7 +48,8 @@ PAUSE_SECONDS = 5.0
 """Before a dial is repeated."""
 RELAYS_KNOWN = 20
 """As many of the public peers are in everybody's routing table."""
-AT_ONCE = 50
+AT_ONCE, SECONDS_BETWEEN = 10, 2.0
+"""So many join at the same time, and then others."""
 
 
 @dataclass(eq=False)
@@ -167,7 +170,9 @@ class Swarm:
                     return
                 if is_last:
                     self.outcome.ways["never"] += 1
-                    self.outcome.errors[f"{type(e).__name__} {other.p2p.reachability.value}"] += 1
+                    kind = "no address" if not self.table.get(other.p2p.peer_id) else type(e).__name__
+                    self.outcome.errors[f"{kind}, {other.p2p.reachability.value}"] += 1
+                    logger.info("%s from %s to %s: %s", self.now(), caller.peer_id, other.p2p.peer_id, e)
                     return
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
@@ -203,7 +208,7 @@ class Swarm:
             self.outcome.unreachable = max(self.outcome.unreachable, unreachable)
 
 
-def simulate(peers: int, seconds: float, churn: float, dial_seconds: float, seed: int) -> Outcome:
+def simulate(peers: int, seconds: float, life: float, dial_seconds: float, seed: int) -> Outcome:
     """Let a swarm live for a while."""
 
     async def main() -> Outcome:
@@ -214,8 +219,9 @@ def simulate(peers: int, seconds: float, churn: float, dial_seconds: float, seed
         kinds = [True] * (count - 1) + [False] * (peers - count)
         for start in range(0, len(kinds), AT_ONCE):
             await asyncio.gather(*(swarm.join(is_public=kind) for kind in kinds[start : start + AT_ONCE]))
+            await asyncio.sleep(SECONDS_BETWEEN)
         await asyncio.sleep(SETTLE_SECONDS)
-        tasks = [asyncio.ensure_future(work) for work in (swarm.churn(churn), swarm.watch())]
+        tasks = [asyncio.ensure_future(work) for work in (swarm.churn(life / count), swarm.watch())]
         await asyncio.sleep(seconds)
         for task in tasks:
             task.cancel()
@@ -236,13 +242,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--churn", type=float, default=5.0, help="seconds from one death of a public peer to the next")
+    parser.add_argument("--life", type=float, default=1000.0, help="seconds that a public peer lives on average")
     parser.add_argument("--dials", type=float, default=30.0, help="seconds from one dial of a peer to its next")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="simulations at the same time")
     arguments = parser.parse_args()
-    one = functools.partial(simulate, arguments.peers, 60 * arguments.minutes, arguments.churn, arguments.dials)
+    one = functools.partial(simulate, arguments.peers, 60 * arguments.minutes, arguments.life, arguments.dials)
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     total = Outcome()
     with ProcessPoolExecutor(arguments.processes, initializer=logging.disable) as processes:

@@ -9,7 +9,8 @@
     │   ├── DialError           one peer could not be connected, with the reason
     │   │   ├── IdentityMismatchError   the address answered, but as another peer
     │   │   ├── NoRelayError            only relays lead to the peer, and none of them answers
-    │   │   ├── NoReservationError      relays answer, and none of them holds a reservation of the peer
+    │   │   ├── RefusedDialError        its machine answers, but nothing listens there: the process is gone
+    │   │   │   └── NoReservationError  relays answer, and none of them holds a reservation of the peer
     │   │   ├── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
     │   │   └── NotAMemberError         one of both sides is not a member of the other's run, or has not the role
     │   ├── IdentityTakenError  another process is online with the identity of this peer
@@ -61,6 +62,10 @@ class IdentityMismatchError(DialError):
     """The address answered and proved to be another peer than the expected one."""
 
 
+class RefusedDialError(DialError):
+    """The machine answers that nothing listens at any known address of the peer: its process has ended."""
+
+
 class InterruptedDialError(DialError):
     """Something answered, but the connection broke before it could be used: another attempt may succeed."""
 
@@ -69,7 +74,7 @@ class NoRelayError(DialError):
     """Only relays lead to a peer, and none of them answers."""
 
 
-class NoReservationError(DialError):
+class NoReservationError(RefusedDialError):
     """The relays of a peer answer, but hold no reservation of it: it has left, or has changed its relays."""
 
 

@@ -121,6 +121,8 @@ class Metrics:
     """Downloads of this peer's state that were ended because they took hardly anything while others waited."""
     members_untrue: int = 0
     """Lies of group members, about what they send or about the averages they made, as far as they were noticed."""
+    exchanges_resumed: int = 0
+    """How often the exchange with another member of a round went on over new connections after one had broken."""
     members_lost: int = 0
     """Group members that failed during an all-reduce, as sender or as reducer."""
     troubles: Counter[str] = field(default_factory=Counter)

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 import torch
 
+from shoal.averaging.allreduce.pace import Pace
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.allreduce.reducer import PartReducer
-from shoal.averaging.allreduce.sending import Pace, Traffic
+from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.messages import PartHeader, PartMessage, PartStatus
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError

@@ -62,12 +62,10 @@ class Place:
         for address in listening:
             await self.transport.listen(Multiaddr(address), Stream.abort)
         self.transport.addresses(latest=True)
-        networks = [self.host.address.rpartition(".")[0] + "."]
         self.puncher = Puncher(
             self.transport,
             self.metrics,
             self.accepted.put_nowait,
-            lambda host: any(map(host.startswith, networks)),
             lambda: Reach.EASY,
         )
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+
 from shoal.p2p.reachability import Reachability
 from shoal.testing import Nat, run
 from tests.simulation.routers import KINDS, Internet, dial, need_relay

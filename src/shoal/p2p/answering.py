@@ -20,7 +20,7 @@ from shoal.p2p.connection_pool import CIRCUIT_SECONDS
 from shoal.p2p.identity import PeerID, is_circuit
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.relay_messages import MAX_PLACES, Incoming, Reach
-from shoal.p2p.transport import Session, Stream
+from shoal.p2p.transport import Stream
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Answering:
                     await self._receive(peer, Reach(incoming.reach), circuits, punching)
                 finally:
                     for circuit in circuits:
-                        circuit.session.abort()
+                        circuit.abort()
         except (ShoalError, TimeoutError) as e:
             logger.debug("peer %s, announced by relay %s, is not reached: %r", peer, relay, e)
 
@@ -117,7 +117,7 @@ class Answering:
                 continue
             transport.receive(session, self._p2p.server.accept)
             if others := [transport.open_session(address, cookie) for cookie in cookies[1:]]:
-                for each in await successes(others, Session.abort):
+                for each in await successes(others):
                     transport.receive(each, self._p2p.server.accept)
             return
 

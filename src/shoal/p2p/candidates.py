@@ -97,14 +97,14 @@ def worth_punching(
     candidates: Iterable[Endpoint],
     *,
     have_same_host: bool,
-    is_inside: Callable[[str], bool],
+    is_inside: Callable[[Multiaddr], bool],
     is_relay_on_loopback: bool,
 ) -> list[Multiaddr]:
     """The candidates of one port that are dialled.
 
     Args:
         have_same_host: the relay sees both sides at one host: they are behind the same router, or on one machine.
-        is_inside: whether a host is in a network of this machine.
+        is_inside: whether an address is in a network of this machine.
         is_relay_on_loopback: so is everybody whom it can join to this peer.
     """
     found: dict[Multiaddr, None] = {}
@@ -112,12 +112,9 @@ def worth_punching(
         if host == MEMORY:
             found[address_of((host, port))] = None
         elif port >= LOWEST_PORT and (ip := _parsed(host)) is not None:
-            if ip.is_loopback:
-                may_be_there = is_relay_on_loopback
-            else:
-                may_be_there = ip.is_global or have_same_host or is_inside(str(ip))
-            if may_be_there:
-                found[address_of((str(ip), port))] = None
+            address = address_of((str(ip), port))
+            if is_relay_on_loopback if ip.is_loopback else ip.is_global or have_same_host or is_inside(address):
+                found[address] = None
     return list(found)[:MAX_CANDIDATES]
 
 

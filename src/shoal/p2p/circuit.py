@@ -17,13 +17,22 @@ from shoal.p2p.transport import Session, Stream, Transport
 from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MEETING_SECONDS = 5.0
 """How long the two sides of a circuit wait for each other."""
 SETBACK_SECONDS = 120.0
 MAX_SETBACK_SECONDS = 3600.0
 MAX_SETBACKS = 4096
+
+
+class Ends(Protocol):
+    """A stream, a session or a circuit."""
+
+    def abort(self) -> None:
+        """End it now."""
+
+
+E = TypeVar("E", bound=Ends)
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,10 @@ class Circuit:
     """Where the relay says to see this side; it may lie."""
     other_seen_at: Multiaddr | None
     """Where it says to see the other side."""
+
+    def abort(self) -> None:
+        """End it now, unless somebody has taken over the session."""
+        self.session.abort()
 
 
 class Punching(Protocol):
@@ -78,7 +91,7 @@ async def open_circuits(
         DialError: there is no circuit.
     """
     opening = [_open_one(transport, relay, places, cookie, punchable=punchable) for cookie in cookies]
-    return await successes(opening, lambda circuit: circuit.session.abort())
+    return await successes(opening)
 
 
 async def _open_one(
@@ -155,7 +168,7 @@ def parse_told(text: str) -> Multiaddr | None:
         return None
 
 
-async def successes(work: Sequence[Coroutine[object, object, T]], abort: Callable[[T], object]) -> list[T]:
+async def successes(work: Sequence[Coroutine[object, object, E]]) -> list[E]:
     """Run coroutines together; the results of those that succeed, in order.
 
     Raises:
@@ -170,7 +183,7 @@ async def successes(work: Sequence[Coroutine[object, object, T]], abort: Callabl
         await cancel_and_wait(*tasks)
         for task in tasks:
             if not task.cancelled() and task.exception() is None:
-                abort(task.result())
+                task.result().abort()
         raise
     errors = [error for task in tasks if (error := task.exception()) is not None]
     if len(errors) == len(tasks):

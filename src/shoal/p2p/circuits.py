@@ -118,7 +118,7 @@ class Circuits:
             return await self._authenticate(circuits, target, punches)
         finally:
             for circuit in circuits:
-                circuit.session.abort()
+                circuit.abort()
 
     async def _ask(self, place: Multiaddr, relay: PeerID, target: PeerID, request: Connect) -> Connected:
         """Ask a relay for connections to a peer."""
@@ -164,7 +164,7 @@ class Circuits:
             finishing = [self._better_of(*pair, target) for pair in zip(circuits, punches, strict=True)]
         else:
             finishing = [self._relayed(circuit, target) for circuit in circuits]
-        streams = await successes(finishing, Stream.abort)
+        streams = await successes(finishing)
         relayed = sum(stream.is_relayed for stream in streams)
         self._p2p.metrics.dials_relayed += relayed
         self._p2p.metrics.dials_punched += len(streams) - relayed
@@ -226,9 +226,7 @@ class Circuits:
                 # The others are on their way, too.
                 await asyncio.wait(expected, timeout=REVERSE_SECONDS / 4)
                 arrived = [each.result() for each in expected if each.done() and not each.cancelled()]
-                streams = await successes(
-                    [self._p2p.transport.authenticate(each, target) for each in arrived], Stream.abort
-                )
+                streams = await successes([self._p2p.transport.authenticate(each, target) for each in arrived])
         except (TimeoutError, DialError) as e:
             if isinstance(e, NoReservationError):
                 raise

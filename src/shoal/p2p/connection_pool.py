@@ -21,6 +21,7 @@ from shoal.errors import (
     NoReservationError,
     NotAMemberError,
     P2PDaemonError,
+    RefusedDialError,
     ShoalError,
 )
 from shoal.metrics import Metrics
@@ -60,6 +61,7 @@ class Dialler:
 
         Raises:
             DialError: no address is known, or none answers as that peer.
+            RefusedDialError: nothing listens at any of them.
             P2PDaemonError: this peer is shut down.
         """
         addresses = [*self.direct_addresses(peer), *self.circuits(peer)]
@@ -146,7 +148,7 @@ class Dialler:
 
 def _kind_of(errors: Sequence[BaseException]) -> type[ShoalError]:
     """The class that stands for all these errors."""
-    for kind in (IdentityMismatchError, NoReservationError, BusyError):
+    for kind in (IdentityMismatchError, NoReservationError, RefusedDialError, BusyError):
         if all(isinstance(error, kind) for error in errors):
             return kind
     return DialError
@@ -383,6 +385,12 @@ class ConnectionPool:
     def drop_via(self, relay: PeerID) -> None:
         """End the connections through a relay that is no more."""
         self.cut(lambda stream: stream.via == relay)
+
+    def end_idle(self, peer_id: PeerID) -> None:
+        """Close the idle connections to a peer, because what broke another one may have broken these, too."""
+        if peer_id in self._peers:
+            for connection in list(self._peers[peer_id].idle):
+                self._end_idle(connection)
 
     def renew(self) -> list[PeerID]:
         """Close idle connections, so that the next call greets again; returns the peers that had connections."""

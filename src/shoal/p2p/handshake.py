@@ -27,7 +27,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
+from shoal.errors import (
+    DialError,
+    IdentityMismatchError,
+    InterruptedDialError,
+    RefusedDialError,
+    StreamClosedError,
+)
 from shoal.p2p.badges import MAX_BADGE_BYTES, Badge
 from shoal.p2p.identity import (
     NEW_BINARY_FILE,
@@ -177,7 +183,11 @@ def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:
     """A failed dial as an error that names the address and what went wrong."""
     if isinstance(error, DialError):
         return error
-    kind = InterruptedDialError if isinstance(error, _BROKEN) or "ALERT_ACCESS_DENIED" in str(error) else DialError
+    kind = DialError
+    if isinstance(error, ConnectionRefusedError):
+        kind = RefusedDialError
+    elif isinstance(error, _BROKEN) or "ALERT_ACCESS_DENIED" in str(error):
+        kind = InterruptedDialError
     return kind(f"{address}: {explain(error)}")
 
 

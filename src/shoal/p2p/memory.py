@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import cast
 
-from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError
+from shoal.errors import IdentityMismatchError, P2PDaemonError, RefusedDialError
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.membership import judge_listener
 from shoal.p2p.memory_sessions import (
@@ -103,12 +103,12 @@ class MemoryNetwork:
         """The transport of the peer that listens at an address.
 
         Raises:
-            DialError: nobody listens there.
+            RefusedDialError: nobody listens there.
             IdentityMismatchError: another peer than the expected one listens there.
         """
         found = self.listeners.get(address)
         if found is None:
-            raise DialError(f"{address}: connection refused: nothing listens there")
+            raise RefusedDialError(f"{address}: connection refused: nothing listens there")
         peer = found[0].identity.peer_id
         if peer != expected_peer:
             raise IdentityMismatchError(f"{address}: wrong identity: peer {peer} answers there, not {expected_peer}")
@@ -122,7 +122,7 @@ class MemoryNetwork:
         """Connect a peer to a listening port, where it shows a cookie."""
         found = self.listeners.get(address)
         if found is None:
-            raise DialError(f"{address}: connection refused: nothing listens there")
+            raise RefusedDialError(f"{address}: connection refused: nothing listens there")
         here, there = source.identity.peer_id, found[0].identity.peer_id
         await asyncio.sleep(self.delay(here, there, 0) + self.delay(there, here, 0))
         local = self.new_address()

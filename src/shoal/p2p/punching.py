@@ -65,7 +65,6 @@ class Puncher:
         transport: of this peer.
         metrics: counts what came of it.
         on_stream: gets who has connected to this peer and proven who it is.
-        is_inside: whether a host is in one of the networks of this machine.
         own_reach: what this peer says of itself.
     """
 
@@ -74,13 +73,11 @@ class Puncher:
         transport: Transport,
         metrics: Metrics,
         on_stream: OnStream,
-        is_inside: Callable[[str], bool],
         own_reach: Callable[[], Reach],
     ) -> None:
         self._transport = transport
         self._metrics = metrics
         self._on_stream = on_stream
-        self._is_inside = is_inside
         self._own_reach = own_reach
         self.policy = PunchPolicy(asyncio.get_running_loop().time)
         """Knows which peers are worth it."""
@@ -288,7 +285,7 @@ class Puncher:
             found = worth_punching(
                 theirs.of_port(number),
                 have_same_host=seen is not None and _host_of(seen) == _host_of(other),
-                is_inside=self._is_inside,
+                is_inside=self._transport.is_inside,
                 is_relay_on_loopback=relay is not None and is_loopback(relay),
             )
             targets.append([address for address in found if self._transport.supports(address)])

@@ -151,6 +151,11 @@ class Relay(ServicerBase):
         """Circuits, including those whose two sides have not come yet."""
         return len(self._circuits)
 
+    @property
+    def observation_count(self) -> int:
+        """Sessions that others are about to open in order to see their address."""
+        return len(self._observing)
+
     def _count_bytes(self, nbytes: int) -> None:
         self._p2p.metrics.bytes_carried += nbytes
 

@@ -74,7 +74,8 @@ class Reservations:
 
     def __init__(self, p2p: P2P, answer: Answer) -> None:
         self._p2p = p2p
-        self._answer = answer
+        self.answer = answer
+        """Gets what relays say."""
         self._now = asyncio.get_running_loop().time
         self.candidates: Callable[[], Sequence[PeerID]] = self._connected_relays
         """Peers that may be relays."""
@@ -271,7 +272,7 @@ class Reservations:
                 nearest = [stream.remote_address] if stream.remote_address is not None else []
                 # IPv4 first, because only there a router has to be observed.
                 ipv4 = [place for place in places if "ip4" in place]
-                self._answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice.incoming)
+                self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice.incoming)
 
     def _drop_via(self, relay: PeerID) -> None:
         """A relay is dead: nothing will come through its circuits any more."""

@@ -64,6 +64,7 @@ class TcpSession(Session):
         self._socket: socket.socket | None = connected
         self._operations: set[asyncio.Task[Any]] = set()
         self._live = live
+        self._patience: asyncio.TimerHandle | None = None
         self._reason = "this side closed the connection"
         own_socket(connected.fileno(), self)
         live.add(self)
@@ -72,6 +73,10 @@ class TcpSession(Session):
     def closed(self) -> bool:
         """Whether it has ended, or has been taken over."""
         return self._socket is None
+
+    def use_within(self, seconds: float) -> None:
+        """End unless somebody uses it soon: whoever expected it may have given up at the very moment when it came."""
+        self._patience = self._loop.call_later(seconds, self._end, "nobody has used this session in time")
 
     async def write(self, data: bytes) -> None:
         await self._do(self._loop.sock_sendall(self._open_socket(), data))
@@ -87,9 +92,16 @@ class TcpSession(Session):
         return arrived
 
     def _open_socket(self) -> socket.socket:
+        """The socket, for whoever uses the session now."""
+        self._stop_patience()
         if self._socket is None:
             raise StreamClosedError(self._reason)
         return self._socket
+
+    def _stop_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:
         """Do something with the socket, in a task that :meth:`abort` can end before it closes the socket."""
@@ -134,6 +146,7 @@ class TcpSession(Session):
         if connected is None:
             return
         self._reason = reason
+        self._stop_patience()
         self._live.discard(self)
         disown_socket(connected.fileno(), self)
         running = [operation for operation in self._operations if not operation.done()]
@@ -237,8 +250,13 @@ class Half(asyncio.Protocol):
         self._is_given_to_loop = True
         try:
             await self._loop.connect_accepted_socket(lambda: self, self._socket)
-        except OSError:
-            close_socket(self._socket)
+        except BaseException as e:
+            # A loop that is stopped here closes the socket itself; uvloop does not even call connection_lost.
+            for owner in (self, self._socket):
+                disown_socket(self._descriptor, owner)
+            self.transport, self.has_ended = None, True
+            if isinstance(e, OSError):
+                self._socket.close()
             raise
 
     # --- asyncio.Protocol ---------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from shoal.p2p.sessions import SESSION_BYTE, ExpectedSessions, TcpSession
 from shoal.p2p.tcp_connect import hurry_within_host, set_options
 from shoal.p2p.tcp_listener import HostRates, WaitingRoom
 from shoal.p2p.tcp_stream import TcpStream, disown_socket, own_socket
-from shoal.p2p.transport import COOKIE_BYTES, OnStream, Transport
+from shoal.p2p.transport import COOKIE_BYTES, COOKIE_SECONDS, OnStream, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Strangers:
         self.shaking_hands.enter(arrival)
         self._rates.spend(arrival.host, loop.time())
         arrival.task = loop.create_task(
-            self._take_session(arrival) if arrival.begins_session() else self.shake_hands(arrival, on_stream)
+            self.take_session(arrival) if arrival.begins_session() else self.shake_hands(arrival, on_stream)
         )
         arrival.task.add_done_callback(lambda task: self._end(arrival, task))
         self._make_room_in(self.shaking_hands)
@@ -189,7 +189,7 @@ class Strangers:
             self._metrics.connections_accepted += 1
             on_stream(stream)
 
-    async def _take_session(self, arrival: Arrival) -> None:
+    async def take_session(self, arrival: Arrival) -> None:
         """Find out who expects this session, and give it to them."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
@@ -208,6 +208,7 @@ class Strangers:
                 return
             # Whoever has got a cookie from this peer costs no handshake.
             self._rates.spend(arrival.host, asyncio.get_running_loop().time(), -1.0)
+            session.use_within(COOKIE_SECONDS)
             waiting.set_result(session)
 
     def _end(self, arrival: Arrival, task: asyncio.Task[None]) -> None:

@@ -120,6 +120,7 @@ class Round:
             return
         try:
             await asyncio.wait([self._work])
+            await self._completion.wait_until_confirmed()
             if self.allreduce.roster.closed_early:
                 await asyncio.sleep(linger)
         finally:
