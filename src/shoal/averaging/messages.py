@@ -106,6 +106,10 @@ class JoinRequest(Header):
     gathered: Gathered = b""
     bandwidth: Bandwidth | None = None
     expected_group_size: Count | None = None
+    reach: Annotated[int, Meta(ge=0, le=255)] = 0
+    """How others call the follower, see :class:`shoal.p2p.reachability.Reach`."""
+    relay_rate: Amount = 0.0
+    """Bytes per second that its relays carry for all; 0: they set no limit, or there are none."""
 
 
 class Expectation(Header):

@@ -104,6 +104,12 @@ class Outlook:
             return Reach.CLIENT
         return Reach.HARD if self.is_hard else Reach.EASY
 
+    @property
+    def relay_rate(self) -> float:
+        """Bytes per second that the relays of this peer carry for all; 0: one sets no limit, or there are none."""
+        rates = [held.rate for held in self._p2p.reservations.held.values()]
+        return max(rates) if rates and all(rates) else 0.0
+
     def announced(self, latest: bool = False) -> list[Multiaddr]:
         """The addresses to tell others; they change as this machine moves from one network to another.
 
@@ -214,8 +220,8 @@ class Outlook:
         version = next((version for version in ("ip4", "ip6") if version in seen), None)
         if version is None or not self._contacts.get(witness, ("", False))[1] or self._p2p.transport.is_inside(seen):
             return
-        former = self._seen.pop(witness, None)
-        self._seen[witness] = host = seen[version]
+        former, host = self._seen.pop(witness, None), str(seen[version])
+        self._seen[witness] = host
         while len(self._seen) > MAX_CONTACTS:
             del self._seen[next(iter(self._seen))]
         if former not in (None, host):
