@@ -53,7 +53,15 @@ GRANTED = [*(read_badge(RUN.run_key, badge) for badge in BADGES), INVITATION.con
 TOKENS = [RUN.text, INVITATION.text, BADGE_TOKEN.text]
 FULL_ADDRESSES = [f"{address}/p2p/{PEER}" for address in ADDRESSES]
 
-for room in ("dht.records", "dht.authorization", "p2p.joining", "p2p.presence", "p2p.relay_messages", "p2p.revocation"):
+for room in (
+    "dht.records",
+    "dht.authorization",
+    "p2p.candidates",
+    "p2p.joining",
+    "p2p.presence",
+    "p2p.relay_messages",
+    "p2p.revocation",
+):
     importlib.import_module(f"shoal.{room}")  # where types of headers are defined
 
 

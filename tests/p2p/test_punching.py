@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -23,7 +24,7 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.punch_policy import FIRST_PAUSE
-from shoal.p2p.punching import EXCHANGE_SECONDS, PUNCH_SECONDS, Puncher
+from shoal.p2p.punching import EXCHANGE_SECONDS, LATE_SECONDS, PUNCH_SECONDS, Puncher
 from shoal.p2p.relay_messages import Reach
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import COOKIE_BYTES, ROUND_TRIP, Session, Stream, Throttle, Transport
@@ -238,6 +239,20 @@ async def test_a_port_on_which_nothing_comes_about(trio: Trio) -> None:
 
 
 @simulated
+async def test_nobody_waits_for_a_second_punch_while_a_first_one_brings_nothing(trio: Trio) -> None:
+    transport_of(trio.dialler).is_walled = True
+    [future], _ = await trio.punch()
+    await asyncio.sleep(LATE_SECONDS / 2)
+    assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)  # so dials at the same time all punch
+    await asyncio.sleep(LATE_SECONDS)
+    assert not trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+    assert trio.dialler.puncher.is_worth_it(trio.relay.identity.peer_id)
+    future.cancel()
+    await asyncio.wait([future])
+    assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+
+
+@simulated
 async def test_one_port_that_works_is_a_success(trio: Trio) -> None:
     futures, _ = await trio.punch(2)
     futures[0].cancel()
@@ -298,6 +313,7 @@ async def test_closing_ends_what_goes_on(trio: Trio) -> None:
     assert future.cancelled()
     going_on.cancel()
     await asyncio.wait([going_on])
+    assert await trio.punch() == ([], ANY)
 
 
 # --- somebody is not --------------------------------------------------------------------------------------------------

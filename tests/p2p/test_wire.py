@@ -43,6 +43,7 @@ for room in (
     "dht.records",
     "averaging.messages",
     "optim.progress_exchange",
+    "p2p.candidates",
     "p2p.joining",
     "p2p.presence",
     "p2p.relay_messages",

@@ -38,11 +38,13 @@ logger = logging.getLogger(__name__)
 
 PUNCH_SECONDS = 2.5
 """How long both sides try to connect."""
+LATE_SECONDS = 0.5
+"""A punch that has brought nothing by then hardly will: until its end, nobody waits for another one to that peer."""
 EXCHANGE_SECONDS = 3.0
 """How long each waits for the other one's part of the exchange."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Plan:
     """A punch: what is dialled from each port, and what has come of it."""
 
@@ -50,6 +52,7 @@ class _Plan:
     round_trip: float
     hosts: Hosts
     since: float
+    begun_at: float
     going_on: int = 0
     reasons: list[str] = field(default_factory=list)
     """Of the ports that have failed."""
@@ -82,13 +85,18 @@ class Puncher:
         self.policy = PunchPolicy(asyncio.get_running_loop().time)
         """Knows which peers are worth it."""
         self._punching: set[asyncio.Task[Stream]] = set()
+        self._unsuccessful: dict[_Plan, PeerID] = {}  # so far, as a dialler
+        self._is_closed = False
 
     def is_worth_it(self, peer: PeerID) -> bool:
         """Whether to ask for a punch when this peer is dialled."""
-        return self.policy.allows(peer)
+        late = asyncio.get_running_loop().time() - LATE_SECONDS
+        is_late = any(whose == peer and plan.begun_at < late for plan, whose in self._unsuccessful.items())
+        return not is_late and self.policy.allows(peer)
 
     async def close(self) -> None:
         """Give up all punches of this side as a dialler; what has come about and was not taken yet ends."""
+        self._is_closed = True
         await _drop(*self._punching)
 
     def _are_both_hard(self, reach: Reach) -> bool:
@@ -120,7 +128,7 @@ class Puncher:
         elif plan is not None and not any(plan.targets):
             self._metrics.punches_failed["no candidates"] += 1
             self.policy.note_failure(peer, hosts)
-        if plan is None or not any(plan.targets):
+        if plan is None or not any(plan.targets) or self._is_closed:
             return []
         return [self._begin(peer, circuit, number, plan) for number, circuit in enumerate(circuits)]
 
@@ -151,6 +159,7 @@ class Puncher:
             nothing.exception()  # so that nobody has to look at it
             return nothing
         plan.going_on += 1
+        self._unsuccessful[plan] = peer
         direct = asyncio.ensure_future(self._first_direct(peer, circuit.session, targets, plan.round_trip))
         self._punching.add(direct)
         direct.add_done_callback(lambda task: self._note_outcome(peer, plan, task))
@@ -169,6 +178,8 @@ class Puncher:
             plan.has_succeeded = True
             self._metrics.seconds_to_direct += asyncio.get_running_loop().time() - plan.since
             self.policy.note_success(peer, plan.hosts)
+        if plan.has_succeeded or not plan.going_on:
+            self._unsuccessful.pop(plan, None)
         if not plan.going_on and not plan.has_succeeded and not plan.is_given_up:
             self._metrics.punches_failed[plan.reasons[-1]] += 1
             self.policy.note_failure(peer, plan.hosts)
@@ -289,7 +300,7 @@ class Puncher:
                 is_relay_on_loopback=relay is not None and is_loopback(relay),
             )
             targets.append([address for address in found if self._transport.supports(address)])
-        return _Plan(targets, round_trip, _hosts_of(circuits), since)
+        return _Plan(targets, round_trip, _hosts_of(circuits), since, asyncio.get_running_loop().time())
 
 
 def _host_of(address: Multiaddr | None) -> str:
