@@ -14,6 +14,8 @@ change by a new greeting.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import ipaddress
 import logging
 import random
 import weakref
@@ -27,6 +29,7 @@ from shoal.p2p.joining import CallBack, CallMe, Checkup
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import MAX_ANNOUNCED
+from shoal.p2p.port_mapping import PortMapping
 from shoal.p2p.presence import greet_anew
 from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private, network_of
 from shoal.p2p.transport import Stream
@@ -56,6 +59,12 @@ LOOK_FOR_RELAYS_SECONDS = 30.0
 MAX_CONTACTS = 256
 
 
+def is_in_network(address: Multiaddr) -> bool:
+    """Whether others on the same network, or a router of it, can send to this address."""
+    host = address.get("ip4") or address.get("ip6")
+    return host is not None and not ipaddress.ip_address(host).is_loopback
+
+
 class Outlook:
     """What a peer knows of how others reach it.
 
@@ -71,6 +80,8 @@ class Outlook:
         """Called after each change of what this peer is to others."""
         self.on_upheaval: dict[Callable[[], object], None] = {}
         """Called when what was learnt about routers is no longer worth anything."""
+        self.mapping: PortMapping | None = None
+        """The port that the router of this network forwards, if this peer asks for one."""
         self.is_hard = False
         """The router gives each connection another outer port."""
         self._rng = random.Random(p2p.peer_id.to_bytes())
@@ -171,7 +182,31 @@ class Outlook:
         self._p2p.reservations.on_change = self.update
         self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
         self._told = self.evidence.state, self.announced()
+        self._ask_router()
         self.update()
+
+    def _ask_router(self) -> None:
+        """Let the router forward the port, if this peer listens in a network that one may be in front of."""
+        own = [address for address in self.evidence.own if is_in_network(address)]
+        is_needed = self.options.nat_port_map and not self.evidence.announcement and self.evidence.forced is None
+        port = next((port for address in own if (port := address.get("tcp"))), None)
+        if not (is_needed and self._p2p.transport.is_behind_routers and port):
+            return
+        secret = hashlib.sha256(self._p2p.identity.sign(b"shoal port mapping")).digest()
+        self.mapping = PortMapping(int(port), self._note_mapping, listens_at=self._listens_at, secret=secret)
+        self.on_upheaval[self.mapping.look_again] = None
+        self.mapping.start()
+
+    def _listens_at(self, ip: str) -> bool:
+        return any(ip in (own.get("ip4"), own.get("ip6")) for own in self._p2p.transport.addresses())
+
+    def _note_mapping(self, addresses: list[Multiaddr]) -> None:
+        """A router claims to forward these addresses; what it has from another router leads nowhere."""
+        for version in ("ip4", "ip6"):
+            claimed = next((each for each in addresses if version in each and is_global(each)), None)
+            self.offer(f"router, {version}", claimed)
+            if claimed is not None and claimed in self.evidence.own and self._life is not None:
+                self._check_soon()  # the router has opened its firewall
 
     # --- evidence -----------------------------------------------------------------------------------------------------
 
@@ -442,5 +477,7 @@ class Outlook:
 
     async def close(self) -> None:
         """End all of this."""
+        if self.mapping is not None:
+            await self.mapping.close()
         tasks = [task for task in (self._life, self._announcing) if task is not None]
         await cancel_and_wait(*tasks)

@@ -48,6 +48,8 @@ class TcpTransport(Transport):
         machine: the addresses of this machine.
     """
 
+    is_behind_routers = True
+
     def __init__(
         self,
         identity: Identity,

@@ -187,6 +187,8 @@ class Transport(ABC):
     identity: Identity
     membership: Membership | None = None
     """The private run that this peer takes part in; ``None`` for an open one."""
+    is_behind_routers = False
+    """It is one of real networks, whose routers may be asked to forward a port."""
     on_addresses_changed: Callable[[], object] | None = None
     """Called when the addresses of this peer have changed, so that others know outdated ones."""
 
