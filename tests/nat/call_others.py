@@ -83,6 +83,10 @@ class Commands:
             await asyncio.sleep(POLL_SECONDS)
         return time.monotonic() - began
 
+    async def know(self, peer: str, addresses: Sequence[str]) -> None:
+        """Remember where a peer is."""
+        self.p2p.address_book.replace(PeerID.from_base58(peer), [Multiaddr(address) for address in addresses])
+
     async def dial(self, peer: str, addresses: Sequence[str], count: int = 1) -> dict[str, Any]:
         """New connections to a peer: how long the last of them took, how they came about, and where they lead."""
         target = PeerID.from_base58(peer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,10 @@ def program_of_the_readme(address: str) -> str:
     found = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     program = found[1]
-    for printed, ours in (("initial_peers=[]", f"initial_peers=[{address!r}]"), ("local_epoch < 10:", "local_epoch >= 0:")):
+    for printed, ours in (
+        ("initial_peers=[]", f"initial_peers=[{address!r}]"),
+        ("local_epoch < 10:", "local_epoch >= 0:"),
+    ):
         assert printed in program
         program = program.replace(printed, ours)
     return OBSERVE + program
@@ -74,9 +76,11 @@ def train_together(peers: list[Peer], epochs: int) -> None:
     for peer, before in zip(peers, began, strict=True):
         state = state_when(
             peer,
-            lambda event, before=before: event["epoch"] >= before["epoch"] + epochs
-            and event["rounds"] >= before["rounds"] + epochs
-            and event["peers"] == len(peers),
+            lambda event, before=before: (
+                event["epoch"] >= before["epoch"] + epochs
+                and event["rounds"] >= before["rounds"] + epochs
+                and event["peers"] == len(peers)
+            ),
         )
         assert state["role"] == "NODE", "everybody is called, and reduces"
 

@@ -207,7 +207,10 @@ async def test_a_look_at_once_renews() -> None:
 
 async def test_only_where_the_peer_listens() -> None:
     owner = Owner()
-    async with Router() as router, mapping_of(owner, [router.gateway], listens_at=lambda ip: ip == "10.0.0.1") as mapping:
+    async with (
+        Router() as router,
+        mapping_of(owner, [router.gateway], listens_at=lambda ip: ip == "10.0.0.1") as mapping,
+    ):
         await mapping.wait_for_first_try()
         assert not router.requests
         assert not mapping.verdicts
