@@ -65,6 +65,14 @@ class Commands:
             "nat": p2p.metrics.nat,
         }
 
+    async def mapping(self) -> dict[str, str]:
+        """What has become of each way to ask the router for a port."""
+        mapping = self.p2p.outlook.mapping
+        if mapping is None:
+            return {}
+        await mapping.wait_for_first_try()
+        return mapping.verdicts
+
     async def wait_until(self, reachability: str, seconds: float = CALLABLE_LIMIT_SECONDS) -> float:
         """Wait for this state; returns how long that took."""
         began = time.monotonic()

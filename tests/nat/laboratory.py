@@ -239,10 +239,12 @@ class Router(Computer):
         rule = f"iifname {WAN} meta l4proto {{ tcp, udp }} th dport {port} dnat to {host.address}"
         self.run("nft", "add", "rule", "ip", "home", "forwarded", rule)
 
-    def start_port_mapper(self, *, outer: str = "", upnp: bool = False) -> None:
+    def start_port_mapper(self, *, outer: str = "", upnp: bool = False, datagrams: bool = True) -> None:
         """Open ports to hosts that ask for it; see :mod:`.port_mapper`."""
         self.run("nft", "-f", "-", text=port_mapper.TABLE)
-        settings = port_mapper.write_settings(self.home, f"{self.lan}.0/24", outer=outer, upnp=upnp)
+        settings = port_mapper.write_settings(
+            self.home, f"{self.lan}.0/24", outer=outer, upnp=upnp, datagrams=datagrams
+        )
         self._mapper = port_mapper.start(self.namespace, settings)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ table inet miniupnpd {
 """The chains in which it writes its rules."""
 
 
-def write_settings(folder: Path, lan: str, *, outer: str, upnp: bool) -> Path:
+def write_settings(folder: Path, lan: str, *, outer: str, upnp: bool, datagrams: bool = True) -> Path:
     """Its configuration; returns the file.
 
     Args:
@@ -45,12 +45,13 @@ def write_settings(folder: Path, lan: str, *, outer: str, upnp: bool) -> Path:
         lan: the network inside, as ``192.168.1.0/24``.
         outer: the address that it believes to have outside; empty: it looks.
         upnp: answer UPnP, too.
+        datagrams: answer PCP and NAT-PMP.
     """
     lines = [
         f"ext_ifname={WAN}",
         f"listening_ip={LAN}",
         "port=0",
-        "enable_natpmp=yes",
+        f"enable_natpmp={'yes' if datagrams else 'no'}",
         f"enable_upnp={'yes' if upnp else 'no'}",
         "ext_perform_stun=no",
         "secure_mode=yes",

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.p2p import Multiaddr
+from shoal.p2p import P2P, Multiaddr
 from shoal.p2p.pcp import NatPmp, Pcp
 from shoal.p2p.port_mapping import Pace, PortMapping, has_upnp
 from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError
@@ -267,3 +267,10 @@ async def test_closing_does_not_wait_for_a_silent_router() -> None:
         assert "PCP map 0" in router.asked() or len(router.requests) == 1
         unused = PortMapping(PORT, owner.on_address)
         await unused.close()
+
+
+async def test_a_peer_of_one_machine_needs_no_router() -> None:
+    for options in ({}, {"nat_port_map": False}, {"no_listen": True}):
+        p2p = await P2P.create(**options)
+        assert p2p.outlook.mapping is None
+        await p2p.shutdown()

@@ -199,8 +199,11 @@ class DHTProtocol(ServicerBase):
     def note_alive(self, node_id: bytes | None, peer: PeerID, *, is_news: bool = True) -> None:
         """A peer has just told its node id; ``is_news`` as for :meth:`RoutingTable.add_or_update_node`."""
         self.blacklist.register_success(peer)
-        if node_id is None or not self.p2p.is_reachable(peer):
-            return  # in client mode, or without a known address: nobody could call it
+        if node_id is None:  # in client mode, or it has stepped down
+            self._note_absence(peer)
+            return
+        if not self.p2p.is_reachable(peer):
+            return  # nobody could call it
         newcomer = DHTID.from_bytes(node_id)
         if self.routing_table.refresh(newcomer, peer, is_news=is_news):
             return
@@ -231,6 +234,10 @@ class DHTProtocol(ServicerBase):
         """A peer gave no sensible answer: it is no node, or belongs to another table."""
         if is_walk:
             self.blacklist.register_failure(peer)
+        self._note_absence(peer)
+
+    def _note_absence(self, peer: PeerID) -> None:
+        """A peer is no node."""
         node_id = self.routing_table.peer_id_to_node.get(peer)
         if node_id is not None:
             del self.routing_table[node_id]

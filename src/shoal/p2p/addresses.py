@@ -70,6 +70,10 @@ class Notes(Generic[T]):
         """The value of a peer, or the default."""
         return self._values.get(peer, default)
 
+    def values(self) -> list[T]:
+        """All values, the latest last."""
+        return list(self._values.values())
+
 
 class AddressBook:
     """Addresses by peer, without the ``/p2p`` part; the best first.

@@ -117,7 +117,7 @@ class MemoryNetwork:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def open_session(
-        self, source: MemoryTransport, address: Multiaddr, cookie: bytes, *, punchable: bool
+        self, source: MemoryTransport, address: Multiaddr, cookie: bytes, *, punchable: bool, beside: Session | None
     ) -> MemorySession:
         """Connect a peer to a listening port, where it shows a cookie."""
         found = self.listeners.get(address)
@@ -125,7 +125,7 @@ class MemoryNetwork:
             raise RefusedDialError(f"{address}: connection refused: nothing listens there")
         here, there = source.identity.peer_id, found[0].identity.peer_id
         await asyncio.sleep(self.delay(here, there, 0) + self.delay(there, here, 0))
-        local = self.new_address()
+        local = (beside and beside.local_address) or self.new_address()
         near, far = self.make_pipe(here, there)
         arrived = MemorySession(far, address, local)
         asyncio.get_running_loop().call_later(self.delay(here, there, 0), found[0].expectations.meet, cookie, arrived)
@@ -216,8 +216,10 @@ class MemoryTransport(Transport):
     def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
         return self.expectations.expect(cookie)
 
-    async def open_session(self, address: Multiaddr, cookie: bytes, *, punchable: bool = False) -> Session:
-        return await self._network.open_session(self, address, cookie, punchable=punchable)
+    async def open_session(
+        self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
+    ) -> Session:
+        return await self._network.open_session(self, address, cookie, punchable=punchable, beside=beside)
 
     async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
         await Splice(_end_of(first), _end_of(second), throttle, idle_seconds).run()

@@ -96,18 +96,16 @@ class P2P(Caller):
         self.circuits = Circuits(self)
         """Dials through relays."""
         self.dialler.dial_circuit = self.circuits.dial_one if options.use_relay else None
+        self.punching = Puncher(transport, metrics, self.server.accept, lambda: self.outlook.reach)
+        """Finds direct ways where others lead through relays."""
+        self.circuits.punching = self.punching
+        self.outlook.on_upheaval.update({self.punching.policy.clear: None, self.circuits.reversals.forget: None})
+        self.upgrades = Upgrades(self)
         self.answering = Answering(self)
         """Answers those who dial this peer through relays."""
         self.reservations = Reservations(self, self.answering.answer)
         """The relays through which others reach this peer, while that is wanted."""
         self.reservations.trusted = [*options.trusted_relays]
-        self.puncher = Puncher(transport, metrics, self.server.accept, lambda: self.outlook.reach)
-        """Finds direct connections on the way through a relay."""
-        self.circuits.punching = self.puncher
-        self.upgrades = Upgrades(self)
-        """Looks for direct connections while there are only relayed ones."""
-        self.outlook.on_upheaval[self.circuits.reversals.forget] = None
-        self.outlook.on_upheaval[self.puncher.policy.clear] = None
         self._round_trips: Notes[float] = Notes()
         self._unreachable = UnreachablePeers()
         self.clock = get_clock()  # the DHT time of this peer
@@ -430,8 +428,8 @@ class P2P(Caller):
         return next(map(str, self._addresses_seen_of(peer)), "")
 
     def _addresses_seen_of(self, peer: PeerID) -> list[Multiaddr]:
-        """Those of direct connections: a relayed one comes from its relay."""
-        streams = [connection.stream for connection in self.connections_from(peer)]
+        """Those of direct connections, the latest first: a relayed one comes from its relay."""
+        streams = [connection.stream for connection in reversed(self.connections_from(peer))]
         found = [stream.remote_address for stream in streams if not stream.is_relayed]
         return [address for address in found if address is not None]
 
@@ -464,10 +462,10 @@ class P2P(Caller):
         await self.answering.close()
         await self.upgrades.close()
         await self.relay.close()
-        await self.puncher.close()
         await self.transport.close()
         self.pool.close()
         await self.dialler.close()
+        await self.punching.close()
         await self.server.close()
 
 

@@ -24,14 +24,17 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import P2PDaemonError, ShoalError
 from shoal.logs import Seldom
+from shoal.p2p.addresses import Notes
+from shoal.p2p.contacts import Contacts
 from shoal.p2p.identity import PeerID
 from shoal.p2p.joining import CallBack, CallMe, Checkup
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.observing import is_mapping_hard, places_of
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import MAX_ANNOUNCED
 from shoal.p2p.port_mapping import PortMapping
 from shoal.p2p.presence import greet_anew
-from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private, network_of
+from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private
 from shoal.p2p.transport import Stream
 from shoal.tasks import cancel_and_wait
 
@@ -51,12 +54,13 @@ LEAST_CHECK_SECONDS = 15.0
 # A tick that comes so late means that the machine was asleep.
 SLEPT_SECONDS = 30.0
 WITNESSES_ASKED = 2
+OBSERVERS_ASKED = 4
 # Witnesses dial for four seconds at most.
 WITNESS_SECONDS = 8.0
 # How long a join waits for a reservation.
 RESERVE_SECONDS = 1.5
 LOOK_FOR_RELAYS_SECONDS = 30.0
-MAX_CONTACTS = 256
+RELAYS_ASKED = 8
 
 
 def is_in_network(address: Multiaddr) -> bool:
@@ -86,14 +90,16 @@ class Outlook:
         """The router gives each connection another outer port."""
         self._rng = random.Random(p2p.peer_id.to_bytes())
         self._now = asyncio.get_running_loop().time
-        # By peer: the host that it shares with others, and whether it is outside; the latest last.
-        self._contacts: dict[PeerID, tuple[str, bool]] = {}
+        self.contacts = Contacts()
+        """The peers with which it has had connections."""
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._had_company = False
-        self._seen: dict[PeerID, str] = {}
+        self._seen: Notes[str] = Notes()
         self._checked_at = float("-inf")
         self._check_due = float("inf")
-        self._told: tuple[Reachability, list[Multiaddr]] | None = None
+        self._looked_for_relays_at = self._now()
+        # What others were told last: what this peer is to them, where, and how.
+        self._told: tuple[Reachability, list[Multiaddr], Reach] | None = None
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._life: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
@@ -181,7 +187,7 @@ class Outlook:
         self.evidence.announcement = announced
         self._p2p.reservations.on_change = self.update
         self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
-        self._told = self.evidence.state, self.announced()
+        self._told = self.evidence.state, self.announced(), self.reach
         self._ask_router()
         self.update()
 
@@ -216,10 +222,7 @@ class Outlook:
         if address is None or stream.is_relayed or self._p2p.client_mode:
             return
         is_outside = not self._p2p.transport.is_inside(address)
-        self._contacts.pop(stream.remote, None)
-        self._contacts[stream.remote] = network_of(address) or str(stream.remote), is_outside
-        while len(self._contacts) > MAX_CONTACTS:
-            del self._contacts[next(iter(self._contacts))]
+        self.contacts.note(stream.remote, address, is_outside=is_outside)
         if is_outside:
             self._streams.add(stream)
             self.evidence.note_outside(self._now())
@@ -234,7 +237,7 @@ class Outlook:
 
     def note_called_back(self, witness: PeerID, addresses: Sequence[Multiaddr], *, reached: bool) -> None:
         """A witness has tried to call this peer at the addresses that it announces, or at some of them."""
-        now, (network, is_outside) = self._now(), self._contacts.get(witness, ("", False))
+        now, (network, is_outside) = self._now(), self.contacts.place_of(witness)
         if not is_outside:
             self.evidence.note_inside(now, reached=reached)
             self.update()
@@ -253,13 +256,11 @@ class Outlook:
         except ValueError:
             return
         version = next((version for version in ("ip4", "ip6") if version in seen), None)
-        if version is None or not self._contacts.get(witness, ("", False))[1] or self._p2p.transport.is_inside(seen):
+        if version is None or not self.contacts.place_of(witness)[1] or self._p2p.transport.is_inside(seen):
             return
-        former, host = self._seen.pop(witness, None), str(seen[version])
-        self._seen[witness] = host
-        while len(self._seen) > MAX_CONTACTS:
-            del self._seen[next(iter(self._seen))]
-        if former not in (None, host):
+        former, host = self._seen.get(witness, ""), str(seen[version])
+        self._seen.note(witness, host)
+        if former not in ("", host):
             self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
         port = next((own.get("tcp") for own in self.evidence.own if version in own), None)
         if port is not None:
@@ -295,7 +296,7 @@ class Outlook:
         reservations.reach = self._p2p.circuits.reach = self.reach
         reservations.want(self.options.use_auto_relay and state in (Reachability.RELAYED, Reachability.CLIENT))
         self._warn_of_announcement()
-        now_told = state, self.announced()
+        now_told = state, self.announced(), self.reach
         former, self._told = self._told, now_told
         if former is None or former == now_told:
             return
@@ -319,6 +320,7 @@ class Outlook:
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
+        self._p2p.pool.renew()  # what is open may be dead already
         self._check_soon()
         for callback in list(self.on_upheaval):
             callback()
@@ -327,9 +329,12 @@ class Outlook:
         """Tell the peers that have connections to this one where it is now."""
         if not self._p2p.is_alive:
             return
+        self._greet(self._p2p.pool.renew())
+
+    def _greet(self, peers: Sequence[PeerID]) -> None:
         if self._announcing is not None:
             self._announcing.cancel()
-        peers = self._p2p.pool.renew()
+        self._p2p.pool.renew()
         self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, peers))
 
     async def settle(self) -> Reachability:
@@ -367,7 +372,7 @@ class Outlook:
             "it. It takes part as a client, and looks for relays every %g s. What to do: open TCP port %s, or turn on "
             "UPnP or PCP in the router; or run one `shoal dht` on a public machine",
             seen,
-            len(self._contacts),
+            len(self.contacts),
             LOOK_FOR_RELAYS_SECONDS,
             port,
         )
@@ -399,9 +404,18 @@ class Outlook:
             if self._now() - due > SLEPT_SECONDS:
                 self.note_upheaval("this machine slept")
             self._look_at_connections()
+            self._look_for_relays()
             if self._now() >= max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS):
                 await self.check()
             self.update()
+
+    def _look_for_relays(self) -> None:
+        """Hear from some peers again whether they are relays by now: connections that are open tell what was."""
+        is_due = self._now() - self._looked_for_relays_at >= LOOK_FOR_RELAYS_SECONDS
+        if self.state is not Reachability.CLIENT or not self.options.use_auto_relay or not is_due:
+            return
+        self._looked_for_relays_at = self._now()
+        self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._p2p.is_reachable))
 
     async def _sleep(self, seconds: float) -> None:
         self._wake.clear()
@@ -429,30 +443,32 @@ class Outlook:
         self._checked_at, self._check_due = self._now(), self._now() + CHECK_SECONDS + spread
         if not self.options.auto_nat or self.evidence.forced is not None:
             return
-        witnesses = self._witnesses()
-        is_outside = any(self._contacts[witness][1] for witness in witnesses)
+        witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._p2p.is_reachable)
+        self.evidence.witnesses = self.contacts.num_hosts(self._p2p.is_reachable)
         addresses = self.evidence.to_check() if is_outside else []
         answers = await asyncio.gather(*(self._ask(witness, addresses) for witness in witnesses))
         for witness, answer in zip(witnesses, answers, strict=True):
             if answer is not None:
                 self._note_answer(witness, answer)
-        if all(answer is None for answer in answers) and self.state is Reachability.UNKNOWN:
+        if answers and all(answer is None for answer in answers):
             # They may have been busy with others. Not all of whom ask again at the same moment.
             self._check_due = self._now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+        await self._observe()
         self.update()
 
-    def _witnesses(self) -> list[PeerID]:
-        """Peers on different hosts, drawn from those outside; or from those inside, if nobody is outside."""
-        by_host: dict[str, list[PeerID]] = {}
-        for wanted in (True, False):
-            for peer, (host, is_outside) in self._contacts.items():
-                if is_outside is wanted and self._p2p.is_reachable(peer):
-                    by_host.setdefault(host, []).append(peer)
-            if by_host:
-                break
-        self.evidence.witnesses = len(by_host)
-        hosts = self._rng.sample(sorted(by_host), min(WITNESSES_ASKED, len(by_host)))
-        return [self._rng.choice(by_host[host]) for host in hosts]
+    async def _observe(self) -> None:
+        """Find out what the router does to outgoing ports, if anybody has to know."""
+        if self.state in (Reachability.PUBLIC, Reachability.UNKNOWN):
+            return
+
+        def may_observe(peer: PeerID) -> bool:
+            return self._p2p.reaches.get(peer, Reach.CLIENT) == Reach.PUBLIC and bool(places_of(self._p2p, peer))
+
+        observers, is_outside = self.contacts.witnesses(self._rng, OBSERVERS_ASKED, may_observe)
+        is_hard = await is_mapping_hard(self._p2p, observers) if is_outside else None
+        if is_hard is not None:
+            self.is_hard = is_hard
+            self._p2p.metrics.nat = "hard" if is_hard else "easy"
 
     async def _ask(self, witness: PeerID, addresses: Sequence[Multiaddr]) -> CallBack | None:
         handle = Checkup.handle_name("rpc_call_back", None)
@@ -464,7 +480,7 @@ class Outlook:
             return None
 
     def _note_answer(self, witness: PeerID, answer: CallBack) -> None:
-        network, is_outside = self._contacts.get(witness, ("", False))
+        network, is_outside = self.contacts.place_of(witness)
         if not is_outside:
             self.note_called_back(witness, (), reached=any(answer.reached.values()))
             return

@@ -209,12 +209,16 @@ class TcpTransport(Transport):
     def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
         return self.strangers.expected.expect(cookie)
 
-    async def open_session(self, address: Multiaddr, cookie: bytes, *, punchable: bool = False) -> Session:
+    async def open_session(
+        self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
+    ) -> Session:
         host, port, family = self._host_and_port(address)
+        local = None if beside is None else beside.local_address
+        bind = functools.partial(bind_to_shared_port, port=0 if local is None else int(local["tcp"] or 0))
         session: TcpSession | None = None
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-                connected = await connect(host, port, family, bind_to_shared_port if punchable else None)
+                connected = await connect(host, port, family, bind if punchable else None)
                 session = self.adopt(connected, punchable=punchable)
                 await session.write(SESSION_BYTE + cookie)
         except BaseException as e:

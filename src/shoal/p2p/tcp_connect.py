@@ -134,9 +134,9 @@ def share_port(unbound: socket.socket) -> None:
         unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
-def bind_to_shared_port(unbound: socket.socket) -> None:
-    """Bind a socket to a fresh port on all networks, which other sockets of this process can share."""
+def bind_to_shared_port(unbound: socket.socket, port: int = 0) -> None:
+    """Bind a socket to a port on all networks, by default a fresh one, which others of this process can share."""
     share_port(unbound)
     if unbound.family == socket.AF_INET6:  # IPv4 has sockets of its own
         unbound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-    unbound.bind(("", 0))
+    unbound.bind(("", port))

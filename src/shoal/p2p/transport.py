@@ -256,11 +256,14 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    async def open_session(self, address: Multiaddr, cookie: bytes, *, punchable: bool = False) -> Session:
+    async def open_session(
+        self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
+    ) -> Session:
         """Open a session towards the listening port of somebody who has given away this cookie.
 
         Args:
             punchable: from a fresh local port that :meth:`punch` can use meanwhile.
+            beside: from the local port of this punchable session.
 
         Raises:
             DialError: nobody answers there.

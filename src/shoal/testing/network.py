@@ -31,7 +31,7 @@ from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.memory_sessions import MemorySession
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pipes import PipeEnd
-from shoal.p2p.transport import Stream
+from shoal.p2p.transport import Session, Stream
 from shoal.testing.host import Host, HostTransport, Link, Path, SimulatedStream
 from shoal.testing.loop import VirtualTimeLoop
 from shoal.testing.nat import Internet, Nat, address_of, endpoint_of
@@ -237,7 +237,7 @@ class Network(MemoryNetwork):
         self._loop.call_later(self.delay_between(here, there), on_stream, far, context=route.context)
         return near
 
-    async def _find(self, here: Host, address: Multiaddr) -> _Route:
+    async def _find(self, here: Host, address: Multiaddr, port: int | None = None) -> _Route:
         """The way to an address.
 
         Raises:
@@ -251,7 +251,7 @@ class Network(MemoryNetwork):
             return _Route(*self._ports[address], inside=address)
         if address.protocols() != ["ip4", "tcp"]:
             raise DialError(f"{address}: no route: addresses here are /ip4/<address>/tcp/<port>")
-        local = (here.ip, here.new_port())
+        local = (here.ip, port or here.new_port())
         packet = self.internet.depart(here, local[1], endpoint_of(address))
         arrived = None if packet is None else self.internet.arrive(packet)
         if packet is None or arrived is None or arrived.host is None:
@@ -309,11 +309,12 @@ class Network(MemoryNetwork):
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     async def open_session(
-        self, source: MemoryTransport, address: Multiaddr, cookie: bytes, *, punchable: bool
+        self, source: MemoryTransport, address: Multiaddr, cookie: bytes, *, punchable: bool, beside: Session | None
     ) -> MemorySession:
         assert isinstance(source, HostTransport)
         here = source.host
-        route = await self._find(here, address)
+        local = None if beside is None else beside.local_address
+        route = await self._find(here, address, None if local is None else int(local["tcp"] or 0))
         await self._reach(here, route, address, 1)
         found = self.listeners.get(route.inside)
         if found is None:
