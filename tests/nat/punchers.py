@@ -149,7 +149,7 @@ class Punchers:
         loop, place, came = asyncio.get_running_loop(), self.dialler, Punch()
         began = loop.time()
         circuits = await open_circuits(place.transport, self.relay.peer_id, [self.address], cookies, punchable=True)
-        futures = await place.puncher.as_dialler(self.target.peer_id, Reach.EASY, circuits)
+        futures = await place.puncher.as_dialler(self.target.peer_id, Reach.EASY, circuits, began)
         for future in futures:
             future.add_done_callback(lambda _: came.seconds.append(loop.time() - began))
         results = await asyncio.gather(*futures, return_exceptions=True)

@@ -35,8 +35,9 @@ class Relayed(Peers):
         return relay
 
     async def caller(self, **options: Any) -> P2P:
-        """Somebody who does not listen and knows no relay."""
+        """Somebody who does not listen, knows no relay, and does not punch."""
         p2p = await P2P.create(**self._options({"no_listen": True, **options}))
+        p2p.circuits.punching = None
         self.private.append(p2p)
         return p2p
 

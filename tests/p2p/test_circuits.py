@@ -74,8 +74,8 @@ async def test_an_initial_peer_behind_a_relay(kind: str) -> None:
     async with Relayed(kind) as peers:
         await peers.relay()
         guest = await peers.guest()
-        (address,) = await guest.get_visible_maddrs()
-        caller = await peers.caller(initial_peers=[address])
+        (address,) = guest.reservations.addresses()
+        caller = await peers.caller(initial_peers=[address.encapsulate(f"/p2p/{guest.peer_id}")])
         assert await square(caller, guest) == 9
 
 
@@ -103,7 +103,7 @@ def _replace_target(request, target: PeerID):  # type: ignore[no-untyped-def]
 async def test_direct_addresses_come_first() -> None:
     async with Relayed("memory") as peers:
         relay = await peers.relay()
-        guest, caller = await peers.start(), await peers.caller()
+        guest, caller = await peers.start(force_reachability="private"), await peers.caller()
         introduce(guest, relay)
         guest.reservations.want(True)
         await until(lambda: bool(guest.reservations.held))
@@ -270,6 +270,7 @@ def test_who_does_not_call_in_reverse_is_reached_through_the_relay() -> None:
             await peers.relay()
             guest, caller = await peers.guest(), await peers.start()
             caller.circuits.public_addresses = lambda: [Multiaddr("/memory/999")]
+            caller.circuits.punching = None
             (address,) = tell(caller, guest)
             loop = asyncio.get_running_loop()
             for seconds in (REVERSE_SECONDS, 0.0):
@@ -365,7 +366,7 @@ class Punch:
         return self.after is not None
 
     async def as_dialler(
-        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
     ) -> Sequence[asyncio.Future[Stream]]:
         self.circuits.append(circuits)
         return [asyncio.ensure_future(self._find()) for _ in circuits]
@@ -400,7 +401,7 @@ def test_a_direct_connection_is_preferred_if_it_comes_soon(
     async def main() -> None:
         async with Relayed("memory") as peers:
             relay = await peers.relay()
-            guest, caller = await peers.start(), await peers.caller()
+            guest, caller = await peers.start(force_reachability="private"), await peers.caller()
             introduce(guest, relay)
             guest.reservations.want(True)
             await until(lambda: bool(guest.reservations.held))

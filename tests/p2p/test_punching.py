@@ -119,7 +119,7 @@ class Trio:
         """What comes of it for the dialler, and what the target is doing."""
         self.near, self.far = await self.circuits(count)
         going_on = asyncio.ensure_future(self._be_punched())
-        return list(await self.dialler.puncher.as_dialler(self.target.peer_id, reach, self.near)), going_on
+        return list(await self.dialler.puncher.as_dialler(self.target.peer_id, reach, self.near, now())), going_on
 
     async def _be_punched(self) -> None:
         await (await self.target.puncher.as_target(self.dialler.peer_id, self.dialler.reach, self.far))
@@ -344,7 +344,7 @@ async def test_nobody_but_somebody_else(trio: Trio) -> None:
 async def test_a_silent_target_does_not_hold_up_the_dialler(trio: Trio) -> None:
     near, _ = await trio.circuits()
     began_at = now()
-    assert await trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, near) == []
+    assert await trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, near, now()) == []
     assert now() - began_at == pytest.approx(EXCHANGE_SECONDS)
     assert trio.dialler.metrics.punches_failed == {"no exchange": 1}
     assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)  # this was not the fault of any router
@@ -377,7 +377,7 @@ async def test_lies_about_addresses_cause_no_attempts(trio: Trio) -> None:
         await receive_frame(far[0].session, Candidates)
         await send_frame(far[0].session, Go())
 
-    futures, _ = await asyncio.gather(trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, near), lie())
+    futures, _ = await asyncio.gather(trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, near, now()), lie())
     assert futures == []
     assert trio.dialler.metrics.punches_failed == {"no candidates": 1}
     assert not hasattr(trio.dialler.transport, "asked")
@@ -416,7 +416,7 @@ def test_whatever_comes_over_the_circuit_ends_well(said: list[bytes], is_dialler
         own, other = (near, far) if is_dialler else (far, near)
         await other[0].session.write(b"".join(said))
         if is_dialler:
-            for future in await trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, own):
+            for future in await trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, own, now()):
                 with pytest.raises(DialError):
                     await future
         else:

@@ -20,6 +20,7 @@ from shoal.p2p.transport import Stream
 from shoal.p2p.upgrading import UPGRADE_SECONDS, Upgrades
 from shoal.testing import run
 from tests.p2p.peers import ScriptedStream
+from tests.p2p.relays import Relayed, square, tell
 
 PEER, RELAY = Identity.generate().peer_id, Identity.generate().peer_id
 CIRCUIT = Multiaddr("/memory/1")
@@ -226,6 +227,30 @@ async def test_it_ends_with_the_connections(caller: Caller) -> None:
     await caller.take(1)
     await asyncio.sleep(1.5 * UPGRADE_SECONDS)
     assert caller.dials == [1]
+
+
+def test_peers_that_call_each_other_through_a_relay_find_a_direct_way() -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            await peers.relay()
+            guest, caller = await peers.guest(), await peers.caller()
+            tell(caller, guest)
+            assert await square(caller, guest) == 9
+            assert caller.pool.only_relayed(guest.peer_id) == 1
+            for each in (guest, caller):  # now they may
+                each.circuits.punching = each.punching
+            for _ in range(3):
+                await asyncio.sleep(0.3 * UPGRADE_SECONDS)
+                assert await square(caller, guest) == 9  # before the connection is closed as unused
+            assert caller.metrics.dials_punched == 0
+            await asyncio.sleep(0.2 * UPGRADE_SECONDS)
+            assert caller.metrics.dials_punched == 1
+            assert caller.pool.only_relayed(guest.peer_id) == 0
+            before = caller.metrics.bytes_relayed
+            assert await square(caller, guest) == 9
+            assert caller.metrics.bytes_relayed == before
+
+    run(main())
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

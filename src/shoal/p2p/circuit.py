@@ -58,7 +58,7 @@ class Punching(Protocol):
         """Whether this peer, as the dialler, should ask for it. If so, sessions are opened as punchable."""
 
     async def as_dialler(
-        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
     ) -> Sequence[asyncio.Future[Stream]]:
         """Exchange candidates on the first circuit, and begin to try.
 
@@ -66,6 +66,7 @@ class Punching(Protocol):
             peer: the other one, whose identity is still to be proven.
             reach: what the relay says of it.
             circuits: on which nothing has been sent yet. Afterwards, the handshake begins on each.
+            since: when the dial began, in the time of the loop.
 
         Returns:
             For each circuit, a future of the first stream on which the other one has proven who it is. It fails with a

@@ -105,6 +105,7 @@ class Circuits:
                 self.reversals.forget(target)
                 return streams
             self.reversals.note(target)
+        began_at = asyncio.get_running_loop().time()
         wants_punch = self.punching is not None and not is_own and self.punching.is_worth_it(target)
         request = Connect(target=target.to_bytes(), count=count, punch=wants_punch, reach=int(self.reach))
         answer = await self._ask(place, relay, target, request)
@@ -114,7 +115,7 @@ class Circuits:
         try:
             punches: Sequence[asyncio.Future[Stream]] = ()
             if wants_punch and self.punching is not None:
-                punches = await self.punching.as_dialler(target, Reach(answer.reach), circuits)
+                punches = await self.punching.as_dialler(target, Reach(answer.reach), circuits, began_at)
             return await self._authenticate(circuits, target, punches)
         finally:
             for circuit in circuits:

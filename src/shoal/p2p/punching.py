@@ -105,7 +105,7 @@ class Puncher:
     # --- the side that dials ------------------------------------------------------------------------------------------
 
     async def as_dialler(
-        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float | None = None
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
     ) -> Sequence[asyncio.Future[Stream]]:
         """Exchange candidates on the first circuit, and begin to punch from the ports of all of them.
 
@@ -113,7 +113,7 @@ class Puncher:
             peer: the other one, whose identity is still to be proven.
             reach: what is known of it.
             circuits: on which nothing has been sent yet. Afterwards, the handshake begins on each.
-            since: when the dial began, in the time of the loop; default: now.
+            since: when the dial began, in the time of the loop.
 
         Returns:
             For each circuit, a future of the first stream on which the other one has proven who it is. It fails with a
@@ -121,7 +121,6 @@ class Puncher:
         """
         hosts = _hosts_of(circuits)
         self.policy.note_hosts(peer, hosts)
-        since = asyncio.get_running_loop().time() if since is None else since
         plan = await self._exchange_as_dialler(peer, circuits, since)
         if self._are_both_hard(reach):
             self.policy.note_hopeless(peer, hosts)
