@@ -322,6 +322,8 @@ class RoundStatus(IntEnum):
     UNKNOWN = 0
     RUNNING = 1
     FINISHED = 2
+    LEFT = 3
+    """Over for this member, without a result."""
 
 
 class StatusRequest(Header):

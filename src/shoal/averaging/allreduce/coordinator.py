@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.averaging.allreduce.members import Link, Member, Standing
-from shoal.averaging.allreduce.pair import ask_for_status
+from shoal.averaging.allreduce.questions import ask_for_status
 from shoal.averaging.allreduce.recovery import Plan, Recovery, make_plan
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.finite import all_finite
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A member whose call failed for another reason than its connection is dead unless it calls again within so many seconds.
+# A member that was silent for too long, say, is dead unless it calls again within so many seconds.
 CALL_AGAIN_SECONDS = 0.3
 # Seconds between two questions to a member that has not called.
 STATUS_PERIOD = 0.5
@@ -187,7 +187,8 @@ class Coordination:
             async with asyncio.timeout(RESUME_SECONDS):
                 if member.mode is not AveragingMode.CLIENT:  # which cannot be called
                     stub = self.allreduce.get_stub(member.peer_id)
-                    if await ask_for_status(stub, self.allreduce.round_id) is RoundStatus.UNKNOWN:
+                    status = await ask_for_status(stub, self.allreduce.round_id)
+                    if status in (RoundStatus.UNKNOWN, RoundStatus.LEFT):
                         raise ProtocolError("has left the round")
                 await link.replaced.wait()
         except (RefusedDialError, ProtocolError) as e:
@@ -349,10 +350,11 @@ class Coordination:
                 logger.debug("asked %s about the round: %r", member.peer_id, e)
         if member.link is not None:
             return
-        if status is RoundStatus.FINISHED and self.allreduce.waits_for_beginning_of(member.index):
+        is_over = status in (RoundStatus.FINISHED, RoundStatus.LEFT)
+        if is_over and self.allreduce.waits_for_beginning_of(member.index):
             self._left.add(member.index)
             self.roster.fail(member.index, "has left without taking part")
-        elif status is RoundStatus.FINISHED:
+        elif is_over:
             if member.standing is Standing.ACTIVE:
                 member.standing = Standing.GONE
             self._changed.set()

@@ -8,8 +8,8 @@ A sender ends its side of the calls when it holds the averages of all reducers. 
 ended, that reducer knows without asking that the round is over everywhere.
 
 A member whose connection breaks is waited for while the exchange with it begins anew
-(:mod:`shoal.averaging.allreduce.pair`). It fails when it does not come back, or when it is silent for longer than a time
-limit. The parts that a failed sender has not delivered are averaged without it.
+(:mod:`shoal.averaging.allreduce.pair`). It fails when it does not come back, or when it is silent for longer than a
+time limit. The parts that a failed sender has not delivered are averaged without it.
 
 NaN and infinity never get into an average. A member with such values has weight 0 and does not send them. If some come
 nevertheless, the reducer leaves them out. If an average contains some, its reducer has failed.
@@ -21,7 +21,6 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,24 +29,23 @@ from shoal.averaging.allreduce.combining import NormBook
 from shoal.averaging.allreduce.delivery import MAX_STRIPES, Delivery, Intake, stripes_for
 from shoal.averaging.allreduce.members import Member, Roster, Standing
 from shoal.averaging.allreduce.pace import Pace
-from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair, Superseded, ask_for_status
+from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair, Superseded
 from shoal.averaging.allreduce.parts import RoundVector
+from shoal.averaging.allreduce.questions import ask_for_status, wait_until_silent
 from shoal.averaging.allreduce.receipts import Notary
 from shoal.averaging.allreduce.reducer import PartReducer
 from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.allreduce.verification import LIE, Verification
 from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
 from shoal.averaging.messages import (
-    ALIVE_PER_TIMEOUT,
     PEER_FAILURES,
     RESUME_SECONDS,
     BeginReduce,
     RoundStatus,
-    StatusRequest,
     reason_of,
 )
 from shoal.compression import CompressionInfo
-from shoal.errors import AllreduceException, P2PHandlerError, ProtocolError, RefusedDialError, StreamClosedError
+from shoal.errors import AllreduceException, ProtocolError, RefusedDialError, StreamClosedError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.tasks import cancel_and_wait
 
@@ -55,9 +53,6 @@ if TYPE_CHECKING:
     from shoal.averaging.allreduce.session import AllReduceSettings
 
 logger = logging.getLogger(__name__)
-
-# A member has at least so many seconds to answer whether it lives, because it may have to be dialled first.
-MIN_QUESTION_SECONDS = 1.5
 
 
 class AllReduce:
@@ -115,7 +110,8 @@ class AllReduce:
         self._pace = Pace() if settings.quorum is None else None
         # By member: what is exchanged with it.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
-        self._pairs = {i: self._make_pair(i) for i in self._traffic}
+        self.pairs = {i: self._make_pair(i) for i in self._traffic}
+        """By member: the calls between the two."""
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
         self._handlers: dict[asyncio.Task[Any], None] = {}
@@ -231,7 +227,7 @@ class AllReduce:
             for timer in self._timers:
                 timer.cancel()
             await cancel_and_wait(*background, *exchange, *self._exchanges.values(), *self._handlers, *self._waiting)
-            for pair in self._pairs.values():
+            for pair in self.pairs.values():
                 await pair.close()
 
     def end(self) -> None:
@@ -302,7 +298,6 @@ class AllReduce:
     async def _exchange_with(self, member: Member) -> None:
         """Exchange with another member as a reducer. Its failure costs this member only the parts that it reduces."""
         stub, traffic = self.get_stub(member.peer_id), self._traffic[member.index]
-        stripes = stripes_for(stub.round_trip, len(self.vector.parts[member.index]))
         delivery = Delivery(
             traffic,
             stub.rpc_reduce,
@@ -313,10 +308,11 @@ class AllReduce:
 
         async def make_calls(generation: int) -> None:
             if not generation or not self.ended.is_set():
+                stripes = stripes_for(stub.round_trip, len(traffic.averages_in.missing))
                 await delivery.run(self.round_id, self.weight, stripes, self.book.own, generation)
 
         try:
-            await self._pairs[member.index].keep_calling(
+            await self.pairs[member.index].keep_calling(
                 make_calls, lambda generation: self._resumes(member, generation)
             )
         except PEER_FAILURES as e:
@@ -340,31 +336,9 @@ class AllReduce:
         self._traffic[member].heard_at = asyncio.get_running_loop().time()
 
     async def _watch(self, member: Member) -> None:
-        """Ask a member whether it lives when it has sent nothing for a while; give it up if it does not answer.
-
-        A reducer or coordinator that waits for others may be silent for longer than a sender. The question tells such
-        a member from a frozen one. It is asked more than once, because a single question may get lost.
-        """
-        stub, traffic = self.get_stub(member.peer_id), self._traffic[member.index]
-        now = asyncio.get_running_loop().time
-        begun, unanswered = now(), 0
-        pause = self.settings.sender_timeout / ALIVE_PER_TIMEOUT
-        patience = max(pause, MIN_QUESTION_SECONDS)
-        while unanswered < ALIVE_PER_TIMEOUT - 1:
-            asked, last_sign = now(), max(begun, traffic.heard_at)
-            if asked < last_sign + pause:
-                unanswered = 0
-                await asyncio.sleep(last_sign + pause - asked)
-                continue
-            try:
-                with suppress(P2PHandlerError):  # even an error shows that the member lives
-                    await stub.rpc_round_status(StatusRequest(round_id=self.round_id), timeout=patience)
-                self.heard_of(member.index)
-            except PEER_FAILURES as e:
-                logger.debug("asked %s whether it lives: %r", member.peer_id, e)
-                stub.dial_anew()
-                await asyncio.sleep(asked + patience - now())
-                unanswered = unanswered + 1 if traffic.heard_at < asked else 0
+        """Give a member up when it has sent nothing for a while and does not answer whether it lives."""
+        traffic, limit = self._traffic[member.index], self.settings.sender_timeout
+        await wait_until_silent(self.get_stub(member.peer_id), self.round_id, lambda: traffic.heard_at, limit)
         member.silent.set()
         self.roster.fail(member.index, reason_of(TimeoutError()))
 
@@ -399,7 +373,7 @@ class AllReduce:
         """
         index, task = self._check_member(begin, sender), asyncio.current_task()
         assert task is not None
-        member, pair = self.roster.members[index], self._pairs[index]
+        member, pair = self.roster.members[index], self.pairs[index]
         self._handlers[task] = None
         try:
             pair.advance(begin.resume)
@@ -426,14 +400,14 @@ class AllReduce:
         """A sender's call has failed before everything was exchanged."""
         # The end of a connection cancels its handler.
         is_broken = isinstance(error, StreamClosedError | asyncio.CancelledError) and call.connection.closed
-        if self._pairs[member.index].generation > generation:
+        if self.pairs[member.index].generation > generation:
             return
         if not (is_broken and (self.ended.is_set() or self._resumes(member, generation))):
             self.roster.fail(member.index, reason_of(error))
 
     def _resumes(self, member: Member, generation: int) -> bool:
         """A call of this generation has broken before its time; returns whether the exchange begins anew."""
-        pair = self._pairs[member.index]
+        pair = self.pairs[member.index]
         if member.failed or generation >= MAX_RESUMES or self.ended.is_set():
             return False
         if pair.lost < generation:
@@ -451,7 +425,7 @@ class AllReduce:
 
     async def _wait_for_return(self, member: Member, generation: int) -> None:
         """Give a sender up whose connection broke, if it is dead or does not come back in time."""
-        pair, reason = self._pairs[member.index], "its connection broke, and it did not come back"
+        pair, reason = self.pairs[member.index], "its connection broke, and it did not come back"
         try:
             async with asyncio.timeout(RESUME_SECONDS):
                 # If this member calls it anyway, that shows whether it is dead. A client cannot be called.
@@ -482,15 +456,15 @@ class AllReduce:
         return index
 
     def _check_sender(self, begin: BeginReduce, index: int) -> None:
-        known = self.intakes.get(index)
-        is_new = known is None or known.generation < begin.resume
-        if known is not None and not is_new and begin.stripe in known.begun:
-            raise ProtocolError("this member has begun before")
         if not 0 <= begin.weight < float("inf"):
             raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
         if not 0 <= begin.stripe < begin.stripes <= MAX_STRIPES:
             raise ProtocolError(f"stripe {begin.stripe} of {begin.stripes} does not exist")
-        if known is not None and (known.weight, known.stripes) != (begin.weight, begin.stripes):
+        known = self.intakes.get(index)
+        if known is not None and known.generation == begin.resume and begin.stripe in known.begun:
+            raise ProtocolError("this member has begun before")
+        stripes = begin.stripes if known is None or known.generation < begin.resume else known.stripes
+        if known is not None and (known.weight, stripes) != (begin.weight, begin.stripes):
             raise ProtocolError("the stripes of this member contradict each other")
         self.book.take_claim(index, begin.norms, begin.statement)
         self._check_member(begin, self.group.peer_ids[index])  # again: time has passed
@@ -509,7 +483,7 @@ class AllReduce:
             if begin.stripes > 1:
                 timer = asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender, begin.resume)
                 self._timers.append(timer)
-        intake, pair = self.intakes[sender], self._pairs[sender]
+        intake, pair = self.intakes[sender], self.pairs[sender]
         if begin.resume > pair.lost:
             pair.returned.set()
         intake.begun.add(begin.stripe)

@@ -100,6 +100,7 @@ class Participation:
         ]
         try:
             await self._receive_first(call)
+            self.allreduce.heard_of(coordinator)
             while True:
                 async with asyncio.timeout(self._silence):
                     message = await _receive(call)
@@ -281,9 +282,11 @@ class Completion:
         """Hold the call of a member that follows this one as its coordinator."""
         await self._coordination.serve(call, hello, self.roster.members[member])
 
-    async def wait_until_confirmed(self) -> None:
-        """Wait until all living members know the result, as far as this one has to tell them."""
+    async def linger(self, seconds: float) -> None:
+        """Wait until all living members know the result; if some were late, wait for them so many seconds."""
         await self._coordination.wait_until_confirmed()
+        if self.roster.closed_early:
+            await asyncio.sleep(seconds)
 
     async def run(self) -> None:
         """Run until every living member that is not late has every average that could be saved."""

@@ -17,17 +17,13 @@ answers that the program is gone, the sender has failed at once. Otherwise it ha
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from shoal.averaging.allreduce.traffic import Traffic
-from shoal.averaging.messages import PEER_FAILURES, REDIAL_PAUSE, RoundStatus, StatusRequest
-from shoal.errors import RefusedDialError, ShoalError, StreamClosedError
-from shoal.p2p import StubBase
+from shoal.averaging.messages import REDIAL_PAUSE
+from shoal.errors import ShoalError, StreamClosedError
 from shoal.tasks import cancel_and_wait
-
-logger = logging.getLogger(__name__)
 
 # The exchange of two members begins anew at most so often in one round.
 MAX_RESUMES = 16
@@ -134,21 +130,3 @@ class Pair:
         """Begin nothing more."""
         if self._cutting is not None:
             await cancel_and_wait(self._cutting)
-
-
-async def ask_for_status(stub: StubBase, round_id: bytes) -> RoundStatus:
-    """Ask a member whose connection broke about the round, over a new connection, until it answers.
-
-    Raises:
-        RefusedDialError: it is dead.
-    """
-    stub.dial_anew()
-    while True:
-        try:
-            reply = await stub.rpc_round_status(StatusRequest(round_id=round_id))
-            return RoundStatus(reply.status)
-        except RefusedDialError:
-            raise
-        except PEER_FAILURES as e:
-            logger.debug("asked a member whose connection broke about the round: %r", e)
-        await asyncio.sleep(REDIAL_PAUSE)
