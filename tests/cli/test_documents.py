@@ -82,7 +82,15 @@ def test_ctrl_c_ends_the_examples_politely(tmp_path: Path, name: str, needs: str
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/private-swarms.md"]
+    "name",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/architecture.md",
+        "docs/private-swarms.md",
+        "docs/reachability.md",
+    ],
 )
 def test_files_that_the_documents_point_to_exist(name: str) -> None:
     document = ROOT / name
