@@ -71,8 +71,8 @@ def state_when(peer: Peer, is_so: Callable[[Event], bool]) -> dict[str, Any]:
 
 
 def train_together(peers: list[Peer], epochs: int) -> None:
-    """Wait until each has gone on for some epochs, with everybody."""
-    began = [peer.all("epoch")[-1] for peer in peers]
+    """Wait until each has gone on for some epochs, with everybody; each epoch takes one round or two."""
+    began = [state_when(peer, lambda event: True) and peer.all("epoch")[-1] for peer in peers]
     for peer, before in zip(peers, began, strict=True):
         state = state_when(
             peer,
