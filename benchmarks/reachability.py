@@ -284,10 +284,8 @@ def relay(args: argparse.Namespace, report: Report) -> None:
         end = begin + args.seconds
         for sender, receiver in itertools.product(senders, receivers):
             sender.ask("know", receiver.peer_id, receiver.addresses())
-        pouring = [
-            (sender, sender.tell("pour", receiver.peer_id, 2, begin, end))
-            for sender, receiver in itertools.product(senders, receivers)
-        ]
+        targets = [receiver.peer_id for receiver in receivers for _ in range(2)]
+        pouring = [(sender, sender.tell("pour", targets, begin, end)) for sender in senders]
         while time.monotonic() < begin:
             time.sleep(0.1)
         busy = []

@@ -71,7 +71,7 @@ class Router(asyncio.DatagramProtocol):
         if self.lost:
             self.lost -= 1
             return
-        for answer in self.change(self._answer(data)):
+        for answer in self.change(self.answer_to(data)):
             self._transport.sendto(answer, addr)
 
     def send_from_elsewhere(self, data: bytes, addr: Any) -> None:
@@ -81,7 +81,7 @@ class Router(asyncio.DatagramProtocol):
         """The requests, in words."""
         return [_in_words(request) for request in self.requests]
 
-    def _answer(self, request: bytes) -> bytes:
+    def answer_to(self, request: bytes) -> bytes:
         version, opcode = request[0], request[1]
         if version not in self.versions:
             return struct.pack(">BBHI", max(self.versions), 0x80 | opcode, 1, self.epoch).ljust(24, b"\0")

@@ -22,12 +22,17 @@ class Relayed(Peers):
         super().__init__(kind)
         self.network = network or self.network
         self.relays: list[P2P] = []
-        self.private: list[P2P] = []
+        self.hidden: list[P2P] = []
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         if self.kind == "memory":
             options.setdefault("transport", self.network.transport())
         return options
+
+    async def start(self, **options: Any) -> P2P:
+        p2p = await super().start(**options)
+        p2p.circuits.punching = None  # on one machine that would always succeed
+        return p2p
 
     async def relay(self, **options: Any) -> P2P:
         relay = await self.start(**{"relay": True, **HERE, **options})
@@ -35,10 +40,10 @@ class Relayed(Peers):
         return relay
 
     async def caller(self, **options: Any) -> P2P:
-        """Somebody who does not listen, knows no relay, and does not punch."""
+        """Somebody who does not listen and knows no relay."""
         p2p = await P2P.create(**self._options({"no_listen": True, **options}))
         p2p.circuits.punching = None
-        self.private.append(p2p)
+        self.hidden.append(p2p)
         return p2p
 
     async def guest(self, relays: Sequence[P2P] | None = None, **options: Any) -> P2P:
@@ -51,8 +56,17 @@ class Relayed(Peers):
         await serving(p2p)
         return p2p
 
+    async def private(self) -> P2P:
+        """Somebody who listens, knows that it cannot be called, and serves."""
+        p2p = await self.start(force_reachability="private", **HERE)
+        p2p.reservations.look()
+        introduce(p2p, *self.relays)
+        await until(lambda: len(p2p.reservations.held) == min(2, len(self.relays)))
+        await serving(p2p)
+        return p2p
+
     async def __aexit__(self, *exc_info: Any) -> None:
-        await asyncio.gather(*(p2p.shutdown() for p2p in self.private))
+        await asyncio.gather(*(p2p.shutdown() for p2p in self.hidden))
         await super().__aexit__(*exc_info)
 
 

@@ -19,7 +19,7 @@ from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.relay_messages import Incoming, Reach
 from shoal.p2p.transport import COOKIE_BYTES, Stream
 from shoal.testing import run
-from tests.p2p.peers import KINDS, Number, serving, stub, until
+from tests.p2p.peers import KINDS, Number, stub, until
 from tests.p2p.relays import HERE, Relayed, introduce, square, tell
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -73,9 +73,11 @@ async def test_several_at_once(kind: str) -> None:
 async def test_an_initial_peer_behind_a_relay(kind: str) -> None:
     async with Relayed(kind) as peers:
         await peers.relay()
-        guest = await peers.guest()
-        (address,) = guest.reservations.addresses()
-        caller = await peers.caller(initial_peers=[address.encapsulate(f"/p2p/{guest.peer_id}")])
+        guest = await peers.private()
+        address = (await guest.get_visible_maddrs())[-1]
+        assert address.values()[-1] == str(guest.peer_id)
+        assert "p2p-circuit" in address
+        caller = await peers.caller(initial_peers=[address])
         assert await square(caller, guest) == 9
 
 
@@ -102,12 +104,8 @@ def _replace_target(request, target: PeerID):  # type: ignore[no-untyped-def]
 
 async def test_direct_addresses_come_first() -> None:
     async with Relayed("memory") as peers:
-        relay = await peers.relay()
-        guest, caller = await peers.start(force_reachability="private"), await peers.caller()
-        introduce(guest, relay)
-        guest.reservations.want(True)
-        await until(lambda: bool(guest.reservations.held))
-        await serving(guest)
+        await peers.relay()
+        guest, caller = await peers.private(), await peers.caller()
         caller.add_addresses(guest.peer_id, reversed(guest.get_addresses(guest.peer_id)))
         assert caller.dialler.direct_addresses(guest.peer_id)
         assert await square(caller, guest) == 9
@@ -270,7 +268,6 @@ def test_who_does_not_call_in_reverse_is_reached_through_the_relay() -> None:
             await peers.relay()
             guest, caller = await peers.guest(), await peers.start()
             caller.circuits.public_addresses = lambda: [Multiaddr("/memory/999")]
-            caller.circuits.punching = None
             (address,) = tell(caller, guest)
             loop = asyncio.get_running_loop()
             for seconds in (REVERSE_SECONDS, 0.0):
@@ -366,7 +363,7 @@ class Punch:
         return self.after is not None
 
     async def as_dialler(
-        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float | None = None
     ) -> Sequence[asyncio.Future[Stream]]:
         self.circuits.append(circuits)
         return [asyncio.ensure_future(self._find()) for _ in circuits]
@@ -401,10 +398,7 @@ def test_a_direct_connection_is_preferred_if_it_comes_soon(
     async def main() -> None:
         async with Relayed("memory") as peers:
             relay = await peers.relay()
-            guest, caller = await peers.start(force_reachability="private"), await peers.caller()
-            introduce(guest, relay)
-            guest.reservations.want(True)
-            await until(lambda: bool(guest.reservations.held))
+            guest, caller = await peers.private(), await peers.caller()
             punch = Punch(after, works=works)
             punch.caller, punch.target = caller, guest
             caller.circuits.punching, guest.circuits.punching = punch, Punch()

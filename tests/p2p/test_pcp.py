@@ -173,7 +173,7 @@ async def test_an_answer_from_somebody_else_does_not_count(protocol: type[Pcp] |
 
         def answer_twice(data: bytes, addr: tuple[str, int]) -> None:
             router.outer_ip = "198.51.100.66"
-            router.send_from_elsewhere(router._answer(data), addr)
+            router.send_from_elsewhere(router.answer_to(data), addr)
             router.outer_ip = OUTER_IP
             true_answer(data, addr)
 

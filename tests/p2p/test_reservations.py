@@ -42,10 +42,6 @@ async def test_two_relays_are_held_and_left(kind: str) -> None:
         assert len(holders) == 2
         if kind == "tcp":
             assert all(held.seen_at.startswith("/ip4/127.0.0.1/tcp/") for held in reservations.held.values())
-        assert [str(address) for address in reservations.addresses()] == guest.hello().addresses
-        assert [str(address).split("/p2p/")[-1] for address in await guest.get_visible_maddrs()] == [
-            str(guest.peer_id)
-        ] * 2
         reservations.want(False)
         await until(lambda: not any(relay.relay.guests for relay in relays))
         assert not reservations.addresses()
@@ -98,14 +94,25 @@ def test_who_is_no_relay_is_not_asked_again() -> None:
     run(main())
 
 
+@both_kinds
+async def test_who_cannot_be_called_tells_of_its_relays(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        for _ in range(2):
+            await peers.relay()
+        guest = await peers.private()
+        circuits = [str(address) for address in guest.reservations.addresses()]
+        assert guest.hello().addresses[-2:] == circuits
+        visible = [str(address) for address in await guest.get_visible_maddrs()]
+        assert visible[-2:] == [f"{address}/p2p/{guest.peer_id}" for address in circuits]
+
+
 async def test_public_peers_are_relays_unless_they_do_not_want_to() -> None:
     async with Relayed("memory") as peers:
         by_default, never = await peers.start(), await peers.start(relay=False)
         client = await peers.caller(relay=True)
-        for p2p in (by_default, never, client):
-            assert not p2p.hello().relay or p2p.relay.is_public
-            p2p.relay.is_public = True
         assert [p2p.hello().relay for p2p in (by_default, never, client)] == [True, False, False]
+        by_default.relay.is_public = False
+        assert not by_default.hello().relay
 
 
 def test_pauses_double_from_a_second_to_five_minutes() -> None:

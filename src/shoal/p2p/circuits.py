@@ -149,7 +149,7 @@ class Circuits:
             NoRelayError: it does not answer.
             NotAMemberError: one of both sides may not take part in such a call.
         """
-        token = DIRECT_ONLY.set(True)
+        DIRECT_ONLY.set(True)
         try:
             handle = Relay.handle_name(method, None)
             return await self._p2p.call(relay, handle, request, Connected, roles=ANY_ROLE)
@@ -158,7 +158,8 @@ class Circuits:
         except (P2PDaemonError, P2PHandlerError) as e:
             raise NoRelayError(f"{relay}: {e}") from e
         finally:
-            DIRECT_ONLY.reset(token)
+            # Not by a token: a loop that ends may close this in another context.
+            DIRECT_ONLY.set(False)
 
     async def _authenticate(
         self, circuits: Sequence[Circuit], target: PeerID, punches: Sequence[asyncio.Future[Stream]]

@@ -351,8 +351,9 @@ class P2P(Caller):
         """Learn from what another peer tells first."""
         if hello.addresses and connection.remote != self.peer_id:
             self.address_book.replace(connection.remote, hello.addresses)
-        self.reaches.note(connection.remote, hello.reach)
-        self.reservations.note_greeting(connection.remote, hello.relay)
+        if hello.agent:  # otherwise it tells nothing of itself
+            self.reaches.note(connection.remote, hello.reach)
+            self.reservations.note_greeting(connection.remote, hello.relay)
         if connection.round_trip is not None:
             shortest = min(connection.round_trip, self._round_trips.get(connection.remote, math.inf))
             self._round_trips.note(connection.remote, shortest)

@@ -8,17 +8,24 @@ there. So the addresses found here count for nothing until a peer outside has ca
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import importlib.util
+import ipaddress
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pcp import TRIES, NatPmp, Pcp
+from shoal.p2p.reachability import is_global
 from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError, find_gateways
 from shoal.tasks import cancel_and_wait, run_in_worker
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
 
 logger = logging.getLogger(__name__)
 
@@ -290,3 +297,36 @@ class _Keeper:
         while len(self._not_before) >= _MOST_GATEWAYS:
             del self._not_before[next(iter(self._not_before))]
         self._not_before[gateway] = self._now() + min(max(self._pace.retry, pause), _LONGEST_PAUSE)
+
+
+def forward_port(p2p: P2P) -> PortMapping | None:
+    """Let the router forward the port where a peer listens, in the background, if one may be in front of it."""
+    outlook = p2p.outlook
+    is_wanted = outlook.options.nat_port_map and not outlook.evidence.announcement and outlook.evidence.forced is None
+    port = next((own["tcp"] for own in p2p.transport.addresses() if "tcp" in own and _is_in_network(own)), None)
+    if not (is_wanted and p2p.transport.is_behind_routers and port):
+        return None
+
+    def listens_at(ip: str) -> bool:
+        return any(ip in (own.get("ip4"), own.get("ip6")) for own in p2p.transport.addresses())
+
+    def note(addresses: list[Multiaddr]) -> None:
+        for version in ("ip4", "ip6"):
+            # What a router has from another router leads nowhere.
+            claimed = next((each for each in addresses if version in each and is_global(each)), None)
+            outlook.offer(f"router, {version}", claimed)
+            if claimed in outlook.evidence.own:
+                outlook.check_soon()  # the router has opened its firewall
+
+    # Only this peer can make this signature, and makes it again at its next start.
+    secret = hashlib.sha256(p2p.identity.sign(b"shoal port mapping")).digest()
+    mapping = PortMapping(int(port), note, listens_at=listens_at, secret=secret)
+    outlook.on_upheaval[mapping.look_again] = None
+    mapping.start()
+    return mapping
+
+
+def _is_in_network(address: Multiaddr) -> bool:
+    """Whether a router may be in front of an address."""
+    host = address.get("ip4") or address.get("ip6")
+    return host is not None and not ipaddress.ip_address(host).is_loopback

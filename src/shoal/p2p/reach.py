@@ -14,8 +14,6 @@ change by a new greeting.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import ipaddress
 import logging
 import random
 import weakref
@@ -32,7 +30,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.observing import is_mapping_hard, places_of
 from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import MAX_ANNOUNCED
-from shoal.p2p.port_mapping import PortMapping
+from shoal.p2p.port_mapping import PortMapping, forward_port
 from shoal.p2p.presence import greet_anew
 from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private
 from shoal.p2p.transport import Stream
@@ -60,13 +58,9 @@ WITNESS_SECONDS = 8.0
 # How long a join waits for a reservation.
 RESERVE_SECONDS = 1.5
 LOOK_FOR_RELAYS_SECONDS = 30.0
+# Others who claim to see this machine at another address are listened to so often.
+SEEN_ELSEWHERE_SECONDS = 60.0
 RELAYS_ASKED = 8
-
-
-def is_in_network(address: Multiaddr) -> bool:
-    """Whether others on the same network, or a router of it, can send to this address."""
-    host = address.get("ip4") or address.get("ip6")
-    return host is not None and not ipaddress.ip_address(host).is_loopback
 
 
 class Outlook:
@@ -95,6 +89,7 @@ class Outlook:
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._had_company = False
         self._seen: Notes[str] = Notes()
+        self._seen_elsewhere_at = float("-inf")
         self._checked_at = float("-inf")
         self._check_due = float("inf")
         self._looked_for_relays_at = self._now()
@@ -126,6 +121,14 @@ class Outlook:
         """Bytes per second that the relays of this peer carry for all; 0: one sets no limit, or there are none."""
         rates = [held.rate for held in self._p2p.reservations.held.values()]
         return max(rates) if rates and all(rates) else 0.0
+
+    def now(self) -> float:
+        """The time that the evidence goes by."""
+        return self._now()
+
+    def seen_at(self) -> list[str]:
+        """The hosts at which others outside see this machine."""
+        return list(dict.fromkeys(self._seen.values()))
 
     def announced(self, latest: bool = False) -> list[Multiaddr]:
         """The addresses to tell others; they change as this machine moves from one network to another.
@@ -188,31 +191,8 @@ class Outlook:
         self._p2p.reservations.on_change = self.update
         self._p2p.circuits.public_addresses = lambda: self.announced() if self.state is Reachability.PUBLIC else []
         self._told = self.evidence.state, self.announced(), self.reach
-        self._ask_router()
+        self.mapping = forward_port(self._p2p)
         self.update()
-
-    def _ask_router(self) -> None:
-        """Let the router forward the port, if this peer listens in a network that one may be in front of."""
-        own = [address for address in self.evidence.own if is_in_network(address)]
-        is_needed = self.options.nat_port_map and not self.evidence.announcement and self.evidence.forced is None
-        port = next((port for address in own if (port := address.get("tcp"))), None)
-        if not (is_needed and self._p2p.transport.is_behind_routers and port):
-            return
-        secret = hashlib.sha256(self._p2p.identity.sign(b"shoal port mapping")).digest()
-        self.mapping = PortMapping(int(port), self._note_mapping, listens_at=self._listens_at, secret=secret)
-        self.on_upheaval[self.mapping.look_again] = None
-        self.mapping.start()
-
-    def _listens_at(self, ip: str) -> bool:
-        return any(ip in (own.get("ip4"), own.get("ip6")) for own in self._p2p.transport.addresses())
-
-    def _note_mapping(self, addresses: list[Multiaddr]) -> None:
-        """A router claims to forward these addresses; what it has from another router leads nowhere."""
-        for version in ("ip4", "ip6"):
-            claimed = next((each for each in addresses if version in each and is_global(each)), None)
-            self.offer(f"router, {version}", claimed)
-            if claimed is not None and claimed in self.evidence.own and self._life is not None:
-                self._check_soon()  # the router has opened its firewall
 
     # --- evidence -----------------------------------------------------------------------------------------------------
 
@@ -231,7 +211,7 @@ class Outlook:
         if local is not None and local.get("tcp") in ports:
             is_clear = self.evidence.note_accepted(self._now(), local, is_outside=is_outside)
             if not is_clear:
-                self._check_soon()
+                self.check_soon()
         if is_outside or self.evidence.state is not Reachability.PUBLIC:
             self.update()
 
@@ -260,11 +240,17 @@ class Outlook:
             return
         former, host = self._seen.get(witness, ""), str(seen[version])
         self._seen.note(witness, host)
-        if former not in ("", host):
+        if former not in ("", host) and self._now() - self._seen_elsewhere_at >= SEEN_ELSEWHERE_SECONDS:
+            self._seen_elsewhere_at = self._now()
             self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
         port = next((own.get("tcp") for own in self.evidence.own if version in own), None)
         if port is not None:
-            self.offer(f"seen over {version}", Multiaddr(f"/{version}/{host}/tcp/{port}"))
+            source, address = f"seen over {version}", Multiaddr(f"/{version}/{host}/tcp/{port}")
+            present = self.evidence.offers.get(source)
+            if present in (None, address) or self.evidence.standing(self._now(), present) is not Standing.CONFIRMED:
+                self.offer(source, address)
+            else:  # one liar must not talk this peer out of an address that works
+                self.offer(f"{source} lately", address)
 
     def offer(self, source: str, address: Multiaddr | None) -> None:
         """There is another address that may lead here, until others have tried it; ``None``: no longer.
@@ -316,14 +302,19 @@ class Outlook:
         self.announce_anew()
         self.update()
 
-    def note_upheaval(self, reason: str) -> None:
-        """What was found out about routers and relays may be wrong now."""
+    def note_upheaval(self, reason: str, *, has_moved: bool = True) -> None:
+        """What was found out about routers and relays may be wrong now.
+
+        Args:
+            has_moved: this machine is elsewhere; otherwise a check has to find out, and what is known of ways through
+                routers stays, for whoever lost all connections is in a hurry.
+        """
         if self._life is None:
             return
         logger.debug("reachability is checked again: %s", reason)
         self._p2p.pool.renew()  # what is open may be dead already
-        self._check_soon()
-        for callback in list(self.on_upheaval):
+        self.check_soon()
+        for callback in list(self.on_upheaval) if has_moved else ():
             callback()
 
     def announce_anew(self) -> None:
@@ -349,7 +340,7 @@ class Outlook:
         self._begin()
         has_offers = any(offer not in self.evidence.own for offer in self.evidence.offers.values())
         if has_offers:
-            self._check_soon()
+            self.check_soon()
         if has_offers or self.options.use_auto_relay:
             try:
                 async with asyncio.timeout(RESERVE_SECONDS):
@@ -366,7 +357,7 @@ class Outlook:
         """Tell the user that nobody can call this peer, and what to do."""
         if self._p2p.client_mode:
             return
-        seen = ", ".join(dict.fromkeys(self._seen.values())) or "no peer outside has told where it sees it"
+        seen = ", ".join(self.seen_at()) or "no peer outside has told where it sees it"
         port = next((port for own in self.evidence.own if (port := own.get("tcp"))), "PORT")
         self._warn_seldom(
             "nobody can call this peer: not reachable from outside (seen at: %s), and no relay among %d peers takes "
@@ -426,7 +417,8 @@ class Outlook:
         except TimeoutError:
             return
 
-    def _check_soon(self) -> None:
+    def check_soon(self) -> None:
+        """Let witnesses dial back soon."""
         self._check_due = self._now()
         self._wake.set()
 
@@ -435,7 +427,7 @@ class Outlook:
         if alive:
             self.evidence.note_outside(self._now())
         elif self._had_company:
-            self.note_upheaval("all connections are gone")
+            self.note_upheaval("all connections are gone", has_moved=False)
         self._had_company = len({stream.remote for stream in alive}) > 1
 
     async def check(self) -> None:

@@ -164,7 +164,8 @@ class Evidence:
         if not is_outside:
             self._open_inside_at = now
             return True
-        candidates = [offer for offer in dict.fromkeys(self._offers()) if is_ipv6(offer) == is_ipv6(at)]
+        offers = [offer for offer in dict.fromkeys(self._offers()) if is_ipv6(offer) == is_ipv6(at)]
+        candidates = [offer for offer in offers if self.standing(now, offer) is not Standing.REFUTED]
         if is_global(at) or not candidates:
             candidates = [at]
         if len(candidates) == 1:
@@ -201,7 +202,8 @@ class Evidence:
         return self._records.setdefault(address, _Record())
 
     def _offers(self) -> list[Multiaddr]:
-        return [offer for offer in self.offers.values() if offer not in self.own]
+        """The latest source first."""
+        return [offer for offer in reversed(self.offers.values()) if offer not in self.own]
 
     # --- conclusions --------------------------------------------------------------------------------------------------
 

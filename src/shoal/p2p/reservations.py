@@ -204,11 +204,13 @@ class Reservations:
 
     async def _hold(self, relay: PeerID) -> None:
         """Ask for a reservation, and hold it as long as it lasts."""
-        DIRECT_ONLY.set(True)  # in this task alone
+        DIRECT_ONLY.set(True)
         why = "the relay has ended the call"
         try:
             async with asyncio.timeout(ASK_SECONDS) as limit:
                 async with self._p2p.open_call(relay, Relay.handle_name("rpc_reserve", None), roles=ANY_ROLE) as call:
+                    # What others begin because of this reservation, such as greetings, has this task's context.
+                    DIRECT_ONLY.set(False)
                     await call.send(Reserve(reach=int(self.reach)), end=True)
                     answer = await call.receive(Reserved)
                     if answer is None or answer.code != Code.OK:
@@ -225,6 +227,7 @@ class Reservations:
         except (ShoalError, ConnectionError) as e:
             why = str(e)
         finally:
+            DIRECT_ONLY.set(False)
             held = self.held.pop(relay, None)
             self._note_end(relay, held)
             if held is not None:
@@ -276,6 +279,7 @@ class Reservations:
 
     def _drop_via(self, relay: PeerID) -> None:
         """A relay is dead: nothing will come through its circuits any more."""
+        self._p2p.dialler.note_silent(relay)
         self._p2p.pool.drop_via(relay)
         self._p2p.server.cut(lambda stream: stream.via == relay, "its relay is silent")
 

@@ -131,7 +131,7 @@ def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
     p2p.rng.shuffle(entries)
     wanted = [1.0 if peer == p2p.peer_id else p2p.behaviour.share_of(peer) for peer, *_ in entries]
     modes = [(mode, bandwidth) for _, mode, bandwidth, _ in entries]
-    modes = _spare_relays(modes, [links[peer] for peer, *_ in entries])
+    modes = spare_relays(modes, [links[peer] for peer, *_ in entries])
     shares = _split(own.total_size, modes, wanted, own.min_vector_size)
     limits = [
         trust.largest_weight(peer) if trust.largest_weight is not None and peer != p2p.peer_id else None
@@ -204,7 +204,7 @@ def note_lead(p2p: P2P, search: Search, leader: PeerID, reply: JoinReply, promis
         p2p.behaviour.note_lead(leader, now - accepted_at, started=has_started)
 
 
-def _spare_relays(
+def spare_relays(
     members: Sequence[tuple[int, float | None]], links: Sequence[tuple[int, float]]
 ) -> list[tuple[int, float | None]]:
     """Let members reduce little whose way to other private members leads through a relay with a limit.
