@@ -85,11 +85,14 @@ class Circuits:
         place, relay = found
         try:
             async with asyncio.timeout(CIRCUIT_SECONDS):
-                return await self._dial(place, relay, target, min(count, MAX_AT_ONCE))
+                streams = await self._dial(place, relay, target, min(count, MAX_AT_ONCE))
         except TimeoutError:
             raise DialError(
                 f"no connection to peer {target} through relay {relay} within {CIRCUIT_SECONDS:g} s"
             ) from None
+        for stream in streams:
+            stream.is_arranged = not stream.is_relayed
+        return streams
 
     async def dial_one(self, address: Multiaddr, target: PeerID) -> Stream:
         """Like :meth:`dial`, for one stream."""
@@ -205,6 +208,7 @@ class Circuits:
         if _has_worked(punch):
             if self._p2p.is_alive:
                 self._p2p.metrics.dials_punched += 1
+                punch.result().is_arranged = True
                 self._p2p.pool.add(self._p2p.greet(punch.result()))
             else:
                 punch.result().abort()

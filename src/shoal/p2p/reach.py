@@ -275,7 +275,8 @@ class Outlook:
         if self._p2p.client_mode or not self._p2p.is_alive:
             return
         circuits = self._circuits()
-        state = self.evidence.conclude(self._now(), is_reserved=bool(circuits))
+        is_called = bool(circuits) or self._p2p.server.has_arranged()  # which goes on without a relay
+        state = self.evidence.conclude(self._now(), is_reserved=is_called)
         metrics, reservations = self._p2p.metrics, self._p2p.reservations
         metrics.reachability, metrics.reservations = state.value, len(reservations.held)
         self._p2p.relay.is_public = state is Reachability.PUBLIC
