@@ -363,7 +363,7 @@ class Punch:
         return self.after is not None
 
     async def as_dialler(
-        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float | None = None
     ) -> Sequence[asyncio.Future[Stream]]:
         self.circuits.append(circuits)
         return [asyncio.ensure_future(self._find()) for _ in circuits]

@@ -9,6 +9,7 @@ through relays, which end when there are direct ones.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -39,6 +40,10 @@ CIRCUIT_STAGGER = 1.5
 CIRCUIT_SECONDS = 10.0
 """How long the way through one relay may take."""
 
+# How long a relay that has fallen silent is tried last.
+SILENT_RELAY_SECONDS = 60.0
+MAX_SILENT_RELAYS = 256
+
 DIRECT_ONLY: ContextVar[bool] = ContextVar("DIRECT_ONLY", default=False)
 """A relay itself is being dialled, so that no other relay may come into it."""
 
@@ -54,6 +59,7 @@ class Dialler:
         """Dials through a relay; ``None``: relays are not used."""
         self.tasks: dict[asyncio.Task[Stream], None] = {}
         """Dials in progress."""
+        self._silent_at: dict[PeerID, float] = {}
         self._closed = False
 
     async def dial(self, peer: PeerID) -> Stream:
@@ -78,7 +84,21 @@ class Dialler:
         """Its addresses at relays that this peer can dial."""
         if self.dial_circuit is None or DIRECT_ONLY.get():
             return []
-        return [each for each in self._addresses.get(peer) if self.supports_circuit(each)]
+        found = [each for each in self._addresses.get(peer) if self.supports_circuit(each)]
+        now = asyncio.get_running_loop().time()
+
+        def is_silent(address: Multiaddr) -> bool:
+            relay = relay_of(address)
+            return relay is not None and now - self._silent_at.get(relay[1], -math.inf) < SILENT_RELAY_SECONDS
+
+        return sorted(found, key=is_silent)
+
+    def note_silent(self, relay: PeerID) -> None:
+        """A relay does not answer any more: others are dialled first for a while."""
+        self._silent_at.pop(relay, None)
+        self._silent_at[relay] = asyncio.get_running_loop().time()
+        if len(self._silent_at) > MAX_SILENT_RELAYS:
+            del self._silent_at[next(iter(self._silent_at))]
 
     def supports_circuit(self, address: Multiaddr) -> bool:
         """Whether an address leads through a relay that this peer can dial."""

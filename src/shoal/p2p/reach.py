@@ -88,8 +88,6 @@ class Outlook:
         self.contacts = Contacts()
         """The peers with which it has had connections."""
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        # What had come on each of them when a relay was last heard of.
-        self._received: weakref.WeakKeyDictionary[Stream, int] = weakref.WeakKeyDictionary()
         self._had_company = False
         self._seen: Notes[str] = Notes()
         self._seen_elsewhere_at = float("-inf")
@@ -326,21 +324,6 @@ class Outlook:
             self._announcing.cancel()
         self._p2p.pool.renew()
         self._announcing = asyncio.get_running_loop().create_task(greet_anew(self._p2p, peers))
-
-    def note_heard(self) -> None:
-        """A relay shows that the way to it works."""
-        self._received = weakref.WeakKeyDictionary({stream: stream.received for stream in self._streams})
-
-    def note_silence(self) -> None:
-        """All relays have fallen silent at once: the router has lost its connections, or this machine is elsewhere.
-
-        Nothing else tells of it. So connections on which nothing has come since are taken for lost, and calls on them
-        begin anew on other ones.
-        """
-        self.note_upheaval("all relays are silent", has_moved=False)
-        lost = [stream for stream, received in self._received.items() if stream.received == received]
-        for stream in sorted(lost, key=lambda each: (each.remote, str(each.local_address))):
-            stream.abort()
 
     async def settle(self) -> Reachability:
         """Wait until it is clear how others call this peer, now that the first verdicts are there.
