@@ -45,10 +45,10 @@ class Incoming:
 class Sides:
     """Two members of two, who each reduce one part; this is the first one."""
 
-    def __init__(self):
+    def __init__(self, alpha=1.0):
         self.tensor = torch.zeros(20)
         info = CompressionInfo.from_tensor(self.tensor, key=0)
-        self.vector = RoundVector([self.tensor], [info], NoCompression(), 40, [10, 10], 1.0)
+        self.vector = RoundVector([self.tensor], [info], NoCompression(), 40, [10, 10], alpha)
         self.reducer = PartReducer(self.vector.parts[0], [1], self.vector.values, 0, {0: 1.0})
         self.received = asyncio.Event()
         self.traffic = Traffic(
@@ -144,9 +144,10 @@ async def test_after_a_break_only_what_is_missing_is_asked_for():
     assert sides.traffic.gaps() == Resume([(0, 1)], [])
 
 
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
 @alone_in_virtual_time
-async def test_averages_are_kept_until_they_are_confirmed():
-    sides, sent = Sides(), []
+async def test_averages_are_kept_until_they_are_confirmed(alpha):
+    sides, sent = Sides(alpha), []
     sides.begin()
 
     class Call:
@@ -168,6 +169,10 @@ async def test_averages_are_kept_until_they_are_confirmed():
     await sides.receive((message, payload))
     sides.traffic.begin_anew(own=True, others=True)
     assert sides.traffic.send_missing(Resume([], [(0, 1)]))
+    if alpha == 1:  # it is in the vector of this member as well
+        await send_averages()
+        assert sent[2] == sent[0]
+        return
     with pytest.raises(ProtocolError, match="holds the average"):
         await send_averages()
 

@@ -20,7 +20,7 @@ from shoal.averaging.allreduce.reducer import PartReducer
 from shoal.averaging.allreduce.sending import BUNDLE_BYTES, BUNDLE_PARTS, SLICE_BYTES, Outgoing, send_all
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import DescribedPart, PartMessage, PartStatus, Resume, describe_part
-from shoal.compression.base import bytes_of
+from shoal.compression.base import SerializedTensor, bytes_of
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 
@@ -116,7 +116,10 @@ KEPT_BYTES = 2**26
 
 
 class Kept:
-    """Averages that one receiver has been sent, as they were sent, until it says that it holds them."""
+    """Averages that one receiver has been sent, as they were sent, until it says that it holds them.
+
+    Those of exact codecs are not among them if the vector of this member holds them, too.
+    """
 
     def __init__(self) -> None:
         self._averages: dict[int, DescribedPart] = {}
@@ -195,6 +198,9 @@ class Traffic:
             held=lambda: vector.held[other],
         )
         self._kept = Kept()
+        # Averages of exact codecs need not be kept: this member's own vector holds the same.
+        self._own, self._holds_averages = own, gives and vector.alpha == 1
+        self._given = 0
         self._is_agreed = False
         self.averages_out = Outgoing(
             [part.nbytes for part in ours],
@@ -222,10 +228,24 @@ class Traffic:
     async def _encode_average(self, index: int) -> DescribedPart:
         if (kept := self._kept.get(index)) is not None:
             return kept
+        part = self.vector.parts[self._own][index]
+        is_held = self._holds_averages and not part.codec.lossy
+        if is_held and index < self._given:
+            return describe_part(PartStatus.VALUES, await self._encode_again(index, part))
         encoded, is_delta = await self._reducer.reply(index, self.other)
         average = describe_part(PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded)
-        self._kept.add(index, average)
+        self._given = max(self._given, index + 1)
+        if not is_held:
+            self._kept.add(index, average)
         return average
+
+    async def _encode_again(self, index: int, part: Part) -> SerializedTensor | None:
+        if self.vector.held[self._own] > index:
+            has_average = self.vector.has_average(self._own, index)
+            average = self.vector.values(part) if has_average else None
+        else:
+            average = await self._reducer.peek(index)  # it waits for this member, too
+        return None if average is None else part.compress(average)
 
     def begin(self, calls: int, *, own: bool) -> None:
         """Note that so many calls begin: this member's own ones, or those of the other member."""
