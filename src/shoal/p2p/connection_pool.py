@@ -368,11 +368,9 @@ class ConnectionPool:
                 self._end_idle(connection)
 
     def renew(self) -> list[PeerID]:
-        """Close idle connections, so that the next call greets again; returns the peers that had connections.
-
-        Those that a relay has arranged stay: there may be no relay to arrange others.
-        """
+        """Close idle connections, so that the next call greets again; returns the peers that had connections."""
         peers = [peer.peer_id for peer in self._peers.values() if peer.idle or peer.in_use]
+        # Those that a relay has arranged stay: there may be no relay to arrange others.
         for connection in [each for each in self._idle_since if not each.stream.is_arranged]:
             self._end_idle(connection)
         return peers
