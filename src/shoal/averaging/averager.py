@@ -148,7 +148,7 @@ class DecentralizedAverager(Facade):
             is_leaf = isinstance(tensor, torch.Tensor) and tensor.grad_fn is None
             assert is_leaf, f"averaged tensor {index} must be a leaf tensor: give a parameter, or .detach() it"
         check_codec("compression", compression)
-        check_codec("state_compression", state_compression)
+        check_codec("state_compression", state_compression, may_be_sparse=False)
         client_mode = dht.client_mode if client_mode is None else client_mode
         assert not (client_mode and auxiliary), "an auxiliary peer must accept connections: client_mode excludes it"
         if averaging_expiration is not None:

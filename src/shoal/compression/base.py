@@ -72,6 +72,8 @@ class CompressionType(IntEnum):
     BLOCKWISE_8BIT = 5
     BFLOAT16 = 6
     BLOCKWISE_4BIT = 7
+    TOPK_2BIT = 8
+    TOPK_8BIT = 9
 
     @classmethod
     def values(cls) -> list[int]:
@@ -345,6 +347,8 @@ class CompressionBase(ABC):
     compression_type: CompressionType
     lossy: bool = True
     """Whether the restored tensor may differ from the original one."""
+    sparse: bool = False
+    """Whether most values are not sent and read as 0."""
 
     @property
     def fingerprint(self) -> str:
@@ -355,6 +359,11 @@ class CompressionBase(ABC):
     def elementwise(self) -> bool:
         """Whether each value is encoded independently, so that several tensors of one type can be encoded as one."""
         return False
+
+    @property
+    def block(self) -> int | None:
+        """A tensor that is cut at multiples of this number reads like the whole one; ``None``: there is none."""
+        return 1 if self.elementwise else None
 
     def for_tensor(self, info: CompressionInfo) -> CompressionBase:
         """The codec that really encodes this tensor: this one, unless it chooses among others."""
@@ -400,7 +409,7 @@ class CompressionBase(ABC):
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
         """Bytes after compression over bytes before, for the tensor or part that ``info`` describes.
 
-        Exact for the codecs of this package; 1 for a tensor without values.
+        Exact for the codecs of this package, except that zeros may take fewer; 1 for a tensor without values.
         """
 
     def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int | None:
@@ -470,12 +479,15 @@ class NoCompression(CompressionBase):
         return math.prod(size) * dtype.itemsize
 
 
-def check_codec(option: str, codec: object) -> None:
+def check_codec(option: str, codec: object, may_be_sparse: bool = True) -> None:
     """Check that an option for a codec holds a codec or ``None``.
 
     Raises:
         TypeError: it holds something else, such as a codec class.
+        ValueError: it holds a sparse codec although every value counts.
     """
+    if isinstance(codec, CompressionBase) and codec.sparse and not may_be_sparse:
+        raise ValueError(f"{option} must send every value, {codec.fingerprint} does not: use Float16Compression()")
     if codec is None or isinstance(codec, CompressionBase):
         return
     if isinstance(codec, type) and issubclass(codec, CompressionBase):

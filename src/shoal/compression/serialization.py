@@ -29,6 +29,7 @@ from shoal.compression.quantization import (
     Quantile8BitQuantization,
     Uniform8BitQuantization,
 )
+from shoal.compression.topk import TopKCompression
 from shoal.serializer import MSGPackSerializer
 
 STREAMING_CHUNK_SIZE_BYTES = 2**16
@@ -131,6 +132,8 @@ _CODECS: dict[int, CompressionBase] = {
         BlockwiseQuantization(),
         BFloat16Compression(),
         Blockwise4BitQuantization(),
+        TopKCompression(bits=2),
+        TopKCompression(bits=8),
     )
 }
 
@@ -145,6 +148,12 @@ def codec_of(compression: int) -> CompressionBase:
     if codec is None:
         raise ValueError(f"unknown compression code {compression}; this peer knows {sorted(_CODECS)}")
     return codec
+
+
+def is_sparse(compression: int) -> bool:
+    """Whether the codec with this code leaves out most values; ``False`` if there is no such codec."""
+    codec = _CODECS.get(compression)
+    return codec is not None and codec.sparse
 
 
 def serialize_torch_tensor(

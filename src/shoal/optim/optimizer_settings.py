@@ -203,7 +203,7 @@ def averager_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         TypeError: an option for a codec is not a codec, or one for a rule of averaging not a rule.
     """
     for name in ("grad_compression", "state_averaging_compression", "load_state_compression"):
-        check_codec(name, given[name])
+        check_codec(name, given[name], may_be_sparse=name != "load_state_compression")
     for name in ("aggregation", "state_aggregation"):
         check_aggregation(name, given[name])
     matchmaking_time, allreduce_timeout = given["matchmaking_time"], given["allreduce_timeout"]
