@@ -184,9 +184,9 @@ class _Sent(NamedTuple):
         largest = bits.view(len(rows), BLOCK // groups, groups).amax(1).numpy()
         if np.max(largest) >= _INFINITY_BITS:  # true for NaN as well
             return cls.of(finite(rows).float(), most)
-        limits = np.partition(largest, groups - most, axis=1)[:, groups - most]
-        limits = torch.from_numpy(np.maximum(limits, _SMALLEST_BITS))
-        is_large = torch.ge(bits, limits.unsqueeze(1), out=scratch("mask", torch.bool, bits.numel()).view(rows.shape))
+        lowest = np.maximum(np.partition(largest, groups - most, axis=1)[:, groups - most], _SMALLEST_BITS)
+        limits = torch.from_numpy(lowest).unsqueeze(1)
+        is_large = torch.ge(bits, limits, out=scratch("mask", torch.bool, bits.numel()).view(rows.shape))
         indices = np.flatnonzero(is_large.numpy())
         indices = _largest(indices, bits.view(-1).numpy()[indices], len(rows), most)
         counts = np.bincount(indices // BLOCK, minlength=len(rows))
@@ -204,7 +204,8 @@ def _largest(indices: np.ndarray, bits: np.ndarray, rows: int, most: int) -> np.
     keys = bits.astype(np.int64) * BLOCK + (BLOCK - 1 - position)
     table = _table(keys, counts, width)
     limits = np.partition(table, width - most, axis=1)[:, width - most]
-    return indices[keys >= limits[row]]
+    chosen: np.ndarray = indices[keys >= limits[row]]
+    return chosen
 
 
 def _table(values: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
@@ -225,7 +226,8 @@ def _means(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     while width > 1:
         width //= 2
         sums = sums[:, :width] + sums[:, width:]
-    return sums[:, 0] / np.maximum(counts, 1).astype(np.float32)
+    means: np.ndarray = sums[:, 0] / np.maximum(counts, 1).astype(np.float32)
+    return means
 
 
 # --- numbers and bytes ------------------------------------------------------------------------------------------------
