@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from shoal.compression import CompressionType, SerializedTensor, deserialize_torch_tensor, serialize_torch_tensor
+from shoal.compression.serialization import is_sparse
 from tests.fuzz.fuzzing import Target
 from tests.fuzz.mutation import Mutator
 
@@ -15,24 +14,29 @@ VALUES = 5000
 _TENSORS = [torch.linspace(-1, 3, VALUES), torch.zeros(VALUES).index_fill_(0, torch.tensor([7, 4095, 4990]), 0.5)]
 
 
-def _feed(code: int) -> Callable[[bytes], str]:
-    metadata = serialize_torch_tensor(_TENSORS[0], code).metadata
-
-    def feed(hostile: bytes) -> str:
-        try:
-            tensor = deserialize_torch_tensor(SerializedTensor(metadata, hostile))
-        except RuntimeError:
-            return "refused"
-        assert tensor.shape == (VALUES,)
-        return "read"
-
-    return feed
+def _feed(hostile: SerializedTensor) -> str:
+    try:
+        tensor = deserialize_torch_tensor(hostile)
+    except RuntimeError:
+        return "refused"
+    assert tensor.shape == (VALUES,)
+    assert tensor.isfinite().all() or not is_sparse(hostile.metadata.compression)
+    return "read"
 
 
-def _hostile(code: int) -> Callable[[Mutator], bytes]:
-    seeds = [bytes(serialize_torch_tensor(tensor, code).buffer) for tensor in _TENSORS]
-    return lambda mutator: mutator.bytes(mutator.one_of(seeds), seeds)
+def _target(name: str, codes: list[CompressionType]) -> Target:
+    seeds = [serialize_torch_tensor(tensor, code) for code in codes for tensor in _TENSORS]
+    material = [bytes(seed.buffer) for seed in seeds]
+
+    def hostile(mutator: Mutator) -> SerializedTensor:
+        seed = mutator.one_of(seeds)
+        return SerializedTensor(seed.metadata, mutator.bytes(bytes(seed.buffer), material))
+
+    return Target(name, hostile, _feed)
 
 
 def targets() -> list[Target]:
-    return [Target(f"tensor, {code.name}", _hostile(code), _feed(code)) for code in CompressionType]
+    return [
+        _target("tensor, largest values", [code for code in CompressionType if is_sparse(code)]),
+        _target("tensor, all values", [code for code in CompressionType if not is_sparse(code)]),
+    ]
