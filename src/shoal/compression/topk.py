@@ -5,7 +5,7 @@ The rest reads as 0. That suits a sender that keeps what it has not sent, and ad
 A chunk sends ``max(1, round(density * length))`` values; the last chunk may be shorter. Of equal magnitudes those at
 lower positions are sent. Magnitudes below 2**-24, the smallest of float16, count as 0, and zeros are never sent. In 2
 bits a magnitude is one of two levels of its chunk: the mean of those above, or of those not above, the mean of all that
-the chunk sends. If none is above, both levels are the same.
+the chunk sends. If these are equal, so are both levels.
 
 The bytes are little-endian. Each kind of number stands together, for all chunks in order, so that nobody has to go from
 chunk to chunk:
@@ -261,9 +261,10 @@ def _in_2_bits(values: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.n
     magnitudes, row = np.minimum(np.abs(values), _LARGEST), np.repeat(np.arange(len(counts)), counts)
     is_high = magnitudes > _means(magnitudes, counts)[row]
     high_counts = np.bincount(row[is_high], minlength=len(counts))
-    high = _means(magnitudes[is_high], high_counts)
-    low = _means(magnitudes[~is_high], counts - high_counts)
-    levels = np.stack([low, np.where(high_counts > 0, high, low)], axis=1)
+    low_counts = counts - high_counts
+    high, low = _means(magnitudes[is_high], high_counts), _means(magnitudes[~is_high], low_counts)
+    # Of equal values either none is above the mean or, if that was rounded down, all are.
+    levels = np.stack([np.where(low_counts > 0, low, high), np.where(high_counts > 0, high, low)], axis=1)
     return levels, is_high.astype(np.uint8) | np.signbit(values).astype(np.uint8) << 1
 
 
