@@ -360,14 +360,14 @@ class CompressionBase(ABC):
         """Whether each value is encoded independently, so that several tensors of one type can be encoded as one."""
         return False
 
+    def for_tensor(self, info: CompressionInfo) -> CompressionBase:
+        """The codec that really encodes this tensor: this one, unless it chooses among others."""
+        return self
+
     @property
     def block(self) -> int | None:
         """A tensor that is cut at multiples of this number reads like the whole one; ``None``: there is none."""
         return 1 if self.elementwise else None
-
-    def for_tensor(self, info: CompressionInfo) -> CompressionBase:
-        """The codec that really encodes this tensor: this one, unless it chooses among others."""
-        return self
 
     @abstractmethod
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
@@ -479,15 +479,12 @@ class NoCompression(CompressionBase):
         return math.prod(size) * dtype.itemsize
 
 
-def check_codec(option: str, codec: object, may_be_sparse: bool = True) -> None:
+def check_codec(option: str, codec: object) -> None:
     """Check that an option for a codec holds a codec or ``None``.
 
     Raises:
         TypeError: it holds something else, such as a codec class.
-        ValueError: it holds a sparse codec although every value counts.
     """
-    if isinstance(codec, CompressionBase) and codec.sparse and not may_be_sparse:
-        raise ValueError(f"{option} must send every value, {codec.fingerprint} does not: use Float16Compression()")
     if codec is None or isinstance(codec, CompressionBase):
         return
     if isinstance(codec, type) and issubclass(codec, CompressionBase):
