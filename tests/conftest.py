@@ -49,7 +49,10 @@ WITH_PROCESSES = {
     "tests/optim/test_multi_process.py": "groups",
 }
 """Tests that start processes, which need the machine's cores: of each kind, one at a time."""
-ON_HOSTS = ("tests/system/test_hosts.py", "tests/system/test_outages.py", "tests/system/test_two_machines.py")
+ON_HOSTS = (
+    *("tests/system/test_hosts.py", "tests/system/test_outages.py", "tests/system/test_two_machines.py"),
+    "tests/nat/",
+)
 """Tests on hosts of their own mostly wait, so they may run beside those."""
 SLOW = (
     *(*WITH_PROCESSES, *ON_HOSTS, "tests/fuzz/", "tests/hostile/", "tests/simulation/"),

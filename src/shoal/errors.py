@@ -8,6 +8,9 @@
     │   ├── BootstrapError      no bootstrap address could be used; one verdict for each address
     │   ├── DialError           one peer could not be connected, with the reason
     │   │   ├── IdentityMismatchError   the address answered, but as another peer
+    │   │   ├── NoRelayError            only relays lead to the peer, and none of them answers
+    │   │   ├── RefusedDialError        its machine answers, but nothing listens there: the process is gone
+    │   │   │   └── NoReservationError  relays answer, and none of them holds a reservation of the peer
     │   │   ├── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
     │   │   └── NotAMemberError         one of both sides is not a member of the other's run, or has not the role
     │   ├── IdentityTakenError  another process is online with the identity of this peer
@@ -16,7 +19,8 @@
     ├── BusyError               a peer is asked for more than it can do for others at the moment
     ├── ProtocolError           a peer sent bytes that break the protocol; its connection is dropped
     ├── DHTError                the distributed table refused or failed
-    │   └── ValidationError     this node may not join: unreachable, or the time is disputed
+    │   └── ValidationError     this node may not join, because the time is disputed
+    │       └── NotCallableError    another peer cannot call this one back
     ├── AveragingError
     │   ├── MatchmakingException    no group could be formed
     │   └── AllreduceException      a step ended without a result, usually after a group was formed
@@ -58,8 +62,20 @@ class IdentityMismatchError(DialError):
     """The address answered and proved to be another peer than the expected one."""
 
 
+class RefusedDialError(DialError):
+    """The machine answers that nothing listens at any known address of the peer: its process has ended."""
+
+
 class InterruptedDialError(DialError):
     """Something answered, but the connection broke before it could be used: another attempt may succeed."""
+
+
+class NoRelayError(DialError):
+    """Only relays lead to a peer, and none of them answers."""
+
+
+class NoReservationError(RefusedDialError):
+    """The relays of a peer answer, but hold no reservation of it: it has left, or has changed its relays."""
 
 
 class NotAMemberError(DialError):
@@ -115,7 +131,7 @@ class DHTError(ShoalError):
 
 
 class ValidationError(DHTError):
-    """This node may not join the table: it cannot be reached, or its initial peers disagree about the time.
+    """This node may not join the table: its initial peers disagree about the time, or cannot reach it as promised.
 
     Attributes:
         verdicts: the answer of each bootstrap address, by address; empty if the text is about a single peer.
@@ -128,6 +144,10 @@ class ValidationError(DHTError):
 
     def __reduce__(self) -> tuple[type[ValidationError], tuple[str, dict[str, str]]]:
         return type(self), (self._text, self.verdicts)
+
+
+class NotCallableError(ValidationError):
+    """A peer that was asked to call this one back could not."""
 
 
 class AveragingError(ShoalError):

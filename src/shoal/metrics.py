@@ -1,7 +1,7 @@
 """Plain counters of what this process did, in one place, for monitoring.
 
 Every peer owns one :class:`Metrics`. Its fields are plain numbers. The code that counts an event writes them, nearly
-always in the event loop; anybody may read them. All but ``clock_offset``, ``peers`` and ``strangers`` only grow.
+always in the event loop; anybody may read them. Most only grow.
 """
 
 from __future__ import annotations
@@ -57,6 +57,28 @@ class Metrics:
     """Connections that others opened to this peer and that were authenticated."""
     dials_failed: int = 0
     """Failed attempts to reach an address."""
+    dials_direct: int = 0
+    """Connections that this peer opened straight to an address of the other one."""
+    dials_reversed: int = 0
+    """Connections to peers that cannot be called, opened by them at the request of this one."""
+    dials_punched: int = 0
+    """Connections through the routers of both sides, which a relay only brought about."""
+    punches_failed: Counter[str] = field(default_factory=Counter)
+    """Attempts of this peer at such connections from which none resulted, by reason: ``no connection``,
+    ``no candidates``, ``no exchange`` or ``not that peer``."""
+    seconds_to_direct: float = 0.0
+    """From the beginning of the dials to those connections that resulted, in total."""
+    dials_relayed: int = 0
+    """Connections that this peer opened through a relay."""
+    bytes_relayed: int = 0
+    """Bytes of messages that this peer sent and received through relays."""
+    circuits_carried: int = 0
+    """Pairs of connections that this peer joined, as a relay."""
+    bytes_carried: int = 0
+    """Bytes that went through them."""
+    circuits_refused: Counter[str] = field(default_factory=Counter)
+    """What this peer refused to others as a relay, by reason: ``no reservation``, ``no room``, ``wrong role``,
+    ``not a relay``, or ``nobody came`` for circuits that one side did not join."""
     calls_made: int = 0
     calls_failed: int = 0
     calls_served: int = 0
@@ -77,6 +99,12 @@ class Metrics:
     """Answers of DHT nodes that others had told of under wrong ids."""
     clock_offset: float = 0.0
     """Seconds by which this machine's clock is ahead of the swarm; shoal corrects for it. 0 if the clock is right."""
+    reachability: str = ""
+    """How others call this peer: ``public``, ``relayed``, ``client`` (they cannot) or ``unknown``."""
+    nat: str = ""
+    """What the router does to outgoing ports: ``easy``, ``hard`` (each connection gets another one), or empty."""
+    reservations: int = 0
+    """Relays through which this peer can be called at the moment."""
     rounds_succeeded: int = 0
     """Averaging rounds that brought a result, complete or partial."""
     rounds_failed: int = 0
@@ -93,6 +121,8 @@ class Metrics:
     """Downloads of this peer's state that were ended because they took hardly anything while others waited."""
     members_untrue: int = 0
     """Lies of group members, about what they send or about the averages they made, as far as they were noticed."""
+    exchanges_resumed: int = 0
+    """How often the exchange with another member of a round went on over new connections after one had broken."""
     members_lost: int = 0
     """Group members that failed during an all-reduce, as sender or as reducer."""
     troubles: Counter[str] = field(default_factory=Counter)

@@ -7,6 +7,9 @@ import random
 import pytest
 
 from shoal.averaging.allreduce.parts import load_balance_peers
+from shoal.averaging.control import AveragingMode
+from shoal.averaging.groups.leading import spare_relays
+from shoal.p2p.reachability import Reach
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,28 @@ def test_no_small_change_makes_the_slowest_peer_faster(seed):
         other[giver] -= moved
         other[taker] += moved
         assert slowest(other, bandwidths, size) >= time * (1 - 1e-6)
+
+
+PUBLIC, EASY, HARD = (Reach.PUBLIC, 0.0), (Reach.EASY, 0.0), (Reach.HARD, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "links", "expected"),
+    [
+        ([None, None, None], [PUBLIC, EASY, HARD], [1.0, 1.0, 0.25]),
+        ([None, 8.0, None], [PUBLIC, EASY, HARD], [8.0, 8.0, 2.0]),
+        ([None, None, None], [PUBLIC, PUBLIC, HARD], [None, None, None]),  # all its links are direct
+        ([None, None, None], [PUBLIC, EASY, (Reach.HARD, 0.0)], [None, None, None]),  # its relay sets no limit
+        ([None, None, 5.0], [PUBLIC, EASY, HARD], [None, None, 5.0]),  # its user knows better
+        ([None, None, None], [HARD, HARD, PUBLIC], [0.25, 0.25, 1.0]),
+        ([4.0, 0.0, None], [PUBLIC, EASY, HARD], [4.0, 0.0, 1.0]),
+    ],
+)
+def test_who_is_behind_a_narrow_relay_reduces_less(bandwidths, links, expected):
+    members = [(int(AveragingMode.NODE), bandwidth) for bandwidth in bandwidths]
+    assert [bandwidth for _, bandwidth in spare_relays(members, links)] == expected
+
+
+def test_clients_do_not_count_for_the_mean():
+    members = [(int(AveragingMode.CLIENT), 100.0), (int(AveragingMode.NODE), None), (int(AveragingMode.NODE), None)]
+    assert spare_relays(members, [PUBLIC, EASY, HARD])[1:] == [(0, 1.0), (0, 0.25)]

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from shoal.averaging.allreduce.sending import Traffic
+from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.control import AveragingMode, AveragingStage
 from shoal.compression import Float16Compression
 from shoal.errors import AllreduceException

@@ -460,7 +460,7 @@ def test_a_donor_that_leaves_waits_for_nobody_long():
 
     async def main() -> float:
         table = Table()
-        p2p = SimpleNamespace(peer_id=Identity.generate().peer_id, get_addresses=lambda peer: [])
+        p2p = SimpleNamespace(peer_id=Identity.generate().peer_id, get_addresses=lambda peer: [], is_callable=True)
         sharing = StateSharing(
             p2p,
             table,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.hosts import CAN_MAKE_HOSTS
+from tests.computers import CAN_MAKE_COMPUTERS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)
@@ -29,7 +29,7 @@ def test_first_code_of_the_readme() -> None:
     assert "/p2p/12D3KooW" in done.stdout
 
 
-@pytest.mark.skipif(CAN_MAKE_HOSTS, reason="tests/system does it between two hosts")
+@pytest.mark.skipif(CAN_MAKE_COMPUTERS, reason="tests/system does it between two hosts")
 @pytest.mark.timeout(300)
 def test_two_peers_run_the_quickstart_together() -> None:
     program = str(ROOT / "examples" / "quickstart.py")
@@ -82,7 +82,15 @@ def test_ctrl_c_ends_the_examples_politely(tmp_path: Path, name: str, needs: str
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/private-swarms.md"]
+    "name",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/architecture.md",
+        "docs/private-swarms.md",
+        "docs/reachability.md",
+    ],
 )
 def test_files_that_the_documents_point_to_exist(name: str) -> None:
     document = ROOT / name

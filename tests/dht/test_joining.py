@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from shoal.dht.routing import RoutingTable
 from shoal.dht.storage import DHTLocalStorage
 from shoal.errors import BootstrapError, DialError, P2PDaemonError, ValidationError
 from shoal.p2p import Identity, PeerID
+from shoal.p2p.reachability import Reachability
 from tests.dht.swarm import Swarm, addresses, holders
 from tests.dht.virtual_time import in_virtual_time
 
@@ -108,15 +110,35 @@ async def test_the_join_keeps_to_its_time():
 
 
 @in_virtual_time
-async def test_an_unreachable_node_may_not_join():
+async def test_a_peer_that_nobody_can_dial_is_called_through_a_relay(caplog):
+    swarm = Swarm()
+    await swarm.grow(2)
+    p2p = await swarm.p2p()
+    await p2p.transport.close()
+    node = await DHTNode.create(p2p=p2p, initial_peers=await addresses(swarm.nodes[0]))
+    assert p2p.reachability is Reachability.RELAYED
+    assert node.protocol.is_node
+    assert await swarm.nodes[1].protocol.call_ping(p2p.peer_id) == node.node_id
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@in_virtual_time
+async def test_a_peer_that_nobody_can_call_joins_as_a_client(caplog):
     swarm = Swarm()
     await swarm.node()
+    swarm.nodes[0].p2p.relay.wanted = False
     p2p = await swarm.p2p()
     await p2p.transport.close()  # it does not listen any more, but still announces its address
-    with pytest.raises(ValidationError, match="cannot call this node back"):
-        await DHTNode.create(p2p=p2p, initial_peers=await addresses(swarm.nodes[0]))
-    node = await DHTNode.create(p2p=p2p, initial_peers=await addresses(swarm.nodes[0]), strict=False)
+    node = await DHTNode.create(p2p=p2p, initial_peers=await addresses(swarm.nodes[0]))
     assert swarm.nodes[0].node_id in node.protocol.routing_table
+    assert node.node_id not in swarm.nodes[0].protocol.routing_table
+    assert not node.protocol.is_node
+    assert not node.client_mode, "it will be a node as soon as others can call it"
+    assert p2p.reachability is Reachability.CLIENT
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith("nobody can call this peer: not reachable from outside")
+    assert await node.store("key", 1, get_dht_time() + 60)
+    assert (await swarm.nodes[0].get("key")).value == 1
     await node.shutdown()
     client = await DHTNode.create(p2p=p2p, initial_peers=await addresses(swarm.nodes[0]), client_mode=True)
     assert client.client_mode
@@ -137,8 +159,24 @@ async def test_one_peer_alone_does_not_keep_a_node_out():
     initial_peers = [*await addresses(odd), *await addresses(good)]
     node = await swarm.node(initial_peers=initial_peers)
     assert good.node_id in node.protocol.routing_table
-    with pytest.raises(ValidationError, match="cannot call this node back"):
-        await swarm.node(initial_peers=await addresses(odd))
+    assert node.protocol.is_node
+    lonely = await swarm.node(initial_peers=await addresses(odd))
+    assert lonely.p2p.reachability is Reachability.RELAYED
+
+
+@in_virtual_time
+async def test_who_says_that_it_is_public_must_be():
+    swarm = Swarm()
+    await swarm.node()
+    p2p = await swarm.p2p(force_reachability="public")
+    await p2p.transport.close()
+    initial_peers = await addresses(swarm.nodes[0])
+    with pytest.raises(ValidationError, match="which force_reachability says is public") as error:
+        await DHTNode.create(p2p=p2p, initial_peers=initial_peers)
+    assert "cannot call this node back" in error.value.verdicts[str(initial_peers[0])]
+    node = await DHTNode.create(p2p=p2p, initial_peers=initial_peers, strict=False)
+    assert p2p.reachability is Reachability.PUBLIC
+    await node.shutdown()
 
 
 @pytest.mark.parametrize("failures", [1, 2])

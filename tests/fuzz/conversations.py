@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,11 +20,13 @@ from shoal.errors import DialError, P2PDaemonError, P2PHandlerError, ProtocolErr
 from shoal.metrics import Metrics
 from shoal.p2p import P2P, Call, Header, Identity, Multiaddr
 from shoal.p2p.connection import Connection, Hello
+from shoal.p2p.frames import receive_frame
 from shoal.p2p.handshake import ALPN, PROOF_BYTES, proof_message, prove_to_listener, verify_dialler, with_badge
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
+from shoal.p2p.membership import judge_listener
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.tcp_stream import TcpStream
-from shoal.p2p.transport import decode_header
+from shoal.p2p.transport import Session, decode_header
 from tests.fuzz.fuzzing import Target
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.samples import BADGES, IDENTITY, KEYS, PACKED_HEADERS, RUN, calls, messages, validator
@@ -33,6 +36,7 @@ LISTENER = Identity.generate()
 CERTIFICATE = x509.load_pem_x509_certificate(LISTENER.certificate_pem()[0]).public_bytes(Encoding.DER)
 ADDRESS = Multiaddr("/ip4/127.0.0.1/tcp/1")
 MESSAGES = messages([])
+JUDGE = functools.partial(judge_listener, None, LISTENER.peer_id)
 SOMEBODY = Identity.generate().peer_id
 
 
@@ -93,7 +97,7 @@ async def _listener_to_dialler(hostile: tuple[str | None, bytes, bytes]) -> str:
         selected_alpn_protocol=lambda: protocol, getpeercert=lambda binary_form: certificate
     )
     try:
-        await prove_to_listener(stream, IDENTITY, ADDRESS, LISTENER.peer_id)
+        await prove_to_listener(stream, IDENTITY, ADDRESS, LISTENER.peer_id, JUDGE)
     except (DialError, StreamClosedError) as e:
         assert not stream.written, "nothing is told to a listener that is refused"
         return type(e).__name__
@@ -105,6 +109,50 @@ def _make_listener(mutator: Mutator) -> tuple[str | None, bytes, bytes]:
     protocol = mutator.one_of([ALPN] * 8 + [None, "h2"])
     certificate = mutator.bytes(CERTIFICATE) if mutator.rng.random() < 0.7 else CERTIFICATE
     return protocol, certificate, mutator.bytes(with_badge(bytes(32), mutator.one_of([b"", *BADGES])), BADGES)
+
+
+# --- frames of sessions -----------------------------------------------------------------------------------------------
+
+
+class ScriptedSession(Session):
+    """The other side has sent some bytes and left."""
+
+    local_address = remote_address = None
+
+    def __init__(self, script: bytes) -> None:
+        self.script = script
+
+    async def write(self, data: bytes) -> None:
+        raise StreamClosedError("the other side has left")
+
+    async def read_exactly(self, size: int) -> bytes:
+        if size > len(self.script):
+            raise StreamClosedError("the script is over")
+        taken, self.script = self.script[:size], self.script[size:]
+        return taken
+
+    def abort(self) -> None:
+        self.script = b""
+
+
+def _make_frame(mutator: Mutator) -> tuple[type[Header], bytes]:
+    header_type = mutator.one_of(list(PACKED_HEADERS))
+    packed = PACKED_HEADERS[mutator.one_of(list(PACKED_HEADERS)) if mutator.rng.random() < 0.1 else header_type]
+    if mutator.rng.random() < 0.5:
+        packed = mutator.packed(packed)
+    frame = min(len(packed), 2**16 - 1).to_bytes(2) + packed
+    return header_type, frame if mutator.rng.random() < 0.5 else mutator.bytes(frame)
+
+
+async def _frame(hostile: tuple[type[Header], bytes]) -> str:
+    header_type, script = hostile
+    session = ScriptedSession(script)
+    try:
+        await receive_frame(session, header_type)
+    except (ProtocolError, StreamClosedError) as e:
+        return type(e).__name__
+    assert len(script) - len(session.script) == 2 + int.from_bytes(script[:2]), "what follows a frame stays"
+    return "read"
 
 
 # --- a node -----------------------------------------------------------------------------------------------------------
@@ -230,6 +278,7 @@ def targets(victim: Victim) -> list[Target]:
     return [
         Target("handshake, listener's side", _make_proof, _proof_to_listener),
         Target("handshake, dialler's side", _make_listener, _listener_to_dialler),
+        Target("frames of sessions", _make_frame, _frame),
         Target("frames, opening of a call", lambda m: m.messages(parts), _opening),
         Target("frames, answers", lambda m: m.messages(MESSAGES), _answers),
         Target("node, any conversation", lambda m: m.messages(parts), victim.converse, victim.start_afresh),

@@ -24,8 +24,9 @@ from shoal.p2p.badges import MAX_BADGE_BYTES
 from shoal.p2p.handshake import CHALLENGE_BYTES, PROOF_BYTES, dialler_context, with_badge
 from shoal.p2p.limits import Limits
 from shoal.p2p.memory import MemoryNetwork
+from shoal.p2p.sessions import SESSION_BYTE
 from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import Stream, Transport
+from shoal.p2p.transport import COOKIE_BYTES, Stream, Transport
 from tests.fuzz.conversations import Victim
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.samples import calls, messages, validator
@@ -76,7 +77,7 @@ async def read_to_the_end(read: Callable[[], Awaitable[bytes]]) -> None:
 
 
 async def speak_no_tls(address: Multiaddr, data: bytes) -> None:
-    """Connect, say something, and hang up."""
+    """Connect, perhaps as a session, say something, and hang up."""
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
         connection.setblocking(False)
@@ -215,15 +216,16 @@ class Fortress:
         return [attack(script) for script in scripts[:count]]
 
     def hostile_handshakes(self, count: int) -> list[Callable[[], Awaitable[None]]]:
-        """Attacks of strangers who never prove who they are, half of them with TLS."""
+        """Attacks of strangers who never prove who they are: a third with TLS, a third as sessions nobody expects."""
         mutator = Mutator(self.rng)
         greeting = client_greeting()
 
         def attack(number: int) -> Callable[[], Awaitable[None]]:
-            if number % 2:
+            kind = number % 3
+            if kind == 0:
                 proof = mutator.bytes(with_badge(self.rng.randbytes(96), self.rng.randbytes(9)))
                 return lambda: prove_nothing(self.address, proof)
-            data = mutator.bytes(greeting)
+            data = mutator.bytes(greeting if kind == 1 else SESSION_BYTE + self.rng.randbytes(COOKIE_BYTES), [greeting])
             return lambda: speak_no_tls(self.address, data)
 
         return [attack(number) for number in range(count)]

@@ -22,8 +22,11 @@ from shoal.p2p.badges import Badge, RevocationList, read_badge
 from shoal.p2p.handshake import peer_id_of_certificate
 from shoal.p2p.identity import verify_signature
 from shoal.p2p.joining import parse_peer_addresses
+from shoal.p2p.pcp import Granted, read_nat_pmp, read_pcp
+from shoal.p2p.routers import NoMappingError, gateway_in_ipv6_route, gateway_in_route, outer_address
 from shoal.p2p.tokens import Token
 from shoal.p2p.transport import decode_header
+from shoal.p2p.upnp import is_of_host, location_in
 from shoal.serializer import MSGPackSerializer
 from tests.dht.members import Authority, Member
 from tests.fuzz.fuzzing import Target
@@ -53,7 +56,15 @@ GRANTED = [*(read_badge(RUN.run_key, badge) for badge in BADGES), INVITATION.con
 TOKENS = [RUN.text, INVITATION.text, BADGE_TOKEN.text]
 FULL_ADDRESSES = [f"{address}/p2p/{PEER}" for address in ADDRESSES]
 
-for room in ("dht.records", "dht.authorization", "p2p.joining", "p2p.presence", "p2p.revocation"):
+for room in (
+    "dht.records",
+    "dht.authorization",
+    "p2p.candidates",
+    "p2p.joining",
+    "p2p.presence",
+    "p2p.relay_messages",
+    "p2p.revocation",
+):
     importlib.import_module(f"shoal.{room}")  # where types of headers are defined
 
 
@@ -198,6 +209,52 @@ def _token(text: str) -> Token:
     return token
 
 
+NONCE, PORT = b"twelve bytes", 31337
+GRANTS = [
+    bytes.fromhex("0281000000000e10000003e8") + bytes(12) + NONCE + bytes.fromhex(f"06000000{PORT:04x}{PORT:04x}")
+    + bytes.fromhex("00000000000000000000ffffc6336407"),
+    bytes.fromhex("028100020000070800000005") + bytes(12),
+    bytes.fromhex("0280000000000000000003e8") + bytes(12),
+]  # fmt: skip
+OLD_GRANTS = [
+    bytes.fromhex(f"00820000000003e8{PORT:04x}{PORT:04x}00000e10"),
+    bytes.fromhex("00800000000003e8c6336407"),
+    bytes.fromhex("00820002000003e8"),
+]
+ROUTES = [
+    "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth0 00000000 0101A8C0 0003 0 0 100 00000000 0 0 0\n",
+    f"{'0' * 32} 00 {'0' * 32} 00 fe80{'0' * 27}1 00000064 00000001 00000000 00000003 eth0\n",
+]
+SEARCHED = b"HTTP/1.1 200 OK\r\nST: upnp:rootdevice\r\nLOCATION: http://192.168.1.1:5000/rootDesc.xml\r\n\r\n"
+
+
+def _granted(granted: Granted) -> object:
+    """What a router has granted is an address where somebody can be called, or none."""
+    address = outer_address(granted.ip, granted.port)
+    assert 0 < int(address["tcp"] or 0) < 2**16
+    return address
+
+
+def _routers() -> list[Target]:
+    """What a router says, and what the system says of it."""
+    of_router = (ProtocolError, NoMappingError)
+    return [
+        parser(
+            "PCP", lambda m: m.bytes(m.one_of(GRANTS), GRANTS), lambda d: _granted(read_pcp(d, NONCE, PORT)), of_router
+        ),
+        parser("PCP, epoch", lambda m: m.bytes(m.one_of(GRANTS), GRANTS), read_pcp, of_router),
+        parser(
+            "NAT-PMP", lambda m: m.bytes(m.one_of(OLD_GRANTS), OLD_GRANTS), lambda d: read_nat_pmp(d, PORT), of_router
+        ),
+        parser("NAT-PMP, address", lambda m: m.bytes(m.one_of(OLD_GRANTS), OLD_GRANTS), read_nat_pmp, of_router),
+        parser(
+            "UPnP, search", lambda m: m.bytes(SEARCHED), lambda d: is_of_host(location_in(d), "192.168.1.1") or None
+        ),
+        parser("table of routes", lambda m: m.text(ROUTES[0]), gateway_in_route),
+        parser("table of routes, IPv6", lambda m: m.text(ROUTES[1]), gateway_in_ipv6_route),
+    ]
+
+
 def targets() -> list[Target]:
     members = MembersOnly()
     certificates = _certificates()
@@ -223,6 +280,7 @@ def targets() -> list[Target]:
         parser("badge, fields", lambda m: m.packed(m.one_of(BADGES), BADGES), _badge, NotAMemberError),
         parser("revocations", lambda m: m.packed(REVOCATIONS.to_bytes(), BADGES), _revocations),
         parser("token", lambda m: m.text(m.one_of(TOKENS)), _token),
+        *_routers(),
         Target("record to be kept", record, Keeper().feed),
         Target("record, signatures", record, lambda hostile: _validated(hostile, OWNER.validate)),
         Target("record, schema", record, lambda hostile: "accepted" if SCHEMA.validate(hostile) else "refused"),

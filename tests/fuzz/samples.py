@@ -28,6 +28,18 @@ from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, CompositeValidat
 from shoal.p2p import Header, Identity
 from shoal.p2p.badges import ANY_ROLE, RevocationList, Roles, encode_badge
 from shoal.p2p.connection import Failure, Hello, Open
+from shoal.p2p.presence import PresenceReply
+from shoal.p2p.relay_messages import (
+    Connect,
+    Connected,
+    Incoming,
+    Notice,
+    Observed,
+    Observer,
+    Ready,
+    Reserve,
+    Reserved,
+)
 from shoal.p2p.tokens import RUN as RUN_KIND
 from shoal.p2p.tokens import Token
 from shoal.p2p.transport import Kind, pack
@@ -60,6 +72,7 @@ ADDRESSES = [
     "/ip6/2001:db8::1/tcp/1",
     "/dns4/example.org/tcp/443/wss",
     "/dns/a.b/udp/9/quic-v1",
+    "/ip4/203.0.113.7/tcp/1/p2p/12D3KooWHXWVfEx3jVqZEJ8dDFJ9cafPkgdPDT1Wg3FpmHHCCXXJ/p2p-circuit",
 ]
 KEYS = [DHTID.generate(name).to_bytes() for name in ("name", "counts", "progress", "something else")]
 SCHEMA = SchemaValidator(Schema)
@@ -104,6 +117,8 @@ CONTACT = pack_contact(NodeContact(IDENTITY.peer_id.to_bytes(), ADDRESSES[:2]))
 
 _STORED = [*RECORDS, DHTRecord(KEYS[1], WHOLE_DICTIONARY, DICTIONARY, _LATER)]
 _NODE_ID = _rng.randbytes(20)
+_PEER = IDENTITY.peer_id.to_bytes()
+_COOKIES = [_rng.randbytes(32) for _ in range(2)]
 HEADERS: list[Header] = [
     Hello(addresses=ADDRESSES, agent="shoal", time=_LATER, instance=bytes(16)),
     Open(handler="DHTProtocol.rpc_find"),
@@ -131,6 +146,16 @@ HEADERS: list[Header] = [
         contacts=[CONTACT, CONTACT],
         node_id=_NODE_ID,
     ),
+    PresenceReply(instance=bytes(16), addresses=ADDRESSES[:2]),
+    Reserve(reach=2),
+    Reserved(code=0, seen_at=ADDRESSES[0], rate=6.25e6, circuits=256),
+    Connect(target=_PEER, count=8, punch=True, reach=1, reverse=ADDRESSES[:2], reverse_cookies=_COOKIES),
+    Connected(code=0, cookies=_COOKIES, rate=6.25e6, reach=2),
+    Incoming(peer=_PEER, cookies=_COOKIES, reverse=ADDRESSES[:2], reverse_cookies=_COOKIES, punch=True, reach=1),
+    Notice(incoming=Incoming(peer=_PEER, cookies=_COOKIES), ends="this relay shuts down"),
+    Ready(seen_at=ADDRESSES[0], other_seen_at=ADDRESSES[1]),
+    Observer(cookie=bytes(32)),
+    Observed(seen_at=ADDRESSES[0]),
 ]
 PACKED_HEADERS = {type(header): msgspec.msgpack.encode(header) for header in HEADERS}
 

@@ -51,6 +51,8 @@ async def test_listening_node(kind: str) -> None:
             "closed before the TLS handshake",
             "wrong proof of identity",
             "closed before the proof of identity",
+            "closed before the cookie",
+            "unknown session",
             "broke the protocol",
         }
     else:

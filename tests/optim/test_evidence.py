@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import msgspec
 import pytest
 
 from shoal.logs import MOST_LINES_OF_A_KIND
@@ -424,3 +425,24 @@ def test_those_that_left_one_behind_have_a_vote_per_host():
     evidence = newcomer(lambda peer: "one host" if peer in PEERS[1:] else peer)
     evidence.note_round({OWN: 100.0, FRIEND: 100.0}, NOW + 10, {peer: claim(peer, epoch=4) for peer in PEERS[1:]}, 3)
     assert not any(evidence.is_proven(peer) for peer in PEERS[1:])
+
+
+def test_who_hurries_takes_nobody_along():
+    """Nine have gone on from this epoch, and two of them twice: the run is at the next one."""
+    names = [bytes([number]) for number in range(20)]
+    evidence, now = veteran(*names), NOW + 60
+    epochs = [3] * 11 + [4] * 7 + [5] * 2
+    companions = {peer: claim(peer, epoch) for peer, epoch in zip(names, epochs, strict=True)}
+    assert believed(evidence, companions, 3, now, end=now) == set(names[:18])
+
+
+def test_in_a_large_swarm_old_records_do_not_hold_the_run_back():
+    """Of a hundred, most have last been heard of an epoch ago. So it is the run that has gone on, not its liars."""
+    names = [bytes([number]) for number in range(100)]
+    evidence = veteran(*names, seconds=10.0)
+    now = NOW + 42
+    new = {peer: claim(peer, 4) for peer in names[80:]}
+    for age, expected in ((11, set(names)), (9, set(names[:80]))):
+        record = LocalTrainingProgress(b"", 3, 0, 0.0, now - age, False)
+        old = {peer: Companion(msgspec.structs.replace(record, peer_id=peer), math.inf) for peer in names[:80]}
+        assert believed(evidence, {**old, **new}, 3, now) == expected

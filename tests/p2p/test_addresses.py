@@ -11,7 +11,7 @@ import ifaddr
 import pytest
 
 from shoal.dht import DHTNode
-from shoal.p2p import P2P, Identity, Multiaddr, addresses
+from shoal.p2p import P2P, Identity, Multiaddr, own_addresses
 from shoal.p2p.own_addresses import LOOPBACK, PLUGGED, ROUTED, SPARE, UNCONFIGURED, VIRTUAL, OwnAddress, OwnAddresses
 from shoal.p2p.tcp import TcpTransport
 from tests.p2p.peers import Number, Peers, serving, stub, until
@@ -21,7 +21,13 @@ HERE = OwnAddress("127.0.0.1", LOOPBACK)
 
 def adapter(name: str, *ips: str, nice_name: str = "") -> SimpleNamespace:
     found = [
-        SimpleNamespace(ip=(ip, 0, 0) if ":" in ip else ip, is_IPv4=":" not in ip, is_IPv6=":" in ip) for ip in ips
+        SimpleNamespace(
+            ip=(ip, 0, 0) if ":" in ip else ip,
+            is_IPv4=":" not in ip,
+            is_IPv6=":" in ip,
+            network_prefix=64 if ":" in ip else 24,
+        )
+        for ip in ips
     ]
     return SimpleNamespace(name=name, nice_name=nice_name or name, ips=found)
 
@@ -39,11 +45,11 @@ def test_interfaces_in_the_order_in_which_others_should_try_them(monkeypatch: py
     routed = {"ip4": "192.168.1.7", "ip6": "2a00:1450::7"}
     monkeypatch.setattr(ifaddr, "get_adapters", lambda: adapters)
     monkeypatch.setattr(
-        addresses,
+        own_addresses,
         "source_of_default_route",
-        lambda family: routed["ip4" if family == addresses.socket.AF_INET else "ip6"],
+        lambda family: routed["ip4" if family == own_addresses.socket.AF_INET else "ip6"],
     )
-    found = addresses.look_at_interfaces()
+    found = own_addresses.look_at_interfaces()
     assert [(each.ip, each.rank) for each in found if each.rank != SPARE] == [
         ("192.168.1.7", ROUTED),
         ("2a00:1450::7", ROUTED),
@@ -59,7 +65,7 @@ def test_interfaces_in_the_order_in_which_others_should_try_them(monkeypatch: py
 
 
 def test_this_machine() -> None:
-    found = addresses.look_at_interfaces()
+    found = own_addresses.look_at_interfaces()
     assert "127.0.0.1" in [each.ip for each in found]
     assert found == sorted(found, key=lambda each: each.rank)
 
@@ -70,7 +76,7 @@ def test_where_to_listen_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport.listens_by_default() == ["/ip4/127.0.0.1/tcp/7", "/ip6/::1/tcp/7"]
     monkeypatch.delenv("SHOAL_HOST_MADDRS")
     assert transport.listens_by_default()[0] == "/ip4/0.0.0.0/tcp/0"
-    monkeypatch.setattr(addresses.socket, "has_ipv6", False)
+    monkeypatch.setattr(own_addresses.socket, "has_ipv6", False)
     assert transport.listens_by_default() == ["/ip4/0.0.0.0/tcp/0"]
 
 
@@ -92,7 +98,7 @@ def test_machine_is_not_looked_at_more_often_than_needed() -> None:
     own = machine.own
     assert not own.look_if_due(0.0), "nobody has been told anything yet"
     machine.addresses[0] = OwnAddress("10.0.0.7", ROUTED)
-    assert not own.look_if_due(29.0)
+    assert not own.look_if_due(14.0)
     assert not own.look_if_unknown("192.168.1.7", 29.0)
     assert not own.look_if_unknown("127.0.0.9", 29.0)
     assert machine.looks == 1
@@ -182,10 +188,25 @@ async def test_loopback_is_dialled_on_the_same_machine_alone() -> None:
     name = Multiaddr("/dns4/example.org/tcp/5")
     here = transport_on("192.168.1.7")
     assert here.worth_dialling([home, loopback]) == [loopback, home]
-    assert here.worth_dialling([other, name, loopback]) == [other, name]
+    assert here.worth_dialling([other, name, loopback]) == [name]
     assert here.worth_dialling([loopback]) == [loopback], "there is nothing else"
     assert here.worth_dialling([Multiaddr("/ip4/10.0.0.7/udp/5"), other]) == [other]
     assert transport_on().worth_dialling([home, loopback]) == [home]
+
+
+async def test_private_addresses_are_dialled_in_their_network_alone() -> None:
+    mine = OwnAddresses(lambda: [OwnAddress("192.168.1.7", ROUTED, 24), OwnAddress("2a00:1450::7", PLUGGED, 64)])
+    here = TcpTransport(Identity.generate(), machine=mine)
+    near, elsewhere, world, ipv6, neighbor = (
+        Multiaddr(f"/{address}/tcp/5")
+        for address in ("ip4/192.168.1.9", "ip4/10.0.0.7", "ip4/8.8.8.8", "ip6/2606:4700::1", "ip6/2a00:1450::9")
+    )
+    assert here.worth_dialling([world, elsewhere, near]) == [near, world]
+    assert here.worth_dialling([elsewhere, Multiaddr("/ip4/10.0.0.8/tcp/5")])[0] == elsewhere, "there is nothing else"
+    assert here.worth_dialling([ipv6, world]) == [world], "this machine has no way there"
+    assert here.worth_dialling([ipv6]) == [ipv6]
+    assert [here.is_inside(address) for address in (near, elsewhere, world, neighbor)] == [True, False, False, True]
+    assert here.is_inside(Multiaddr("/ip4/127.0.0.9/tcp/5"))
 
 
 async def test_free_ports_of_one_peer_are_the_same_if_possible() -> None:

@@ -8,18 +8,23 @@ will take is there already.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, StreamClosedError
 from shoal.p2p import P2P, Identity, Multiaddr, tcp_stream
 from shoal.p2p.server import Server
+from shoal.p2p.sessions import TcpSession
+from shoal.p2p.strangers import Strangers
 from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import Stream
+from shoal.p2p.transport import COOKIE_BYTES, Session, Stream
+from shoal.tasks import cancel_and_wait
 from tests.p2p.peers import KINDS, Empty, Number, Peers, assert_clean, end_of, serving, stub, until
+from tests.p2p.test_sessions import NO_IDLING, Circle, Count
 
 WAYS = ["while waiting", "when the wait is over"]
 MOST_SUSPENSIONS = 300
@@ -137,7 +142,7 @@ async def test_dial(way: str) -> None:
                 stream.abort()
         assert places >= {"_resolve", "connect", "prove_to_listener", "TcpStream.read_exactly_into"}
         await until(lambda: all(stream.closed for stream in accepted))
-        await until(lambda: len(listening.shaking_hands) == len(listening.silent) == 0)
+        await until(lambda: len(listening.strangers.shaking_hands) == len(listening.strangers.silent) == 0)
         await until(lambda: tcp_stream.owners == own_sockets)
     finally:
         await listening.close()
@@ -146,14 +151,14 @@ async def test_dial(way: str) -> None:
 
 async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the room for handshakes is full, or the peer is shut down."""
-    original = TcpTransport.shake_hands
+    original = Strangers.shake_hands
     attempts: list[CancelAt] = []
 
-    async def shake_hands(self: TcpTransport, *args: Any) -> None:
+    async def shake_hands(self: Strangers, *args: Any) -> None:
         attempts.append(CancelAt(original(self, *args), len(attempts), way))
         await attempts[-1]
 
-    monkeypatch.setattr(TcpTransport, "shake_hands", shake_hands)
+    monkeypatch.setattr(Strangers, "shake_hands", shake_hands)
     identity = Identity.generate()
     listening = TcpTransport(identity)
     accepted: list[Stream] = []
@@ -165,7 +170,7 @@ async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPat
                 dialled.append(await TcpTransport(Identity.generate()).dial(address, identity.peer_id))
             except ShoalError:
                 assert attempts[-1].reached
-            await until(lambda: len(listening.shaking_hands) == 0)
+            await until(lambda: len(listening.strangers.shaking_hands) == 0)
         places = {place for attempt in attempts for place in attempt.place}
         assert places >= {"verify_dialler", "TcpStream.read_exactly_into"}
         assert len(attempts) > 2
@@ -176,6 +181,140 @@ async def test_handshake_of_the_listener(way: str, monkeypatch: pytest.MonkeyPat
         for stream in (*accepted, *dialled):
             stream.abort()
     await until(lambda: not tcp_stream.owners)
+    await only_this_task()
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+async def test_opening_a_session(way: str) -> None:
+    async with Circle() as circle:
+        own_sockets = dict(tcp_stream.owners)
+        places: set[str] = set()
+        cookies: list[bytes] = []
+
+        async def open_session() -> Any:
+            cookies.append(os.urandom(COOKIE_BYTES))
+            return await circle.near.open_session(circle.address, cookies[-1], punchable=True)
+
+        async for was_cancelled, session in every_suspension(way, open_session, places):
+            expected = circle.relay.strangers.expected
+            assert len(expected) == 0
+            if not was_cancelled:
+                session.abort()
+            assert not circle.near.strangers.sessions
+        assert places >= {"connect", "TcpSession.write"}
+        await until(lambda: len(circle.relay.strangers.shaking_hands) == len(circle.relay.strangers.silent) == 0)
+        await until(lambda: tcp_stream.owners == own_sockets)
+        assert await circle.session(circle.near)
+    await only_this_task()
+
+
+async def test_using_a_session(way: str) -> None:
+    async with Circle() as circle:
+        near, inner = await circle.session(circle.near)
+
+        async def echo() -> bool:
+            for size in (1, 1000):
+                await near.write(bytes(size))
+                await inner.write(await inner.read_exactly(size))
+                assert await near.read_exactly(size) == bytes(size)
+            return True
+
+        places: set[str] = set()
+        async for was_cancelled, _ in every_suspension(way, echo, places):
+            assert was_cancelled == (near.closed or inner.closed)
+            near.abort()
+            inner.abort()
+            near, inner = await circle.session(circle.near)
+        assert places >= {"TcpSession.read_exactly", "TcpSession.write"}
+    await only_this_task()
+
+
+async def test_a_session_that_arrives(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the room for strangers is full in the middle of a cookie."""
+    original = Strangers.take_session
+    attempts: list[CancelAt] = []
+
+    async def take_session(self: Strangers, *args: Any) -> None:
+        attempts.append(CancelAt(original(self, *args), len(attempts), way))
+        await attempts[-1]
+
+    monkeypatch.setattr(Strangers, "take_session", take_session)
+    async with Circle() as circle:
+        while not attempts or attempts[-1].reached:
+            cookie = os.urandom(COOKIE_BYTES)
+            expected = circle.relay.expect_session(cookie)
+            session = await circle.near.open_session(circle.address, cookie)
+            await until(lambda: len(circle.relay.strangers.shaking_hands) == len(circle.relay.strangers.silent) == 0)
+            if expected.done():
+                (await expected).abort()
+            else:
+                expected.cancel()
+            with pytest.raises(StreamClosedError):
+                await session.read_exactly(1)
+        assert len(attempts) > 1
+        assert not circle.relay.strangers.sessions
+    await only_this_task()
+
+
+async def test_a_handshake_on_a_session(way: str) -> None:
+    async with Circle() as circle:
+        accepted: list[Stream] = []
+        sessions: list[Session] = []
+
+        async def authenticate() -> Stream:
+            return await circle.near.authenticate(sessions.pop(), circle.far.identity.peer_id)
+
+        async def prepare() -> None:
+            near, far = await circle.circuit()
+            circle.far.receive(far, accepted.append)
+            sessions[:] = [near]
+
+        await prepare()
+        places: set[str] = set()
+        async for was_cancelled, stream in every_suspension(way, authenticate, places):
+            if not was_cancelled:
+                assert stream.remote == circle.far.identity.peer_id
+                stream.abort()
+            await asyncio.gather(*circle.joining)
+            await until(lambda: all(stream.closed for stream in accepted))
+            await prepare()
+        assert places >= {"prove_to_listener", "TcpStream.read_exactly_into"}
+        sessions.pop().abort()
+        await asyncio.gather(*circle.joining)
+        await until(lambda: len(circle.far.strangers.shaking_hands) == len(circle.far.strangers.silent) == 0)
+    await only_this_task()
+
+
+async def test_joining_two_sessions(way: str) -> None:
+    async with Circle() as circle:
+        ends: list[TcpSession] = []
+        before = dict(tcp_stream.owners)
+
+        async def prepare() -> None:
+            ends[:] = [*await circle.session(circle.near), *await circle.session(circle.far)]
+
+        async def talk() -> None:
+            await ends[0].write(bytes(300_000))
+            await ends[2].read_exactly(300_000)
+            ends[2].abort()
+
+        async def join() -> None:
+            talking = asyncio.ensure_future(talk())
+            try:
+                await circle.relay.join(ends[1], ends[3], Count(), NO_IDLING)
+            finally:
+                await cancel_and_wait(talking)
+
+        await prepare()
+        places: set[str] = set()
+        async for _ in every_suspension(way, join, places):
+            for session in ends:
+                session.abort()  # does nothing to those that were taken over
+            await until(lambda: tcp_stream.owners == before)
+            await prepare()
+        assert "Splice.run" in places
     await only_this_task()
 
 
@@ -262,7 +401,7 @@ async def test_more_than_the_network_takes(way: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_call_that_waits_for_its_turn(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gives up in the queue passes its turn on."""
-    monkeypatch.setattr("shoal.p2p.connection_pool.MAX_DIALLED_PER_PEER", 2)
+    monkeypatch.setattr("shoal.p2p.pooled_peer.MAX_DIALLED_PER_PEER", 2)
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         await serving(server)
@@ -286,7 +425,7 @@ async def test_call_that_waits_for_its_turn(way: str, kind: str, monkeypatch: py
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_everybody_in_a_queue_gives_up(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.p2p.connection_pool.MAX_DIALLED_PER_PEER", 1)
+    monkeypatch.setattr("shoal.p2p.pooled_peer.MAX_DIALLED_PER_PEER", 1)
     async with Peers(kind) as peers:
         server, caller = await peers.two()
         service = await serving(server)

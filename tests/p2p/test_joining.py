@@ -15,6 +15,7 @@ from shoal.errors import BootstrapError, IdentityTakenError, InterruptedDialErro
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID, PeerInfo
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, AddressBook
 from shoal.p2p.joining import DIAL_ATTEMPTS, explain_unreachable, reach_first
+from shoal.p2p.reachability import Reachability
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream
 from tests.p2p.peers import Number, Peers, assert_clean, serving, stub, until
@@ -386,12 +387,28 @@ def test_what_to_do_when_nobody_can_call_back(announced: list[str], seen_at: str
     assert "client_mode=True" in advice
 
 
-async def test_a_node_that_cannot_be_dialled_back_over_tcp() -> None:
+async def test_a_node_that_cannot_be_dialled_back_over_tcp(caplog: pytest.LogCaptureFixture) -> None:
     async with Peers("tcp") as peers:
         first = await DHTNode.create(p2p=await peers.start())
         [address] = await first.get_visible_maddrs()
+        wrong = {"initial_peers": [address], "announce_maddrs": ["/ip4/127.0.0.2/tcp/1"]}
+        guest = await DHTNode.create(**wrong)
+        assert guest.p2p.reachability is Reachability.RELAYED
+        assert guest.protocol.is_node
+        assert "others cannot dial this peer at /ip4/127.0.0.2/tcp/1" in caplog.text
+        assert "nobody can call this peer" not in caplog.text
+        third = await DHTNode.create(initial_peers=[address])
+        assert await third.protocol.call_ping(guest.peer_id) == guest.node_id
+        await third.shutdown()
+        await guest.shutdown()
+        first.p2p.relay.wanted = False
+        client = await DHTNode.create(**wrong)
+        assert client.p2p.reachability is Reachability.CLIENT
+        assert not client.protocol.is_node
+        assert "nobody can call this peer" in caplog.text
+        await client.shutdown()
         with pytest.raises(ValidationError, match="cannot be dialled back") as error:
-            await DHTNode.create(initial_peers=[address], announce_maddrs=["/ip4/127.0.0.2/tcp/1"])
+            await DHTNode.create(**wrong, force_reachability="public")
         verdict = error.value.verdicts[str(address)]
         assert "/ip4/127.0.0.2/tcp/1" in verdict
         assert str(address) in str(error.value)

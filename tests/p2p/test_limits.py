@@ -180,7 +180,7 @@ async def test_no_sockets_left() -> None:
     resource = resource_limits()
     async with Listening() as listening:
         reader, writer = await asyncio.open_connection("127.0.0.1", listening.port)
-        await until(lambda: len(listening.transport.silent) == 1)
+        await until(lambda: len(listening.transport.strangers.silent) == 1)
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         spare = socket.socket()
         free = spare.fileno()
@@ -196,7 +196,7 @@ async def test_no_sockets_left() -> None:
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
         writer.transport.abort()
-        await until(lambda: len(listening.transport.silent) == 1)
+        await until(lambda: len(listening.transport.strangers.silent) == 1)
         client.close()
 
 
@@ -260,7 +260,7 @@ async def test_ten_thousand_strangers_do_not_keep_honest_peers_out() -> None:
         assert server.server.connection_count <= 2
         transport = server.transport
         assert isinstance(transport, TcpTransport)
-        await until(lambda: len(transport.silent) == len(transport.shaking_hands) == 0)
+        await until(lambda: len(transport.strangers.silent) == len(transport.strangers.shaking_hands) == 0)
 
 
 # --- greedy peers -----------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ async def test_more_refusals_than_can_be_told(kind: str, monkeypatch: pytest.Mon
 
 async def test_own_connections_to_one_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """An honest peer stays within what others grant, and its calls wait for their turn."""
-    monkeypatch.setattr("shoal.p2p.connection_pool.MAX_DIALLED_PER_PEER", 3)
+    monkeypatch.setattr("shoal.p2p.pooled_peer.MAX_DIALLED_PER_PEER", 3)
     async with Peers("tcp") as peers:
         server, caller = await peers.two(limits=Limits(connections_per_peer=3))
         service = await serving(server)

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p import handshake as handshake_module
+from shoal.p2p import strangers as strangers_module
 from shoal.p2p import tcp as tcp_module
 from shoal.p2p.handshake import (
     ALPN,
@@ -625,7 +626,7 @@ async def test_dialler_that_leaves_before_its_proof() -> None:
 
 
 async def test_dialler_that_never_proves_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_module, "HANDSHAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr(strangers_module, "HANDSHAKE_TIMEOUT", 0.2)
     async with Listening() as listening:
         reader, writer, _, _ = await open_tls(listening)
         writer.write(b"half of a proof")
@@ -636,7 +637,7 @@ async def test_dialler_that_never_proves_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_dialler_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_module, "HANDSHAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr(strangers_module, "HANDSHAKE_TIMEOUT", 0.2)
     async with Listening() as listening:
         reader, writer = await asyncio.open_connection("127.0.0.1", listening.port)
         assert await listening.drop_reason() == "said nothing"
@@ -645,7 +646,7 @@ async def test_dialler_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_dialler_that_stops_in_the_middle_of_tls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_module, "HANDSHAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr(strangers_module, "HANDSHAKE_TIMEOUT", 0.2)
     async with Listening() as listening:
         _, writer = await asyncio.open_connection("127.0.0.1", listening.port)
         writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a ClientHello of 512 bytes

@@ -39,7 +39,15 @@ SOMEBODY = Identity.generate().peer_id
 ALLOWED = (ProtocolError, StreamClosedError)
 fuzzed = settings(max_examples=EXAMPLES, deadline=None)
 
-for room in ("dht.records", "averaging.messages", "optim.progress_exchange", "p2p.joining", "p2p.presence"):
+for room in (
+    "dht.records",
+    "averaging.messages",
+    "optim.progress_exchange",
+    "p2p.candidates",
+    "p2p.joining",
+    "p2p.presence",
+    "p2p.relay_messages",
+):
     importlib.import_module(f"shoal.{room}")  # the tests below cover what travels there, too
 
 

@@ -26,10 +26,12 @@ from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.handshake import explain
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.tcp_listener import Listener, bind
+from shoal.p2p.transport import COOKIE_BYTES
 from shoal.reactor import LOOPS, Portal, Reactor, new_event_loop
 from tests import pretend
 from tests.p2p.peers import end_of, until
-from tests.p2p.test_tcp import Listening
+from tests.p2p.test_sessions import Circle, has_ended
+from tests.p2p.test_tcp import Listening, read
 from tests.pretend.proactor import PretendedProactorLoop
 from tests.pretend.windows import O_BINARY, TextFiles, exclusive
 
@@ -175,12 +177,26 @@ async def test_silent_strangers_cost_no_tls() -> None:
     """The standard library takes 256 KiB for each of them."""
     async with Listening() as listening:
         _, writer = await asyncio.open_connection("127.0.0.1", listening.port)
-        await until(lambda: len(listening.transport.silent) == 1)
-        assert len(listening.transport.shaking_hands) == 0
+        await until(lambda: len(listening.transport.strangers.silent) == 1)
+        assert len(listening.transport.strangers.shaking_hands) == 0
         writer.write(b"\x16")
-        await until(lambda: len(listening.transport.shaking_hands) == 1)
+        await until(lambda: len(listening.transport.strangers.shaking_hands) == 1)
         writer.transport.abort()
-        await until(lambda: len(listening.transport.shaking_hands) == 0)
+        await until(lambda: len(listening.transport.strangers.shaking_hands) == 0)
+
+
+@on_proactor
+async def test_sessions_and_streams_are_told_apart() -> None:
+    """No reader can be set there to look at the first byte."""
+    async with Circle() as circle:
+        near, far = await circle.streams_through(*await circle.circuit())
+        await near.write(bytes(1_000_000))
+        assert await read(far, 1_000_000) == bytes(1_000_000)
+        near.close()
+        assert await has_ended(await circle.near.open_session(circle.address, bytes(COOKIE_BYTES)))
+        assert circle.dropped == {"unknown session": 1}
+        (await circle.near.dial(circle.address, circle.relay.identity.peer_id)).abort()
+        await until(lambda: far.closed)
 
 
 @on_proactor
@@ -251,8 +267,8 @@ async def test_a_host_of_which_one_address_is_dead(monkeypatch: pytest.MonkeyPat
             def __getattr__(self, name: str) -> Any:
                 return getattr(loop, name)
 
-        monkeypatch.setattr("shoal.p2p.tcp.asyncio.get_running_loop", Loop)
-        monkeypatch.setattr("shoal.p2p.tcp.CONNECT_STAGGER", 0.01)
+        monkeypatch.setattr("shoal.p2p.tcp_connect.asyncio.get_running_loop", Loop)
+        monkeypatch.setattr("shoal.p2p.tcp_connect.CONNECT_STAGGER", 0.01)
         address = Multiaddr(f"/dns4/two.example/tcp/{listening.port}")
         stream = await TcpTransport(Identity.generate()).dial(address, listening.peer_id)
         assert dead.is_set()

@@ -130,12 +130,14 @@ def _msvcrt() -> ModuleType:
 
 
 def _know_exclusive_ports() -> None:
-    setsockopt = socket.socket.setsockopt
+    setsockopt, share = socket.socket.setsockopt, socket.SO_REUSEPORT
 
     def knowing(self: socket.socket, level: int, option: int, *value: Any) -> None:
         if option == SO_EXCLUSIVEADDRUSE:
             exclusive.add(self.fileno())
-        else:
-            setsockopt(self, level, option, *value)
+            return
+        setsockopt(self, level, option, *value)
+        if (level, option) == (socket.SOL_SOCKET, socket.SO_REUSEADDR):  # a port with all who set it, listeners too
+            setsockopt(self, level, share, *value)
 
     socket.socket.setsockopt = knowing

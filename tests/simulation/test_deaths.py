@@ -13,6 +13,7 @@ from shoal.averaging.allreduce import exchange
 from shoal.averaging.allreduce.coordinator import Coordination
 from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.allreduce.reducer import PartReducer
+from shoal.averaging.messages import RESUME_SECONDS
 from shoal.errors import AllreduceException
 from shoal.testing import Link, Network, run, start_averagers, start_step
 from tests.simulation.deaths import (
@@ -148,12 +149,42 @@ def test_who_was_taken_for_dead_and_comes_back_has_the_same_bytes_as_the_others(
     assert_same_bytes(complete)
 
 
+def lose_for_a_while(network, rounds, positions, seconds):
+    """Cut members off; they notice only later that the coordinator has lost them, too."""
+    [coordinator] = [each for each in rounds if each.own_index == 0]
+    links = [coordinator.roster.members[position].link.shared.call.connection.stream for position in positions]
+    lost = [link.other.host for link in links]
+    pairs = [(host, other) for host in lost for other in network.hosts if other is not host]
+    for one, other in pairs:
+        network.set_link(one, other, Link(delay=0.05, dial_failure=1.0))
+    for stream in [stream for host in lost for stream in host.streams if stream.other not in links]:
+        stream.abort()
+        stream.other.abort()
+    for link in links:
+        link.vanish()
+
+    def come_back():
+        for one, other in pairs:
+            network.set_link(one, other, Link(delay=0.05))
+            network.break_connections(one, other)
+
+    asyncio.get_running_loop().call_later(seconds, come_back)
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_two_that_come_back_after_the_commit_average_nothing_again(monkeypatch, is_kept):
     """They get the result, if it is kept; else what they lacked stays as it was: the others have something else."""
     if not is_kept:
         monkeypatch.setattr(Coordination, "_some_may_return", lambda self: False)
-    members = run_round(2, 7, link=Link(delay=WIDE_AREA.delay, jitter=0.05, break_rate=0.05))
+
+    def interfere(network, members):
+        def then(rounds):
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.36, lose_for_a_while, network, rounds, (1, 2), RESUME_SECONDS + 1)
+
+        when_all_average(members, then)
+
+    members = run_round(2, 7, link=Link(delay=0.05), interfere=interfere)
     whole = [member for member in members if member.result.share_averaged == 1]
     assert len(whole) == (7 if is_kept else 5)
     assert_same_bytes(whole)

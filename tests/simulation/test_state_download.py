@@ -309,7 +309,7 @@ def test_who_has_half_of_the_state_keeps_its_place() -> None:
 
 def test_newcomers_on_slow_lines_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them use what they are given, however little that is."""
-    monkeypatch.setattr("shoal.p2p.memory.WINDOW_BYTES", 2**16)  # as TCP, which waits until the line has taken it
+    monkeypatch.setattr("shoal.p2p.pipes.WINDOW_BYTES", 2**16)  # as TCP, which waits until the line has taken it
 
     async def main() -> None:
         swarm = Swarm()

@@ -7,7 +7,7 @@ import json
 import sys
 
 from shoal import DHT, get_dht_time
-from shoal.p2p import tcp
+from shoal.p2p import strangers, tcp
 
 SECONDS_TO_LIVE = 3600.0
 PATIENCE_SECONDS = 60.0
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--initial-peers", nargs="*", default=[])
     args = parser.parse_args()
-    tcp.HANDSHAKE_TIMEOUT = PATIENCE_SECONDS
+    tcp.HANDSHAKE_TIMEOUT = strangers.HANDSHAKE_TIMEOUT = PATIENCE_SECONDS
     dht = DHT(
         initial_peers=args.initial_peers, start=True, wait_timeout=PATIENCE_SECONDS, startup_timeout=PATIENCE_SECONDS
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from shoal.p2p.multiaddr import Multiaddr
 from shoal.testing import Host
 from shoal.testing.host import SimulatedStream
 
@@ -21,7 +22,9 @@ class Listener:
         self.accepted: asyncio.Queue[SimulatedStream] = asyncio.Queue()
 
     async def start(self) -> Listener:
-        (self.address,) = await self.host.run(self.transport.listen("/ip4/127.0.0.1/tcp/0", self.accepted.put_nowait))
+        (self.address,) = await self.host.run(
+            self.transport.listen(Multiaddr("/ip4/127.0.0.1/tcp/0"), self.accepted.put_nowait)
+        )
         return self
 
     async def dialled_by(self, host: Host) -> tuple[SimulatedStream, SimulatedStream]:

@@ -6,19 +6,24 @@ Run as ``python -m tests.testing.reproducible_runs SEED``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 
 import torch
 
 from shoal.clock import get_dht_time
+from shoal.dht import DHTNode
+from shoal.errors import ShoalError
 from shoal.p2p import P2P, Call, Header, P2PContext, ServicerBase
 from shoal.testing import (
     Link,
+    Nat,
     Network,
     SharedTable,
     Trace,
     run,
     start_averagers,
+    start_dht_node,
     start_dht_nodes,
     start_peers,
     start_step,
@@ -103,7 +108,38 @@ async def average(trace: Trace) -> None:
         trace.record(loop.time(), number, b"result", bytes(tensor.numpy().data))
 
 
-PROGRAMS = (call_each_other, share_a_table, average)
+async def get_through_routers(trace: Trace) -> None:
+    """Peers behind routers of all kinds dial each other; a relay dies meanwhile, and a router starts again."""
+    network = Network(LINK, trace=trace, internet=True)
+    kinds = [None, None, Nat(), Nat(mapping="hard"), Nat(rejects=True), Nat(behind=Nat(hairpin=True))]
+    nodes: list[DHTNode] = []
+    for nat in kinds:
+        host = network.add_host(nat=nat)
+        nodes.append(await start_dht_node(network, host, nodes[:1]))
+    hosts = [network.host_of(node.peer_id) for node in nodes]
+
+    async def dial(caller: DHTNode, other: DHTNode) -> None:
+        with contextlib.suppress(ShoalError):
+            caller.p2p.add_addresses(other.peer_id, await other.get_visible_maddrs())
+            (await caller.p2p.dial(other.peer_id)).abort()
+
+    for moment in range(3):
+        await asyncio.gather(
+            *(
+                host.run(dial(caller, other))
+                for host, caller in zip(hosts[2:], nodes[2:], strict=True)
+                for other in nodes
+                if other is not caller
+            )
+        )
+        if moment == 0:
+            hosts[1].crash()
+            assert hosts[2].nat is not None
+            hosts[2].nat.rebind(new_address=True)
+        await asyncio.sleep(20)
+
+
+PROGRAMS = (call_each_other, share_a_table, average, get_through_routers)
 
 
 def hashes(seed: int) -> dict[str, str]:

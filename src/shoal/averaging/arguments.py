@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from shoal.averaging.aggregation import Aggregation, check_aggregation
 from shoal.averaging.allreduce.verification import check_verification
 from shoal.averaging.control import AveragingMode
+from shoal.averaging.messages import MAX_BANDWIDTH
 from shoal.compression import CompressionBase, CompressionInfo
 
 # A member is given up after so many seconds of silence, unless the user has set a limit.
@@ -114,3 +115,14 @@ def resolve_timeouts(chunk: float | None, sender: float | None, reducer: float |
         )
     sender = DEFAULT_STALL_TIMEOUT if sender is None else sender
     return sender, 2 * sender if reducer is None else reducer
+
+
+def check_names(prefix: object, initial_group_bits: str, bandwidth: float | None) -> None:
+    """Check arguments of an averager that others see."""
+    if not isinstance(prefix, str) or not prefix:
+        raise ValueError(f"prefix must be the name of a run, got {prefix!r}")
+    assert "." not in prefix, f"prefix must not contain dots, got {prefix!r}: use '_' instead"
+    assert all(c in "01" for c in initial_group_bits), f"initial_group_bits are 0 and 1, got {initial_group_bits!r}"
+    assert bandwidth is None or 0 <= bandwidth <= MAX_BANDWIDTH, (
+        f"bandwidth must be a number from 0 to {MAX_BANDWIDTH:g} or None, got {bandwidth!r}"
+    )

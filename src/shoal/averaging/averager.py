@@ -16,9 +16,10 @@ import torch
 from shoal.averaging.aggregation import Aggregation
 from shoal.averaging.allreduce.parts import DEFAULT_PART_SIZE_BYTES
 from shoal.averaging.allreduce.session import GroupSession
-from shoal.averaging.arguments import DEFAULT_STALL_TIMEOUT, AveragerConfig, check_tags, resolve_timeouts
+from shoal.averaging.arguments import DEFAULT_STALL_TIMEOUT, AveragerConfig, check_names, check_tags, resolve_timeouts
 from shoal.averaging.control import AveragingMode, Gathered, RoundResult, StepControl
-from shoal.averaging.messages import MAX_BANDWIDTH, MAX_GATHERED_BYTES
+from shoal.averaging.groups.settings import present_mode
+from shoal.averaging.messages import MAX_GATHERED_BYTES
 from shoal.averaging.node import AveragerNode, average_once, schema_of
 from shoal.averaging.state.download import OwnedState, State
 from shoal.averaging.tensor_lock import TensorLock
@@ -137,13 +138,7 @@ class DecentralizedAverager(Facade):
         verify_reducers: bool = False,
     ) -> None:
         check_dht(dht)
-        if not isinstance(prefix, str) or not prefix:
-            raise ValueError(f"prefix must be the name of a run, got {prefix!r}")
-        assert "." not in prefix, f"prefix must not contain dots, got {prefix!r}: use '_' instead"
-        assert all(c in "01" for c in initial_group_bits), f"initial_group_bits are 0 and 1, got {initial_group_bits!r}"
-        assert bandwidth is None or 0 <= bandwidth <= MAX_BANDWIDTH, (
-            f"bandwidth must be a number from 0 to {MAX_BANDWIDTH:g} or None, got {bandwidth!r}"
-        )
+        check_names(prefix, initial_group_bits, bandwidth)
         tensors = list(averaged_tensors)
         for index, tensor in enumerate(tensors):
             is_leaf = isinstance(tensor, torch.Tensor) and tensor.grad_fn is None
@@ -162,7 +157,8 @@ class DecentralizedAverager(Facade):
             logger.warning("target_group_size %d is not a power of two: peers mix more slowly", target_group_size)
         sender_limit, reducer_limit = resolve_timeouts(next_chunk_timeout, sender_timeout, reducer_timeout)
         mode = AveragingMode.AUX if auxiliary else AveragingMode.CLIENT if client_mode else AveragingMode.NODE
-        self.dht, self.prefix, self.client_mode, self.mode, self.bandwidth = dht, prefix, client_mode, mode, bandwidth
+        self.dht, self.prefix, self.client_mode, self.bandwidth = dht, prefix, client_mode, bandwidth
+        self._mode, self._p2p = mode, dht.p2p
         self.tensor_infos = tuple(
             tensor_infos or (CompressionInfo.from_tensor(t, key=i) for i, t in enumerate(tensors))
         )
@@ -435,6 +431,11 @@ class DecentralizedAverager(Facade):
         return self._portal.call(coro) if wait else self._portal.submit(coro)
 
     # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def mode(self) -> AveragingMode:
+        """How this peer takes part at present: as a client too while nobody can call it."""
+        return present_mode(self._mode, self._p2p)
 
     @property
     def allow_state_sharing(self) -> bool:

@@ -17,7 +17,14 @@ import msgspec
 from msgspec import Meta
 
 from shoal.compression.base import SerializedTensor, TensorMetadata
-from shoal.errors import DialError, InterruptedDialError, P2PDaemonError, P2PHandlerError, ProtocolError
+from shoal.errors import (
+    DialError,
+    InterruptedDialError,
+    P2PDaemonError,
+    P2PHandlerError,
+    ProtocolError,
+    RefusedDialError,
+)
 from shoal.p2p import Call, Header
 from shoal.p2p.transport import Amount, Buffer, Count, Moment, PeerIDBytes
 
@@ -99,6 +106,10 @@ class JoinRequest(Header):
     gathered: Gathered = b""
     bandwidth: Bandwidth | None = None
     expected_group_size: Count | None = None
+    reach: Annotated[int, Meta(ge=0, le=255)] = 0
+    """How others call the follower, see :class:`shoal.p2p.reachability.Reach`."""
+    relay_rate: Amount = 0.0
+    """Bytes per second that its relays carry for all; 0: they set no limit, or there are none."""
 
 
 class Expectation(Header):
@@ -157,6 +168,13 @@ class InvitationReply(Header):
     """DHT time at which that leader will start."""
 
 
+# Parts travel in order, so few gaps are open at a time: about one for each connection.
+MAX_GAPS = 256
+
+Gaps = Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_GAPS)]
+"""Ranges of parts that have not come, in order: for each one the first index, and the index after the last one."""
+
+
 class BeginReduce(Header, omit_defaults=True):
     """First message of a sender to a reducer."""
 
@@ -169,6 +187,20 @@ class BeginReduce(Header, omit_defaults=True):
     norms: list[Norm] = msgspec.field(default_factory=list)
     """The norm of each reducer's share of the sender's vector, if the group's aggregation rule needs it."""
     statement: Statement = b""
+    resume: Count = 0
+    """How often the exchange of these two members has begun anew because a connection broke. If it has, the reducer
+    answers with :class:`Resume`, and the next two fields count."""
+    missing_parts: Gaps = msgspec.field(default_factory=list)
+    """Parts of the reducer that the sender, which is a reducer, too, still lacks."""
+    missing_averages: Gaps = msgspec.field(default_factory=list)
+    """Averages of the reducer that the sender still lacks."""
+
+
+class Resume(Header, omit_defaults=True):
+    """What the reducer lacks when an exchange begins anew."""
+
+    missing_parts: Gaps = msgspec.field(default_factory=list)
+    missing_averages: Gaps = msgspec.field(default_factory=list)
 
 
 class PartStatus(IntEnum):
@@ -205,6 +237,9 @@ class PartMessage(Header, array_like=True):
     """Whether these are averages from the reducer, rather than the values of one member for the reducer."""
     offset: Count = 0
     """The offset of the payload within the part, in bytes, if it is a slice."""
+    held: Count = 0
+    """How many averages of the receiver the sender holds, from the first one on. They need not be kept any longer for
+    the case that a connection breaks."""
 
 
 class RoundKind(IntEnum):
@@ -287,6 +322,8 @@ class RoundStatus(IntEnum):
     UNKNOWN = 0
     RUNNING = 1
     FINISHED = 2
+    LEFT = 3
+    """Over for this member, without a result."""
 
 
 class StatusRequest(Header):
@@ -370,6 +407,35 @@ async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Cal
                 if attempt >= factor * MAX_DIALS or now() - begun > factor * REDIAL_WITHIN:
                     raise
                 await asyncio.sleep(attempt * REDIAL_PAUSE)
+        yield call
+
+
+# A member whose connection broke is waited for so many seconds, unless it is known that it is dead.
+RESUME_SECONDS = 3.0
+
+
+@asynccontextmanager
+async def open_again(open_call: Callable[[], AbstractAsyncContextManager[Call]]) -> AsyncIterator[Call]:
+    """Open a call to a member whose connection has just broken. It is dialled for ``RESUME_SECONDS``.
+
+    Raises:
+        RefusedDialError: it is dead.
+        DialError, TimeoutError: it could not be reached in time.
+    """
+    now = asyncio.get_running_loop().time
+    deadline = now() + RESUME_SECONDS
+    async with AsyncExitStack() as stack:
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    call = await stack.enter_async_context(open_call())
+                break
+            except RefusedDialError:
+                raise
+            except DialError:
+                if now() + REDIAL_PAUSE > deadline:
+                    raise
+                await asyncio.sleep(REDIAL_PAUSE)
         yield call
 
 

@@ -47,7 +47,7 @@ class DHT(Facade):
     Raises:
         TypeError, ValueError: ``initial_peers`` is not a list of such addresses.
         BootstrapError: no initial peer could be reached; the text says why for each address.
-        ValidationError: this peer cannot be reached, or the initial peers do not agree about the time.
+        ValidationError: the initial peers do not agree about the time.
     """
 
     instead_of_a_copy = "give its addresses, get_visible_maddrs(), and make another DHT with them as initial_peers"

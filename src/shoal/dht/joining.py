@@ -1,6 +1,6 @@
 """Joins a swarm, keeps in touch with it, and finds it again after an outage.
 
-To join, at least one initial peer must answer, be able to call back, and agree about the time.
+To join, at least one initial peer must answer and agree about the time. If none can call back, relays are looked for.
 
 While the swarm answers, a node pings its suspects, less and less often; its initial peers that are not in the table;
 and, if it is otherwise idle, its nearest neighbor. So it notices when an outage begins and ends. A peer that comes back
@@ -19,8 +19,9 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from shoal.dht.protocol import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS, DHTProtocol
-from shoal.errors import BootstrapError, IdentityMismatchError, NotAMemberError, ValidationError
+from shoal.dht.protocol import DHTProtocol
+from shoal.dht.seat import NO_ANSWER, SECONDS_BETWEEN_ATTEMPTS
+from shoal.errors import BootstrapError, IdentityMismatchError, NotAMemberError, NotCallableError, ValidationError
 from shoal.p2p import Multiaddr, PeerID
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ Outcomes = asyncio.Queue[tuple[PeerID, "Exception | None"]]
 
 # Attempts to ping an initial peer; only a broken connection, which may be chance, leads to another one.
 PING_ATTEMPTS = 3
-# Seconds that other initial peers have to report their time, if the first one says that this machine's is wrong.
+# Seconds that other initial peers have to answer, if the first one cannot call back or says that the time is wrong.
 SECOND_OPINION_SECONDS = 1.0
 
 
@@ -46,7 +47,8 @@ async def ping_initial_peers(
         targets: addresses and ids of the initial peers.
         timeout: seconds to wait for the first answer.
         must_succeed: let the peers check this node, and fail if none answers.
-        strict: fail if all peers that answer find that this node cannot be reached, or do not agree about the time.
+        strict: fail if all peers that answer do not agree about the time; or if none can reach this node, and the user
+            has said that they can.
 
     Raises:
         ValidationError: the check failed, and ``strict`` is set.
@@ -62,16 +64,30 @@ async def ping_initial_peers(
         protocol.spawn(_ping(protocol, peer, must_succeed, queue))
     outcomes: dict[PeerID, Exception | None] = {}
     began = asyncio.get_running_loop().time()
-    await _collect(queue, outcomes, len(peers), timeout, until_success=True)
-    if clock.offset:
+
+    async def collect(limit: float, is_enough: Callable[[Exception | None], bool]) -> None:
         left = began + timeout - asyncio.get_running_loop().time()
-        await _collect(queue, outcomes, len(peers), min(left, SECOND_OPINION_SECONDS), until_success=False)
+        await _collect(queue, outcomes, len(peers), min(left, limit), is_enough)
+
+    await collect(timeout, lambda error: error is None or isinstance(error, NotCallableError))
+    if outcomes and None not in outcomes.values():
+        # The others have had the same time for calling back.
+        await collect(SECOND_OPINION_SECONDS, lambda error: error is None)
+    if clock.offset:
+        await collect(SECOND_OPINION_SECONDS, lambda error: False)
     if clock.is_disputed and any(peer in clock.sources for peer in outcomes):
         _object(
             "the peers through which this node joins do not agree about the time", _clock_verdicts(protocol), strict
         )
     elif None in outcomes.values() or not peers:
-        return
+        await protocol.settle()
+    elif any(isinstance(error, NotCallableError) for error in outcomes.values()):
+        if protocol.p2p.outlook.evidence.forced:
+            verdicts = _verdicts(targets, outcomes, timeout)
+            _object(
+                "no peer that answers can call this node, which force_reachability says is public", verdicts, strict
+            )
+        await protocol.settle()
     elif any(isinstance(error, ValidationError) for error in outcomes.values()):
         verdicts = _verdicts(targets, outcomes, timeout)
         _object("no peer that answers lets this node join", verdicts, strict)
@@ -83,15 +99,19 @@ async def ping_initial_peers(
 
 
 async def _collect(
-    queue: Outcomes, outcomes: dict[PeerID, Exception | None], count: int, timeout: float, *, until_success: bool
+    queue: Outcomes,
+    outcomes: dict[PeerID, Exception | None],
+    count: int,
+    timeout: float,
+    is_enough: Callable[[Exception | None], bool],
 ) -> None:
-    """Collect the outcomes of pings: all of them, or up to the first success."""
+    """Collect the outcomes of pings: all of them, or up to the first that is enough."""
     try:
         async with asyncio.timeout(max(0.0, timeout)):
             while len(outcomes) < count:
                 peer, error = await queue.get()
                 outcomes[peer] = error
-                if until_success and error is None:
+                if is_enough(error):
                     return
     except TimeoutError:
         return
@@ -202,6 +222,7 @@ class Reunion:
         """Run for ever: keep in touch with the swarm, and find it again when it is lost."""
         while True:
             await asyncio.sleep(TICK_SECONDS * self._rng.uniform(0.75, 1.25))
+            self._protocol.seat.look()
             if not self._reception.is_lost:
                 await self._look_around()
             if self._reception.is_lost:

@@ -80,7 +80,8 @@ class NodeConfig:
     ensure_bootstrap_success: bool = True
     """Fail if no initial peer answers, and let one that answers check that this node can be reached."""
     strict: bool = True
-    """Fail if this node cannot be reached, or if nobody can tell the right time; otherwise only warn."""
+    """Fail if nobody can tell the right time, or if this node cannot be reached although it is said to be public
+    (``force_reachability``); otherwise only warn."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_size", "num_replicas", "depth_modulo", "num_workers", "chunk_size"):
@@ -160,7 +161,8 @@ class DHTNode:
 
         Raises:
             BootstrapError: no initial peer answered.
-            ValidationError: this node cannot be reached, or the initial peers do not agree about the time.
+            ValidationError: the initial peers do not agree about the time; or they cannot reach this node, which
+                ``force_reachability="public"`` has promised.
             ValueError, TypeError: an argument makes no sense.
         """
         config = options_from(NodeConfig, locals())
@@ -298,7 +300,7 @@ class DHTNode:
         count = self.config.bucket_size if k_nearest is None else k_nearest
         lookup = Lookup(self.protocol, node_to_peer_id)
         results: dict[DHTID, dict[DHTID, PeerID]] = {}
-        without_self = exclude_self or self.protocol.client_mode
+        without_self = exclude_self or not self.protocol.is_node
 
         def note(target: DHTID, nearest: list[DHTID]) -> None:
             nodes = nearest if without_self else lookup.with_own(nearest, target)
@@ -471,7 +473,7 @@ class DHTNode:
 
     @property
     def client_mode(self) -> bool:
-        """Others never call this node."""
+        """This node was told never to be part of the table; whether it is at the moment, ``protocol.is_node`` tells."""
         return self.protocol.client_mode
 
     async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:

@@ -32,10 +32,10 @@ from shoal.dht.records import (
     PingResponse,
     StoreRequest,
     StoreResponse,
-    records_for_newcomer,
     split_into_requests,
 )
 from shoal.dht.routing import DHTID, RoutingTable
+from shoal.dht.seat import NO_ANSWER, Seat
 from shoal.dht.storage import Blacklist, DHTLocalStorage
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import (
@@ -43,7 +43,7 @@ from shoal.errors import (
     DialError,
     InterruptedDialError,
     NotAMemberError,
-    ShoalError,
+    NotCallableError,
     StreamClosedError,
     ValidationError,
 )
@@ -64,9 +64,6 @@ KEEPERS = Roles.TRAIN | Roles.RELAY
 """Members of a private run that may be nodes, and store records."""
 ResponseT = TypeVar("ResponseT", bound=Header)
 
-# What a call raises when the other node is gone, silent, or does not speak this protocol.
-NO_ANSWER = (ShoalError, ConnectionError, TimeoutError)
-
 # What a call raises when it heard nothing from the other node: the node may be gone, or this machine offline or busy.
 SILENCE = (ConnectionError, TimeoutError)
 
@@ -74,12 +71,6 @@ SILENCE = (ConnectionError, TimeoutError)
 STALL_SHARE = 0.25
 # A node is asked again only if the connection broke, because chance may have caused that.
 CALL_ATTEMPTS = 3
-
-# More than one attempt: a connection that breaks by chance would keep a newcomer out of the table.
-PING_BACK_ATTEMPTS = 3
-SECONDS_BETWEEN_ATTEMPTS = 0.1
-# The fraction of the waiting time for calling a newcomer back; the rest lets the verdict reach the newcomer in time.
-PING_BACK_SHARE = 0.5
 
 
 class DHTProtocol(ServicerBase):
@@ -112,8 +103,8 @@ class DHTProtocol(ServicerBase):
         """Set when a suspect has given a sign of life: it may know more nodes."""
         self.authorizer = authorizer
         self._gate: MembersOnly | None = None
-        # None keeps this node out of the routing tables of others.
-        self._announced_id = None if client_mode else node_id.to_bytes()
+        self.wrapper: AuthRPCWrapper | None = None
+        """Checks the calls of others, if there is an authorizer."""
         self.routing_table = RoutingTable(node_id, config.bucket_size, config.depth_modulo)
         self.routing_table.note_choice(node_id, p2p.peer_id)
         self.records = LocalRecords(config.cache_size, record_validator, node_id, p2p.metrics)
@@ -127,6 +118,17 @@ class DHTProtocol(ServicerBase):
         # A dictionary and not a set: it keeps the order, so that the same seed gives the same run.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._is_shut_down = False
+        self.seat = Seat(self, client_mode=client_mode)
+
+    @property
+    def is_node(self) -> bool:
+        """This peer is in the table at present: others may call it, and keep records here."""
+        return self.seat.is_node
+
+    @property
+    def _announced_id(self) -> bytes | None:
+        """What others are told; ``None`` keeps this peer out of their routing tables."""
+        return self.node_id.to_bytes() if self.seat.is_node else None
 
     @property
     def stall_after(self) -> float:
@@ -149,7 +151,7 @@ class DHTProtocol(ServicerBase):
         return self.records.record_validator
 
     async def start(self) -> None:
-        """Begin to answer other nodes, unless in client mode."""
+        """Begin to answer other nodes, as far as they can call this one."""
         authorizer = self.authorizer
         if authorizer is not None:
             await authorizer.prepare()
@@ -157,22 +159,26 @@ class DHTProtocol(ServicerBase):
             await gate.add_p2p_handlers(self.p2p)
             self.p2p.close_to_strangers(gate)
             self._gate = gate
-        if not self.client_mode:
-            wrapper = None if authorizer is None else AuthRPCWrapper(self, AuthRole.SERVICER, authorizer)
-            await self.add_p2p_handlers(self.p2p, wrapper)
+            self.wrapper = AuthRPCWrapper(self, AuthRole.SERVICER, authorizer)
+        await self.seat.start()
 
     async def shutdown(self) -> None:
         """Stop answering, and cancel the background tasks."""
         self._is_shut_down = True
         self.reception.close()
-        if not self.client_mode:
-            await self.remove_p2p_handlers(self.p2p)
+        await self.seat.close()
         if self._gate is not None:  # the peer keeps its gate, or it would be open to all after the DHT is gone
             await self._gate.remove_p2p_handlers(self.p2p)
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def settle(self) -> None:
+        """Wait until it is clear how others can call this peer, now that the first ones have tried."""
+        if not self.client_mode:
+            await self.p2p.outlook.settle()
+            self.seat.look()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine in the background for as long as this node lives."""
@@ -193,8 +199,11 @@ class DHTProtocol(ServicerBase):
     def note_alive(self, node_id: bytes | None, peer: PeerID, *, is_news: bool = True) -> None:
         """A peer has just told its node id; ``is_news`` as for :meth:`RoutingTable.add_or_update_node`."""
         self.blacklist.register_success(peer)
-        if node_id is None or not self.p2p.is_reachable(peer):
-            return  # in client mode, or without a known address: nobody could call it
+        if node_id is None:  # in client mode, or it has stepped down
+            self._note_absence(peer)
+            return
+        if not self.p2p.is_reachable(peer):
+            return  # nobody could call it
         newcomer = DHTID.from_bytes(node_id)
         if self.routing_table.refresh(newcomer, peer, is_news=is_news):
             return
@@ -205,7 +214,7 @@ class DHTProtocol(ServicerBase):
         if node_to_check is not None:
             self.spawn(self._check_alive(*node_to_check))
         if is_new:
-            self._hand_over(newcomer, peer)
+            self.seat.welcome(newcomer, peer)
 
     def _note_caller(self, node_id: bytes | None, context: P2PContext, *, is_news: bool = True) -> None:
         """Like :meth:`note_alive`. A peer that may not keep records is no node, whatever it says."""
@@ -225,6 +234,10 @@ class DHTProtocol(ServicerBase):
         """A peer gave no sensible answer: it is no node, or belongs to another table."""
         if is_walk:
             self.blacklist.register_failure(peer)
+        self._note_absence(peer)
+
+    def _note_absence(self, peer: PeerID) -> None:
+        """A peer is no node."""
         node_id = self.routing_table.peer_id_to_node.get(peer)
         if node_id is not None:
             del self.routing_table[node_id]
@@ -239,18 +252,6 @@ class DHTProtocol(ServicerBase):
             self.routing_table.bucket_of(node_id).end_check(node_id)
         if response.node_id != node_id.to_bytes() and self.routing_table.get(node_id) == peer:
             del self.routing_table[node_id]
-
-    def _hand_over(self, newcomer: DHTID, peer: PeerID) -> None:
-        """Give a new neighbor the records that it should hold from now on."""
-        if not self.storage:
-            return
-        due = records_for_newcomer(newcomer, self.storage, self.routing_table, self.num_replicas)
-        records = [NewRecord.of_stored(*record) for record in due]
-        if records:
-            self.spawn(self._push(peer, records))
-
-    async def _push(self, peer: PeerID, records: list[NewRecord]) -> None:
-        await self.call_store(peer, records)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -340,23 +341,28 @@ class DHTProtocol(ServicerBase):
             is_trial: do not hold a failure against the peer, nor take it for a sign of an outage.
 
         Raises:
-            ValidationError: the node cannot call back, or the clocks do not agree.
+            NotCallableError: the node cannot call back.
+            ValidationError: the clocks do not agree.
             NO_ANSWER: one of these.
         """
         now = asyncio.get_running_loop().time
         asked_at = now()
         request = PingRequest(node_id=self._announced_id, validate=validate)
         limit = self.wait_timeout if timeout is None else timeout
+        announced = self.p2p.get_addresses(self.p2p.peer_id)
         response = await self._call(peer, "rpc_ping", request, PingResponse, limit, is_trial=is_trial)
         self.note_alive(response.node_id, peer, is_news=validate)
+        self.p2p.outlook.note_seen(peer, response.seen_at)
         if validate:
-            self._check_validity(peer, response, now() - asked_at)
+            if request.node_id is not None:
+                self.p2p.outlook.note_called_back(peer, announced, reached=response.available)
+                if not response.available:
+                    told = list(map(str, announced))
+                    raise NotCallableError(": ".join(explain_unreachable(peer, told, response.seen_at)))
+            self._check_clock(peer, response, now() - asked_at)
         return response
 
-    def _check_validity(self, peer: PeerID, response: PingResponse, seconds: float) -> None:
-        if not self.client_mode and not response.available:
-            announced = [str(address) for address in self.p2p.get_addresses(self.p2p.peer_id)]
-            raise ValidationError(": ".join(explain_unreachable(peer, announced, response.seen_at)))
+    def _check_clock(self, peer: PeerID, response: PingResponse, seconds: float) -> None:
         answered_at, tolerance = get_dht_time(), MAX_DHT_TIME_DISCREPANCY_SECONDS
         if not answered_at - seconds - tolerance <= response.dht_time <= answered_at + tolerance:
             ahead = response.dht_time - (answered_at - seconds / 2)
@@ -434,7 +440,7 @@ class DHTProtocol(ServicerBase):
         """Tell this node's id; call back if asked to."""
         available = False
         if request.node_id is not None and request.validate and context.roles & KEEPERS:
-            available = await self._can_call_back(request.node_id, context.remote_id)
+            available = await self.seat.can_call_back(request.node_id, context.remote_id)
         else:
             self._note_caller(request.node_id, context, is_news=False)
         return PingResponse(
@@ -443,20 +449,6 @@ class DHTProtocol(ServicerBase):
             available=available,
             seen_at=self.p2p.address_seen_of(context.remote_id),
         )
-
-    async def _can_call_back(self, node_id: bytes, peer: PeerID) -> bool:
-        """Whether the peer can be called, in several attempts: one broken connection proves nothing."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.wait_timeout * PING_BACK_SHARE
-        for _ in range(PING_BACK_ATTEMPTS):
-            try:
-                left = max(0.0, deadline - loop.time())
-                response = await self.ping(peer, validate=False, timeout=left, is_trial=True)
-            except NO_ANSWER:
-                await asyncio.sleep(max(0.0, min(SECONDS_BETWEEN_ATTEMPTS, deadline - loop.time())))
-            else:
-                return response.node_id == node_id
-        return False
 
     @open_to(KEEPERS)
     async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
@@ -472,6 +464,7 @@ class DHTProtocol(ServicerBase):
         """Return this node's records of some keys, and the nodes nearest to these keys."""
         self._note_caller(request.node_id, context)
         asker = None if request.node_id is None else DHTID.from_bytes(request.node_id)
+        asker_host = self.p2p.outlook.far_host_of(context.remote_id)
         told: dict[DHTID, int] = {}
         contacts: list[msgspec.Raw] = []
         results: list[FindResult] = []
@@ -483,10 +476,10 @@ class DHTProtocol(ServicerBase):
             if known:
                 neighbors = [each for each in neighbors if each[0] not in known]
             for node_id, peer in neighbors:
-                if node_id not in told:
+                if node_id not in told and (contact := self._contacts.pack(peer, asker_host)) is not None:
                     told[node_id] = len(told)
-                    contacts.append(self._contacts.pack(peer))
-            nearest = [told[node_id] for node_id, _ in neighbors]
+                    contacts.append(contact)
+            nearest = [told[node_id] for node_id, _ in neighbors if node_id in told]
             if request.neighbors_only:
                 results.append(FindResult(Found.NOTHING, b"", 0.0, nearest))
                 continue

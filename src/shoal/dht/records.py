@@ -35,6 +35,7 @@ from shoal.errors import ProtocolError
 from shoal.logs import Seldom, quoted
 from shoal.metrics import Metrics
 from shoal.p2p import P2P, PeerID
+from shoal.p2p.reachability import is_private
 from shoal.p2p.transport import Moment, PeerIDBytes
 from shoal.serializer import MSGPackSerializer
 
@@ -198,19 +199,27 @@ class PackedContacts:
 
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
-        self._packed: dict[PeerID, msgspec.Raw] = {}
+        # By peer, and whether it is for somebody on the internet.
+        self._packed: dict[tuple[PeerID, bool], msgspec.Raw | None] = {}
         self._address_changes = 0  # the count that the packed contacts reflect
 
-    def pack(self, peer: PeerID) -> msgspec.Raw:
-        """The packed contact of a peer."""
+    def pack(self, peer: PeerID, asker_host: str = "") -> msgspec.Raw | None:
+        """The packed contact of a peer.
+
+        Args:
+            asker_host: where on the internet the contact is for. Private addresses are left out there, unless the peer
+                itself is behind the same router; ``None`` is returned if there are no others.
+        """
         if self._address_changes != self._p2p.address_changes or len(self._packed) > MAX_PACKED_CONTACTS:
             self._packed.clear()
             self._address_changes = self._p2p.address_changes
-        packed = self._packed.get(peer)
-        if packed is None:
-            addresses = [str(address) for address in self._p2p.get_addresses(peer)[:MAX_ADDRESSES]]
-            packed = self._packed[peer] = pack_contact(NodeContact(peer.to_bytes(), addresses))
-        return packed
+        is_far = bool(asker_host) and asker_host != self._p2p.outlook.far_host_of(peer)
+        if (peer, is_far) not in self._packed:
+            known = self._p2p.get_addresses(peer)
+            told = [str(address) for address in known if not is_far or not is_private(address)][:MAX_ADDRESSES]
+            is_useless = is_far and not told
+            self._packed[peer, is_far] = None if is_useless else pack_contact(NodeContact(peer.to_bytes(), told))
+        return self._packed[peer, is_far]
 
 
 def unpack_contact(packed: msgspec.Raw) -> NodeContact:

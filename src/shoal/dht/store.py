@@ -125,7 +125,7 @@ class Writer:
             places.append((publication, publication.add(record)))
         lookup = Lookup(self._protocol)
         # Other nodes cannot fetch records from a client.
-        without_self = exclude_self or self._protocol.client_mode
+        without_self = exclude_self or not self._protocol.is_node
 
         async def store_at(node_id: DHTID, batch: Sequence[NewRecord]) -> list[bool] | None:
             if node_id == self._protocol.node_id:

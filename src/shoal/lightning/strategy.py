@@ -150,7 +150,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         wait_timeout: float = 3,
         bootstrap_timeout: float | None = None,
         use_relay: bool = True,
-        use_auto_relay: bool = False,
+        use_auto_relay: bool = True,
         identity_path: str | None = None,
         *,
         token: str | os.PathLike[str] | None = None,

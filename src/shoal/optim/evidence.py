@@ -12,12 +12,10 @@ averaging rounds, its *deeds*, and compares claims with them:
 * Waiting: this peer waits for peers that take part in rounds, and for others while that costs it at most 5 % of its
   time. If more peers ended an epoch without this one than with it, they are the run, and count as if they had come.
 
-In its first epoch this peer knows nothing: all claims count in full, and it waits for everybody.
-
-A fifth of all hosts may lie. Where at least five others are known, more than a fifth must say that an epoch is over or
-that the run is ahead. A peer that joins late, or was alone in its first round, has no deeds to compare with: it ignores
-the largest fifth of the claims, and cuts them to twice the largest one of the rest. So a single liar can end only the
-first epoch of a run.
+In its first epoch this peer knows nothing: all claims count in full, and it waits for everybody. Later a fifth
+of all hosts may lie. Where at least five others are known, more than a fifth must say that an epoch is over or that the
+run is ahead. A peer that joins late, or was alone in its first round, has no deeds to compare with: it ignores the
+largest fifth of the claims, and cuts them to twice the largest of the rest. So one liar can end only the first epoch.
 
 In a run of several groups a peer never meets most others. It takes them to be as fast as those it has met, and counts
 nobody as missing. After some rounds, if it can hear of all peers, it believes strangers only if receipts of rounds show
@@ -32,7 +30,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from shoal.logs import Seldom, counted
 from shoal.optim.epochs import EPOCHS_AHEAD
@@ -42,7 +40,6 @@ from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # A claim may be this many times what the peer has delivered, because speeds and shares vary from round to round.
 _GENEROSITY = 2.0
@@ -80,7 +77,7 @@ class _Deeds:
     """For how many rounds in a row it did not come although this peer waited for it."""
 
 
-def _remember(known: dict[bytes, T], peer: bytes, what: T) -> None:
+def _remember(known: dict[bytes, Any], peer: bytes, what: Any) -> None:
     """Keep something about a peer. When the memory is full, its oldest entry goes."""
     known[peer] = what
     if len(known) > _MAX_REMEMBERED:
@@ -203,10 +200,7 @@ class Evidence:
             _remember(self._deeds, peer, _Deeds(known.weight, known.seconds))
 
     def note_failures(self, failed: Collection[bytes], seconds: float, now: float) -> None:
-        """A round took so many seconds, and these members failed in it. To be called before :meth:`note_round`.
-
-        The time that newcomers cost by failing counts like the time spent waiting for absent ones.
-        """
+        """These members failed in a round of so many seconds, which counts like waiting; before :meth:`note_round`."""
         strangers = [peer for peer in failed if not self.is_proven(peer)]
         if not strangers:
             self._durations.append(seconds)
@@ -354,11 +348,7 @@ class Evidence:
         return not (self._meets_everybody or must_be_shown)
 
     def most_samples(self, peer: bytes, now: float, batch_size: int) -> float:
-        """How many samples a peer can have made since the last round, as far as this one can know.
-
-        Args:
-            batch_size: of this peer.
-        """
+        """The most samples that a peer can have made since the last round. ``batch_size`` is that of this peer."""
         if not self.knows_rounds:
             return MOST
         deeds = self._deeds_of(peer)
@@ -449,19 +439,23 @@ class Evidence:
         if not leading:
             return dict(companions)
         voters = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
-        votes = votes_by_host({peer: c.record.epoch for peer, c in voters.items()}, self._host_of)
+        # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
+        pace = self._usual_epoch if self._is_large and self._epochs else math.inf
+        votes = votes_by_host({peer: c.epoch_by_now(now, pace) for peer, c in voters.items()}, self._host_of)
         last = max(self._epoch_of_most(votes, own, now), self._epoch_within_reach(votes, own, now))
         rest = {peer: c for peer, c in companions.items() if peer not in leading or c.record.epoch <= last}
         ahead = {peer: c for peer, c in leading.items() if peer not in rest}
         if not ahead:
             return rest
-        # A peer at one of the next epochs also claims that this one is over.
+        # A peer at one of the next epochs also says that this one is over. More than a fifth must say how far it is.
         done = {peer: c for peer, c in ahead.items() if c.record.epoch <= own + EPOCHS_AHEAD and self._has_a_say(peer)}
-        is_certain = len({self._host_of(peer) for peer in done}) > self._most_liars(companions, now)
-        if done and is_certain:
-            before = {**rest, **{peer: c.as_at_the_beginning(own, self._epoch_began_at) for peer, c in done.items()}}
+        said = votes_by_host({peer: c.record.epoch for peer, c in done.items()}, self._host_of)
+        liars = self._most_liars(companions, now)
+        if len(said) > liars:
+            over = {peer: c for peer, c in done.items() if c.record.epoch <= said[-1 - liars]}
+            before = {**rest, **{peer: c.as_at_the_beginning(own, self._epoch_began_at) for peer, c in over.items()}}
             if now >= self._earliest_end(own_estimate(before)):
-                rest.update(done)
+                rest.update(over)
         for peer in [peer for peer in ahead if peer not in done]:
             self.troubles["epochs that cannot be"] += self._tell_once(
                 self._doubted,
@@ -488,6 +482,10 @@ class Evidence:
             return reach
         return min(reach, largest_but_for_liars(votes))
 
+    @property
+    def _usual_epoch(self) -> float:
+        return statistics.median(whole for whole, _ in self._epochs)
+
     def _epoch_within_time(self, own: int, now: float) -> float:
         if not self.knows_rounds:
             return own + EPOCHS_AHEAD
@@ -495,6 +493,6 @@ class Evidence:
             return own
         epoch, since = self._contact
         away = now - since
-        if away < _EPOCHS_TO_BE_AWAY * statistics.median(whole for whole, _ in self._epochs):
+        if away < _EPOCHS_TO_BE_AWAY * self._usual_epoch:
             return own
         return epoch + _GENEROSITY * away / min(training for _, training in self._epochs)

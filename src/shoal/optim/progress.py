@@ -386,6 +386,10 @@ class Companion:
         """Whether the record still counts."""
         return max(self.expiration, self.kept_until) >= now
 
+    def epoch_by_now(self, now: float, seconds_per_epoch: float) -> int:
+        """The epoch that it has probably reached since it made its record."""
+        return self.record.epoch + int(max(0.0, now - self.record.time) / seconds_per_epoch)
+
     def as_at_the_beginning(self, epoch: int, began_at: float) -> Companion:
         """This peer as it was at the beginning of an epoch that it has ended by now; its speed stands for the rest."""
         record = msgspec.structs.replace(self.record, epoch=epoch, samples_accumulated=0, time=began_at)

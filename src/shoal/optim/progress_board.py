@@ -36,7 +36,7 @@ class ProgressBoard:
 
     Args:
         peer_id: id of this peer.
-        client_mode: whether others cannot call it.
+        client_mode: others never call it; ``is_callable`` tells whether they can at present.
         target_batch_size: samples of all peers together that make an epoch.
         refresh: how often the swarm's records are read.
         performance_ema: measures this peer's speed.
@@ -53,11 +53,12 @@ class ProgressBoard:
         performance_ema: PerformanceEMA,
         now: float,
         host_of: Callable[[bytes], Hashable] = bytes,
+        is_callable: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._lock = threading.Lock()
-        self._target_batch_size, self._refresh = target_batch_size, refresh
-        self.performance_ema = performance_ema
-        self.own = LocalTrainingProgress(peer_id, 0, 0, 0.0, now, client_mode)
+        self._is_client: Callable[[], bool] = lambda: client_mode or not is_callable()
+        self._lock, self._contributed, self._batch_size = threading.Lock(), False, 0
+        self._target_batch_size, self._refresh, self.performance_ema = target_batch_size, refresh, performance_ema
+        self.own = LocalTrainingProgress(peer_id, 0, 0, 0.0, now, self._is_client())
         """This peer's progress."""
         self.published = False
         """Whether others can find this peer's record."""
@@ -79,7 +80,6 @@ class ProgressBoard:
         # Peers that have said goodbye, and up to which DHT time their records no longer count.
         self._departed: dict[bytes, float] = {}
         self._last_members: frozenset[bytes] = frozenset()
-        self._contributed, self._batch_size = False, 0
         self._declared_end: float | None = None
         self._next_reading = self._planned_at = now
         self._global = GlobalTrainingProgress(0, 0, target_batch_size, 0, 0, math.inf, now)
@@ -328,7 +328,7 @@ class ProgressBoard:
     def _set_own(self, epoch: int, samples: int, now: float) -> None:
         own, ema = self.own, self.performance_ema
         speed = ema.samples_per_second if ema.num_updates else 0.0
-        self.own = LocalTrainingProgress(own.peer_id, epoch, samples, speed, now, own.client_mode)
+        self.own = LocalTrainingProgress(own.peer_id, epoch, samples, speed, now, self._is_client())
 
     def note_introduction(self, now: float) -> None:
         """All peers that can be called know that this one takes part. From now on they wait for it."""

@@ -119,9 +119,9 @@ class ProgressTracker(Facade):
             self.performance_ema,
             get_dht_time(),
             lambda peer: dht.p2p.host_of(PeerID(peer)),
+            lambda: dht.p2p.is_callable,
         )
-        self._private_key = private_key
-        self._in_pause = False
+        self._private_key, self._in_pause = private_key, False
         self._vouching: Vouching | None = None
         self.exchange: ProgressExchange | None = None
         self._portal = Portal(f"progress tracker of {prefix}")

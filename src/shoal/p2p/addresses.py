@@ -12,20 +12,28 @@ import ipaddress
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from shoal.errors import DialError
 from shoal.logs import Seldom
-from shoal.p2p.identity import PeerID
+from shoal.p2p.identity import CIRCUIT, PeerID, check_circuit, is_circuit
 from shoal.p2p.multiaddr import Multiaddr
 
+T = TypeVar("T")
+
 MAX_PEERS = 10_000
+MAX_PEERS_NOTED = 4096
 MAX_ADDRESSES_PER_PEER = 8
+
+
+def ip_text_of(address: Multiaddr) -> str | None:
+    """The IP address in an address; ``None`` for a host name and for a circuit, whose IP address is the relay's."""
+    return None if is_circuit(address) else address.get("ip4") or address.get("ip6")
 
 
 def is_loopback(address: Multiaddr) -> bool:
     """Whether only the machine itself can use an address; a host name never counts as loopback."""
-    host = address.get("ip4") or address.get("ip6")
+    host = ip_text_of(address)
     return host is not None and ipaddress.ip_address(host).is_loopback
 
 
@@ -39,10 +47,32 @@ def host_of(peer: PeerID, addresses: Iterable[Multiaddr]) -> PeerID | str:
 
 @functools.lru_cache(4096)
 def _public_network(address: Multiaddr) -> str | None:
-    host = address.get("ip4") or address.get("ip6")
+    host = ip_text_of(address)
     if host is None or not ipaddress.ip_address(host).is_global:
         return None
     return str(ipaddress.ip_network((host, 24 if "." in host else 48), strict=False))
+
+
+class Notes(Generic[T]):
+    """One value for each of the peers noted last."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[PeerID, T] = OrderedDict()
+
+    def note(self, peer: PeerID, value: T) -> None:
+        """Note a value, in place of an earlier one."""
+        self._values[peer] = value
+        self._values.move_to_end(peer)
+        if len(self._values) > MAX_PEERS_NOTED:
+            self._values.popitem(last=False)
+
+    def get(self, peer: PeerID, default: T) -> T:
+        """The value of a peer, or the default."""
+        return self._values.get(peer, default)
+
+    def values(self) -> list[T]:
+        """All values, the latest last."""
+        return list(self._values.values())
 
 
 class AddressBook:
@@ -133,6 +163,14 @@ class AddressBook:
         """Everything that is known."""
         return [(peer, list(addresses)) for peer, addresses in self._known.items()]
 
+    def forget(self, peer: PeerID, address: Multiaddr) -> None:
+        """The peer is not at this address any more."""
+        known = self._known.get(peer, {})
+        if known.pop(address, None) is not None:
+            self.changes += 1
+            if not known:
+                del self._known[peer]
+
     def prefer(self, peer: PeerID, address: Multiaddr) -> None:
         """The peer has answered at this address: try it first next time."""
         known = self._known.get(peer, {})
@@ -151,9 +189,13 @@ def _parse(text: str) -> Multiaddr:
 def _without_peer(peer: PeerID, address: Multiaddr | str) -> Multiaddr:
     plain = address if isinstance(address, Multiaddr) else _parse(address)
     if "p2p" in plain:
-        if plain["p2p"] != peer.to_base58():
-            raise ValueError(f"{plain} is not an address of peer {peer}")
-        plain = plain.decapsulate(f"/p2p/{peer}")
+        # Before the circuit stands the peer id of the relay.
+        end = next((value for name, value in reversed(plain.items()) if name in ("p2p", CIRCUIT)), None)
+        if end is not None:
+            if end != peer.to_base58():
+                raise ValueError(f"{plain} is not an address of peer {peer}")
+            plain = plain.decapsulate(f"/p2p/{peer}")
+        check_circuit(plain, peer)
     return plain
 
 
@@ -223,7 +265,8 @@ def what_to_do(addresses: Sequence[Multiaddr]) -> str:
             "it listens on its own machine alone: start it with host_maddrs=['/ip4/0.0.0.0/tcp/0'], or without "
             f"SHOAL_HOST_MADDRS in its environment, {client}"
         )
-    port = next((f" {port}" for address in addresses if (port := address.get("tcp"))), "")
+    direct = [address for address in addresses if not is_circuit(address)]
+    port = next((f" {port}" for address in direct if (port := address.get("tcp"))), "")
     return (
         f"open port{port} of that machine in its firewall, or forward it in its router (announce_maddrs), {client}; "
         "'shoal doctor' with its address, from here, says more"

@@ -60,8 +60,12 @@ class Hello(Header):
     """Seconds between the arrival of the other side's greeting and this one, if this is an answer."""
     revocations: Count = 0
     """The serial number of the newest list of revoked keys that the sender knows; 0 if it knows none."""
+    reach: Annotated[int, Meta(ge=0, le=255)] = 0
+    """How others call the sender: see :class:`~.reachability.Reach`."""
     instance: bytes = b""
     """Random, chosen when the sender starts: tells two processes with the same identity apart."""
+    relay: bool = False
+    """The sender takes reservations of peers that cannot be called otherwise."""
 
 
 class Open(Header):
@@ -187,6 +191,8 @@ class Connection:
             self.writing_since = 0.0
         size = len(head) + sum(map(len, payload))
         self.metrics.bytes_sent += size
+        if self.stream.is_relayed:
+            self.metrics.bytes_relayed += size
         self.metrics.bytes_sent_by_handler[self.handler] += size
 
     async def receive(self) -> tuple[Prefix, bytearray]:
@@ -196,7 +202,10 @@ class Connection:
             raw = self.stream.take(prefix.header_bytes)
             if raw is None:
                 raw = await self._receive_header(prefix.header_bytes)
-            self.metrics.bytes_received += PREFIX_BYTES + len(raw) + prefix.payload_bytes
+            size = PREFIX_BYTES + len(raw) + prefix.payload_bytes
+            self.metrics.bytes_received += size
+            if self.stream.is_relayed:
+                self.metrics.bytes_relayed += size
             if prefix.kind is not Kind.HELLO:
                 return prefix, raw
             if prefix.payload_bytes or self.hello is not None:

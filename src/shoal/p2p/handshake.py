@@ -24,9 +24,16 @@ import socket
 import ssl
 import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from shoal.errors import DialError, IdentityMismatchError, InterruptedDialError, StreamClosedError
+from shoal.errors import (
+    DialError,
+    IdentityMismatchError,
+    InterruptedDialError,
+    RefusedDialError,
+    StreamClosedError,
+)
 from shoal.p2p.badges import MAX_BADGE_BYTES, Badge
 from shoal.p2p.identity import (
     NEW_BINARY_FILE,
@@ -37,7 +44,6 @@ from shoal.p2p.identity import (
     peer_id_of_certificate,
     verify_signature,
 )
-from shoal.p2p.membership import Membership, judge_listener
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.tcp_stream import TcpStream
 
@@ -132,14 +138,17 @@ async def prove_to_listener(
     identity: Identity,
     address: Multiaddr,
     expected_peer: PeerID,
-    membership: Membership | None = None,
+    judge: Callable[[bytes], Badge | None],
+    own_badge: bytes = b"",
 ) -> Badge | None:
     """The dialler's half: check who answers, then prove who dials; returns the listener's badge.
 
+    Args:
+        judge: decides about the badge that the listener shows, before this side says who it is.
+
     Raises:
         IdentityMismatchError: another peer answers.
-        NotAMemberError: that peer and this one are not of one run.
-        DialError: no shoal peer answers.
+        DialError: no shoal peer answers, or ``judge`` refuses it.
         StreamClosedError: the listener left.
     """
     ssl_object = stream.ssl_object()
@@ -156,8 +165,7 @@ async def prove_to_listener(
     nonce, shown = await _read_with_badge(stream, CHALLENGE_BYTES)
     if shown is None:
         raise DialError(f"{address}: peer {expected_peer} shows a badge of over {MAX_BADGE_BYTES} bytes")
-    badge = judge_listener(membership, expected_peer, shown)
-    own_badge = b"" if membership is None else membership.shown_badge()
+    badge = judge(shown)
     signature = identity.sign(proof_message(expected_peer, certificate, nonce, own_badge))
     await stream.write(with_badge(identity.public_key + signature, own_badge))
     return badge
@@ -175,7 +183,11 @@ def as_dial_error(address: Multiaddr, error: BaseException) -> DialError:
     """A failed dial as an error that names the address and what went wrong."""
     if isinstance(error, DialError):
         return error
-    kind = InterruptedDialError if isinstance(error, _BROKEN) or "ALERT_ACCESS_DENIED" in str(error) else DialError
+    kind = DialError
+    if isinstance(error, ConnectionRefusedError):
+        kind = RefusedDialError
+    elif isinstance(error, _BROKEN) or "ALERT_ACCESS_DENIED" in str(error):
+        kind = InterruptedDialError
     return kind(f"{address}: {explain(error)}")
 
 

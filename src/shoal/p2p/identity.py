@@ -8,6 +8,7 @@ the key.
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import random
 import stat
@@ -157,7 +158,49 @@ def split_peer_address(address: Multiaddr) -> tuple[Multiaddr, PeerID]:
     peer_id = PeerID.from_base58(items[-1][1])
     if peer_id.public_key is None:
         raise ValueError(f"{address} names a peer id that is not made from an Ed25519 key (12D3KooW…)")
-    return address.decapsulate(f"/p2p/{items[-1][1]}"), peer_id
+    place = address.decapsulate(f"/p2p/{items[-1][1]}")
+    check_circuit(place, peer_id)
+    return place, peer_id
+
+
+CIRCUIT = "p2p-circuit"
+
+
+def is_circuit(address: Multiaddr) -> bool:
+    """Whether an address leads through a relay: its host and port are those of the relay."""
+    return CIRCUIT in address
+
+
+@functools.lru_cache(4096)
+def relay_of(address: Multiaddr) -> tuple[Multiaddr, PeerID] | None:
+    """Where the relay of ``/ip4/…/tcp/…/p2p/RELAY/p2p-circuit`` is, and who; ``None`` for any other address."""
+    items = address.items()
+    if len(items) < 3 or items[-1][0] != CIRCUIT or sum(name == "p2p" for name, _ in items) != 1:
+        return None
+    try:
+        place, relay = split_peer_address(address.decapsulate(f"/{CIRCUIT}"))
+    except ValueError:
+        return None
+    return None if is_circuit(place) else (place, relay)
+
+
+def circuit_address(place: Multiaddr, relay: PeerID) -> Multiaddr:
+    """The address of whoever has a reservation at a relay: the inverse of :func:`relay_of`."""
+    return place.encapsulate(f"/p2p/{relay}/{CIRCUIT}")
+
+
+def check_circuit(place: Multiaddr, peer: PeerID) -> None:
+    """Check the address of a peer, without its ``/p2p``.
+
+    Raises:
+        ValueError: it leads through several relays, or through the peer itself.
+    """
+    if not is_circuit(place):
+        return
+    if sum(name == CIRCUIT for name in place) > 1:
+        raise ValueError(f"{place} leads through more than one relay: give an address with a single /{CIRCUIT}")
+    if place.get("p2p") == peer.to_base58():
+        raise ValueError(f"{place} leads to peer {peer} through that peer itself: give an address of another relay")
 
 
 # The start of libp2p's PrivateKey in protobuf: type Ed25519; 64 bytes of data follow.

@@ -8,19 +8,20 @@ the bytes for measuring bandwidth go to the asking peer alone, and both are limi
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import ipaddress
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 
-from shoal.errors import BootstrapError, BusyError, InterruptedDialError, ShoalError
-from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
+from shoal.errors import BootstrapError, BusyError, InterruptedDialError, ProtocolError, ShoalError
+from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of
 from shoal.p2p.badges import ANY_ROLE, Roles
 from shoal.p2p.connection import Call
-from shoal.p2p.identity import PeerID, split_peer_address
+from shoal.p2p.identity import PeerID, is_circuit, relay_of, split_peer_address
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.service import P2PContext, ServicerBase
 from shoal.p2p.tcp_listener import HostRates
@@ -55,11 +56,12 @@ CALLS_BACK_TOTAL_BURST = 20
 MAX_AT_ONCE = 8
 
 CALL_BACK_SECONDS = 4.0
+MAX_ADDRESS_CHARACTERS = 256
 _EVERYBODY = ""
 
 
 def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[Target]:
-    """Check addresses from the user.
+    """Check addresses from the user. A circuit also stands for its relay, which is a peer like others.
 
     Raises:
         TypeError: not a sequence of addresses.
@@ -72,7 +74,9 @@ def parse_peer_addresses(initial_peers: Sequence[Multiaddr | str]) -> list[Targe
     for address in initial_peers:
         if not isinstance(address, (str, Multiaddr)):
             raise TypeError(f"initial_peers must contain str or Multiaddr, got {address!r}")
-    return [split_peer_address(Multiaddr(address)) for address in initial_peers]
+    targets = [split_peer_address(Multiaddr(address)) for address in initial_peers]
+    relays = [relay for place, _ in targets if (relay := relay_of(place)) is not None]
+    return list(dict.fromkeys([*targets, *relays]))
 
 
 # Dials per address. Only a connection that broke is dialled again, because chance may have caused it; pauses double.
@@ -142,7 +146,7 @@ def explain_unreachable(witness: PeerID, announced: Sequence[str], seen_at: str)
     seen = _ip_seen(seen_at)
     if seen is None or seen in ips:
         return what, f"open the port in the firewall, {client}"
-    if all(ip.is_loopback for ip in ips):
+    if all(ip.is_loopback for ip in ips) and not any(map(is_circuit, addresses)):
         everywhere = 'host_maddrs=["/ip4/0.0.0.0/tcp/0"] or without SHOAL_HOST_MADDRS in the environment'
         return (
             f"{what}, which is this machine alone",
@@ -162,7 +166,7 @@ _IP = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def _ip_of(address: Multiaddr) -> _IP | None:
-    text = address.get("ip4") or address.get("ip6")
+    text = ip_text_of(address)
     return None if text is None else ipaddress.ip_address(text)
 
 
@@ -188,10 +192,23 @@ class Description(Header):
     seen_at: str = ""
 
 
+class CallMe(Header):
+    """Asks to be dialled."""
+
+    addresses: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)]],
+        msgspec.Meta(max_length=MAX_ADDRESSES_PER_PEER),
+    ] = msgspec.field(default_factory=list)
+    """Where, without ``/p2p``; if there are none, at the addresses that the asking peer has announced."""
+
+
 class CallBack(Header):
     """For each address of the asking peer, whether it could be dialled there."""
 
     reached: dict[str, bool] = msgspec.field(default_factory=dict)
+    """Addresses that could not be tried from here are left out."""
+    seen_at: str = ""
+    """Where the asking peer is seen from here; empty if that is not known."""
 
 
 class Bulk(Header):
@@ -223,24 +240,28 @@ class Checkup(ServicerBase):
         found.seen_at = self._p2p.address_seen_of(context.remote_id)
         return found
 
-    async def rpc_call_back(self, request: Question, context: P2PContext) -> CallBack:
-        """Dial the caller at the addresses that it has announced."""
+    async def rpc_call_back(self, request: CallMe, context: P2PContext) -> CallBack:
+        """Dial the caller at the addresses that it names, or else at those that it has announced."""
         self._begin()
         try:
             self._calls_back.spend(self._host_of(context.remote_id), 1)
-            known = self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
+            known = _parsed(request.addresses) or self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
             addresses = self._p2p.transport.worth_dialling(known)
             reached = await asyncio.gather(*(self._can_dial(context.remote_id, address) for address in addresses))
-            return CallBack(reached=dict(zip(map(str, addresses), reached, strict=True)))
+            return CallBack(
+                reached={str(a): found for a, found in zip(addresses, reached, strict=True) if found is not None},
+                seen_at=self._p2p.address_seen_of(context.remote_id),
+            )
         finally:
             self._at_work -= 1
 
-    async def _can_dial(self, peer: PeerID, address: Multiaddr) -> bool:
+    async def _can_dial(self, peer: PeerID, address: Multiaddr) -> bool | None:
+        """Whether the peer can be dialled there; ``None`` if this machine has no way there, which says nothing."""
         try:
             async with asyncio.timeout(CALL_BACK_SECONDS):
                 (await self._p2p.dial_without_greeting(peer, address)).abort()
-        except (ShoalError, ConnectionError, TimeoutError):
-            return False
+        except (ShoalError, ConnectionError, TimeoutError) as e:
+            return None if isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.ENETUNREACH else False
         return True
 
     async def rpc_bulk(self, call: Call, context: P2PContext) -> None:
@@ -266,6 +287,13 @@ class Checkup(ServicerBase):
         """The host to charge: identities cost nothing, hosts do."""
         seen = self._p2p.address_seen_of(peer)
         return str(Multiaddr(seen).values()[0]) if seen else str(peer)
+
+
+def _parsed(texts: Sequence[str]) -> list[Multiaddr]:
+    try:
+        return [Multiaddr(text) for text in texts]
+    except ValueError as e:
+        raise ProtocolError(f"asked to call back at what is no address: {e}") from None
 
 
 class _Budget:

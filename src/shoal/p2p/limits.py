@@ -68,6 +68,31 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
+@dataclass(frozen=True)
+class RelayLimits:
+    """What a relay grants to those who cannot be called otherwise."""
+
+    reservations: int = 128
+    """Over the limit, the peer whose reservation has carried no circuit for longest loses it."""
+    reservations_per_host: int = 16
+    """Friends behind one router of a provider share an address."""
+    circuits: int = 256
+    circuits_per_peer: int = 32
+    """That one peer has dialled."""
+    circuits_per_pair: int = 24
+    """That one peer has dialled towards the same other one; as many as it keeps open to a peer that it can reach."""
+    rate: float | None = 6_250_000.0
+    """Bytes per second for all circuits together: what arrives leaves again, so a line carries this each way. Circuits
+    that move share it equally. ``None``: no limit, for machines that do nothing else."""
+    connects_per_second: float = 20.0
+    """Average rate at which those of one host may ask for circuits."""
+    connect_burst: int = 500
+    """How often at once."""
+
+
+DEFAULT_RELAY_LIMITS = RelayLimits()
+
+
 class HeaderMemory:
     """Counts the memory taken by large headers that are still arriving."""
 

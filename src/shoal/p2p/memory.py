@@ -8,156 +8,52 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import cast
 
-from shoal.errors import DialError, IdentityMismatchError, P2PDaemonError, StreamClosedError
+from shoal.errors import IdentityMismatchError, P2PDaemonError, RefusedDialError
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.membership import judge_listener
+from shoal.p2p.memory_sessions import (
+    Expectations,
+    MemorySession,
+    PunchPort,
+    Splice,
+    meet_dialler,
+    prove_on_pipe,
+)
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import Buffer, OnStream, Stream, Transport
+from shoal.p2p.pipes import Piece, PipeEnd
+from shoal.p2p.transport import ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
+from shoal.tasks import cancel_and_wait
 
 Delay = Callable[[PeerID, PeerID, int], float]
 """Seconds that a number of bytes takes from one peer to another."""
-# How far a reader may be behind before the writer has to wait.
-WINDOW_BYTES = 4 * 2**20
-
-Piece = bytes | memoryview | None
-"""What travels on a stream: some bytes, or ``None`` for its end."""
-
-
-class PipeEnd(Stream):
-    """One end of a connection inside this process; subclasses decide how pieces reach the other end."""
-
-    other: PipeEnd
-
-    def __init__(self, remote: PeerID, address: Multiaddr | None) -> None:
-        self.remote = remote
-        self.remote_address = address
-        self._loop = asyncio.get_running_loop()
-        # A list, because it is never long and an empty deque takes ten times the memory.
-        self.inbox: list[memoryview] = []
-        # Bytes that the other side has sent and that are not read here yet, including those in flight.
-        self._unread = 0
-        self._reader: asyncio.Future[None] | None = None
-        self._writer: asyncio.Future[None] | None = None
-        self._closed = False
-        self._close_callback: Callable[[], object] | None = None
-
-    def send(self, piece: Piece) -> None:
-        """Send a piece to :meth:`arrive` at the other end; it never overtakes earlier pieces."""
-        raise NotImplementedError
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    async def write(self, *buffers: Buffer) -> None:
-        if self._closed:
-            raise StreamClosedError("the connection is closed")
-        # A copy: the caller may change the buffers afterwards.
-        piece = b"".join(buffers)
-        other = self.other
-        other._unread += len(piece)
-        self.send(piece)
-        while other._unread > WINDOW_BYTES:
-            self._writer = self._loop.create_future()
-            try:
-                await self._writer
-            finally:
-                self._writer = None
-            if self._closed:
-                raise StreamClosedError("the other side closed the connection")
-
-    def arrive(self, piece: Piece) -> None:
-        """A piece has come from the other end."""
-        if piece is None:
-            self.end()
-        elif not self._closed:
-            self.received += len(piece)
-            self.inbox.append(memoryview(piece))
-            _wake(self._reader)
-
-    @property
-    def is_awaited(self) -> bool:
-        return self._reader is not None
-
-    async def read_exactly_into(self, buffer: memoryview) -> None:
-        while len(buffer):
-            if self.inbox:
-                buffer = buffer[self._take(buffer) :]
-                continue
-            if self._closed:
-                raise StreamClosedError("the other side closed the connection")
-            self._reader = self._loop.create_future()
-            try:
-                await self._reader
-            except asyncio.CancelledError:
-                self.abort()  # as over TCP: part of a message is gone, so the stream has lost its place
-                raise
-            finally:
-                self._reader = None
-
-    def take(self, size: int) -> bytearray | None:
-        if size and (not self.inbox or len(self.inbox[0]) < size):
-            return None
-        taken = bytearray(size)
-        if size:
-            self._take(memoryview(taken))
-        return taken
-
-    def _take(self, room: memoryview) -> int:
-        head = self.inbox[0]
-        size = min(len(head), len(room))
-        room[:size] = head[:size]
-        if size < len(head):
-            self.inbox[0] = head[size:]
-        else:
-            del self.inbox[0]
-        self._unread -= size
-        if self.other._writer is not None and self._unread <= WINDOW_BYTES:
-            _wake(self.other._writer)
-        return size
-
-    def on_closed(self, callback: Callable[[], object] | None) -> None:
-        self._close_callback = callback
-        if self._closed and callback is not None:
-            self._loop.call_soon(callback)
-
-    def end(self) -> None:
-        """End the connection at this end without telling the other end."""
-        if self._closed:
-            return
-        self._closed = True
-        _wake(self._reader)
-        _wake(self._writer)
-        callback, self._close_callback = self._close_callback, None
-        if callback is not None:
-            callback()
-
-    def close(self) -> None:
-        if not self._closed:
-            self.send(None)
-            self.end()
-
-    abort = close
-
-
-def _wake(future: asyncio.Future[None] | None) -> None:
-    if future is not None and not future.done():
-        future.set_result(None)
 
 
 class MemoryStream(PipeEnd):
-    """A connection on a :class:`MemoryNetwork`."""
+    """A connection on a :class:`MemoryNetwork`.
 
-    def __init__(self, network: MemoryNetwork, local: PeerID, remote: PeerID, address: Multiaddr | None) -> None:
+    Args:
+        local, far: the peers between which the bytes travel.
+        remote: who is known to be at the other side.
+    """
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        local: PeerID,
+        far: PeerID,
+        address: Multiaddr | None,
+        remote: PeerID | None = None,
+    ) -> None:
         super().__init__(remote, address)
-        self._network, self._local = network, local
+        self._network, self._local, self._far = network, local, far
         self._under_way: deque[Piece] = deque()
         self._arrival = 0.0  # when the last piece sent from here arrives
 
     def send(self, piece: Piece) -> None:
-        delay = self._network.delay(self._local, self.remote, len(piece or b""))
+        delay = self._network.delay(self._local, self._far, len(piece or b""))
         self._arrival = max(self._arrival, self._loop.time() + delay)
         self._under_way.append(piece)
         self._loop.call_at(self._arrival, self._deliver)
@@ -177,6 +73,7 @@ class MemoryNetwork:
     def __init__(self, delay: Delay | None = None) -> None:
         self.delay: Delay = delay or (lambda source, target, size: 0.0)
         self.listeners: dict[Multiaddr, tuple[MemoryTransport, OnStream]] = {}
+        self._punching: dict[Multiaddr, tuple[PunchPort, PeerID]] = {}
         self._next_address = 1
 
     def transport(self, identity: Identity | None = None) -> MemoryTransport:
@@ -195,8 +92,8 @@ class MemoryNetwork:
         round_trip = self.delay(local, expected_peer, 0) + self.delay(expected_peer, local, 0)
         await asyncio.sleep(round_trip)
         listener, on_stream = self.find_listener(address, expected_peer)
-        near = MemoryStream(self, local, expected_peer, address)
-        far = MemoryStream(self, expected_peer, local, None)
+        near = MemoryStream(self, local, expected_peer, address, expected_peer)
+        far = MemoryStream(self, expected_peer, local, None, local)
         source.show_badges(near, far, listener)
         near.other, far.other = far, near
         asyncio.get_running_loop().call_soon(on_stream, far)
@@ -206,16 +103,67 @@ class MemoryNetwork:
         """The transport of the peer that listens at an address.
 
         Raises:
-            DialError: nobody listens there.
+            RefusedDialError: nobody listens there.
             IdentityMismatchError: another peer than the expected one listens there.
         """
         found = self.listeners.get(address)
         if found is None:
-            raise DialError(f"{address}: connection refused: nothing listens there")
+            raise RefusedDialError(f"{address}: connection refused: nothing listens there")
         peer = found[0].identity.peer_id
         if peer != expected_peer:
             raise IdentityMismatchError(f"{address}: wrong identity: peer {peer} answers there, not {expected_peer}")
         return found
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    async def open_session(
+        self, source: MemoryTransport, address: Multiaddr, cookie: bytes, *, punchable: bool, beside: Session | None
+    ) -> MemorySession:
+        """Connect a peer to a listening port, where it shows a cookie."""
+        found = self.listeners.get(address)
+        if found is None:
+            raise RefusedDialError(f"{address}: connection refused: nothing listens there")
+        here, there = source.identity.peer_id, found[0].identity.peer_id
+        await asyncio.sleep(self.delay(here, there, 0) + self.delay(there, here, 0))
+        local = (beside and beside.local_address) or self.new_address()
+        near, far = self.make_pipe(here, there)
+        arrived = MemorySession(far, address, local)
+        asyncio.get_running_loop().call_later(self.delay(here, there, 0), found[0].expectations.meet, cookie, arrived)
+        return MemorySession(near, local, address, punchable=punchable)
+
+    def make_pipe(self, here: PeerID, there: PeerID) -> tuple[PipeEnd, PipeEnd]:
+        """A connection between two peers on which nobody has said who it is."""
+        near, far = MemoryStream(self, here, there, None), MemoryStream(self, there, here, None)
+        near.other, far.other = far, near
+        return near, far
+
+    async def punch(
+        self, source: MemoryTransport, session: MemorySession, candidates: Sequence[Multiaddr], seconds: float
+    ) -> AsyncGenerator[MemorySession, None]:
+        """Connect the port of a session to those candidates that punch too: here is nothing between any two peers."""
+        address = cast("Multiaddr", session.local_address)
+        port, owner = PunchPort(address, candidates), source.identity.peer_id
+        self._punching[address] = (port, owner)
+        try:
+            for other, peer in list(self._punching.values()):
+                if (address in other.candidates or other.address in candidates) and port.may_meet(other):
+                    self._connect_ports(port, owner, other, peer)
+            end = asyncio.get_running_loop().time() + seconds
+            while (found := await port.next(end)) is not None:
+                yield found
+        finally:
+            port.close()
+            del self._punching[address]
+
+    def _connect_ports(self, port: PunchPort, owner: PeerID, other: PunchPort, peer: PeerID) -> None:
+        loop = asyncio.get_running_loop()
+        near, far = self.make_pipe(owner, peer)
+        first, second = (
+            MemorySession(near, port.address, other.address),
+            MemorySession(far, other.address, port.address),
+        )
+        loop.call_later(self.delay(peer, owner, 0), port.connected, first)
+        loop.call_later(self.delay(owner, peer, 0), other.connected, second)
 
 
 class MemoryTransport(Transport):
@@ -226,19 +174,26 @@ class MemoryTransport(Transport):
         self._network = network
         self._listening: list[Multiaddr] = []
         self._told: list[Multiaddr] = []
+        self.expectations = Expectations()
+        """The sessions that others are to open."""
+        self._work: set[asyncio.Task[None]] = set()
 
     def supports(self, address: Multiaddr) -> bool:
         return address.protocols() == ["memory"] or address.protocols() == ["ip4", "tcp"]
 
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
         if "memory" not in address:  # the default: any address will do
-            address = self._network.new_address()
+            address = self.free_address(address)
         if address in self._network.listeners:
             raise P2PDaemonError(f"cannot listen on {address}: somebody else does")
         self._network.listeners[address] = (self, on_stream)
         self._listening.append(address)
         self._told.append(address)
         return [address]
+
+    def free_address(self, wanted: Multiaddr) -> Multiaddr:
+        """The address to listen on if this one is asked for."""
+        return self._network.new_address()
 
     def addresses(self, latest: bool = False) -> list[Multiaddr]:
         return list(self._told)
@@ -256,7 +211,52 @@ class MemoryTransport(Transport):
         near.badge = judge_listener(self.membership, near.remote, shown)
         far.shown_badge = b"" if self.membership is None else self.membership.shown_badge()
 
-    async def close(self) -> None:
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
+        return self.expectations.expect(cookie)
+
+    async def open_session(
+        self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
+    ) -> Session:
+        return await self._network.open_session(self, address, cookie, punchable=punchable, beside=beside)
+
+    async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
+        await Splice(_end_of(first), _end_of(second), throttle, idle_seconds).run()
+
+    async def authenticate(self, session: Session, expected_peer: PeerID) -> Stream:
+        end = _end_of(session)
+        await prove_on_pipe(end, self.identity, expected_peer, self.membership, session.remote_address)
+        return end
+
+    def receive(self, session: Session, on_stream: OnStream) -> None:
+        task = asyncio.get_running_loop().create_task(self._receive(_end_of(session), on_stream))
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _receive(self, end: PipeEnd, on_stream: OnStream) -> None:
+        if await meet_dialler(end, self.identity, self.membership):
+            on_stream(end)
+
+    def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
+        assert isinstance(session, MemorySession)
+        assert session.is_punchable, "open it with punchable=True"
+        return self._network.punch(self, session, candidates, seconds)
+
+    def stop_listening(self) -> None:
+        """Refuse new connections from now on."""
         for address in self._listening:
             self._network.listeners.pop(address, None)
         self._listening.clear()
+
+    async def close(self) -> None:
+        self.stop_listening()
+        self.expectations.clear()
+        await cancel_and_wait(*self._work)
+
+
+def _end_of(session: Session) -> PipeEnd:
+    assert isinstance(session, MemorySession)
+    return session.take_over()

@@ -1,42 +1,81 @@
-"""Parameters of a libp2p daemon: existing programs give them, and shoal has no daemon underneath."""
+"""Parameters that existing programs give, because other libraries hand them to a libp2p daemon.
+
+Those about routers and relays have the same effect here. The others have none, for there is no daemon underneath.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
+
+from shoal.p2p.identity import PeerID, split_peer_address
+from shoal.p2p.multiaddr import Multiaddr
 
 logger = logging.getLogger(__name__)
 
 # Parameters without effect here, each with the value that needs no warning.
-_OF_A_DAEMON: dict[str, Any] = {
-    "auto_nat": True,
+_WITHOUT_EFFECT: dict[str, Any] = {
     "conn_manager": True,
     "dht_mode": "server",
-    "force_reachability": None,
-    "nat_port_map": True,
-    "relay_hop_limit": 0,
     "tls": True,
-    "use_auto_relay": False,
     "use_ipfs": False,
-    "use_relay": True,
     "persistent_conn_max_msg_size": 4 * 2**20,
     "quic": None,
     "use_relay_hop": None,
     "use_relay_discovery": None,
-    "trusted_relays": None,
 }
+_REACHABILITIES = (None, "public", "private")
 
 
-def warn_without_effect(arguments: Mapping[str, Any]) -> None:
-    """Warn of parameters that ask for something that will not happen.
+@dataclass(frozen=True)
+class NatOptions:
+    """How a peer makes sure that others can call it."""
 
-    Raises:
-        TypeError: there is no such parameter.
-    """
-    unknown = arguments.keys() - _OF_A_DAEMON.keys()
-    if unknown:
-        raise TypeError(f"P2P has no parameter {', '.join(sorted(unknown))}")
-    asked = [name for name, value in arguments.items() if value != _OF_A_DAEMON[name]]
-    if asked:
-        logger.warning("%s: no effect here, there is no libp2p daemon underneath", ", ".join(asked))
+    auto_nat: bool = True
+    """Ask others from time to time whether they can dial this peer."""
+    force_reachability: str | None = None
+    """``"public"`` or ``"private"``, if it is known and need not be found out."""
+    nat_port_map: bool = True
+    """Ask the router for an open port."""
+    use_relay: bool = True
+    """Dial others through relays where there is no other way."""
+    use_auto_relay: bool = True
+    """Be called through relays while nobody can dial this peer."""
+    trusted_relays: tuple[tuple[Multiaddr, PeerID], ...] = ()
+    """The relays to be called through, if they have room."""
+    relay_hop_limit: int | None = None
+    """0: never be a relay for others; by default every public peer is one."""
+
+    @property
+    def forced(self) -> bool | None:
+        """Whether this peer is public, if the user has said so."""
+        return None if self.force_reachability is None else self.force_reachability == "public"
+
+    @classmethod
+    def chosen(cls, arguments: Mapping[str, Any]) -> NatOptions:
+        """Take what has an effect, and warn of parameters that ask for something that will not happen.
+
+        Raises:
+            TypeError: there is no such parameter.
+            ValueError: it cannot have this value.
+        """
+        names = {field.name for field in fields(cls)}
+        unknown = arguments.keys() - _WITHOUT_EFFECT.keys() - names
+        if unknown:
+            raise TypeError(f"P2P has no parameter {', '.join(sorted(unknown))}")
+        chosen = {name: value for name, value in arguments.items() if name in names}
+        if chosen.get("force_reachability") not in _REACHABILITIES:
+            raise ValueError(
+                f"force_reachability is {chosen['force_reachability']!r}: give 'public', 'private' or None"
+            )
+        relays = chosen.get("trusted_relays") or ()
+        if isinstance(relays, str):
+            raise TypeError(f"trusted_relays must be a list of addresses, got {relays!r}: write [{relays!r}] for one")
+        chosen["trusted_relays"] = tuple(split_peer_address(Multiaddr(relay)) for relay in relays)
+        others = {name: value for name, value in arguments.items() if name not in names}
+        asked = [name for name, value in others.items() if value != _WITHOUT_EFFECT[name]]
+        if asked:
+            logger.warning("%s: no effect here, there is no libp2p daemon underneath", ", ".join(asked))
+        return cls(**chosen)

@@ -8,19 +8,20 @@ bound to an address that it did not see the last time.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import math
 import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ifaddr
 
 from shoal.logs import get_logger, setting
 from shoal.p2p.multiaddr import Multiaddr
 
-LOOK_AGAIN_SECONDS = 30.0
+LOOK_AGAIN_SECONDS = 15.0
 # Other peers remember no more addresses of one peer than this.
 MAX_ANNOUNCED = 8
 
@@ -43,10 +44,18 @@ class OwnAddress:
 
     ip: str
     rank: int
+    prefix: int | None = None
+    """Leading bits that hosts of its network have in common; ``None``: it has no network."""
 
     @property
     def is_ipv6(self) -> bool:
         return ":" in self.ip
+
+    @functools.cached_property
+    def network(self) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+        """The network in which hosts reach each other without a router, at most."""
+        longest = 128 if self.is_ipv6 else 32
+        return ipaddress.ip_network((self.ip, longest if self.prefix is None else self.prefix), strict=False)
 
 
 def everywhere(port: int = 0) -> list[str]:
@@ -82,11 +91,11 @@ def look_at_interfaces() -> list[OwnAddress]:
     found: list[OwnAddress] = []
     for adapter in ifaddr.get_adapters():
         is_virtual = bool(_VIRTUAL_NAME.match(str(adapter.name)) or _VIRTUAL_WORDS.search(str(adapter.nice_name)))
-        ips = [str(ip.ip if ip.is_IPv4 else ip.ip[0]) for ip in adapter.ips]
-        ranked = [OwnAddress(ip, _rank(ip, ip in routed, is_virtual)) for ip in ips]
+        ips = [(str(ip.ip if ip.is_IPv4 else ip.ip[0]), ip.network_prefix) for ip in adapter.ips]
+        ranked = [OwnAddress(ip, _rank(ip, ip in routed, is_virtual), prefix) for ip, prefix in ips]
         found += [each for each in ranked if not each.is_ipv6]
         version_6 = sorted((each for each in ranked if each.is_ipv6), key=_usefulness_of_ipv6)
-        found += [*version_6[:1], *(OwnAddress(each.ip, SPARE) for each in version_6[1:])]
+        found += [*version_6[:1], *(replace(each, rank=SPARE) for each in version_6[1:])]
     return sorted(found, key=lambda each: (each.rank, each.is_ipv6))
 
 
@@ -135,6 +144,41 @@ class OwnAddresses:
 
     def __contains__(self, ip: str) -> bool:
         return any(ip == address.ip for address in self._all)
+
+    def is_inside(self, ip: str) -> bool:
+        """Whether an IP address is of this machine or of one of its networks."""
+        parsed = ipaddress.ip_address(ip)
+        return parsed.is_loopback or parsed.is_link_local or any(parsed in address.network for address in self._all)
+
+    def in_order_to_dial(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
+        """The addresses of another peer that may work from here: near ones, then global ones in the order given.
+
+        A loopback address is left out if the peer is on another machine, where it would lead to another process; and
+        so are private addresses of other networks, and IPv6 if this machine has none. What is the only thing known is
+        tried all the same, unless the peer has others, such as those at relays.
+        """
+        by_distance: dict[int, list[Multiaddr]] = {}
+        is_here = any(self._distance(address, is_here=False) == 0 for address in addresses)
+        for address in addresses:
+            by_distance.setdefault(self._distance(address, is_here=is_here), []).append(address)
+        usable = [address for distance in range(-1, 3) for address in by_distance.get(distance, ())]
+        if usable or have_others:
+            return usable
+        return next((by_distance[distance] for distance in sorted(by_distance)), [])
+
+    def _distance(self, address: Multiaddr, *, is_here: bool) -> int:
+        host = address.get("ip4") or address.get("ip6")
+        if host is None:
+            return 2
+        parsed = ipaddress.ip_address(host)
+        if parsed.is_loopback:
+            return -1 if is_here else 5
+        if host in self:
+            return 0
+        if not parsed.is_global:
+            return 1 if self.is_inside(host) else 4
+        has_route = parsed.version == 4 or any(own.is_ipv6 and own.rank == ROUTED for own in self._all)
+        return 2 if has_route else 3
 
     def told(self) -> list[OwnAddress]:
         """The addresses to tell others, the best first.
@@ -203,7 +247,7 @@ def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = Fal
     """
     logger = get_logger(__name__)
     if only_p2p:
-        shortest = list(dict.fromkeys(f"/p2p/{maddr['p2p']}" for maddr in visible_maddrs))
+        shortest = list(dict.fromkeys(f"/p2p/{maddr.values()[-1]}" for maddr in visible_maddrs))
     else:
         shortest = [str(maddr) for maddr in _for_initial_peers(visible_maddrs)]
     logger.info("To connect other peers to this one, use --initial_peers %s", " ".join(shortest))

@@ -7,48 +7,59 @@ import logging
 import math
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from shoal.clock import get_clock
-from shoal.errors import IdentityTakenError, NotAMemberError, P2PDaemonError, ProtocolError
+from shoal.errors import IdentityTakenError, NoReservationError, P2PDaemonError
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import AddressBook, UnreachablePeers, host_of
-from shoal.p2p.badges import Roles
+from shoal.p2p.addresses import AddressBook, Notes, UnreachablePeers, host_of
+from shoal.p2p.answering import Answering
 from shoal.p2p.behaviour import Behaviour
-from shoal.p2p.connection import Call, Connection, Hello
+from shoal.p2p.calling import Caller
+from shoal.p2p.circuits import Circuits
+from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import ConnectionPool, Dialler
 from shoal.p2p.identity import Identity, PeerID, PeerInfo
 from shoal.p2p.joining import Checkup, Target, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
-from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory, Limits, have_enough_files
+from shoal.p2p.limits import DEFAULT_LIMITS, DEFAULT_RELAY_LIMITS, HeaderMemory, Limits, RelayLimits, have_enough_files
 from shoal.p2p.membership import Membership
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.of_a_daemon import warn_without_effect
+from shoal.p2p.of_a_daemon import NatOptions
 from shoal.p2p.own_addresses import checked_announcement
-from shoal.p2p.presence import Presence, check_identity_is_free, greet_anew
+from shoal.p2p.presence import Presence, check_identity_is_free
+from shoal.p2p.punching import Puncher
+from shoal.p2p.reach import Outlook
+from shoal.p2p.reachability import Reachability
+from shoal.p2p.relaying import Relay
+from shoal.p2p.reservations import Reservations
 from shoal.p2p.revocation import Members
 from shoal.p2p.server import Server
 from shoal.p2p.service import Gate, Handler
 from shoal.p2p.tcp import TcpTransport
-from shoal.p2p.transport import Header, Stream, Transport
-from shoal.tasks import cancel_and_wait
+from shoal.p2p.transport import Stream, Transport
+from shoal.p2p.upgrading import Upgrades
 
 logger = logging.getLogger(__name__)
-H = TypeVar("H", bound=Header)
 
 AGENT = "shoal"
-# The number of peers whose round trips are remembered.
-MAX_ROUND_TRIPS = 4096
 INSTANCE_BYTES = 16
 
 
-class P2P:
+class P2P(Caller):
     """A peer. Made by :meth:`create`; lives in one event loop."""
 
     def __init__(
-        self, transport: Transport, rng: random.Random, metrics: Metrics, idle_timeout: float, limits: Limits
+        self,
+        transport: Transport,
+        rng: random.Random,
+        metrics: Metrics,
+        idle_timeout: float,
+        limits: Limits,
+        relay: bool | None,
+        relay_limits: RelayLimits,
+        options: NatOptions,
     ) -> None:
         self.identity = transport.identity
         self.peer_id = transport.identity.peer_id
@@ -61,26 +72,41 @@ class P2P:
         """Tells this process from another one with the same identity."""
         self.find_addresses: Callable[[PeerID], Awaitable[None]] | None = None
         """Looks up a peer without a known address before it is dialled; set by the DHT node."""
-        self._announcement: list[Multiaddr] = []
-        self.address_book = AddressBook(transport.supports)
+        self.address_book = AddressBook(self._supports)
         """Where others can be dialled."""
         self.header_memory = HeaderMemory(limits)
         """What large headers on their way in take."""
-        self.dialler = Dialler(transport, self.address_book)
+        self.dialler = Dialler(transport, self.address_book, metrics)
         """Opens connections to others."""
         self.pool = ConnectionPool(self.dial, idle_timeout)
         """Those connections."""
-        transport.on_addresses_changed = self._announce_anew
-        self._announcing: asyncio.Task[None] | None = None
         self.behaviour = Behaviour(metrics, asyncio.get_running_loop().time)
         """What this peer has seen others do."""
-        self.membership: Membership | None = None
-        """This peer's place in a private run; ``None`` in an open one."""
+        self.membership = None
         self.members: Members | None = None
         """Keeps who is expelled from that run."""
         self.server = Server(self.peer_id, metrics, limits, self.greet, self._trains_with, self.behaviour)
         """Answers on connections that others have opened."""
-        self._round_trips: dict[PeerID, float] = {}
+        self.outlook = Outlook(self, options)
+        """Finds out whether others can call this peer."""
+        self.reaches: Notes[int] = Notes()
+        """How others are called, as they say: see :class:`~.reachability.Reach`."""
+        self.relay = Relay(self, relay, relay_limits)
+        """Joins connections of others, if this peer is a relay."""
+        self.circuits = Circuits(self)
+        """Dials through relays."""
+        self.dialler.dial_circuit = self.circuits.dial_one if options.use_relay else None
+        self.punching = Puncher(transport, metrics, self.server.accept, lambda: self.outlook.reach)
+        """Finds direct ways where others lead through relays."""
+        self.circuits.punching = self.punching
+        self.outlook.on_upheaval.update({self.punching.policy.clear: None, self.circuits.reversals.forget: None})
+        self.upgrades = Upgrades(self)
+        self.answering = Answering(self)
+        """Answers those who dial this peer through relays."""
+        self.reservations = Reservations(self, self.answering.answer)
+        """The relays through which others reach this peer, while that is wanted."""
+        self.reservations.trusted = [*options.trusted_relays]
+        self._round_trips: Notes[float] = Notes()
         self._unreachable = UnreachablePeers()
         self.clock = get_clock()  # the DHT time of this peer
         self.clock.add_own(self.peer_id)
@@ -100,6 +126,8 @@ class P2P:
         transport: Transport | None = None,
         rng: random.Random | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        relay: bool | None = None,
+        relay_limits: RelayLimits = DEFAULT_RELAY_LIMITS,
         token: str | os.PathLike[str] | None = None,
         **of_a_daemon: Any,
     ) -> P2P:
@@ -119,11 +147,14 @@ class P2P:
             transport: a way to reach peers other than TLS over TCP; it brings the identity.
             rng: source of every random choice, for reproducible simulations.
             limits: what this peer grants to others.
+            relay: always (``True``) or never be a relay for peers that cannot be called; default: while others can
+                call this peer from outside.
+            relay_limits: what it grants as a relay.
             token: of a private run, see :mod:`shoal.p2p.tokens`: its text, or the path of a file with it; default: the
                 environment variable ``SHOAL_TOKEN``. Only peers with tokens of one run connect to each other. Without
                 a token, or with an empty one, the run is open to all.
-            of_a_daemon: parameters of transports that need a libp2p daemon, such as ``use_relay``. They are accepted so
-                that existing calls work; a warning names those that ask for something that will not happen.
+            of_a_daemon: how others shall be able to call this peer, see :class:`~.of_a_daemon.NatOptions`. Parameters
+                of a libp2p daemon are accepted, so that existing calls work; a warning names those without effect.
 
         Raises:
             BootstrapError: no initial peer could be reached; it says why for each address.
@@ -131,7 +162,7 @@ class P2P:
             P2PDaemonError: cannot listen, or the identity file or the token is unusable.
             ValueError, TypeError: an address is malformed, or there is no such parameter.
         """
-        warn_without_effect(of_a_daemon)
+        options = NatOptions.chosen(of_a_daemon)
         assert not (initial_peers and of_a_daemon.get("use_ipfs")), "initial_peers and use_ipfs exclude each other"
         targets = parse_peer_addresses(initial_peers or ())
         announced = [checked_announcement(address) for address in announce_maddrs or ()]
@@ -140,16 +171,19 @@ class P2P:
             have_enough_files()
             limits = limits.that_fit()
             transport = TcpTransport(await _identity(identity_path), metrics, limits)
-        p2p = cls(transport, rng or random.Random(), metrics, idle_timeout, limits)
+        relay = False if options.relay_hop_limit == 0 else relay
+        rng = rng or random.Random()
+        p2p = cls(transport, rng, metrics, idle_timeout, limits, relay, relay_limits, options)
         p2p.client_mode = no_listen
         try:
             p2p.membership = await Membership.chosen(token, p2p.identity, p2p.clock, metrics)
             p2p.members = await Members.of(p2p)
             await Presence(p2p).add_p2p_handlers(p2p)
             await Checkup(p2p).add_p2p_handlers(p2p)
+            await p2p.relay.add_p2p_handlers(p2p)
             if not no_listen:
                 hosts = transport.listens_by_default() if host_maddrs is None else host_maddrs
-                await p2p._listen([Multiaddr(address) for address in hosts], announced)
+                await p2p.outlook.listen([Multiaddr(address) for address in hosts], announced)
             if targets:
                 await p2p._join(targets, startup_timeout)
             if identity_path is not None and check_if_identity_free:
@@ -182,7 +216,7 @@ class P2P:
         Args:
             identity_path: file with the identity.
             initial_peers: peers to ask, as for :meth:`create`; if there are none, the answer is no.
-            of_a_daemon: without effect, as in :meth:`create`.
+            of_a_daemon: as in :meth:`create`.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -196,19 +230,6 @@ class P2P:
             return True
         await p2p.shutdown()
         return False
-
-    async def _listen(self, hosts: Sequence[Multiaddr], announced: list[Multiaddr]) -> None:
-        usable = [address for address in hosts if self.transport.supports(address)]
-        for address in hosts:
-            if address not in usable:
-                logger.info("there is no transport for %s yet, other addresses are used to listen", address)
-        if not usable:
-            raise P2PDaemonError(
-                f"no usable address to listen on in {[str(a) for a in hosts]}: give /ip4/0.0.0.0/tcp/0"
-            )
-        for address in usable:
-            await self.transport.listen(address, self.server.accept)
-        self._announcement = announced
 
     async def _join(self, targets: list[Target], limit: float) -> None:
         """Return as soon as one of the peers is connected; the others are reached when they are needed."""
@@ -228,18 +249,18 @@ class P2P:
 
     # --- addresses ----------------------------------------------------------------------------------------------------
 
-    def _announce_anew(self) -> None:
-        if not self.is_alive:
-            return
-        if self._announcing is not None:
-            self._announcing.cancel()
-        peers = self.pool.renew()
-        self._announcing = asyncio.get_running_loop().create_task(greet_anew(self, peers))
+    @property
+    def reachability(self) -> Reachability:
+        """What this peer is to others."""
+        return self.outlook.state
 
     @property
-    def _announced(self) -> list[Multiaddr]:
-        """The announced addresses; they change as this machine moves from one network to another."""
-        return self._announcement or self.transport.addresses()
+    def is_callable(self) -> bool:
+        """Whether others can call this peer, directly or through a relay."""
+        return self.outlook.state in (Reachability.PUBLIC, Reachability.RELAYED)
+
+    def _supports(self, address: Multiaddr) -> bool:
+        return self.transport.supports(address) or self.dialler.supports_circuit(address)
 
     def add_addresses(self, peer: PeerID, addresses: Iterable[Multiaddr | str]) -> None:
         """Remember where a peer can be dialled, as told by a third party."""
@@ -247,11 +268,11 @@ class P2P:
 
     def is_reachable(self, peer: PeerID) -> bool:
         """Whether an address of the peer is known."""
-        return bool(self._announced) if peer == self.peer_id else peer in self.address_book
+        return bool(self.outlook.announced()) if peer == self.peer_id else peer in self.address_book
 
     def get_addresses(self, peer: PeerID) -> list[Multiaddr]:
         """Where a peer can be dialled, as far as known, without ``/p2p``."""
-        return list(self._announced) if peer == self.peer_id else self.address_book.get(peer)
+        return self.outlook.announced() if peer == self.peer_id else self.address_book.get(peer)
 
     def host_of(self, peer: PeerID) -> PeerID | str:
         """What a peer has in common with others of its host, see :mod:`shoal.p2p.addresses`; from any thread."""
@@ -259,8 +280,7 @@ class P2P:
 
     def host_seen_of(self, peer: PeerID) -> PeerID | str:
         """Like :meth:`host_of`, but by the addresses from which the peer has connected, whatever it announces."""
-        seen = [connection.stream.remote_address for connection in self.connections_from(peer)]
-        return host_of(peer, [address for address in seen if address is not None])
+        return host_of(peer, self._addresses_seen_of(peer))
 
     @property
     def address_changes(self) -> int:
@@ -273,8 +293,7 @@ class P2P:
         Args:
             latest: look at this machine's networks again.
         """
-        addresses = self._announcement or self.transport.addresses(latest)
-        return [address.encapsulate(f"/p2p/{self.peer_id}") for address in addresses]
+        return [address.encapsulate(f"/p2p/{self.peer_id}") for address in self.outlook.announced(latest)]
 
     async def list_peers(self) -> list[PeerInfo]:
         """Peers with known addresses, and peers connected to this one, whose addresses may be unknown."""
@@ -310,30 +329,39 @@ class P2P:
 
     def greet(self, stream: Stream) -> Connection:
         """Speak on a stream, its own greeting first."""
+        self.outlook.note_stream(stream)
         return Connection(stream, self.metrics, self.hello, self.on_hello, self.header_memory)
 
     def hello(self) -> Hello:
         """What this peer tells first on each connection."""
-        told, clock = [str(address) for address in self._announced], self.clock
+        told, clock = [str(address) for address in self.outlook.announced()], self.clock
         serial = 0 if self.membership is None else self.membership.serial
-        return Hello(told, AGENT, clock.time(), clock.offset, revocations=serial, instance=self.instance)
+        return Hello(
+            told,
+            AGENT,
+            clock.time(),
+            clock.offset,
+            revocations=serial,
+            reach=self.outlook.reach.value,
+            instance=self.instance,
+            relay=self.relay.serves,
+        )
 
     def on_hello(self, connection: Connection, hello: Hello) -> None:
         """Learn from what another peer tells first."""
         if hello.addresses and connection.remote != self.peer_id:
             self.address_book.replace(connection.remote, hello.addresses)
+        if hello.agent:  # otherwise it tells nothing of itself
+            self.reaches.note(connection.remote, hello.reach)
+            self.reservations.note_greeting(connection.remote, hello.relay)
         if connection.round_trip is not None:
-            self._note_round_trip(connection.remote, connection.round_trip)
+            shortest = min(connection.round_trip, self._round_trips.get(connection.remote, math.inf))
+            self._round_trips.note(connection.remote, shortest)
             later = self.clock.hear(connection.remote, hello.time, hello.clock_offset, connection.round_trip)
             self.behaviour.note_time(connection.remote, later)
             self.metrics.clock_offset = self.clock.offset
         if self.members is not None:
             self.members.note_hello(connection, hello.revocations)
-
-    def _note_round_trip(self, peer: PeerID, seconds: float) -> None:
-        self._round_trips[peer] = min(seconds, self._round_trips.pop(peer, math.inf))
-        while len(self._round_trips) > MAX_ROUND_TRIPS:
-            del self._round_trips[next(iter(self._round_trips))]
 
     def round_trip_to(self, peer: PeerID) -> float:
         """The shortest measured round trip to a peer, in seconds; 0 if there is none."""
@@ -345,6 +373,7 @@ class P2P:
         Raises:
             DialError: the peer cannot be reached.
         """
+        await self.circuits.prepare(peer, connections)
         await self.pool.prepare(peer, connections)
 
     async def dial(self, peer: PeerID) -> Connection:
@@ -355,7 +384,16 @@ class P2P:
             raise P2PDaemonError("a peer cannot call itself over the network")
         if self.find_addresses is not None and not self.is_reachable(peer):
             await self.find_addresses(peer)
-        stream = await self.dialler.dial(peer)
+        try:
+            stream = await self.dialler.dial(peer)
+        except NoReservationError:
+            # It may have other relays by now. Where it is no more, the dialler has forgotten.
+            if self.find_addresses is None or self.is_reachable(peer):
+                raise
+            await self.find_addresses(peer)
+            if not self.is_reachable(peer):
+                raise
+            stream = await self.dialler.dial(peer)
         self._unreachable.note_connection(peer)
         return self.greet(stream)
 
@@ -388,82 +426,13 @@ class P2P:
 
     def address_seen_of(self, peer: PeerID) -> str:
         """The address from which a peer has connected to this one, or empty if the transport does not know it."""
-        seen = (connection.stream.remote_address for connection in self.connections_from(peer))
-        return next((str(address) for address in seen if address is not None), "")
+        return next(map(str, self._addresses_seen_of(peer)), "")
 
-    # --- calling ------------------------------------------------------------------------------------------------------
-
-    async def call(
-        self,
-        peer: PeerID,
-        handle: str,
-        request: Header,
-        response_type: type[H],
-        timeout: float | None = None,
-        *,
-        roles: Roles = Roles.TRAIN,
-    ) -> H:
-        """Call a unary handler at another peer.
-
-        Args:
-            timeout: seconds for everything, dialling included; ``None`` = as long as the connection lives.
-            roles: in a private run, both sides need one of these.
-
-        Raises:
-            P2PHandlerError: the handler raised.
-            NotAMemberError: one of both sides may not take part in such a call.
-            P2PDaemonError: the peer cannot be reached, the connection broke, or it has no such handler.
-            TimeoutError: no answer in time.
-        """
-        async with asyncio.timeout(timeout):
-            call = await self._begin_call(peer, handle, roles)
-            try:
-                return await call.ask(request, response_type)
-            except BaseException as e:
-                self._note_failure(call, e)
-                raise
-            finally:
-                self.pool.release(call.connection, reusable=call.clean)
-
-    @asynccontextmanager
-    async def open_call(self, peer: PeerID, handle: str, *, roles: Roles = Roles.TRAIN) -> AsyncIterator[Call]:
-        """Call a handler that receives and sends any number of messages; ``roles`` as for :meth:`call`.
-
-        Leaving the block before both sides have ended cuts the connection, which cancels the handler.
-        """
-        call = await self._begin_call(peer, handle, roles)
-        try:
-            yield call
-        except BaseException as e:
-            self._note_failure(call, e)
-            raise
-        finally:
-            self.pool.release(call.connection, reusable=call.clean)
-
-    async def _begin_call(self, peer: PeerID, handle: str, roles: Roles) -> Call:
-        if self.membership is not None:
-            self.membership.check_own(roles)
-        connection = await self.pool.acquire(peer)
-        gate = self.server.gate
-        try:
-            if self.membership is not None:
-                self.membership.check(connection.stream.badge, roles, dialled=True)
-            if gate is not None and self.server.needs_proof(connection, handle):
-                await gate.enter(connection)
-        except BaseException as e:
-            # Other calls may be allowed on it.
-            self.pool.release(connection, reusable=isinstance(e, NotAMemberError) and e.reason == "wrong role")
-            raise
-        self.metrics.calls_made += 1
-        return connection.open_call(handle)
-
-    def _note_failure(self, call: Call, error: BaseException) -> None:
-        self.metrics.calls_failed += 1
-        if isinstance(error, ProtocolError):
-            self.metrics.connections_dropped["broke the protocol"] += 1
-            call.connection.abort()
-        elif isinstance(error, NotAMemberError) and self.membership is not None:
-            self.membership.note_refused(call.remote, error)
+    def _addresses_seen_of(self, peer: PeerID) -> list[Multiaddr]:
+        """Those of direct connections, the latest first: a relayed one comes from its relay."""
+        streams = [connection.stream for connection in reversed(self.connections_from(peer))]
+        found = [stream.remote_address for stream in streams if not stream.is_relayed]
+        return [address for address in found if address is not None]
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
@@ -487,13 +456,17 @@ class P2P:
         """Leave the network: stop listening, cut connections, cancel handlers. Idempotent."""
         self.is_alive = False
         self.clock.remove_own(self.peer_id)
-        if self._announcing is not None:
-            await cancel_and_wait(self._announcing)
+        await self.outlook.close()
         if self.members is not None:
             await self.members.close()
+        await self.reservations.close()
+        await self.answering.close()
+        await self.upgrades.close()
+        await self.relay.close()
         await self.transport.close()
         self.pool.close()
         await self.dialler.close()
+        await self.punching.close()
         await self.server.close()
 
 

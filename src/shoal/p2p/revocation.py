@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from msgspec import Meta
 
 from shoal.errors import NotAMemberError, P2PDaemonError, ShoalError
-from shoal.p2p.badges import ANY_ROLE, MAX_REVOKED, RevocationList, Roles
+from shoal.p2p.badges import ANY_ROLE, MAX_REVOKED, Badge, RevocationList, Roles
 from shoal.p2p.connection import Connection
 from shoal.p2p.identity import PUBLIC_KEY_BYTES, PeerID
 from shoal.p2p.membership import Membership
 from shoal.p2p.service import P2PContext, ServicerBase
-from shoal.p2p.transport import Count, Header, Stream
+from shoal.p2p.transport import Count, Header
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -107,11 +107,12 @@ class Members(ServicerBase):
         return True
 
     def _cut_revoked(self) -> None:
-        def is_revoked(stream: Stream) -> bool:
-            return stream.badge is not None and self._membership.is_revoked(stream.badge)
+        def is_revoked(badge: Badge | None) -> bool:
+            return badge is not None and self._membership.is_revoked(badge)
 
-        self._p2p.pool.cut(is_revoked)
-        self._p2p.server.cut(is_revoked, "revoked")
+        self._p2p.relay.cut(is_revoked)
+        self._p2p.pool.cut(lambda stream: is_revoked(stream.badge))
+        self._p2p.server.cut(lambda stream: is_revoked(stream.badge), "revoked")
 
     def _pass_on(self, source: PeerID | None) -> None:
         """Give the list to all connected peers; those that cannot be called get it when they greet next."""

@@ -187,6 +187,10 @@ class StubBase:
         """The shortest measured round trip to the other peer, in seconds; 0 if there is none."""
         return self._p2p.round_trip_to(self._peer)
 
+    def dial_anew(self) -> None:
+        """Let the next call be made over a new connection: those that are idle may have broken without a sign."""
+        self._p2p.pool.end_idle(self._peer)
+
     def context_of(self, method: str) -> P2PContext:
         """The context of a call, seen from the caller."""
         return P2PContext(self.servicer.handle_name(method, self._namespace), self._p2p.peer_id, self._peer)

@@ -1,36 +1,23 @@
-"""The transport for ``/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>``: TLS 1.3 over TCP, see :mod:`shoal.p2p.handshake`.
-
-A host may have several addresses, some of which lead nowhere. They are tried as in RFC 8305: the IP versions take
-turns, each attempt starts a little later than the one before, and the first address that answers wins. So an address
-that answers late (Windows takes two seconds to refuse a port) or never delays the others only for a moment.
-"""
+"""The transport for ``/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>``: TLS 1.3 over TCP, see :mod:`shoal.p2p.handshake`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import functools
 import logging
 import socket
-import ssl
 import weakref
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
 from typing import cast
 
 from shoal.errors import DialError, P2PDaemonError, StreamClosedError
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import is_loopback
-from shoal.p2p.handshake import (
-    BUSY_ALERT,
-    HANDSHAKE_TIMEOUT,
-    as_dial_error,
-    dialler_context,
-    listener_context,
-    prove_to_listener,
-    verify_dialler,
-)
+from shoal.p2p.handshake import HANDSHAKE_TIMEOUT, as_dial_error, dialler_context, prove_to_listener
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.limits import DEFAULT_LIMITS, Limits
+from shoal.p2p.membership import judge_listener
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.own_addresses import (
     LOOK_AGAIN_SECONDS,
@@ -40,147 +27,15 @@ from shoal.p2p.own_addresses import (
     chosen_host_maddrs,
     everywhere,
 )
-from shoal.p2p.tcp_listener import HostRates, Listener, WaitingRoom, bind, host_of
-from shoal.p2p.tcp_stream import WRITE_HIGH_WATER, TcpSocket, TcpStream, address_of, disown_socket, own_socket
-from shoal.p2p.transport import OnStream, Stream, Transport
+from shoal.p2p.sessions import SESSION_BYTE, Splice, TcpSession
+from shoal.p2p.strangers import BACKSTOP_SECONDS, Strangers
+from shoal.p2p.tcp_connect import bind_to_shared_port, connect, family_of
+from shoal.p2p.tcp_listener import Listener, bind, host_of
+from shoal.p2p.tcp_punch import punched
+from shoal.p2p.tcp_stream import TcpStream, address_of, close_socket, disown_socket
+from shoal.p2p.transport import ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
 
 logger = logging.getLogger(__name__)
-
-# The TLS layer's own timeout comes this much after ours, because ours gives the better error.
-_BACKSTOP_SECONDS = 1.0
-
-# Seconds after which the next address of a host is tried in parallel with those that have not answered yet.
-CONNECT_STAGGER = 0.25
-# A host that vanishes silently is noticed within about a minute, even while nobody writes.
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPALIVE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-
-_FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
-
-AddressInfo = tuple[int, int, int, str, "tuple[str | int, ...]"]
-
-
-def family_of(kind: str) -> socket.AddressFamily:
-    """The IP version that a part of a multiaddr, such as ``dns4``, asks for."""
-    return _FAMILIES.get(kind, socket.AF_UNSPEC)
-
-
-async def connect(host: str, port: int, family: socket.AddressFamily) -> socket.socket:
-    """A connected socket to the first address of a host that answers.
-
-    Raises:
-        OSError: no address answers; this is the error of the address that was tried first.
-    """
-    waiting = in_turn(await _resolve(host, port, family))
-    attempts: dict[asyncio.Task[socket.socket], None] = {}
-    pending: set[asyncio.Task[socket.socket]] = set()
-    try:
-        while waiting or pending:
-            if waiting:
-                attempt = asyncio.get_running_loop().create_task(_connect_to(waiting.pop(0)))
-                attempts[attempt] = None
-                pending.add(attempt)
-            done, pending = await asyncio.wait(
-                pending, timeout=CONNECT_STAGGER if waiting else None, return_when=asyncio.FIRST_COMPLETED
-            )
-            for attempt in done:
-                if not attempt.cancelled() and attempt.exception() is None:
-                    del attempts[attempt]
-                    return attempt.result()
-        errors = [error for attempt in attempts if isinstance(error := attempt.exception(), OSError)]
-        raise errors[0]
-    finally:
-        for attempt in attempts:
-            attempt.add_done_callback(_close_late)
-            attempt.cancel()
-
-
-def in_turn(found: Sequence[AddressInfo]) -> list[AddressInfo]:
-    """Addresses in the order to try them: the system's order, but with the IP versions taking turns."""
-    families = list(dict.fromkeys(each[0] for each in found))
-    queues = [[each for each in found if each[0] == family] for family in families]
-    return [each for row in itertools.zip_longest(*queues) for each in row if each is not None]
-
-
-async def _connect_to(info: AddressInfo) -> socket.socket:
-    family, kind, protocol, _, address = info
-    connecting = TcpSocket(family, kind, protocol)
-    own_socket(connecting.fileno(), connecting)
-    try:
-        connecting.setblocking(False)
-        set_options(connecting)
-        await asyncio.get_running_loop().sock_connect(connecting, address)
-        hurry_within_host(connecting)
-    except BaseException:
-        close(connecting)
-        raise
-    return connecting
-
-
-def close(connecting: socket.socket) -> None:
-    """Close a socket that :func:`connect` has returned and that nothing else has taken over."""
-    disown_socket(connecting.fileno(), connecting)
-    connecting.close()
-
-
-def _close_late(attempt: asyncio.Task[socket.socket]) -> None:
-    """Close a late success: another address was faster, or nobody waits any more."""
-    if not attempt.cancelled() and attempt.exception() is None:
-        close(attempt.result())
-
-
-async def _resolve(host: str, port: int, family: socket.AddressFamily) -> list[AddressInfo]:
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-    except UnicodeError as e:  # not a name that the domain name system can express
-        raise socket.gaierror(socket.EAI_NONAME, str(e)) from e
-    return cast("list[AddressInfo]", found)
-
-
-def set_options(connection: socket.socket) -> None:
-    """Send small messages at once, keep the unsent backlog short, and notice hosts that vanish."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_HIGH_WATER)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # each system offers its own subset
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def hurry_within_host(connection: socket.socket) -> None:
-    """Switch off pacing within this host: it spares networks, and here it would only cost a quarter of the time."""
-    with contextlib.suppress(OSError):  # the connection is over already, or the system has no such option
-        if hasattr(socket, "TCP_CONGESTION") and connection.getsockname()[0] == connection.getpeername()[0]:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-
-
-class Arrival:
-    """An accepted connection whose other side has not proven its identity yet."""
-
-    def __init__(self, accepted: socket.socket, host: str) -> None:
-        self.socket = accepted
-        self.host = host
-        self.stream = TcpStream()
-        self.patience: asyncio.TimerHandle | None = None
-        """Ends the wait for the first byte."""
-        self.first_byte: asyncio.Task[None] | None = None
-        """Waits for the first byte, on loops that cannot watch a socket."""
-        self.task: asyncio.Task[None] | None = None
-        """The handshake, which begins with the first byte."""
-        self.in_hands_of_loop = False
-        self.drop_reason = ""
-        # Kept here, because a socket that the loop has closed no longer knows its descriptor.
-        self._descriptor = accepted.fileno()
-        own_socket(self._descriptor, self)
-
-    def give_up(self) -> None:
-        """Close the connection at any stage."""
-        disown_socket(self._descriptor, self)
-        if self.in_hands_of_loop:
-            self.stream.abort()
-        else:
-            self.socket.close()
 
 
 class TcpTransport(Transport):
@@ -192,6 +47,8 @@ class TcpTransport(Transport):
         limits: what strangers may take.
         machine: the addresses of this machine.
     """
+
+    is_behind_routers = True
 
     def __init__(
         self,
@@ -207,12 +64,8 @@ class TcpTransport(Transport):
         self._next_look: asyncio.TimerHandle | None = None
         self.listeners: list[Listener] = []
         """Where this peer listens."""
-        self._tls: tuple[ssl.SSLContext, bytes] | None = None
-        self.silent: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
-        """Who has connected and said nothing yet."""
-        self.shaking_hands: WaitingRoom[Arrival] = WaitingRoom(limits.handshakes_in_flight)
-        """Who has begun a handshake."""
-        self._rates = HostRates(limits.handshakes_per_second, limits.handshake_burst)
+        self.strangers = Strangers(self, self.metrics, limits, self._note_stream)
+        """Who has connected, and not proven who it is."""
 
     def supports(self, address: Multiaddr) -> bool:
         protocols = address.protocols()
@@ -231,15 +84,15 @@ class TcpTransport(Transport):
 
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
         host, port, family = self._host_and_port(address)
-        if self._tls is None:
-            # In a thread, because it writes and reads a file.
-            self._tls = await asyncio.to_thread(listener_context, self.identity)
+        await self.strangers.tls()
 
         def arrive(accepted: socket.socket, remote_host: str) -> None:
-            self._arrive(accepted, host_of(remote_host), on_stream)
+            self.strangers.arrive(accepted, host_of(remote_host), on_stream)
 
         try:
-            listeners = [Listener(each, arrive, self._make_room) for each in await self._bind(host, port, family)]
+            listeners = [
+                Listener(each, arrive, self.strangers.make_room) for each in await self._bind(host, port, family)
+            ]
         except OSError as e:
             raise P2PDaemonError(f"cannot listen on {address}: {e.strerror or e}") from e
         self.listeners += listeners
@@ -299,157 +152,43 @@ class TcpTransport(Transport):
         near = [address for (rank, _), address in found if rank == LOOPBACK]
         return [*far[: MAX_ANNOUNCED - 1], *near[: None if not far else 1]]
 
-    # --- what has arrived ---------------------------------------------------------------------------------------------
-
-    def _arrive(self, accepted: socket.socket, host: str, on_stream: OnStream) -> None:
-        """Start the handshake at the first byte, so that nothing is spent on a stranger that says nothing."""
-        loop = asyncio.get_running_loop()
-        if self._rates.is_exhausted(host, loop.time()):
-            self._turn_away(accepted, host)
-            return
-        arrival = Arrival(accepted, host)
-        self.silent.enter(arrival)
-        arrival.patience = loop.call_later(HANDSHAKE_TIMEOUT, self._drop, arrival, "said nothing")
-        try:
-            loop.add_reader(accepted.fileno(), self._begin_handshake, arrival, on_stream)
-        except NotImplementedError:  # the loop of Windows
-            arrival.first_byte = loop.create_task(_first_byte_of(accepted))
-            arrival.first_byte.add_done_callback(lambda _: self._note_first_byte(arrival, on_stream))
-        self._make_room_in(self.silent)
-
-    def _turn_away(self, accepted: socket.socket, host: str) -> None:
-        reason = "too many handshakes of one host"
-        self.metrics.connections_dropped[reason] += 1
-        logger.debug("dropped a connection from %s: %s", host, reason)
-        with accepted, contextlib.suppress(OSError):
-            accepted.send(BUSY_ALERT)
-            accepted.shutdown(socket.SHUT_WR)
-            # Read first: closing with unread bytes would reset the connection and destroy the alert on its way.
-            accepted.recv(4096)
-
-    def _note_first_byte(self, arrival: Arrival, on_stream: OnStream) -> None:
-        if arrival in self.silent:  # otherwise it was dropped meanwhile
-            self._begin_handshake(arrival, on_stream)
-
-    def _begin_handshake(self, arrival: Arrival, on_stream: OnStream) -> None:
-        loop = asyncio.get_running_loop()
-        self._stop_waiting(arrival)
-        self.shaking_hands.enter(arrival)
-        self._rates.spend(arrival.host, loop.time())
-        arrival.task = loop.create_task(self.shake_hands(arrival, on_stream))
-        arrival.task.add_done_callback(lambda task: self._end_handshake(arrival, task))
-        self._make_room_in(self.shaking_hands)
-
-    def _stop_waiting(self, arrival: Arrival) -> None:
-        self.silent.leave(arrival)
-        if arrival.patience is not None:
-            arrival.patience.cancel()
-            arrival.patience = None
-            if arrival.first_byte is not None:
-                arrival.first_byte.cancel()
-            else:
-                asyncio.get_running_loop().remove_reader(arrival.socket.fileno())
-
-    async def shake_hands(self, arrival: Arrival, on_stream: OnStream) -> None:
-        """Find out who has connected; whoever proves it is handed on."""
-        assert self._tls is not None
-        context, certificate = self._tls
-        stream, stage = arrival.stream, "TLS handshake"
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-                arrival.in_hands_of_loop = True
-                set_options(arrival.socket)
-                hurry_within_host(arrival.socket)
-                await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: stream,
-                    arrival.socket,
-                    ssl=context,
-                    ssl_handshake_timeout=HANDSHAKE_TIMEOUT + _BACKSTOP_SECONDS,
-                )
-                stage = "proof of identity"
-                own_badge = b"" if self.membership is None else self.membership.shown_badge()
-                found = await verify_dialler(stream, self.identity.peer_id, certificate, own_badge)
-        except TimeoutError:
-            arrival.drop_reason = f"no {stage} in time"
-        except ssl.SSLError:
-            arrival.drop_reason = "no TLS"
-        except (StreamClosedError, OSError):
-            arrival.drop_reason = f"closed before the {stage}"
-        else:
-            if found is None:
-                arrival.drop_reason = "wrong proof of identity"
-                return
-            stream.remote, stream.shown_badge = found
-            self._note_stream(stream)
-            self.metrics.connections_accepted += 1
-            on_stream(stream)
-
-    def _end_handshake(self, arrival: Arrival, task: asyncio.Task[None]) -> None:
-        self.shaking_hands.leave(arrival)
-        if arrival.drop_reason:
-            self._count_drop(arrival)
-        elif not task.cancelled() and task.exception() is None:
-            return
-        arrival.give_up()
-
-    def _drop(self, arrival: Arrival, reason: str) -> None:
-        """Close an unproven connection at any stage, and count the reason."""
-        arrival.drop_reason = reason
-        if arrival.task is not None:
-            arrival.task.cancel()
-            return
-        self._stop_waiting(arrival)
-        self._count_drop(arrival)
-        arrival.give_up()
-
-    def _count_drop(self, arrival: Arrival) -> None:
-        self.metrics.connections_dropped[arrival.drop_reason] += 1
-        logger.debug("dropped a connection from %s: %s", arrival.host, arrival.drop_reason)
-
-    def _make_room_in(self, room: WaitingRoom[Arrival]) -> None:
-        victim = room.one_too_many()
-        if victim is not None:
-            room.leave(victim)
-            self._drop(victim, "too many handshakes at once")
-
-    def _make_room(self) -> None:
-        """Drop a stranger, because this process has no sockets left."""
-        victim = self.silent.least_welcome() or self.shaking_hands.least_welcome()
-        if victim is not None:
-            self._drop(victim, "no sockets left")
-
     # --- dialling -----------------------------------------------------------------------------------------------------
 
-    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
-        """Usable addresses, without loopback if the peer is on another machine: there it would lead to another process.
+    def is_inside(self, address: Multiaddr) -> bool:
+        host = address.get("ip4") or address.get("ip6")
+        return host is not None and self._machine.is_inside(host)
 
-        A peer is on this machine if it announces an address of this machine. A peer that announces nothing but loopback
-        is tried there all the same.
-        """
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
         usable = super().worth_dialling(addresses)
-        near = [address for address in usable if is_loopback(address)]
-        far = [address for address in usable if address not in near]
-        if not near or not far:
+        if len(usable) < 2 and not have_others:
             return usable
         self._look()
-        return near + far if any(str(address.values()[0]) in self._machine for address in far) else far
+        return self._machine.in_order_to_dial(usable, have_others=have_others)
 
     async def dial(self, address: Multiaddr, expected_peer: PeerID) -> Stream:
         host, port, family = self._host_and_port(address)
+        return await self._shake_hands(connect(host, port, family), address, expected_peer)
+
+    async def _shake_hands(
+        self, connecting: Awaitable[socket.socket], address: Multiaddr, expected_peer: PeerID
+    ) -> Stream:
+        """The dialler's half of the handshake, as soon as there is a connection."""
         stream = TcpStream()
         connected: socket.socket | None = None
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-                connected = await connect(host, port, family)
+                connected = await connecting
                 descriptor = connected.fileno()
                 await asyncio.get_running_loop().create_connection(
                     lambda: stream,
                     sock=connected,
                     ssl=dialler_context(),
                     server_hostname="",
-                    ssl_handshake_timeout=HANDSHAKE_TIMEOUT + _BACKSTOP_SECONDS,
+                    ssl_handshake_timeout=HANDSHAKE_TIMEOUT + BACKSTOP_SECONDS,
                 )
-                proving = prove_to_listener(stream, self.identity, address, expected_peer, self.membership)
+                judge = functools.partial(judge_listener, self.membership, expected_peer)
+                own_badge = b"" if self.membership is None else self.membership.shown_badge()
+                proving = prove_to_listener(stream, self.identity, address, expected_peer, judge, own_badge)
                 stream.badge = await proving
         except BaseException as e:
             stream.abort()
@@ -465,22 +204,93 @@ class TcpTransport(Transport):
         self.metrics.connections_dialled += 1
         return stream
 
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
+        return self.strangers.expected.expect(cookie)
+
+    async def open_session(
+        self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
+    ) -> Session:
+        host, port, family = self._host_and_port(address)
+        local = None if beside is None else beside.local_address
+        bind = functools.partial(bind_to_shared_port, port=0 if local is None else int(local["tcp"] or 0))
+        session: TcpSession | None = None
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+                connected = await connect(host, port, family, bind if punchable else None)
+                session = self.adopt(connected, punchable=punchable)
+                await session.write(SESSION_BYTE + cookie)
+        except BaseException as e:
+            if session is not None:
+                session.abort()
+            if not isinstance(e, (OSError, StreamClosedError)):
+                raise
+            self.metrics.dials_failed += 1
+            raise as_dial_error(address, e) from e
+        return session
+
+    def adopt(self, connected: socket.socket, *, punchable: bool = False) -> TcpSession:
+        """A session on a connected socket, which ends with this transport at the latest.
+
+        Raises:
+            OSError: the connection is over already; the socket is closed.
+        """
+        try:
+            return TcpSession(connected, self.strangers.sessions, punchable=punchable)
+        except BaseException:
+            close_socket(connected)
+            raise
+
+    async def join(self, first: Session, second: Session, throttle: Throttle, idle_seconds: float) -> None:
+        one, two = _of_tcp(first), _of_tcp(second)
+        if not one.closed and not two.closed:
+            await Splice(one.detach(), two.detach(), throttle).run(idle_seconds)
+        one.abort()
+        two.abort()
+
+    async def authenticate(self, session: Session, expected_peer: PeerID) -> Stream:
+        own = _of_tcp(session)
+
+        async def detached() -> socket.socket:
+            return own.detach()
+
+        return await self._shake_hands(detached(), own.remote_address, expected_peer)
+
+    def receive(self, session: Session, on_stream: OnStream) -> None:
+        own = _of_tcp(session)
+        if own.closed:
+            logger.debug("a session with %s has ended before its handshake", own.remote_address)
+            return
+        host = host_of(str(own.remote_address.values()[0]))
+        self.strangers.arrive(own.detach(), host, on_stream, may_be_session=False)
+
+    async def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
+        own = _of_tcp(session)
+        if not own.is_punchable:
+            raise ValueError(f"the port of {own.local_address} cannot be shared: open the session with punchable=True")
+        places = [(host, port) for host, port, _ in map(self._host_and_port, candidates)]
+        _, port, _ = self._host_and_port(own.local_address)
+        async with aclosing(punched(port, places, seconds, round_trip)) as connections:
+            async for connected in connections:
+                try:
+                    found = self.adopt(connected)
+                except OSError:  # it is over already
+                    continue
+                yield found
+
     async def close(self) -> None:
         if self._next_look is not None:
             self._next_look.cancel()
         for listener in self.listeners:
             await listener.close()
         self.listeners.clear()
-        for arrival in self.silent.guests():
-            self._stop_waiting(arrival)
-            arrival.give_up()
-        tasks = [arrival.task for arrival in self.shaking_hands.guests() if arrival.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.strangers.close()
 
 
-async def _first_byte_of(accepted: socket.socket) -> None:
-    """Return when something has arrived, without reading it: on Windows, an empty read ends at that moment."""
-    with contextlib.suppress(OSError):  # the handshake finds out what is wrong
-        await asyncio.get_running_loop().sock_recv_into(accepted, bytearray())
+def _of_tcp(session: Session) -> TcpSession:
+    if not isinstance(session, TcpSession):
+        raise TypeError(f"{session!r} is no session of this transport: use the one that has opened it")
+    return session

@@ -41,6 +41,12 @@ def disown_socket(descriptor: int, owner: object) -> None:
         del owners[descriptor]
 
 
+def close_socket(connected: socket.socket) -> None:
+    """Close a socket that owns itself: no stream, session or transport has taken it over."""
+    disown_socket(connected.fileno(), connected)
+    connected.close()
+
+
 def _give_up_sockets_of_parent() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in owners:
@@ -125,6 +131,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         own_name = transport.get_extra_info("sockname")
         if own_name:
             self.local_host = own_name[0].partition("%")[0]
+            self.local_address = address_of(own_name[0], own_name[1])
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._target is not None:
@@ -163,7 +170,7 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         """Notice that the other side has reset the connection, although earlier bytes are still unread."""
         if self.transport is None or self.transport.is_closing():
             return
-        if _is_broken_off(self.transport.get_extra_info("socket")):
+        if is_broken_off(self.transport.get_extra_info("socket")):
             self.transport.abort()
             self._end_now()
         else:
@@ -343,16 +350,8 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         if not self._closed:
             self._reason = "this side closed the connection"
         if self.transport is not None and not self._closed:
-            self._reset_connection(self.transport)
+            reset_connection(self.transport)
         self._end_now()
-
-    def _reset_connection(self, transport: asyncio.Transport) -> None:
-        """End the connection with a reset. It overtakes bytes in flight, which may be held up because nobody reads."""
-        connection: socket.socket | None = transport.get_extra_info("socket")
-        if connection is not None and not transport.is_closing():
-            with contextlib.suppress(OSError):  # macOS fails here if the other side was faster
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-        transport.abort()
 
     # --- facts for the handshake --------------------------------------------------------------------------------------
 
@@ -367,7 +366,16 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         return cast("ssl.SSLObject", self.transport.get_extra_info("ssl_object"))
 
 
-def _is_broken_off(connection: socket.socket | None) -> bool:
+def reset_connection(transport: asyncio.Transport) -> None:
+    """End a connection with a reset. It overtakes bytes in flight, which may be held up because nobody reads."""
+    connection: socket.socket | None = transport.get_extra_info("socket")
+    if connection is not None and not transport.is_closing():
+        with contextlib.suppress(OSError):  # macOS fails here if the other side was faster
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+    transport.abort()
+
+
+def is_broken_off(connection: socket.socket | None) -> bool:
     """Whether the other side has reset a connection from which nobody reads.
 
     A reset connection has no peer name any more. Windows still gives one, but it drops the unread bytes, so peeking at

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import secrets
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -60,10 +61,20 @@ class Stream(ABC):
     """What the other side has shown as its badge, if it has dialled; not checked yet."""
     badge: Badge | None = None
     """Its badge, once that was found good; ``None`` in an open run."""
+    local_address: Multiaddr | None = None
+    """This end's address and port as this machine sees them, as far as the transport knows."""
     received = 0
     """How many bytes have arrived: it shows a waiting reader whether more are coming."""
-    is_relayed = False
-    """Its bytes pass through a relay, which sees no more of them than their number."""
+    via: PeerID | None = None
+    """The relay that its bytes pass through, which sees no more of them than their number; ``None``: there is none."""
+
+    is_arranged = False
+    """It is direct, but a relay has brought it about: while no relay can, there will be no other like it."""
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether its bytes pass through a relay."""
+        return self.via is not None
 
     @property
     def is_awaited(self) -> bool:
@@ -127,6 +138,10 @@ COOKIE_SECONDS = 10.0
 """How long the listener waits for the session that a cookie announces."""
 
 
+ROUND_TRIP = 0.1
+"""Seconds, where nobody has measured it."""
+
+
 class Session(ABC):
     """A raw two-way byte pipe on which nobody has proven anything yet.
 
@@ -175,6 +190,8 @@ class Transport(ABC):
     identity: Identity
     membership: Membership | None = None
     """The private run that this peer takes part in; ``None`` for an open one."""
+    is_behind_routers = False
+    """It is one of real networks, whose routers may be asked to forward a port."""
     on_addresses_changed: Callable[[], object] | None = None
     """Called when the addresses of this peer have changed, so that others know outdated ones."""
 
@@ -205,8 +222,17 @@ class Transport(ABC):
             latest: look at the networks now; otherwise a recent look is good enough.
         """
 
-    def worth_dialling(self, addresses: Sequence[Multiaddr]) -> list[Multiaddr]:
-        """The addresses of another peer that may work from here, in the order to try them."""
+    def is_inside(self, address: Multiaddr) -> bool:
+        """Whether an address belongs to this machine or to one of its own networks. What is there says nothing about
+        what hosts elsewhere can reach."""
+        return True
+
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
+        """The addresses of another peer that may work from here, in the order to try them.
+
+        Args:
+            have_others: there are other ways to that peer, so what hardly works is not even a last resort.
+        """
         return [address for address in addresses if self.supports(address)]
 
     @abstractmethod
@@ -220,6 +246,10 @@ class Transport(ABC):
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
+    def new_cookie(self) -> bytes:
+        """A cookie that nobody can guess."""
+        return secrets.token_bytes(COOKIE_BYTES)
+
     @abstractmethod
     def expect_session(self, cookie: bytes) -> asyncio.Future[Session]:
         """From now on, accept one session with this cookie. Cancelling the future ends that.
@@ -229,11 +259,14 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    async def open_session(self, address: Multiaddr, cookie: bytes, *, punchable: bool = False) -> Session:
+    async def open_session(
+        self, address: Multiaddr, cookie: bytes, *, punchable: bool = False, beside: Session | None = None
+    ) -> Session:
         """Open a session towards the listening port of somebody who has given away this cookie.
 
         Args:
             punchable: from a fresh local port that :meth:`punch` can use meanwhile.
+            beside: from the local port of this punchable session.
 
         Raises:
             DialError: nobody answers there.
@@ -255,8 +288,15 @@ class Transport(ABC):
         """Let whoever dials on this session shake hands, as if it had connected to a listening port."""
 
     @abstractmethod
-    def punch(self, session: Session, candidates: Sequence[Multiaddr], seconds: float) -> AsyncIterator[Session]:
+    def punch(
+        self, session: Session, candidates: Sequence[Multiaddr], seconds: float, round_trip: float = ROUND_TRIP
+    ) -> AsyncGenerator[Session, None]:
         """Try to connect to candidates from the local port of a punchable session, and listen there meanwhile.
+
+        Args:
+            session: whoever it belongs to by now.
+            seconds: after which it ends.
+            round_trip: to the other side by way of the relay; pauses between attempts depend on it.
 
         Yields:
             Whatever connects: nobody has proven anything. It ends after ``seconds``, or when the caller closes it.

@@ -19,6 +19,7 @@
 - A :class:`Network` connects hosts (:class:`Host`) by links (:class:`Link`) with delay, jitter, and connections that
   fail or break. A host has a limited rate each way, a clock that may be off, and a firewall. It can crash or lose
   power. The network can be partitioned and healed.
+- Behind a :class:`Nat`, a host can call others and not be called, as behind a router at home.
 - :func:`start_peers`, :func:`start_dht_nodes` and :func:`start_averagers` start many nodes.
 - A :class:`DHTSwarm` and an :class:`AveragerSwarm` do without hosts, where a network in memory is enough.
 - A :class:`Trace` is a hash of everything that happened.
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import SimulationError
 from shoal.testing.host import Host, HostState, Link
 from shoal.testing.loop import START_OF_TIME, Machine, VirtualTimeLoop, run
+from shoal.testing.nat import Nat
 from shoal.testing.network import Network, Trace
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ __all__ = [
     "HostState",
     "Link",
     "Machine",
+    "Nat",
     "Network",
     "SharedTable",
     "SimulationError",

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.errors import SimulationError
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.memory import MemoryTransport, Piece, PipeEnd
+from shoal.p2p.memory import MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import OnStream
+from shoal.p2p.own_addresses import ROUTED, OwnAddress, OwnAddresses
+from shoal.p2p.pipes import Piece, PipeEnd
+from shoal.p2p.transport import COOKIE_BYTES, OnStream
 from shoal.testing.loop import Machine, VirtualTimeLoop
+from shoal.testing.nat import Nat, address_of, endpoint_of
 
 if TYPE_CHECKING:
     from shoal.testing.network import Network
@@ -150,6 +154,10 @@ class Path:
             stream.release()
 
 
+# The lowest port that a system chooses by itself.
+FIRST_PORT = 32768
+
+
 class HostState(Enum):
     """Whether a host works, and if not, how it looks from outside."""
 
@@ -168,12 +176,23 @@ class Host(Machine):
         rng: source of randomness for everything that runs on this host.
         clock_offset: seconds by which its clock is ahead of the true time.
         firewalled: whether a firewall drops all attempts to connect to it.
+        nat: the router that it is behind.
+        ip: its address; empty on a network without addresses.
     """
 
     def __init__(
-        self, network: Network, index: int, rng: random.Random, uplink: float | None, downlink: float | None
+        self,
+        network: Network,
+        index: int,
+        rng: random.Random,
+        uplink: float | None,
+        downlink: float | None,
+        nat: Nat | None = None,
     ) -> None:
         self.network, self.index, self.rng = network, index, rng
+        self.nat = nat
+        self.ip = "" if network.internet is None else network.internet.add(self, nat)
+        self._port_numbers = itertools.count()
         self.state = HostState.UP
         self.firewalled = False
         self.outgoing, self.incoming = AccessLine(uplink), AccessLine(downlink)
@@ -210,6 +229,10 @@ class Host(Machine):
     @downlink.setter
     def downlink(self, rate: float | None) -> None:
         self.incoming.rate = rate
+
+    def new_port(self) -> int:
+        """A port that is in no use now."""
+        return FIRST_PORT + next(self._port_numbers) % (2**16 - FIRST_PORT)
 
     # --- running things -----------------------------------------------------------------------------------------------
 
@@ -267,6 +290,7 @@ class Host(Machine):
         self.state = state
         for transport in self._transports:
             transport.stop_listening()
+            transport.expectations.clear()
         for stream in list(self.streams):
             if state is HostState.CRASHED:
                 stream.abort()
@@ -286,6 +310,19 @@ class HostTransport(MemoryTransport):
     def __init__(self, host: Host, identity: Identity) -> None:
         super().__init__(host.network, identity)
         self.host = host
+        self._machine = OwnAddresses(lambda: [OwnAddress(host.ip, ROUTED, 24)] if host.ip else [])
+        self._machine.look(0.0)
+
+    def is_inside(self, address: Multiaddr) -> bool:
+        ip = address.get("ip4")
+        return ip is None or self._machine.is_inside(ip)
+
+    def worth_dialling(self, addresses: Sequence[Multiaddr], *, have_others: bool = False) -> list[Multiaddr]:
+        usable = super().worth_dialling(addresses)
+        return self._machine.in_order_to_dial(usable, have_others=have_others) if self.host.ip else usable
+
+    def new_cookie(self) -> bytes:
+        return self.host.rng.randbytes(COOKIE_BYTES)
 
     async def listen(self, address: Multiaddr, on_stream: OnStream) -> list[Multiaddr]:
         addresses = await super().listen(address, on_stream)
@@ -293,14 +330,11 @@ class HostTransport(MemoryTransport):
             self._network.open_port(each, self.host, contextvars.copy_context())
         return addresses
 
-    def stop_listening(self) -> None:
-        """Refuse new connections from now on."""
-        for address in self._listening:
-            self._network.listeners.pop(address, None)
-        self._listening.clear()
-
-    async def close(self) -> None:
-        self.stop_listening()
+    def free_address(self, wanted: Multiaddr) -> Multiaddr:
+        if self._network.internet is None:
+            return super().free_address(wanted)
+        _, port = endpoint_of(wanted)
+        return address_of((self.host.ip, port or self.host.new_port()))
 
 
 # Seconds of retransmission without an acknowledgement after which a host gives up a connection, as Linux does.
@@ -314,13 +348,27 @@ class SimulatedStream(PipeEnd):
         host: the host of this end.
         path: the path to the other host.
         number: number of the connection, for the trace.
+        remote: who is known to be at the other end.
+        routers: those that translate the connection; given to one of its ends.
     """
 
     other: SimulatedStream
 
-    def __init__(self, host: Host, path: Path, number: int, remote: PeerID, address: Multiaddr | None) -> None:
+    def __init__(
+        self,
+        host: Host,
+        path: Path,
+        number: int,
+        remote: PeerID | None,
+        address: Multiaddr | None,
+        routers: Iterable[Nat] = (),
+    ) -> None:
         super().__init__(remote, address)
         self.host, self.number = host, number
+        self._routers = tuple(routers)
+        self._is_severed = False
+        for router in self._routers:
+            router.streams[self] = None
         self._path = path
         self._trace, self._rng = host.network.trace, host.network.rng
         self._outgoing = host.outgoing.flow(self._travel)
@@ -349,7 +397,9 @@ class SimulatedStream(PipeEnd):
         self._loop.call_at(self._arrival, self.other.reach_host, piece)
 
     def abort(self) -> None:
-        if not self._closed:
+        if self.host.is_off:
+            self.vanish()
+        elif not self._closed:
             self._outgoing.drop()
             # The operating system sends the end even if the program is gone.
             self._travel(None)
@@ -363,6 +413,8 @@ class SimulatedStream(PipeEnd):
     def end(self) -> None:
         if not self._closed:
             self.host.streams.pop(self, None)
+            for router in self._routers:
+                router.streams.pop(self, None)
             super().end()
             if self.break_timer is not None:
                 self.break_timer.cancel()
@@ -370,6 +422,10 @@ class SimulatedStream(PipeEnd):
     def opens_after(self, delay: float) -> None:
         """Let nothing from here arrive before the other end exists, after this delay."""
         self._arrival = self._loop.time() + delay
+
+    def sever(self) -> None:
+        """A router has forgotten the connection: whatever is sent from now on reaches nobody."""
+        self._is_severed = self.other._is_severed = True
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
@@ -380,7 +436,7 @@ class SimulatedStream(PipeEnd):
                 self._path.held[self] = None
                 self.other.begin_to_doubt()
             self._held.append(piece)
-        elif self.host.is_off:
+        elif self.host.is_off or self._is_severed:
             self.other.begin_to_doubt()
         else:
             self._incoming.put(piece)
@@ -407,5 +463,5 @@ class SimulatedStream(PipeEnd):
 
     def _give_up(self) -> None:
         self._has_doubts = False
-        if self.other._held or self.other.host.is_off:
+        if self.other._held or self.other.host.is_off or self._is_severed:
             self.end()

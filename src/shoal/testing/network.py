@@ -21,15 +21,21 @@ import hashlib
 import itertools
 import random
 import struct
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 from shoal.errors import DialError, InterruptedDialError, NotAMemberError, SimulationError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
+from shoal.p2p.memory_sessions import MemorySession
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import Stream
+from shoal.p2p.pipes import PipeEnd
+from shoal.p2p.transport import Session, Stream
 from shoal.testing.host import Host, HostTransport, Link, Path, SimulatedStream
 from shoal.testing.loop import VirtualTimeLoop
+from shoal.testing.nat import Internet, Nat, address_of, endpoint_of
+from shoal.testing.punches import Punches
 
 _MOMENT = struct.Struct("<dq")
 
@@ -70,6 +76,8 @@ class Trace:
 
 # Round trips for TCP, TLS and the proof of identity, before the dialler may send.
 HANDSHAKE_ROUND_TRIPS = 3
+# Between hosts behind one router.
+LAN = Link(delay=0.0005)
 # Seconds after which an attempt to connect to a silent address fails, as over TCP.
 DIAL_TIMEOUT = 5.0
 
@@ -83,6 +91,8 @@ class Network(MemoryNetwork):
         downlink: bytes per second that a host can receive.
         rng: source of all randomness; default: that of the loop, which ``run`` has seeded.
         trace: records everything that arrives.
+        internet: give every host an IPv4 address, so that it can be behind a :class:`~shoal.testing.Nat`. Otherwise
+            addresses are just numbers.
 
     Raises:
         SimulationError: the running loop is not one with virtual time.
@@ -96,8 +106,9 @@ class Network(MemoryNetwork):
         downlink: float | None = None,
         rng: random.Random | None = None,
         trace: Trace | None = None,
+        internet: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(lambda source, target, size: self.delay_between(self.host_of(source), self.host_of(target)))
         loop = asyncio.get_running_loop()
         if not isinstance(loop, VirtualTimeLoop):
             raise SimulationError("a simulated network needs virtual time: run it with shoal.testing.run(main())")
@@ -106,6 +117,9 @@ class Network(MemoryNetwork):
         self.trace = trace
         self.hosts: list[Host] = []
         """All hosts, by index."""
+        self.internet = Internet(self.rng) if internet else None
+        """Its addresses and routes."""
+        self._punches = Punches(self, self.internet) if self.internet is not None else None
         self._link = link or Link()
         self._uplink, self._downlink = uplink, downlink
         self._paths: dict[tuple[int, int], Path] = {}
@@ -116,9 +130,19 @@ class Network(MemoryNetwork):
 
     # --- building -----------------------------------------------------------------------------------------------------
 
-    def add_host(self) -> Host:
-        """Add a host to the network."""
-        host = Host(self, len(self.hosts), random.Random(self.rng.getrandbits(64)), self._uplink, self._downlink)
+    def add_host(self, nat: Nat | None = None) -> Host:
+        """Add a host to the network.
+
+        Args:
+            nat: the router that it is behind, perhaps with others; default: none.
+
+        Raises:
+            SimulationError: the network has no addresses, so there is nothing to translate.
+        """
+        if nat is not None and self.internet is None:
+            raise SimulationError("hosts behind routers need addresses: make the Network with internet=True")
+        rng = random.Random(self.rng.getrandbits(64))
+        host = Host(self, len(self.hosts), rng, self._uplink, self._downlink, nat)
         self.hosts.append(host)
         return host
 
@@ -142,7 +166,11 @@ class Network(MemoryNetwork):
         key = (min(first.index, second.index), max(first.index, second.index))
         path = self._paths.get(key)
         if path is None:
-            local = Link() if first is second else self._link
+            local = self._link
+            if first is second:
+                local = Link()
+            elif first.nat is not None and first.nat is second.nat:
+                local = LAN
             path = self._paths[key] = Path(local, self._draw_delay(local), self._are_apart(first, second))
         return path
 
@@ -186,54 +214,148 @@ class Network(MemoryNetwork):
         """Assign an address to a host; connections to it are accepted in this context."""
         self._ports[address] = (host, context)
 
+    def is_silent(self, here: Host, there: Host) -> bool:
+        """Whether an attempt of one host to connect to another one remains without an answer."""
+        return there.is_off or there.firewalled or self._path(here, there).is_cut
+
     async def connect(self, source: MemoryTransport, address: Multiaddr, expected_peer: PeerID) -> Stream:
         assert isinstance(source, HostTransport)
         here = source.host
-        port = self._ports.get(address)
-        if not here.is_up:
-            raise DialError(f"{address}: this host is down")
-        if port is None:
-            raise DialError(f"{address}: no route: there is no such address")
-        there, context = port
-        path = self._path(here, there)
-        await self._reach(here, there, path, address)
-        listener, on_stream = self.find_listener(address, expected_peer)
-        number = next(self._connection_numbers)
-        near = SimulatedStream(here, path, number, expected_peer, address)
-        far = SimulatedStream(there, path, number, source.identity.peer_id, None)
-        near.other, far.other = far, near
+        route = await self._find(here, address)
+        there = route.host
+        await self._reach(here, route, address, HANDSHAKE_ROUND_TRIPS)
+        listener, on_stream = self.find_listener(route.inside, expected_peer)
+        near, far = self.link_hosts(here, there, route.routers)
+        near.remote, near.remote_address, near.local_address = expected_peer, address, route.local
+        far.remote, far.remote_address, far.local_address = source.identity.peer_id, route.seen, route.inside
         try:
             source.show_badges(near, far, listener)
         except NotAMemberError:
             near.vanish()
             far.vanish()
             raise
-        near.opens_after(path.delay)
-        self._loop.call_later(path.delay, on_stream, far, context=context)
-        if path.link.break_rate:
-            near.break_timer = self._loop.call_later(self.rng.expovariate(path.link.break_rate), _break, near, far)
+        self._loop.call_later(self.delay_between(here, there), on_stream, far, context=route.context)
         return near
 
-    async def _reach(self, here: Host, there: Host, path: Path, address: Multiaddr) -> None:
-        """Wait for the time that a handshake takes.
+    async def _find(self, here: Host, address: Multiaddr, port: int | None = None) -> _Route:
+        """The way to an address.
 
         Raises:
-            DialError: the handshake failed.
+            DialError: there is none.
         """
+        if not here.is_up:
+            raise DialError(f"{address}: this host is down")
+        if self.internet is None:
+            if address not in self._ports:
+                raise DialError(f"{address}: no route: there is no such address")
+            return _Route(*self._ports[address], inside=address)
+        if address.protocols() != ["ip4", "tcp"]:
+            raise DialError(f"{address}: no route: addresses here are /ip4/<address>/tcp/<port>")
+        local = (here.ip, port or here.new_port())
+        packet = self.internet.depart(here, local[1], endpoint_of(address))
+        arrived = None if packet is None else self.internet.arrive(packet)
+        if packet is None or arrived is None or arrived.host is None:
+            if packet is not None and arrived is not None and arrived.is_rejected:
+                await asyncio.sleep(2 * self.delay_between(here, self.internet.host_towards(packet)))
+                raise DialError(f"{address}: connection refused: nothing listens there, or a firewall rejects it")
+            await self._hear_nothing(address, DIAL_TIMEOUT)
+        assert packet is not None
+        assert arrived is not None
+        assert arrived.host is not None
+        inside = address_of(arrived.to)
+        _, context = self._ports.get(inside, (arrived.host, contextvars.copy_context()))
+        seen = address_of(packet.source)
+        return _Route(arrived.host, context, inside, address_of(local), seen, arrived.routers)
+
+    async def _hear_nothing(self, address: Multiaddr, seconds: float) -> NoReturn:
+        await asyncio.sleep(max(0.0, seconds))
+        raise DialError(f"{address}: no answer within {DIAL_TIMEOUT:g} s: nothing is there, or a firewall drops it")
+
+    async def _reach(self, here: Host, route: _Route, address: Multiaddr, round_trips: int) -> None:
+        """Wait for the time that it takes to connect.
+
+        Raises:
+            DialError: it has failed.
+        """
+        there = route.host
+        path = self._path(here, there)
         round_trip = 2 * path.delay
         if path.jitter:
             round_trip += 2 * path.jitter * self.rng.random()
         needed = round_trip  # enough for a refusal by the operating system
-        if address in self.listeners:
-            needed *= HANDSHAKE_ROUND_TRIPS
+        if route.inside in self.listeners:
+            needed *= round_trips
         await asyncio.sleep(min(needed, DIAL_TIMEOUT))
-        if there.is_off or there.firewalled or path.is_cut or needed > DIAL_TIMEOUT:
-            await asyncio.sleep(max(0.0, DIAL_TIMEOUT - needed))
-            raise DialError(f"{address}: no answer within {DIAL_TIMEOUT:g} s: nothing is there, or a firewall drops it")
+        if self.is_silent(here, there) or needed > DIAL_TIMEOUT:
+            await self._hear_nothing(address, DIAL_TIMEOUT - needed)
         if not here.is_up:
             raise DialError(f"{address}: this host is down")
         if path.link.dial_failure and self.rng.random() < path.link.dial_failure:
             raise InterruptedDialError(f"{address}: the connection was closed during the handshake")
+
+    def link_hosts(
+        self, here: Host, there: Host, routers: Sequence[Nat] = ()
+    ) -> tuple[SimulatedStream, SimulatedStream]:
+        """A connection between two hosts, which the second one will see after the delay of the path."""
+        path, number = self._path(here, there), next(self._connection_numbers)
+        near = SimulatedStream(here, path, number, None, None, routers)
+        far = SimulatedStream(there, path, number, None, None)
+        near.other, far.other = far, near
+        near.opens_after(path.delay)
+        if path.link.break_rate:
+            near.break_timer = self._loop.call_later(self.rng.expovariate(path.link.break_rate), _break, near, far)
+        return near, far
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    async def open_session(
+        self, source: MemoryTransport, address: Multiaddr, cookie: bytes, *, punchable: bool, beside: Session | None
+    ) -> MemorySession:
+        assert isinstance(source, HostTransport)
+        here = source.host
+        local = None if beside is None else beside.local_address
+        route = await self._find(here, address, None if local is None else int(local["tcp"] or 0))
+        await self._reach(here, route, address, 1)
+        found = self.listeners.get(route.inside)
+        if found is None:
+            raise DialError(f"{address}: connection refused: nothing listens there")
+        local = route.local or self.new_address()
+        near, far = self.link_hosts(here, route.host, route.routers)
+        arrived = MemorySession(far, route.inside, route.seen or local)
+        self._loop.call_later(self.delay_between(here, route.host), found[0].expectations.meet, cookie, arrived)
+        return MemorySession(near, local, address, punchable=punchable)
+
+    def make_pipe(self, here: PeerID, there: PeerID) -> tuple[PipeEnd, PipeEnd]:
+        return self.link_hosts(self.host_of(here), self.host_of(there))
+
+    def punch(
+        self, source: MemoryTransport, session: MemorySession, candidates: Sequence[Multiaddr], seconds: float
+    ) -> AsyncGenerator[MemorySession, None]:
+        assert isinstance(source, HostTransport)
+        if self._punches is None:
+            return super().punch(source, session, candidates, seconds)
+        return self._punches.punch(source.host, session, candidates, seconds)
+
+
+@dataclass
+class _Route:
+    """The way of a connection.
+
+    Attributes:
+        host: its destination.
+        context: of whoever listens there.
+        inside: the destination's address as that host knows it.
+        local: the port from where it starts, on networks with addresses.
+        seen: that port as the destination sees it.
+        routers: all that it passes.
+    """
+
+    host: Host
+    context: contextvars.Context
+    inside: Multiaddr
+    local: Multiaddr | None = None
+    seen: Multiaddr | None = None
+    routers: Sequence[Nat] = ()
 
 
 def _break(near: SimulatedStream, far: SimulatedStream) -> None:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.averaging.allreduce.members import Link, Member, Standing
+from shoal.averaging.allreduce.questions import ask_for_status
 from shoal.averaging.allreduce.recovery import Plan, Recovery, make_plan
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     PEER_FAILURES,
+    RESUME_SECONDS,
     RoundKind,
     RoundMessage,
     RoundStatus,
@@ -28,7 +30,7 @@ from shoal.averaging.messages import (
     reason_of,
     show_life,
 )
-from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError
+from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError, RefusedDialError, StreamClosedError
 from shoal.logs import counted
 from shoal.p2p import Call
 from shoal.tasks import cancel_and_wait, first_completed
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A member whose connection broke counts as dead unless it comes back within so many seconds.
-RECONNECT_GRACE = 0.3
+# A member that was silent for too long, say, is dead unless it calls again within so many seconds.
+CALL_AGAIN_SECONDS = 0.3
 # Seconds between two questions to a member that has not called.
 STATUS_PERIOD = 0.5
 
@@ -76,6 +78,12 @@ class Coordination:
         self._sources: dict[int, int] = {}
         self.roster.on_failure.append(self._note_failure)
         self._committed = False
+        self._commit_message: RoundMessage | None = None
+        # Members that have not confirmed the commit: the connection may break while it is under way.
+        self._unconfirmed: set[int] = set()
+        self._confirmed = asyncio.Event()
+        # Each waits for a member whose link broke.
+        self._waiting: dict[asyncio.Task[None], None] = {}
         # All values of the result, for members that were late.
         self._result: asyncio.Future[list[torch.Tensor]] = asyncio.get_running_loop().create_future()
         # Members that have left on purpose. They will not come back for the result.
@@ -92,11 +100,16 @@ class Coordination:
         if not self._committed:
             for link in self.roster.links.values():
                 link.handler.cancel()
+        for waiting in self._waiting:
+            waiting.cancel()
 
     async def serve(self, call: Call, hello: RoundMessage, member: Member) -> None:
         """Hold a member's call until the round is over. Runs in the handler of that call."""
         handler = asyncio.current_task()
         assert handler is not None
+        if self._commit_message is not None and member.index in self._unconfirmed:
+            await self._commit_again(call, member, self._commit_message)
+            return
         if self._committed and not self.roster.closed_early:
             await call.send(RoundMessage(kind=RoundKind.OVER), end=True)
             return
@@ -105,6 +118,8 @@ class Coordination:
         too_late = (self.roster.closed_early or self._has_filled_gaps) and member.failed
         link = Link(SharedCall(call), handler, self.group.limited(member.index, hello.weight))
         await link.shared.send(RoundMessage(kind=RoundKind.ALIVE))
+        if member.link is not None:
+            member.link.replaced.set()
         member.link = link
         self._changed.set()
         if too_late or hello.late:
@@ -116,9 +131,8 @@ class Coordination:
             while await self._serve_message(link, member):
                 pass
         except BaseException as e:
-            # Not at once: the member may only have lost its connection, and then it dials again.
             if member.link is link and not self._committed:
-                asyncio.get_running_loop().call_later(RECONNECT_GRACE, self._lost, member, link, reason_of(e))
+                self._note_broken(member, link, e)
             raise
         finally:
             await cancel_and_wait(alive)
@@ -131,6 +145,7 @@ class Coordination:
                 if not self._committed:
                     self._left.add(member.index)
                     raise ProtocolError("left the round early")
+                self._note_confirmed(member)
                 return False
             if message.kind == RoundKind.LATE and member.late:
                 await self._send_result(link)
@@ -149,6 +164,57 @@ class Coordination:
             link.delivered = True
             self._quorum_changed.set()
         return True
+
+    def _note_broken(self, member: Member, link: Link, error: BaseException) -> None:
+        """Give a member some time to call again, because a connection may break without a death."""
+        # The end of a connection cancels its handler.
+        is_broken = isinstance(error, StreamClosedError | asyncio.CancelledError) and link.shared.call.connection.closed
+        if not is_broken:
+            loop = asyncio.get_running_loop()
+            loop.call_later(CALL_AGAIN_SECONDS, self._lost, member, link, reason_of(error))
+            return
+        # The round is not committed without it meanwhile, and what it was to send will not come.
+        link.held = None
+        if self._execution is not None:
+            self._execution.member_failed(member.index)
+        waiting = asyncio.ensure_future(self._wait_for_return(member, link))
+        self._waiting[waiting] = None
+        waiting.add_done_callback(self._waiting.pop)
+
+    async def _wait_for_return(self, member: Member, link: Link) -> None:
+        reason = "its connection broke, and it did not come back"
+        try:
+            async with asyncio.timeout(RESUME_SECONDS):
+                if member.mode is not AveragingMode.CLIENT:  # which cannot be called
+                    stub = self.allreduce.get_stub(member.peer_id)
+                    status = await ask_for_status(stub, self.allreduce.round_id)
+                    if status in (RoundStatus.UNKNOWN, RoundStatus.LEFT):
+                        raise ProtocolError("has left the round")
+                await link.replaced.wait()
+        except (RefusedDialError, ProtocolError) as e:
+            reason = reason_of(e)
+        except TimeoutError as e:
+            logger.debug("%s: %r", member.peer_id, e)
+        self._lost(member, link, reason)
+
+    async def _commit_again(self, call: Call, member: Member, commit: RoundMessage) -> None:
+        """Tell a member the result that was under way when its connection broke."""
+        await call.send(RoundMessage(kind=RoundKind.ALIVE))
+        await call.send(commit, end=True)
+        async with asyncio.timeout(self._silence):
+            while await call.receive(RoundMessage) is not None:
+                pass
+        self._note_confirmed(member)
+
+    def _note_confirmed(self, member: Member) -> None:
+        self._unconfirmed.discard(member.index)
+        if not self._unconfirmed:
+            self._confirmed.set()
+
+    async def wait_until_confirmed(self) -> None:
+        """Wait until the members have confirmed the commit. Those whose connection broke have time to come back."""
+        if self._unconfirmed:
+            await first_completed(self._confirmed.wait(), timeout=RESUME_SECONDS)
 
     def _lost(self, member: Member, link: Link, reason: str) -> None:
         """Give a member up, unless it has come back with another link."""
@@ -182,6 +248,8 @@ class Coordination:
                 await self._all_reported(wait_for_absent)
                 if self._verification is not None and await self._void_what_differs(self._verification):
                     continue
+                if any(link.held is None for link in self.roster.punctual.values()):
+                    continue  # a connection has broken meanwhile
                 plan = self._make_plan()
                 if not plan.missing:
                     break
@@ -271,8 +339,8 @@ class Coordination:
                     StatusRequest(round_id=self.allreduce.round_id), timeout=self._silence
                 )
                 status = RoundStatus(reply.status)
-            except InterruptedDialError as e:
-                # The dial may have failed by chance. The next question decides.
+            except (InterruptedDialError, StreamClosedError) as e:
+                # The connection may have broken by chance. The next question decides.
                 logger.debug("could not ask %s about the round: %r", member.peer_id, e)
                 return
             except P2PDaemonError as e:
@@ -282,10 +350,11 @@ class Coordination:
                 logger.debug("asked %s about the round: %r", member.peer_id, e)
         if member.link is not None:
             return
-        if status is RoundStatus.FINISHED and self.allreduce.waits_for_beginning_of(member.index):
+        is_over = status in (RoundStatus.FINISHED, RoundStatus.LEFT)
+        if is_over and self.allreduce.waits_for_beginning_of(member.index):
             self._left.add(member.index)
             self.roster.fail(member.index, "has left without taking part")
-        elif status is RoundStatus.FINISHED:
+        elif is_over:
             if member.standing is Standing.ACTIVE:
                 member.standing = Standing.GONE
             self._changed.set()
@@ -324,6 +393,7 @@ class Coordination:
             commit.seals = self._verification.seals()
         if self.allreduce.notary is not None and is_first:
             self.allreduce.notary.sign_commit(commit, self.allreduce.round_id, self.group, self.own)
+        self._commit_message, self._unconfirmed = commit, set(self.roster.punctual)
         await self._broadcast(commit, end=True)
 
     def _some_may_return(self) -> bool:

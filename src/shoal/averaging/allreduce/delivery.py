@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from shoal.averaging.allreduce.combining import NormClaim
-from shoal.averaging.allreduce.sending import Traffic
-from shoal.averaging.messages import PEER_FAILURES, BeginReduce, PartMessage, open_patiently
-from shoal.errors import ProtocolError
+from shoal.averaging.allreduce.traffic import Traffic
+from shoal.averaging.messages import PEER_FAILURES, BeginReduce, PartMessage, Resume, open_again, open_patiently
+from shoal.errors import ProtocolError, StreamClosedError
 from shoal.p2p import Call
 from shoal.p2p.identity import SIGNATURE_BYTES
 from shoal.tasks import all_of, cancel_and_wait, first_completed
@@ -63,37 +63,80 @@ class Delivery:
         self._traffic, self._take_signature = traffic, take_signature
         self._open_call, self._may_end, self._timeout = open_call, may_end, timeout
         self._stripes = 1
+        self._is_signed = take_signature is None
+        # After a connection broke: whether the reducer has told on the first call what it lacks.
+        self._agreement: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    async def run(self, round_id: bytes, weight: float, stripes: int, claim: NormClaim) -> None:
+    async def run(self, round_id: bytes, weight: float, stripes: int, claim: NormClaim, generation: int = 0) -> None:
         """Exchange everything, then wait until the calls may end.
 
+        Args:
+            generation: how often this begins anew because a connection broke.
+
         Raises:
+            StreamClosedError: a connection broke.
             ProtocolError, P2PDaemonError, P2PHandlerError, TimeoutError: the reducer failed.
         """
         self._stripes = stripes
+        self._agreement = asyncio.get_running_loop().create_future()
         self._traffic.begin(stripes, own=True)
-        norms, statement = [*claim.norms], claim.statement
-        begin = [BeginReduce(round_id, weight, i, stripes, norms, statement) for i in range(stripes)]
+        begin = [
+            BeginReduce(round_id, weight, i, stripes, [*claim.norms], claim.statement, generation)
+            for i in range(stripes)
+        ]
+        if generation:
+            gaps = self._traffic.gaps()
+            for each in begin:
+                each.missing_parts, each.missing_averages = gaps.missing_parts, gaps.missing_averages
         await all_of(*[self.run_stripe(each) for each in begin])
 
     async def run_stripe(self, begin: BeginReduce) -> None:
         """Exchange everything that travels on one connection."""
-        async with open_patiently(self._open_call) as call:
-            await call.send(begin)
-            try:
+        is_first_again = begin.resume > 0 and not begin.stripe
+        if begin.resume and begin.stripe and not await asyncio.shield(self._agreement):
+            return
+        try:
+            async with (open_again if is_first_again else open_patiently)(self._open_call) as call:
+                await call.send(begin)
+                if begin.resume:
+                    await self._agree(call, begin)
                 await all_of(self._send_until_end(call), self._receive_averages(call))
-            except PEER_FAILURES as e:
-                if not self._may_end.is_set():
-                    raise
-                # Nothing more is expected of this call, so its failure does no harm.
-                logger.debug("a call to %s ended badly: %r", call.remote, e)
+        except PEER_FAILURES as e:
+            # If nothing more is expected of this call, its failure does no harm. But if it broke, the reducer may wait.
+            lacks_nothing = self._is_signed and not self._traffic.averages_in.missing
+            is_harmless = self._may_end.is_set() or (begin.resume > 0 and lacks_nothing)
+            if isinstance(e, StreamClosedError) or not is_harmless:
+                raise
+            if is_first_again and not self._agreement.done():
+                self._agreement.set_result(False)
+            logger.debug("a call to a reducer ended badly: %r", e)
+
+    async def _agree(self, call: Call, begin: BeginReduce) -> None:
+        """Hear from the reducer what it lacks."""
+        async with asyncio.timeout(self._timeout):
+            gaps = await call.receive(Resume)
+        if gaps is None:
+            raise ProtocolError("does not say what has not come")
+        if self._traffic.send_missing(gaps):
+            call.connection.metrics.exchanges_resumed += 1
+        if not begin.stripe:
+            self._agreement.set_result(True)
 
     async def _send_until_end(self, call: Call) -> None:
         await self.send_parts(call)
         # The end of this side tells the reducer that everything is here. It is sent without waiting for the reducer's
         # own end, which would cost another trip over a long link.
-        await self._may_end.wait()
+        await self._until_may_end(call)
         await call.send_end()
+
+    async def _until_may_end(self, call: Call) -> None:
+        """Wait until the call may end, or has broken: the reducer may lack something then."""
+        broken, stream = asyncio.Event(), call.connection.stream
+        stream.on_closed(broken.set)
+        try:
+            await first_completed(self._may_end.wait(), broken.wait())
+        finally:
+            stream.on_closed(None)
 
     async def send_parts(self, call: Call) -> None:
         """Send the values of this member."""
@@ -106,6 +149,7 @@ class Delivery:
             if end is None or call.payload_size != SIGNATURE_BYTES:
                 raise ProtocolError("has not signed the averages that it gave")
             self._take_signature(bytes(await call.read_payload(SIGNATURE_BYTES)))
+            self._is_signed = True
             end = await self._traffic.receive(call, lambda: self._timeout)
         if end is not None:
             raise ProtocolError("has no more to send, but does not end")
@@ -131,7 +175,8 @@ class Intake:
         timeout_for_averages: float,
         sign: Callable[[], bytes] | None = None,
     ) -> None:
-        self._traffic = traffic
+        self._traffic, self.generation = traffic, begin.resume
+        self._gaps = Resume(begin.missing_parts, begin.missing_averages)
         self.sign = sign
         """Makes a signature over the averages that the sender has got; ``None``: they are not signed."""
         self._timeout, self._timeout_for_averages = timeout, timeout_for_averages
@@ -150,6 +195,10 @@ class Intake:
         Raises:
             ProtocolError, P2PDaemonError, TimeoutError: the sender failed.
         """
+        if self.generation:
+            if self._traffic.send_missing(self._gaps):
+                call.connection.metrics.exchanges_resumed += 1
+            await call.send(self._traffic.gaps())
         await all_of(self._take_parts(call), self.give_averages(call))
         if self.sign is not None:
             await call.send(PartMessage(), self.sign())

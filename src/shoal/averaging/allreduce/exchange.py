@@ -1,14 +1,15 @@
 """Butterfly all-reduce: every member sends each part of its vector to the member that reduces it.
 
 All parts are in flight at once. A reducer averages a part as soon as all senders have delivered it, and sends the
-average back (:mod:`shoal.averaging.allreduce.sending`). Afterwards the members make sure that all of them have every
+average back (:mod:`shoal.averaging.allreduce.traffic`). Afterwards the members make sure that all of them have every
 average, and make up for members that have died (:mod:`shoal.averaging.allreduce.finish`).
 
 A sender ends its side of the calls when it holds the averages of all reducers. So when all senders of a reducer have
 ended, that reducer knows without asking that the round is over everywhere.
 
-A member fails when its connection ends, or when it is silent for longer than a time limit. The parts that a failed
-sender has not delivered are averaged without it.
+A member whose connection breaks is waited for while the exchange with it begins anew
+(:mod:`shoal.averaging.allreduce.pair`). It fails when it does not come back, or when it is silent for longer than a
+time limit. The parts that a failed sender has not delivered are averaged without it.
 
 NaN and infinity never get into an average. A member with such values has weight 0 and does not send them. If some come
 nevertheless, the reducer leaves them out. If an average contains some, its reducer has failed.
@@ -20,7 +21,6 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,21 +28,24 @@ import torch
 from shoal.averaging.allreduce.combining import NormBook
 from shoal.averaging.allreduce.delivery import MAX_STRIPES, Delivery, Intake, stripes_for
 from shoal.averaging.allreduce.members import Member, Roster, Standing
+from shoal.averaging.allreduce.pace import Pace
+from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair, Superseded
 from shoal.averaging.allreduce.parts import RoundVector
+from shoal.averaging.allreduce.questions import ask_for_status, wait_until_silent
 from shoal.averaging.allreduce.receipts import Notary
 from shoal.averaging.allreduce.reducer import PartReducer
-from shoal.averaging.allreduce.sending import Pace, Traffic
+from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.allreduce.verification import LIE, Verification
 from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
 from shoal.averaging.messages import (
-    ALIVE_PER_TIMEOUT,
     PEER_FAILURES,
+    RESUME_SECONDS,
     BeginReduce,
-    StatusRequest,
+    RoundStatus,
     reason_of,
 )
 from shoal.compression import CompressionInfo
-from shoal.errors import AllreduceException, P2PHandlerError, ProtocolError
+from shoal.errors import AllreduceException, ProtocolError, RefusedDialError, StreamClosedError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.tasks import cancel_and_wait
 
@@ -50,9 +53,6 @@ if TYPE_CHECKING:
     from shoal.averaging.allreduce.session import AllReduceSettings
 
 logger = logging.getLogger(__name__)
-
-# A member has at least so many seconds to answer whether it lives, because it may have to be dialled first.
-MIN_QUESTION_SECONDS = 1.5
 
 
 class AllReduce:
@@ -110,12 +110,19 @@ class AllReduce:
         self._pace = Pace() if settings.quorum is None else None
         # By member: what is exchanged with it.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
+        self.pairs = {i: self._make_pair(i) for i in self._traffic}
+        """By member: the calls between the two."""
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
         self._handlers: dict[asyncio.Task[Any], None] = {}
         self.intakes: dict[int, Intake] = {}
         """By sender: what it sends to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
+        # Each waits for a sender whose connection broke.
+        self._waiting: dict[asyncio.Task[None], None] = {}
+
+    def _make_pair(self, member: int) -> Pair:
+        return Pair(self._traffic[member], lambda: member in self.reducer.waiting_for)
 
     def _make_reducer(self) -> PartReducer:
         own, parts, roster = self.own_index, self.vector.parts[self.own_index], self.roster
@@ -219,7 +226,9 @@ class AllReduce:
         finally:
             for timer in self._timers:
                 timer.cancel()
-            await cancel_and_wait(*background, *exchange, *self._exchanges.values(), *self._handlers)
+            await cancel_and_wait(*background, *exchange, *self._exchanges.values(), *self._handlers, *self._waiting)
+            for pair in self.pairs.values():
+                await pair.close()
 
     def end(self) -> None:
         """Note that the round is over, and let all calls end."""
@@ -296,12 +305,20 @@ class AllReduce:
             timeout=self.settings.reducer_timeout,
             take_signature=functools.partial(self._take_signature, member.index) if self.verification else None,
         )
+
+        async def make_calls(generation: int) -> None:
+            if not generation or not self.ended.is_set():
+                stripes = stripes_for(stub.round_trip, len(traffic.averages_in.missing))
+                await delivery.run(self.round_id, self.weight, stripes, self.book.own, generation)
+
         try:
-            stripes = stripes_for(stub.round_trip, len(self.vector.parts[member.index]))
-            await delivery.run(self.round_id, self.weight, stripes, self.book.own)
+            await self.pairs[member.index].keep_calling(
+                make_calls, lambda generation: self._resumes(member, generation)
+            )
         except PEER_FAILURES as e:
-            self.roster.seen_withholding.add(member.index)
-            self.roster.fail(member.index, reason_of(e))
+            if not self.ended.is_set():
+                self.roster.seen_withholding.add(member.index)
+                self.roster.fail(member.index, reason_of(e))
         except asyncio.CancelledError:
             self.roster.note_cancelled(member.index)
             raise
@@ -319,30 +336,9 @@ class AllReduce:
         self._traffic[member].heard_at = asyncio.get_running_loop().time()
 
     async def _watch(self, member: Member) -> None:
-        """Ask a member whether it lives when it has sent nothing for a while; give it up if it does not answer.
-
-        A reducer or coordinator that waits for others may be silent for longer than a sender. The question tells such
-        a member from a frozen one. It is asked more than once, because a single question may get lost.
-        """
-        stub, traffic = self.get_stub(member.peer_id), self._traffic[member.index]
-        now = asyncio.get_running_loop().time
-        begun, unanswered = now(), 0
-        pause = self.settings.sender_timeout / ALIVE_PER_TIMEOUT
-        patience = max(pause, MIN_QUESTION_SECONDS)
-        while unanswered < ALIVE_PER_TIMEOUT - 1:
-            asked, last_sign = now(), max(begun, traffic.heard_at)
-            if asked < last_sign + pause:
-                unanswered = 0
-                await asyncio.sleep(last_sign + pause - asked)
-                continue
-            try:
-                with suppress(P2PHandlerError):  # even an error shows that the member lives
-                    await stub.rpc_round_status(StatusRequest(round_id=self.round_id), timeout=patience)
-                self.heard_of(member.index)
-            except PEER_FAILURES as e:
-                logger.debug("asked %s whether it lives: %r", member.peer_id, e)
-                await asyncio.sleep(asked + patience - now())
-                unanswered = unanswered + 1 if traffic.heard_at < asked else 0
+        """Give a member up when it has sent nothing for a while and does not answer whether it lives."""
+        traffic, limit = self._traffic[member.index], self.settings.sender_timeout
+        await wait_until_silent(self.get_stub(member.peer_id), self.round_id, lambda: traffic.heard_at, limit)
         member.silent.set()
         self.roster.fail(member.index, reason_of(TimeoutError()))
 
@@ -375,43 +371,109 @@ class AllReduce:
             ProtocolError: the caller is not an expected sender, or it breaks the protocol.
             P2PDaemonError, TimeoutError: the sender failed.
         """
-        index = self._check_sender(begin, sender)
-        task = asyncio.current_task()
+        index, task = self._check_member(begin, sender), asyncio.current_task()
         assert task is not None
+        member, pair = self.roster.members[index], self.pairs[index]
         self._handlers[task] = None
-        intake = self.begin_stripe(index, begin)
         try:
-            await intake.exchange(call)
-        except BaseException as e:
+            pair.advance(begin.resume)
+            if await pair.settle() != begin.resume:
+                raise Superseded("the exchange goes on over other connections")
+            self._check_sender(begin, index)
+            intake = self.begin_stripe(index, begin)
+            try:
+                await pair.run(begin.resume, intake.exchange(call))
+            except BaseException as e:
+                self._note_failure(member, begin.resume, call, e)
+                raise
+        except Superseded as e:
+            call.connection.abort()
+            raise StreamClosedError(str(e)) from e
+        finally:
             self._handlers.pop(task, None)
-            self.roster.fail(index, reason_of(e))
-            raise
-        self._handlers.pop(task, None)
         if not intake.unfinished:
             self.reducer.delivered_everything(index)
         if await intake.wait_for_end(call, self.ended):
             self.roster.note_complete(index)
 
-    def _check_sender(self, begin: BeginReduce, sender: PeerID) -> int:
+    def _note_failure(self, member: Member, generation: int, call: Call, error: BaseException) -> None:
+        """A sender's call has failed before everything was exchanged."""
+        # The end of a connection cancels its handler.
+        is_broken = isinstance(error, StreamClosedError | asyncio.CancelledError) and call.connection.closed
+        if self.pairs[member.index].generation > generation:
+            return
+        if not (is_broken and (self.ended.is_set() or self._resumes(member, generation))):
+            self.roster.fail(member.index, reason_of(error))
+
+    def _resumes(self, member: Member, generation: int) -> bool:
+        """A call of this generation has broken before its time; returns whether the exchange begins anew."""
+        pair = self.pairs[member.index]
+        if member.failed or generation >= MAX_RESUMES or self.ended.is_set():
+            return False
+        if pair.lost < generation:
+            logger.info("the connection to group member %s broke; the exchange begins anew", member.peer_id)
+            pair.lost = generation
+            pair.returned.clear()
+            self.get_stub(member.peer_id).dial_anew()
+            if member.index in self.reducer.waiting_for:
+                waiting = asyncio.ensure_future(self._wait_for_return(member, generation))
+                self._waiting[waiting] = None
+                waiting.add_done_callback(self._waiting.pop)
+        if pair.is_calling:
+            pair.advance(generation + 1)
+        return True
+
+    async def _wait_for_return(self, member: Member, generation: int) -> None:
+        """Give a sender up whose connection broke, if it is dead or does not come back in time."""
+        pair, reason = self.pairs[member.index], "its connection broke, and it did not come back"
+        try:
+            async with asyncio.timeout(RESUME_SECONDS):
+                # If this member calls it anyway, that shows whether it is dead. A client cannot be called.
+                if not pair.is_calling and member.mode is not AveragingMode.CLIENT:
+                    status = await ask_for_status(self.get_stub(member.peer_id), self.round_id)
+                    if status is not RoundStatus.RUNNING and pair.traffic.parts_in.missing:
+                        raise ProtocolError("has left the round")
+                await pair.returned.wait()
+        except (RefusedDialError, ProtocolError) as e:
+            reason = reason_of(e)
+        except TimeoutError as e:
+            logger.debug("%s: %r", member.peer_id, e)
+        if pair.lost == generation and not pair.returned.is_set():
+            self.roster.fail(member.index, reason)
+
+    def _check_member(self, begin: BeginReduce, sender: PeerID) -> int:
+        """The position of a caller that may call now."""
         if sender not in self.group.peer_ids:
             raise ProtocolError("not a member of this group")
         index = self.group.peer_ids.index(sender)
-        known = self.intakes.get(index)
-        if index not in self.reducer.waiting_for or (known is not None and begin.stripe in known.begun):
+        # It may lack averages although it has delivered everything.
+        member = self.roster.members[index]
+        is_known = begin.resume > 0 and index in self.intakes and not (member.failed or self.roster.own.late)
+        if index not in self.reducer.waiting_for and not is_known:
             raise ProtocolError("nothing is expected from this member: it began before, was given up, or is no sender")
+        if begin.resume > MAX_RESUMES:
+            raise ProtocolError(f"has begun anew {begin.resume} times, more than {MAX_RESUMES}")
+        return index
+
+    def _check_sender(self, begin: BeginReduce, index: int) -> None:
         if not 0 <= begin.weight < float("inf"):
             raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
         if not 0 <= begin.stripe < begin.stripes <= MAX_STRIPES:
             raise ProtocolError(f"stripe {begin.stripe} of {begin.stripes} does not exist")
-        if known is not None and (known.weight, known.stripes) != (begin.weight, begin.stripes):
+        known = self.intakes.get(index)
+        if known is not None and known.generation == begin.resume and begin.stripe in known.begun:
+            raise ProtocolError("this member has begun before")
+        stripes = begin.stripes if known is None or known.generation < begin.resume else known.stripes
+        if known is not None and (known.weight, stripes) != (begin.weight, begin.stripes):
             raise ProtocolError("the stripes of this member contradict each other")
         self.book.take_claim(index, begin.norms, begin.statement)
-        return index
+        self._check_member(begin, self.group.peer_ids[index])  # again: time has passed
 
     def begin_stripe(self, sender: int, begin: BeginReduce) -> Intake:
         """Note that a sender has begun on one of its connections; returns its intake, new on the first connection."""
         limit = self.settings.sender_timeout
-        if sender not in self.intakes:
+        known = self.intakes.get(sender)
+        if known is None or known.generation < begin.resume:
             sign = self.verification.sign_own if self.verification else None
             self.intakes[sender] = Intake(self._traffic[sender], begin, limit, self.settings.reducer_timeout, sign)
             counted = self.group.limited(sender, begin.weight)
@@ -419,13 +481,16 @@ class AllReduce:
                 self.roster.overstating[sender] = begin.weight
             self.reducer.begin(sender, counted)
             if begin.stripes > 1:
-                self._timers.append(asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender))
-        intake = self.intakes[sender]
+                timer = asyncio.get_running_loop().call_later(limit, self._give_up_if_partial, sender, begin.resume)
+                self._timers.append(timer)
+        intake, pair = self.intakes[sender], self.pairs[sender]
+        if begin.resume > pair.lost:
+            pair.returned.set()
         intake.begun.add(begin.stripe)
         return intake
 
-    def _give_up_if_partial(self, sender: int) -> None:
+    def _give_up_if_partial(self, sender: int, generation: int) -> None:
         """Give up a sender that has begun on some of its connections only: the rest of its parts may never come."""
         intake = self.intakes[sender]
-        if len(intake.begun) < intake.stripes:
+        if intake.generation == generation and len(intake.begun) < intake.stripes:
             self.roster.fail(sender, "did not begin to send on all its connections in time")

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from shoal.averaging.allreduce.coordinator import Coordination, Missed, Resigned
 from shoal.averaging.allreduce.members import Member
+from shoal.averaging.allreduce.pair import MAX_RESUMES
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     PEER_FAILURES,
@@ -36,6 +37,7 @@ from shoal.averaging.messages import (
     RoundKind,
     RoundMessage,
     SharedCall,
+    open_again,
     reason_of,
     show_life,
 )
@@ -98,6 +100,7 @@ class Participation:
         ]
         try:
             await self._receive_first(call)
+            self.allreduce.heard_of(coordinator)
             while True:
                 async with asyncio.timeout(self._silence):
                     message = await _receive(call)
@@ -260,7 +263,7 @@ async def _receive(call: Call) -> RoundMessage:
 
 logger = logging.getLogger(__name__)
 
-_MAX_FOLLOW_ATTEMPTS = 3
+_MAX_FIRST_DIALS = 3
 
 
 class Completion:
@@ -278,6 +281,12 @@ class Completion:
     async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
         """Hold the call of a member that follows this one as its coordinator."""
         await self._coordination.serve(call, hello, self.roster.members[member])
+
+    async def linger(self, seconds: float) -> None:
+        """Wait until all living members know the result; if some were late, wait for them so many seconds."""
+        await self._coordination.wait_until_confirmed()
+        if self.roster.closed_early:
+            await asyncio.sleep(seconds)
 
     async def run(self) -> None:
         """Run until every living member that is not late has every average that could be saved."""
@@ -331,12 +340,10 @@ class Completion:
         """Follow a coordinator; returns whether the round was committed."""
         reason, loop = "", asyncio.get_running_loop()
         deadline = loop.time() + self.allreduce.settings.sender_timeout
-        for attempt in range(_MAX_FOLLOW_ATTEMPTS):
-            await asyncio.sleep(attempt * REDIAL_PAUSE)
-            if loop.time() >= deadline:
-                break
+        stub, dials, breaks = self.allreduce.get_stub(coordinator.peer_id), 0, 0
+        while breaks <= MAX_RESUMES:
             try:
-                async with self.allreduce.get_stub(coordinator.peer_id).rpc_complete() as call:
+                async with open_again(stub.rpc_complete) if breaks else stub.rpc_complete() as call:
                     await self._participation.run(call)
                     await call.send_end()
                 return True
@@ -348,9 +355,16 @@ class Completion:
             except Missed as e:
                 self.roster.missed, reason = True, str(e)
                 break
-            except (StreamClosedError, DialError) as e:
+            except StreamClosedError as e:
                 # A connection may break without a death, so this coordinator is tried again.
-                reason = reason_of(e)
+                reason, breaks = reason_of(e), breaks + 1
+                stub.dial_anew()
+                await asyncio.sleep(REDIAL_PAUSE if breaks > 1 else 0)
+            except DialError as e:
+                reason, dials = reason_of(e), dials + 1
+                if breaks or dials == _MAX_FIRST_DIALS or loop.time() >= deadline:
+                    break
+                await asyncio.sleep(dials * REDIAL_PAUSE)
             except PEER_FAILURES as e:
                 reason = reason_of(e)
                 break

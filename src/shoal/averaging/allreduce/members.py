@@ -52,6 +52,8 @@ class Link:
     obsolete: bool = False
     # It has sent all its parts.
     delivered: bool = False
+    # Set when the member has come back with another link.
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(eq=False)

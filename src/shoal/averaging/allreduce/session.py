@@ -120,8 +120,7 @@ class Round:
             return
         try:
             await asyncio.wait([self._work])
-            if self.allreduce.roster.closed_early:
-                await asyncio.sleep(linger)
+            await self._completion.linger(linger)
         finally:
             await cancel_and_wait(self._work)
 
@@ -265,6 +264,8 @@ class Rounds:
         """The status of a round at this member."""
         if round_id in self.running:
             return RoundStatus.RUNNING
+        if not self.finished.get(round_id, True) and round_id not in self.lingering:
+            return RoundStatus.LEFT
         return RoundStatus.FINISHED if self._is_finished(round_id) else RoundStatus.UNKNOWN
 
 

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
+from shoal.averaging.groups.settings import MatchmakingSettings as MatchmakingSettings
 from shoal.averaging.messages import GroupStart, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
 from shoal.errors import InterruptedDialError, StreamClosedError
@@ -32,30 +33,6 @@ PATIENCE_FACTOR = 4
 PATIENCE_IN_COMPANY = 4
 # The largest group without a target size.
 MAX_GROUP_SIZE = 4096
-
-
-@dataclass
-class MatchmakingSettings:
-    """How this averager looks for groups."""
-
-    target_group_size: int | None
-    min_group_size: int
-    min_matchmaking_time: float
-    """Seconds for which a group stays open, unless it is complete earlier."""
-    request_timeout: float
-    """Seconds within which a leader must answer a request to join."""
-    mode: AveragingMode
-    bandwidth: float | None
-    min_vector_size: int
-    total_size: int
-    """Number of values in the averaged vector."""
-    agreed: dict[str, str]
-    """The settings that must be the same in all members of a group, in readable form."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this peer can lead, because others can call it."""
-        return self.mode is not AveragingMode.CLIENT
 
 
 @dataclass
@@ -360,6 +337,8 @@ class Search:
             mode=int(settings.mode),
             gathered=control.data_for_gather,
             bandwidth=settings.bandwidth,
+            reach=int(settings.reach),
+            relay_rate=settings.relay_rate,
             expected_group_size=control.expected_group_size,
         )
 

@@ -36,8 +36,12 @@ from shoal.clock import get_dht_time
 from shoal.errors import ProtocolError
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
+from shoal.p2p.reachability import Reach
 
 logger = logging.getLogger(__name__)
+
+# What a member behind a narrow relay reduces, in parts of what it would reduce otherwise.
+NARROW_SHARE = 0.25
 
 REFUSAL = (
     "in a round it has sent values that are NaN or infinite, although peers check theirs before, or other values than "
@@ -115,16 +119,19 @@ def difference_of(own: dict[str, str], other: dict[str, str]) -> str:
 def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:
     """The description of the group that a leader announces. It decides order, modes and shares for all members."""
     own = search.settings
+    links = {p2p.peer_id: (int(own.reach), own.relay_rate)}
     entries = [(p2p.peer_id, int(own.mode), own.bandwidth, search.control.data_for_gather)]
     for peer, follower in search.followers.items():
         request = follower.request
         # A new peer could claim any bandwidth, so it reduces nothing yet. Auxiliaries may, because it is all they do.
+        links[peer] = request.reach, request.relay_rate
         is_trusted = follower.is_proven or request.mode == AveragingMode.AUX
         entries.append((peer, request.mode, request.bandwidth if is_trusted else 0.0, request.gathered))
     # The first member becomes the coordinator, and positions decide the next buckets. So the order is left to chance.
     p2p.rng.shuffle(entries)
     wanted = [1.0 if peer == p2p.peer_id else p2p.behaviour.share_of(peer) for peer, *_ in entries]
     modes = [(mode, bandwidth) for _, mode, bandwidth, _ in entries]
+    modes = spare_relays(modes, [links[peer] for peer, *_ in entries])
     shares = _split(own.total_size, modes, wanted, own.min_vector_size)
     limits = [
         trust.largest_weight(peer) if trust.largest_weight is not None and peer != p2p.peer_id else None
@@ -195,6 +202,31 @@ def note_lead(p2p: P2P, search: Search, leader: PeerID, reply: JoinReply, promis
     breaks_promise = now >= promised and search.settings.min_group_size <= 2 and reply.better_leader is None
     if has_started or breaks_promise:
         p2p.behaviour.note_lead(leader, now - accepted_at, started=has_started)
+
+
+def spare_relays(
+    members: Sequence[tuple[int, float | None]], links: Sequence[tuple[int, float]]
+) -> list[tuple[int, float | None]]:
+    """Let members reduce little whose way to other private members leads through a relay with a limit.
+
+    Args:
+        members: the mode and bandwidth of each member.
+        links: how others call it, and the rate of its relays.
+    """
+    num_private = sum(reach in (Reach.EASY, Reach.HARD) for reach, _ in links)
+    narrow = [
+        bandwidth is None and reach == Reach.HARD and rate > 0 and num_private > 1
+        for (_, bandwidth), (reach, rate) in zip(members, links, strict=True)
+    ]
+    if not any(narrow):
+        return list(members)
+    known = [bandwidth for mode, bandwidth in members if bandwidth and mode != AveragingMode.CLIENT]
+    mean = sum(known) / len(known) if known else 1.0
+    usual = [(mode, mean if bandwidth is None else bandwidth) for mode, bandwidth in members]
+    return [
+        (mode, bandwidth * NARROW_SHARE if is_narrow else bandwidth)
+        for (mode, bandwidth), is_narrow in zip(usual, narrow, strict=True)
+    ]
 
 
 def _split(

@@ -115,7 +115,7 @@ class Matchmaking:
     async def _run_search(self, control: StepControl) -> GroupInfo:
         await control.wait_until_near(SHORT_LIFETIME_SECONDS)  # others ignore records that live longer
         search = Search(
-            *(self.p2p.peer_id, self.settings, control, self.keys.draw_key(self._trust.depth())),
+            *(self.p2p.peer_id, self.settings.at_this_step(self.p2p), control, self.keys.draw_key(self._trust.depth())),
             self._promised_time(control),
             asyncio.get_running_loop().create_future(),
             refused=self.refusals.next_search(),
@@ -134,13 +134,13 @@ class Matchmaking:
         finally:
             self._invitations.end(search)
             self.send_followers_away(search, None)
-            if self.settings.leads and search.declared.is_set():
+            if search.settings.leads and search.declared.is_set():
                 self._withdrawn_until = math.nextafter(search.declared_until, math.inf)
                 self._in_background(self._withdraw(search))
 
     async def _work_on(self, search: Search) -> GroupInfo:
         tasks = [asyncio.ensure_future(work) for work in (self._discover(search), self._lead_or_follow(search))]
-        if self.settings.leads:
+        if search.settings.leads:
             tasks.append(asyncio.ensure_future(self._declare(search)))
         try:
             waited: list[asyncio.Future[Any]] = [search.group, *tasks]
@@ -187,7 +187,7 @@ class Matchmaking:
     async def _discover(self, search: Search) -> None:
         """Look up other peers. The first looks are frequent and ask only the few nodes that should hold the records."""
         lookups: dict[asyncio.Task[None], None] = {}
-        has_declared, pause = not self.settings.leads, 0.0
+        has_declared, pause = not search.settings.leads, 0.0
         try:
             while True:
                 if has_declared:
@@ -234,7 +234,7 @@ class Matchmaking:
     def may_start(self, search: Search, now: float) -> bool:
         """Whether this peer may start its group now, as the leader."""
         size = 1 + len(search.followers)
-        if not self.settings.leads or size < self.settings.min_group_size:
+        if not search.settings.leads or size < self.settings.min_group_size:
             return False
         full = self.settings.target_group_size is not None and size >= self.settings.target_group_size
         is_time = not search.control.keep_open and now >= search.start_time()
@@ -242,7 +242,7 @@ class Matchmaking:
 
     async def _wait_for_news(self, search: Search, now: float) -> None:
         # Too few peers came by the promised time, so this peer makes a new promise.
-        if self.settings.leads and now >= search.start_time():
+        if search.settings.leads and now >= search.start_time():
             self.send_followers_away(search, None)
             search.lost.clear()
             search.expiration = self._promised_time(search.control)
@@ -260,7 +260,7 @@ class Matchmaking:
         try:
             while not ask.done():
                 search.control.changed.clear()
-                until_start = search.start_time() - get_dht_time() if self.settings.leads else MAX_LOOKUP_PAUSE
+                until_start = search.start_time() - get_dht_time() if search.settings.leads else MAX_LOOKUP_PAUSE
                 await first_completed(
                     asyncio.shield(ask), search.control.changed.wait(), timeout=max(0.01, until_start)
                 )
@@ -421,7 +421,7 @@ class Matchmaking:
                 follower.outcome.set_exception(e)
 
     def _reason_to_refuse(self, search: Search | None, request: JoinRequest, remote: PeerID) -> JoinReply | None:
-        if not self.settings.leads:
+        if not (self.settings if search is None else search.settings).leads:
             return JoinReply(code=Code.PROTOCOL_VIOLATION)
         if search is None or search.group.done() or request.group_key != search.key:
             return JoinReply(code=Code.NOT_LOOKING_FOR_GROUP)

@@ -102,8 +102,9 @@ class StateSharing:
         """Keep the declaration alive; runs until cancelled."""
         while True:
             self._changed.clear()
-            if self.allowed or self._is_declared:
-                await self.declare(self.allowed)
+            allowed = self.allowed and self._p2p.is_callable
+            if allowed or self._is_declared:
+                await self.declare(allowed)
             try:
                 async with asyncio.timeout(self._declare_period):
                     await self._changed.wait()

@@ -1,0 +1,73 @@
+"""Questions to a member of a round whether it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from shoal.averaging.messages import (
+    ALIVE_PER_TIMEOUT,
+    PEER_FAILURES,
+    REDIAL_PAUSE,
+    RoundStatus,
+    StatusRequest,
+)
+from shoal.errors import P2PHandlerError, RefusedDialError
+from shoal.p2p import StubBase
+
+logger = logging.getLogger(__name__)
+
+# A member has at least so many seconds to answer whether it lives, because it may have to be dialled first.
+MIN_QUESTION_SECONDS = 1.5
+
+
+async def wait_until_silent(stub: StubBase, round_id: bytes, heard_at: Callable[[], float], limit: float) -> None:
+    """Ask a member whether it lives when it has sent nothing for a while; return if it does not answer.
+
+    A reducer or coordinator that waits for others may be silent for longer than a sender. The question tells such a
+    member from a frozen one. It is asked more than once, because a single question may get lost.
+
+    Args:
+        stub: calls the member.
+        round_id: names the round.
+        heard_at: tells the loop time of the member's last sign of life.
+        limit: a living member gives a sign at least every so many seconds.
+    """
+    now = asyncio.get_running_loop().time
+    last_sign, unanswered = now(), 0
+    pause = limit / ALIVE_PER_TIMEOUT
+    patience = max(pause, MIN_QUESTION_SECONDS)
+    while unanswered < ALIVE_PER_TIMEOUT - 1:
+        asked, last_sign = now(), max(last_sign, heard_at())
+        if asked < last_sign + pause:
+            unanswered = 0
+            await asyncio.sleep(last_sign + pause - asked)
+            continue
+        try:
+            with suppress(P2PHandlerError):  # even an error shows that the member lives
+                await stub.rpc_round_status(StatusRequest(round_id=round_id), timeout=patience)
+            last_sign = now()
+        except PEER_FAILURES as e:
+            logger.debug("asked a member whether it lives: %r", e)
+            await asyncio.sleep(asked + patience - now())
+            unanswered = unanswered + 1 if heard_at() < asked else 0
+
+
+async def ask_for_status(stub: StubBase, round_id: bytes) -> RoundStatus:
+    """Ask a member whose connection broke about the round, over a new connection, until it answers.
+
+    Raises:
+        RefusedDialError: it is dead.
+    """
+    stub.dial_anew()
+    while True:
+        try:
+            reply = await stub.rpc_round_status(StatusRequest(round_id=round_id))
+            return RoundStatus(reply.status)
+        except RefusedDialError:
+            raise
+        except PEER_FAILURES as e:
+            logger.debug("asked a member whose connection broke about the round: %r", e)
+        await asyncio.sleep(REDIAL_PAUSE)

@@ -1,0 +1,153 @@
+"""Answering those who reach this peer through its relays: the other side of :mod:`shoal.p2p.circuits`.
+
+A relay tells who wants what, and may lie. So what it can make this peer do is bounded: a few attempts at a few
+addresses, and handshakes in which whoever comes has to prove who it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shoal.errors import DialError, ShoalError
+from shoal.logs import Seldom
+from shoal.p2p.addresses import ip_text_of, is_loopback
+from shoal.p2p.circuit import Circuit, Punching, mark_relayed, open_circuits, parse_told, successes
+from shoal.p2p.connection_pool import CIRCUIT_SECONDS
+from shoal.p2p.identity import PeerID, is_circuit
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.relay_messages import MAX_PLACES, Incoming, Reach
+from shoal.p2p.transport import Stream
+from shoal.tasks import cancel_and_wait
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+logger = logging.getLogger(__name__)
+
+# How long each address of a peer that wants to be called in reverse is tried.
+REVERSE_TRY_SECONDS = 0.7
+MAX_ANSWERS = 64
+"""Requests of relays that are answered at the same time; further ones are left unanswered."""
+
+
+class Answering:
+    """Answers what relays announce.
+
+    Args:
+        p2p: whose relays these are.
+    """
+
+    def __init__(self, p2p: P2P) -> None:
+        self._p2p = p2p
+        self.tasks: dict[asyncio.Task[None], None] = {}
+        """Answers in progress."""
+        self._warn_seldom = Seldom(logger.warning)
+
+    def answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
+        """A relay says that somebody wants to reach this peer.
+
+        Args:
+            relay: which one.
+            places: where this peer reaches the relay.
+            incoming: what it says.
+        """
+        if len(self.tasks) >= MAX_ANSWERS:
+            self._warn_seldom(
+                "relay %s announces more connections than this peer makes at the same time, %d: some are left out",
+                relay,
+                MAX_ANSWERS,
+                about=relay,
+            )
+            return
+        task = asyncio.get_running_loop().create_task(self._answer(relay, places, incoming))
+        self.tasks[task] = None
+        task.add_done_callback(self.tasks.pop)
+
+    async def _answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
+        peer = PeerID(incoming.peer)
+        try:
+            async with asyncio.timeout(CIRCUIT_SECONDS):
+                if incoming.reverse_cookies:
+                    await self._call_in_reverse(relay, places, incoming)
+                    return
+                punching = self._p2p.circuits.punching if incoming.punch else None
+                circuits = await open_circuits(
+                    self._p2p.transport, relay, places, incoming.cookies, punchable=punching is not None
+                )
+                try:
+                    await self._receive(peer, Reach(incoming.reach), circuits, punching)
+                finally:
+                    for circuit in circuits:
+                        circuit.abort()
+        except (ShoalError, TimeoutError) as e:
+            logger.debug("peer %s, announced by relay %s, is not reached: %r", peer, relay, e)
+
+    async def _receive(
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], punching: Punching | None
+    ) -> None:
+        going_on = None if punching is None else await punching.as_target(peer, reach, circuits)
+        for circuit in circuits:
+            place, relay = circuit.session.remote_address, circuit.relay
+
+            def accept(stream: Stream, place: Multiaddr | None = place, relay: PeerID = relay) -> None:
+                mark_relayed(stream, place, relay)
+                self._p2p.server.accept(stream)
+
+            self._p2p.transport.receive(circuit.session, accept)
+        if going_on is not None:
+            await going_on
+
+    async def _call_in_reverse(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
+        if incoming.peer == relay.to_bytes():
+            wanted = list(places)  # it is the relay itself that wants to be called
+        else:
+            told = [address for text in incoming.reverse if (address := parse_told(text)) is not None]
+            wanted = self._p2p.transport.worth_dialling([each for each in told if may_be_dialled(each, places)])
+        cookies, transport = incoming.reverse_cookies, self._p2p.transport
+        for address in wanted[:MAX_PLACES]:
+            try:
+                async with asyncio.timeout(REVERSE_TRY_SECONDS):
+                    session = await transport.open_session(address, cookies[0])
+            except (DialError, TimeoutError) as e:
+                logger.debug("cannot call %s in reverse: %r", address, e)
+                continue
+            transport.receive(session, self._accept_arranged)
+            if others := [transport.open_session(address, cookie) for cookie in cookies[1:]]:
+                for each in await successes(others):
+                    transport.receive(each, self._accept_arranged)
+            return
+
+    def _accept_arranged(self, stream: Stream) -> None:
+        stream.is_arranged = True
+        self._p2p.server.accept(stream)
+
+    async def close(self) -> None:
+        """Answer nobody any more."""
+        await cancel_and_wait(*self.tasks)
+
+
+def may_be_dialled(address: Multiaddr, near: Sequence[Multiaddr]) -> bool:
+    """Whether to dial an address that a relay has told: it must not make this machine call whatever it likes.
+
+    Args:
+        address: as it was told.
+        near: addresses of the relay. What is on its network, private or loopback, may be as well.
+    """
+    if is_circuit(address):
+        return False
+    text = ip_text_of(address)
+    if text is None:
+        return "memory" in address
+    ip, port = ipaddress.ip_address(text), int(address.get("tcp") or 0)
+    if port < 1024 and port != 443:
+        return False
+    if ip.is_multicast or ip.is_unspecified or ip.is_reserved:
+        return False
+    if ip.is_loopback:
+        return any(is_loopback(each) for each in near)
+    private = [other for each in near if (other := ip_text_of(each)) is not None]
+    return ip.is_global or any(not ipaddress.ip_address(other).is_global for other in private)

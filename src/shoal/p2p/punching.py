@@ -1,0 +1,329 @@
+"""Direct connections between two peers behind routers, from the ports of the circuits that a relay has joined for them.
+
+Over the first circuit the two tell each other where these ports can perhaps be reached. It is not encrypted: the relay
+knows all of it anyway, and it can forge no identity::
+
+    target ► dialler    Candidates    without any host: it will not punch, and that is all
+    dialler ► target    Candidates
+    target ► dialler    Go
+
+The target takes the time between the two Candidates as the round trip. The dialler begins when Go arrives, the target
+half a round trip after sending it, so their first packets cross. Whatever connects goes through the ordinary handshake,
+as it does on the circuits at the same time; for each port, the first connection that leads to the other peer counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.errors import DialError, ProtocolError, ShoalError, StreamClosedError
+from shoal.metrics import Metrics
+from shoal.p2p.addresses import is_loopback
+from shoal.p2p.candidates import MAX_PORTS, Candidates, Go, endpoint_of, global_ipv6, own_candidates, worth_punching
+from shoal.p2p.circuit import Circuit
+from shoal.p2p.frames import receive_frame, send_frame
+from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.punch_policy import Hosts, PunchPolicy
+from shoal.p2p.relay_messages import Reach
+from shoal.p2p.transport import OnStream, Session, Stream, Transport
+from shoal.tasks import all_of, cancel_and_wait
+
+logger = logging.getLogger(__name__)
+
+PUNCH_SECONDS = 2.5
+"""How long both sides try to connect."""
+LATE_SECONDS = 0.5
+"""A punch that has brought nothing by then hardly will: until its end, nobody waits for another one to that peer."""
+EXCHANGE_SECONDS = 3.0
+"""How long each waits for the other one's part of the exchange."""
+
+
+@dataclass(eq=False)
+class _Plan:
+    """A punch: what is dialled from each port, and what has come of it."""
+
+    targets: list[list[Multiaddr]]
+    round_trip: float
+    hosts: Hosts
+    since: float
+    begun_at: float
+    going_on: int = 0
+    reasons: list[str] = field(default_factory=list)
+    """Of the ports that have failed."""
+    is_given_up: bool = False
+    """Nobody waits for some port any more, so it says nothing about the way."""
+    has_succeeded: bool = False
+
+
+class Puncher:
+    """Finds direct connections for circuits, on both sides.
+
+    Args:
+        transport: of this peer.
+        metrics: counts what came of it.
+        on_stream: gets who has connected to this peer and proven who it is.
+        own_reach: what this peer says of itself.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        metrics: Metrics,
+        on_stream: OnStream,
+        own_reach: Callable[[], Reach],
+    ) -> None:
+        self._transport = transport
+        self._metrics = metrics
+        self._on_stream = on_stream
+        self._own_reach = own_reach
+        self.policy = PunchPolicy(asyncio.get_running_loop().time)
+        """Knows which peers are worth it."""
+        self._punching: set[asyncio.Task[Stream]] = set()
+        self._unsuccessful: dict[_Plan, PeerID] = {}  # so far, as a dialler
+        self._is_closed = False
+
+    def is_worth_it(self, peer: PeerID) -> bool:
+        """Whether to ask for a punch when this peer is dialled."""
+        late = asyncio.get_running_loop().time() - LATE_SECONDS
+        is_late = any(whose == peer and plan.begun_at < late for plan, whose in self._unsuccessful.items())
+        return not is_late and self.policy.allows(peer)
+
+    async def close(self) -> None:
+        """Give up all punches of this side as a dialler; what has come about and was not taken yet ends."""
+        self._is_closed = True
+        await _drop(*self._punching)
+
+    def _are_both_hard(self, reach: Reach) -> bool:
+        return self._own_reach() == Reach.HARD == reach
+
+    # --- the side that dials ------------------------------------------------------------------------------------------
+
+    async def as_dialler(
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
+    ) -> Sequence[asyncio.Future[Stream]]:
+        """Exchange candidates on the first circuit, and begin to punch from the ports of all of them.
+
+        Args:
+            peer: the other one, whose identity is still to be proven.
+            reach: what is known of it.
+            circuits: on which nothing has been sent yet. Afterwards, the handshake begins on each.
+            since: when the dial began, in the time of the loop.
+
+        Returns:
+            For each circuit, a future of the first stream on which the other one has proven who it is. It fails with a
+            ``DialError`` if there is none. Whoever cancels it gives up that port. Nothing if there is no punch.
+        """
+        hosts = _hosts_of(circuits)
+        self.policy.note_hosts(peer, hosts)
+        plan = await self._exchange_as_dialler(peer, circuits, since)
+        if self._are_both_hard(reach):
+            self.policy.note_hopeless(peer, hosts)
+        elif plan is not None and not any(plan.targets):
+            self._metrics.punches_failed["no candidates"] += 1
+            self.policy.note_failure(peer, hosts)
+        if plan is None or not any(plan.targets) or self._is_closed:
+            return []
+        return [self._begin(peer, circuit, number, plan) for number, circuit in enumerate(circuits)]
+
+    async def _exchange_as_dialler(self, peer: PeerID, circuits: Sequence[Circuit], since: float) -> _Plan | None:
+        loop, first = asyncio.get_running_loop(), circuits[0].session
+        try:
+            async with asyncio.timeout(EXCHANGE_SECONDS):
+                theirs = await receive_frame(first, Candidates)
+            if not theirs.hosts:
+                return self._plan(circuits, theirs, 0.0, since)
+            async with asyncio.timeout(EXCHANGE_SECONDS):
+                asked_at = loop.time()
+                await send_frame(first, self._own_candidates(circuits))
+                await receive_frame(first, Go)
+        except (TimeoutError, ProtocolError, StreamClosedError) as e:
+            first.abort()  # the two sides may be at different places of it
+            logger.debug("no candidates exchanged with %s: %r", peer, e)
+            self._metrics.punches_failed["no exchange"] += 1
+            return None
+        return self._plan(circuits, theirs, loop.time() - asked_at, since)
+
+    def _begin(self, peer: PeerID, circuit: Circuit, number: int, plan: _Plan) -> asyncio.Future[Stream]:
+        """Begin to punch from the port of a circuit."""
+        targets = plan.targets[number] if number < len(plan.targets) else []
+        if not targets:
+            nothing: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
+            nothing.set_exception(DialError(f"no address for a direct connection to peer {peer} is known"))
+            nothing.exception()  # so that nobody has to look at it
+            return nothing
+        plan.going_on += 1
+        self._unsuccessful[plan] = peer
+        direct = asyncio.ensure_future(self._first_direct(peer, circuit.session, targets, plan.round_trip))
+        self._punching.add(direct)
+        direct.add_done_callback(lambda task: self._note_outcome(peer, plan, task))
+        return direct
+
+    def _note_outcome(self, peer: PeerID, plan: _Plan, direct: asyncio.Task[Stream]) -> None:
+        self._punching.discard(direct)
+        plan.going_on -= 1
+        if direct.cancelled():
+            plan.is_given_up = True
+        elif (error := direct.exception()) is not None:
+            plan.reasons.append("no connection" if type(error) is DialError else "not that peer")
+            if not isinstance(error, ShoalError | OSError):
+                logger.error("a punch towards %s has failed", peer, exc_info=error)
+        else:
+            plan.has_succeeded = True
+            self._metrics.seconds_to_direct += asyncio.get_running_loop().time() - plan.since
+            self.policy.note_success(peer, plan.hosts)
+        if plan.has_succeeded or not plan.going_on:
+            self._unsuccessful.pop(plan, None)
+        if not plan.going_on and not plan.has_succeeded and not plan.is_given_up:
+            self._metrics.punches_failed[plan.reasons[-1]] += 1
+            self.policy.note_failure(peer, plan.hosts)
+
+    async def _first_direct(
+        self, peer: PeerID, session: Session, targets: Sequence[Multiaddr], round_trip: float
+    ) -> Stream:
+        """The first connection of one port that leads to the peer.
+
+        Raises:
+            DialError: there was none, or none led there.
+        """
+        error: BaseException = DialError(f"no direct connection to peer {peer} came about in {PUNCH_SECONDS:g} s")
+        async with aclosing(self._transport.punch(session, targets, PUNCH_SECONDS, round_trip)) as sessions:
+            coming: asyncio.Task[Session | None] = asyncio.ensure_future(anext(sessions, None))
+            proving: set[asyncio.Task[Stream]] = set()
+            try:
+                while True:
+                    waiting: list[asyncio.Task[Any]] = [coming, *proving]
+                    if all(task.done() for task in waiting):
+                        raise error
+                    await asyncio.wait(
+                        [task for task in waiting if not task.done()], return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in [task for task in proving if task.done()]:
+                        if (wrong := task.exception()) is None:
+                            proving.discard(task)
+                            return task.result()
+                        if not isinstance(wrong, ShoalError | OSError):
+                            raise wrong
+                        proving.discard(task)
+                        error = wrong
+                    if coming.done() and (found := coming.result()) is not None:
+                        proving.add(asyncio.ensure_future(self._transport.authenticate(found, peer)))
+                        coming = asyncio.ensure_future(anext(sessions, None))
+            finally:
+                await _drop(coming, *proving)
+
+    # --- the side that is dialled -------------------------------------------------------------------------------------
+
+    async def as_target(self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]) -> Awaitable[None]:
+        """Exchange candidates as the one who was asked for; afterwards the handshakes may begin on the circuits.
+
+        Returns:
+            The punch: it goes on while it is awaited, and hands on who connects.
+        """
+        plan = await self._exchange_as_target(peer, circuits, is_willing=not self._are_both_hard(reach))
+        return _nothing() if plan is None else self._punch_as_target(peer, circuits, plan)
+
+    async def _exchange_as_target(self, peer: PeerID, circuits: Sequence[Circuit], *, is_willing: bool) -> _Plan | None:
+        loop, first = asyncio.get_running_loop(), circuits[0].session
+        own = self._own_candidates(circuits) if is_willing else Candidates()
+        try:
+            async with asyncio.timeout(EXCHANGE_SECONDS):
+                asked_at = loop.time()
+                await send_frame(first, own)
+                if not own.hosts:
+                    return None
+                theirs = await receive_frame(first, Candidates)
+                round_trip = loop.time() - asked_at
+                await send_frame(first, Go())
+        except (TimeoutError, ProtocolError, StreamClosedError) as e:
+            first.abort()
+            logger.debug("no candidates exchanged with %s: %r", peer, e)
+            return None
+        return self._plan(circuits, theirs, round_trip, asked_at)
+
+    async def _punch_as_target(self, peer: PeerID, circuits: Sequence[Circuit], plan: _Plan) -> None:
+        await asyncio.sleep(plan.round_trip / 2)
+        await all_of(
+            *(
+                self._receive_direct(peer, circuit.session, targets, plan)
+                for circuit, targets in zip(circuits, plan.targets, strict=False)
+                if targets
+            )
+        )
+
+    async def _receive_direct(self, peer: PeerID, session: Session, targets: Sequence[Multiaddr], plan: _Plan) -> None:
+        """Hand on everything that connects to a port, until the dialler has what it wanted."""
+        has_come = asyncio.Event()
+
+        def on_direct(stream: Stream) -> None:
+            if stream.remote == peer:
+                self.policy.note_success(peer, plan.hosts)
+                has_come.set()
+            stream.is_arranged = True
+            self._on_stream(stream)
+
+        receiving = asyncio.ensure_future(self._receive_all(session, targets, plan.round_trip, on_direct))
+        enough = asyncio.ensure_future(has_come.wait())
+        try:
+            await asyncio.wait([receiving, enough], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait(receiving, enough)
+        if not receiving.cancelled():
+            receiving.result()
+
+    async def _receive_all(
+        self, session: Session, targets: Sequence[Multiaddr], round_trip: float, on_direct: OnStream
+    ) -> None:
+        async with aclosing(self._transport.punch(session, targets, PUNCH_SECONDS, round_trip)) as sessions:
+            async for each in sessions:
+                self._transport.receive(each, on_direct)
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def _own_candidates(self, circuits: Sequence[Circuit]) -> Candidates:
+        ports = [(each.seen_at, each.session.local_address) for each in circuits[:MAX_PORTS]]
+        return own_candidates(ports, global_ipv6(self._transport.addresses()))
+
+    def _plan(self, circuits: Sequence[Circuit], theirs: Candidates, round_trip: float, since: float) -> _Plan:
+        targets: list[list[Multiaddr]] = []
+        for number, circuit in enumerate(circuits[:MAX_PORTS]):
+            seen, other, relay = circuit.seen_at, circuit.other_seen_at, circuit.session.remote_address
+            found = worth_punching(
+                theirs.of_port(number),
+                have_same_host=seen is not None and _host_of(seen) == _host_of(other),
+                is_inside=self._transport.is_inside,
+                is_relay_on_loopback=relay is not None and is_loopback(relay),
+            )
+            targets.append([address for address in found if self._transport.supports(address)])
+        return _Plan(targets, round_trip, _hosts_of(circuits), since, asyncio.get_running_loop().time())
+
+
+def _host_of(address: Multiaddr | None) -> str:
+    endpoint = endpoint_of(address)
+    return "" if endpoint is None else endpoint[0]
+
+
+def _hosts_of(circuits: Sequence[Circuit]) -> Hosts:
+    """Where the relay sees both sides, by the first circuit."""
+    return _host_of(circuits[0].seen_at), _host_of(circuits[0].other_seen_at)
+
+
+def _has_succeeded(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+async def _nothing() -> None:
+    """A punch that there is not."""
+
+
+async def _drop(*work: asyncio.Task[Any]) -> None:
+    """Give up tasks that make streams or sessions, and end what they have made already."""
+    await cancel_and_wait(*work)
+    for task in work:
+        if _has_succeeded(task) and task.result() is not None:
+            task.result().abort()

@@ -1,0 +1,390 @@
+"""Being a relay: joining two connections for peers of which neither can call the other.
+
+A peer that cannot be called keeps one call open to each of its relays: its *reservation*, which lives and ends with
+that call. Whoever wants to reach it asks the relay, which gives both sides *cookies*. Each side opens a session with
+its cookie, and the relay copies bytes between the two: a *circuit*. Inside, both shake hands as over any connection,
+so a relay cannot read or change anything, nor pretend to be somebody.
+
+A relay is no party to what it carries, so it grants little: so many reservations, so many circuits, and a rate that all
+circuits share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from shoal.errors import BusyError, ShoalError, StreamClosedError
+from shoal.p2p.addresses import ip_text_of
+from shoal.p2p.badges import ANY_ROLE, Badge, Roles
+from shoal.p2p.circuit import MEETING_SECONDS
+from shoal.p2p.connection import Call
+from shoal.p2p.fair_rate import FairRate, Share
+from shoal.p2p.frames import send_frame
+from shoal.p2p.identity import PeerID
+from shoal.p2p.limits import RelayLimits
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.relay_messages import (
+    MAX_TEXT,
+    Code,
+    Connect,
+    Connected,
+    Incoming,
+    Notice,
+    Observe,
+    Observed,
+    Observer,
+    Ready,
+    Reserve,
+    Reserved,
+)
+from shoal.p2p.service import P2PContext, ServicerBase, patient
+from shoal.p2p.tcp_listener import HostRates, host_of
+from shoal.p2p.transport import Session
+from shoal.tasks import cancel_and_wait
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+logger = logging.getLogger(__name__)
+K = TypeVar("K")
+
+ALIVE_SECONDS = 5.0
+"""A relay that has nothing to say says that after this long."""
+RESERVATION_SECONDS = 3600.0
+"""Reservations end after this long, so that they spread over the relays that there are then."""
+IDLE_SECONDS = 120.0
+"""A circuit on which nothing moves ends after this long."""
+# Notices that a guest has not read yet; one that reads nothing is no guest.
+MAX_NOTICES = 64
+OBSERVATIONS_PER_SECOND = 1.0
+OBSERVATION_BURST = 20
+
+
+_REASONS = {
+    Code.NO_RESERVATION: "no reservation",
+    Code.BUSY: "no room",
+    Code.REFUSED: "wrong role",
+    Code.NOT_A_RELAY: "not a relay",
+}
+
+
+@dataclass(eq=False)
+class _Guest:
+    """Somebody with a reservation."""
+
+    peer: PeerID
+    host: str
+    reach: int
+    badge: Badge | None
+    used_at: float
+    """When its last circuit began or ended."""
+    notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
+    circuits: int = 0
+    has_left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self, why: str) -> None:
+        while not self.notices.empty():
+            self.notices.get_nowait()
+        self.notices.put_nowait(Notice(ends=why))
+
+
+@dataclass(eq=False)
+class _Circuit:
+    dialler: PeerID
+    guest: _Guest
+    badge: Badge | None
+    sessions: tuple[asyncio.Future[Session], asyncio.Future[Session]]
+    share: Share
+
+
+class Relay(ServicerBase):
+    """Takes reservations, makes circuits, and tells others at which address they are seen.
+
+    Args:
+        p2p: the peer that serves.
+        wanted: always or never be a relay; ``None``: as long as this peer is public.
+        limits: what it grants.
+    """
+
+    roles: ClassVar[Roles] = ANY_ROLE
+
+    def __init__(self, p2p: P2P, wanted: bool | None, limits: RelayLimits) -> None:
+        self._p2p = p2p
+        self.wanted = wanted
+        self.is_public = False
+        """Others can call this peer, so that it may be a relay."""
+        self._limits = limits
+        self._now = asyncio.get_running_loop().time
+        self._guests: dict[PeerID, _Guest] = {}
+        self._circuits: dict[asyncio.Task[None], _Circuit] = {}
+        self._by_peer: Counter[PeerID] = Counter()
+        self._by_pair: Counter[tuple[PeerID, PeerID]] = Counter()
+        self.rate = FairRate(limits.rate, self._now, self._count_bytes)
+        """The rate that all circuits share."""
+        self._connects = HostRates(limits.connects_per_second, limits.connect_burst)
+        self._observations = HostRates(OBSERVATIONS_PER_SECOND, OBSERVATION_BURST)
+        self._observing: dict[asyncio.Task[None], None] = {}
+        self._is_closed = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether this peer is a relay at present."""
+        if self._is_closed or self.wanted is False or self._p2p.client_mode:
+            return False
+        membership = self._p2p.membership
+        if membership is not None and not membership.own.roles & (Roles.TRAIN | Roles.RELAY):
+            return False
+        return self.is_public or self.wanted is True
+
+    @property
+    def guests(self) -> list[PeerID]:
+        """Those who have a reservation."""
+        return list(self._guests)
+
+    @property
+    def circuit_count(self) -> int:
+        """Circuits, including those whose two sides have not come yet."""
+        return len(self._circuits)
+
+    @property
+    def observation_count(self) -> int:
+        """Sessions that others are about to open in order to see their address."""
+        return len(self._observing)
+
+    def _count_bytes(self, nbytes: int) -> None:
+        self._p2p.metrics.bytes_carried += nbytes
+
+    def _refuse(self, code: Code, text: str = "") -> tuple[Code, str]:
+        self._p2p.metrics.circuits_refused[_REASONS[code]] += 1
+        return code, text
+
+    def _seen(self, peer: PeerID) -> str:
+        return self._p2p.address_seen_of(peer)
+
+    # --- reservations -------------------------------------------------------------------------------------------------
+
+    @patient
+    async def rpc_reserve(self, call: Call, context: P2PContext) -> None:
+        """A reservation: begins, lives and ends with this call."""
+        request = await call.receive(Reserve)
+        if request is None:
+            return
+        stream = call.connection.stream
+        seen_at = "" if stream.remote_address is None or stream.is_relayed else str(stream.remote_address)
+        host = _host_of(seen_at, context.remote_id)
+        code, text = self._reason_to_refuse(context, host, is_relayed=stream.is_relayed)
+        if code is not Code.OK:
+            await call.send(Reserved(code=code, text=text))
+            return
+        guest = _Guest(context.remote_id, host, request.reach, stream.badge, self._now())
+        self._guests[guest.peer] = guest
+        loop = asyncio.get_running_loop()
+        end = loop.call_later(RESERVATION_SECONDS, guest.end, "it is an hour old: ask again, or elsewhere")
+        try:
+            limits = self._limits
+            rate = limits.rate or 0.0
+            await call.send(Reserved(code=Code.OK, seen_at=seen_at[:MAX_TEXT], rate=rate, circuits=limits.circuits))
+            while True:
+                notice = await _next_notice(guest)
+                await call.send(notice)
+                if notice.ends:
+                    return
+        finally:
+            end.cancel()
+            guest.has_left.set()
+            if self._guests.get(guest.peer) is guest:
+                del self._guests[guest.peer]
+
+    def _reason_to_refuse(self, context: P2PContext, host: str, *, is_relayed: bool) -> tuple[Code, str]:
+        """Whether somebody may have a reservation; makes room if need be."""
+        if not self.serves:
+            return self._refuse(Code.NOT_A_RELAY)
+        if not context.roles & (Roles.TRAIN | Roles.RELAY):
+            return self._refuse(Code.REFUSED, "a peer that nobody has to call needs no reservation")
+        if is_relayed:
+            return self._refuse(Code.REFUSED, "a reservation needs a direct connection")
+        former = self._guests.pop(context.remote_id, None)
+        if former is not None:
+            former.end("there is a newer one of the same peer")
+        limits = self._limits
+        if sum(guest.host == host for guest in self._guests.values()) >= limits.reservations_per_host:
+            return self._refuse(Code.BUSY, f"{limits.reservations_per_host} reservations of one host")
+        if len(self._guests) >= limits.reservations:
+            unused = [guest for guest in self._guests.values() if not guest.circuits]
+            if not unused:
+                return self._refuse(Code.BUSY, f"{limits.reservations} reservations")
+            longest = min(unused, key=lambda guest: guest.used_at)
+            del self._guests[longest.peer]
+            longest.end("others need the place")
+        return Code.OK, ""
+
+    # --- circuits -----------------------------------------------------------------------------------------------------
+
+    async def rpc_connect(self, request: Connect, context: P2PContext) -> Connected:
+        """Tell a guest that somebody wants to reach it; gives cookies for circuits to it."""
+        return self.connect(request, context.remote_id)
+
+    def connect(self, request: Connect, dialler: PeerID) -> Connected:
+        """What :meth:`rpc_connect` does; this peer itself may be the one that dials."""
+        code, text, guest, room = self._find_guest(request, dialler)
+        if guest is None:
+            return Connected(code=code, text=text)
+        told = Incoming(peer=dialler.to_bytes(), punch=request.punch, reach=request.reach)
+        cookies: list[bytes] = []
+        if request.reverse_cookies:
+            told.reverse, told.reverse_cookies = request.reverse, request.reverse_cookies
+        else:
+            for _ in range(room):
+                own, other = self._begin_circuit(dialler, guest)
+                cookies.append(own)
+                told.cookies.append(other)
+        guest.notices.put_nowait(Notice(incoming=told))
+        rate = self._limits.rate or 0.0
+        return Connected(code=Code.OK, cookies=cookies, rate=rate, reach=guest.reach)
+
+    def _find_guest(self, request: Connect, dialler: PeerID) -> tuple[Code, str, _Guest | None, int]:
+        """The guest, and how many circuits there may be to it; or why there may be none."""
+        if not self.serves:
+            return *self._refuse(Code.NOT_A_RELAY), None, 0
+        guest = self._guests.get(PeerID(request.target))
+        if guest is None:
+            return *self._refuse(Code.NO_RESERVATION), None, 0
+        host, now, limits = _host_of(self._seen(dialler), dialler), self._now(), self._limits
+        if self._connects.is_exhausted(host, now):
+            return *self._refuse(Code.BUSY, "too many calls from one host"), None, 0
+        self._connects.spend(host, now)
+        if guest.notices.full():
+            return *self._refuse(Code.BUSY, "the peer does not listen to this relay"), None, 0
+        rooms = {
+            limits.circuits - len(self._circuits): f"{limits.circuits} circuits",
+            limits.circuits_per_peer - self._by_peer[dialler]: f"{limits.circuits_per_peer} circuits of one peer",
+            limits.circuits_per_pair - self._by_pair[dialler, guest.peer]: (
+                f"{limits.circuits_per_pair} circuits between the same two peers"
+            ),
+        }
+        room = min(rooms)
+        if room <= 0 and not request.reverse_cookies:
+            return *self._refuse(Code.BUSY, rooms[room]), None, 0
+        return Code.OK, "", guest, min(room, request.count)
+
+    def _begin_circuit(self, dialler: PeerID, guest: _Guest) -> tuple[bytes, bytes]:
+        """The cookies of a new circuit, for each side."""
+        transport = self._p2p.transport
+        cookies, expect = (transport.new_cookie(), transport.new_cookie()), transport.expect_session
+        badge = next((each.stream.badge for each in self._p2p.connections_from(dialler)), None)
+        circuit = _Circuit(dialler, guest, badge, (expect(cookies[0]), expect(cookies[1])), self.rate.share())
+        self._by_peer[dialler] += 1
+        self._by_pair[dialler, guest.peer] += 1
+        guest.circuits += 1
+        guest.used_at = self._now()
+        task = asyncio.get_running_loop().create_task(self._carry(circuit))
+        self._circuits[task] = circuit
+        task.add_done_callback(self._forget)
+        return cookies
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        circuit = self._circuits.pop(task)
+        for session in circuit.sessions:
+            if session.done() and not session.cancelled():
+                session.result().abort()
+            session.cancel()
+        circuit.share.close()
+        circuit.guest.circuits -= 1
+        circuit.guest.used_at = self._now()
+        _count_down(self._by_peer, circuit.dialler)
+        _count_down(self._by_pair, (circuit.dialler, circuit.guest.peer))
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a circuit of %s ended with a defect", circuit.dialler, exc_info=error)
+
+    async def _carry(self, circuit: _Circuit) -> None:
+        """Wait for both sides of a circuit, and copy what they send each other."""
+        transport = self._p2p.transport
+        try:
+            async with asyncio.timeout(MEETING_SECONDS):
+                first, second = await asyncio.gather(*circuit.sessions)
+                seen = [_text_of(session.remote_address) for session in (first, second)]
+                await send_frame(first, Ready(seen_at=seen[0], other_seen_at=seen[1]))
+                await send_frame(second, Ready(seen_at=seen[1], other_seen_at=seen[0]))
+        except (TimeoutError, StreamClosedError) as e:
+            self._p2p.metrics.circuits_refused["nobody came"] += 1
+            logger.debug("no circuit from %s to %s: %r", circuit.dialler, circuit.guest.peer, e)
+            return
+        self._p2p.metrics.circuits_carried += 1
+        await transport.join(first, second, circuit.share, IDLE_SECONDS)
+
+    def cut(self, is_unwanted: Callable[[Badge | None], bool]) -> None:
+        """End the reservations and circuits of those who show an unwanted badge from now on."""
+        for guest in [each for each in self._guests.values() if is_unwanted(each.badge)]:
+            del self._guests[guest.peer]
+            guest.end("your badge is worth nothing any more")
+        for task, circuit in self._circuits.items():
+            if is_unwanted(circuit.badge) or is_unwanted(circuit.guest.badge):
+                task.cancel()
+
+    # --- observing ----------------------------------------------------------------------------------------------------
+
+    async def rpc_observe(self, request: Observe, context: P2PContext) -> Observer:
+        """Give a cookie for a session that tells at which address its other end is seen."""
+        host, now = _host_of(self._seen(context.remote_id), context.remote_id), self._now()
+        if self._observations.is_exhausted(host, now):
+            raise BusyError("enough has been observed for this host: try again in a minute")
+        self._observations.spend(host, now)
+        cookie = self._p2p.transport.new_cookie()
+        task = asyncio.get_running_loop().create_task(self._observe(self._p2p.transport.expect_session(cookie)))
+        self._observing[task] = None
+        task.add_done_callback(self._observing.pop)
+        return Observer(cookie=cookie)
+
+    async def _observe(self, expected: asyncio.Future[Session]) -> None:
+        try:
+            async with asyncio.timeout(MEETING_SECONDS):
+                session = await expected
+                await send_frame(session, Observed(seen_at=_text_of(session.remote_address)))
+                await session.read_exactly(1)  # until the other side, which has read the answer, ends it
+        except (TimeoutError, ShoalError) as e:
+            logger.debug("an observation is over: %r", e)
+        finally:
+            if expected.done() and not expected.cancelled():
+                expected.result().abort()
+            expected.cancel()
+
+    async def close(self) -> None:
+        """Tell all guests that they have to look for another relay, and end all circuits."""
+        self._is_closed = True
+        guests, self._guests = list(self._guests.values()), {}
+        for guest in guests:
+            guest.end("this relay shuts down")
+        if guests:
+            leaving = [asyncio.ensure_future(guest.has_left.wait()) for guest in guests]
+            await asyncio.wait(leaving, timeout=1.0)
+            await cancel_and_wait(*leaving)
+        await cancel_and_wait(*self._circuits, *self._observing)
+
+
+async def _next_notice(guest: _Guest) -> Notice:
+    try:
+        async with asyncio.timeout(ALIVE_SECONDS):
+            return await guest.notices.get()
+    except TimeoutError:
+        return Notice()
+
+
+def _count_down(counts: Counter[K], key: K) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
+def _text_of(address: Multiaddr | None) -> str:
+    return "" if address is None else str(address)[:MAX_TEXT]
+
+
+def _host_of(seen_at: str, peer: PeerID) -> str:
+    """What is charged: identities cost nothing, hosts do."""
+    ip = ip_text_of(Multiaddr(seen_at)) if seen_at else None
+    return str(peer) if ip is None else host_of(ip)

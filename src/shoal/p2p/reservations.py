@@ -1,0 +1,310 @@
+"""Being a guest of relays: how a peer that cannot be called is reached nevertheless.
+
+It keeps reservations at two relays on different hosts, so that one may vanish without anybody noticing. A reservation
+is a call that stays open; a relay that says nothing for twelve seconds counts as dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.errors import ProtocolError, ShoalError
+from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of, is_loopback
+from shoal.p2p.badges import ANY_ROLE
+from shoal.p2p.connection import Call
+from shoal.p2p.connection_pool import DIRECT_ONLY
+from shoal.p2p.identity import PeerID, circuit_address, is_circuit
+from shoal.p2p.joining import Target
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.relay_messages import Code, Incoming, Notice, Reach, Reserve, Reserved
+from shoal.p2p.relaying import Relay
+from shoal.tasks import cancel_and_wait
+
+if TYPE_CHECKING:
+    from shoal.p2p.p2p import P2P
+
+logger = logging.getLogger(__name__)
+
+WANTED = 2
+ASKED = 8
+"""The number of candidates that are considered at a time, the nearest first."""
+SILENCE_SECONDS = 12.0
+ASK_SECONDS = 5.0
+FIRST_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 300.0
+# Without any candidate, look for new ones this often.
+LOOK_SECONDS = 5.0
+# A reservation that was held for this long ends for a good reason, and its relay may be asked again at once.
+SETTLED_SECONDS = 60.0
+MAX_KNOWN = 4096
+# Of one relay: an IPv4 and an IPv6 address.
+MAX_PLACES = 2
+
+Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming], object]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A reservation."""
+
+    relay: PeerID
+    since: float
+    seen_at: str
+    """Where the relay says to see this peer."""
+    rate: float
+    """Bytes per second that all circuits of the relay share; 0 = no limit."""
+    places: tuple[Multiaddr, ...]
+    """Where the relay can be dialled."""
+
+
+class Reservations:
+    """Keeps this peer reachable through relays, while that is wanted.
+
+    Args:
+        p2p: the peer.
+        answer: told by which relay, and with what, somebody wants to reach this peer.
+    """
+
+    def __init__(self, p2p: P2P, answer: Answer) -> None:
+        self._p2p = p2p
+        self.answer = answer
+        """Gets what relays say."""
+        self._now = asyncio.get_running_loop().time
+        self.candidates: Callable[[], Sequence[PeerID]] = self._connected_relays
+        """Peers that may be relays."""
+        self.trusted: Sequence[Target] = ()
+        """Relays that are asked before any other one."""
+        self.reach = Reach.EASY
+        """What relays are told of this peer."""
+        self.on_change: Callable[[], object] | None = None
+        """Called when :meth:`addresses` has changed."""
+        self.held: dict[PeerID, Held] = {}
+        """The reservations, the oldest first."""
+        self._is_relay: dict[PeerID, bool] = {}
+        self._holding: dict[PeerID, asyncio.Task[None]] = {}
+        # By relay: when it may be asked again, and how long the last pause was.
+        self._pauses: dict[PeerID, tuple[float, float]] = {}
+        self._wake = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+
+    def want(self, wanted: bool) -> None:
+        """Begin or end to hold reservations."""
+        if wanted and self._keeper is None and self._p2p.is_alive:
+            self._keeper = asyncio.get_running_loop().create_task(self._keep())
+        elif not wanted and self._keeper is not None:
+            self._keeper.cancel()
+            self._keeper = None
+            for task in self._holding.values():
+                task.cancel()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether reservations are held, or looked for."""
+        return self._keeper is not None
+
+    def addresses(self) -> list[Multiaddr]:
+        """Where this peer can be reached through its relays, without its own ``/p2p``: all first choices first."""
+        found = [
+            circuit_address(held.places[rank], held.relay)
+            for rank in range(MAX_PLACES)
+            for held in self.held.values()
+            if rank < len(held.places)
+        ]
+        return found[:MAX_ADDRESSES_PER_PEER]
+
+    def note_greeting(self, peer: PeerID, is_relay: bool) -> None:
+        """Another peer has told whether it is a relay."""
+        is_news = is_relay and not self._is_relay.pop(peer, False)
+        self._is_relay[peer] = is_relay
+        while len(self._is_relay) > MAX_KNOWN:
+            del self._is_relay[next(iter(self._is_relay))]
+        if is_news:
+            self._wake.set()
+
+    def look(self) -> None:
+        """There may be new candidates."""
+        self._wake.set()
+
+    def _connected_relays(self) -> list[PeerID]:
+        return [peer for peer, is_relay in self._is_relay.items() if is_relay]
+
+    # --- choosing -----------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        while True:
+            self._wake.clear()
+            for relay in self._next():
+                task = asyncio.get_running_loop().create_task(self._hold(relay))
+                self._holding[relay] = task
+                task.add_done_callback(functools.partial(self._let_go, relay))
+            # Of a relay that has let this peer go, or of new candidates, the event tells.
+            try:
+                async with asyncio.timeout(self._pause()):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _let_go(self, relay: PeerID, task: asyncio.Task[None]) -> None:
+        if self._holding.get(relay) is task:
+            del self._holding[relay]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("the reservation at %s ended with a defect", relay, exc_info=error)
+        self._wake.set()
+
+    def _pause(self) -> float | None:
+        if len(self._holding) >= WANTED:
+            return None
+        now = self._now()
+        ends = [end - now for end, _ in self._pauses.values() if end > now]
+        return min([LOOK_SECONDS, *ends])
+
+    def _next(self) -> list[PeerID]:
+        """The relays to ask now, on other hosts than those that are asked or hold a reservation already."""
+        missing = WANTED - len(self._holding)
+        if missing <= 0:
+            return []
+        candidates = self._in_order()
+        hosts = {self._p2p.host_of(relay) for relay in self._holding}
+        chosen: list[PeerID] = []
+        for relay in candidates:
+            if len(chosen) < missing and self._p2p.host_of(relay) not in hosts:
+                chosen.append(relay)
+                hosts.add(self._p2p.host_of(relay))
+        # Two on one host are better than one: processes end more often than hosts do.
+        rest = [relay for relay in candidates if relay not in chosen]
+        return [*chosen, *rest][:missing]
+
+    def _in_order(self) -> list[PeerID]:
+        """Relays that may be asked now: the trusted ones, then the nearest of those who say that they are relays."""
+        now = self._now()
+
+        def may_be_asked(relay: PeerID) -> bool:
+            is_free = relay != self._p2p.peer_id and relay not in self._holding
+            return is_free and self._pauses.get(relay, (-math.inf, 0.0))[0] <= now
+
+        for place, relay in self.trusted:
+            self._p2p.add_addresses(relay, [place])
+        trusted = [relay for _, relay in self.trusted]
+        # Who has told nothing yet may be one.
+        others = [relay for relay in self.candidates() if self._is_relay.get(relay, True)]
+        by_distance = sorted(
+            filter(may_be_asked, dict.fromkeys(others)),
+            key=lambda relay: (relay not in self._is_relay, self._p2p.round_trip_to(relay) or math.inf),
+        )
+        return list(dict.fromkeys([*filter(may_be_asked, trusted), *by_distance[:ASKED]]))
+
+    # --- holding ------------------------------------------------------------------------------------------------------
+
+    async def _hold(self, relay: PeerID) -> None:
+        """Ask for a reservation, and hold it as long as it lasts."""
+        DIRECT_ONLY.set(True)
+        why = "the relay has ended the call"
+        try:
+            async with asyncio.timeout(ASK_SECONDS) as limit:
+                async with self._p2p.open_call(relay, Relay.handle_name("rpc_reserve", None), roles=ANY_ROLE) as call:
+                    # What others begin because of this reservation, such as greetings, has this task's context.
+                    DIRECT_ONLY.set(False)
+                    await call.send(Reserve(reach=int(self.reach)), end=True)
+                    answer = await call.receive(Reserved)
+                    if answer is None or answer.code != Code.OK:
+                        why = "no answer" if answer is None else f"code {answer.code} {answer.text!r}"
+                        return
+                    limit.reschedule(None)
+                    self._begin(relay, answer, call)
+                    why = await self._listen(relay, call)
+        except asyncio.CancelledError:
+            why = "it is not wanted any more"
+            raise
+        except TimeoutError:
+            why = "no answer"
+        except (ShoalError, ConnectionError) as e:
+            why = str(e)
+        finally:
+            DIRECT_ONLY.set(False)
+            held = self.held.pop(relay, None)
+            self._note_end(relay, held)
+            if held is not None:
+                logger.info("the reservation at relay %s is over: %s", relay, why)
+                self._tell_change()
+            else:
+                logger.debug("no reservation at %s: %s", relay, why)
+
+    def _begin(self, relay: PeerID, answer: Reserved, call: Call) -> None:
+        seen = call.connection.stream.remote_address
+        places = self._places_of(relay, seen)
+        self.held[relay] = Held(relay, self._now(), answer.seen_at, answer.rate, tuple(places))
+        logger.info("peers reach this one through relay %s", relay)
+        self._tell_change()
+
+    def _places_of(self, relay: PeerID, connected_at: Multiaddr | None) -> list[Multiaddr]:
+        """Where others can dial a relay: one address of each IP version, from anywhere if possible."""
+        known = self._p2p.get_addresses(relay)
+        if connected_at is not None and connected_at not in known:
+            known.append(connected_at)
+        usable = [each for each in known if not is_circuit(each) and self._p2p.transport.supports(each)]
+        for is_good in (_is_global, lambda address: not is_loopback(address)):
+            usable = [each for each in usable if is_good(each)] or usable
+        first_of_kind = {address.protocols()[0]: address for address in reversed(usable)}
+        return [each for each in usable if each in first_of_kind.values()][:MAX_PLACES]
+
+    async def _listen(self, relay: PeerID, call: Call) -> str:
+        """Hand on what the relay says, until the reservation is over; returns why it is."""
+        stream = call.connection.stream
+        while True:
+            try:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    notice = await call.receive(Notice)
+            except TimeoutError:
+                self._drop_via(relay)
+                return f"it has been silent for {SILENCE_SECONDS:g} s"
+            if notice is None:
+                return "the relay has ended the call"
+            if call.payload_size:
+                raise ProtocolError(f"relay {relay} sends a payload, where there is none")
+            if notice.ends:
+                return repr(notice.ends)
+            if notice.incoming is not None:
+                places = self.held[relay].places
+                nearest = [stream.remote_address] if stream.remote_address is not None else []
+                # IPv4 first, because only there a router has to be observed.
+                ipv4 = [place for place in places if "ip4" in place]
+                self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice.incoming)
+
+    def _drop_via(self, relay: PeerID) -> None:
+        """A relay is dead: nothing will come through its circuits any more."""
+        self._p2p.dialler.note_silent(relay)
+        self._p2p.pool.drop_via(relay)
+        self._p2p.server.cut(lambda stream: stream.via == relay, "its relay is silent")
+
+    def _note_end(self, relay: PeerID, held: Held | None) -> None:
+        """Do not ask a relay again at once that has given nothing, or nothing that has lasted."""
+        now = self._now()
+        _, former = self._pauses.pop(relay, (0.0, FIRST_PAUSE_SECONDS / 2))
+        if held is not None and now - held.since >= SETTLED_SECONDS:
+            former = FIRST_PAUSE_SECONDS / 2
+        pause = min(2 * former, MAX_PAUSE_SECONDS)
+        self._pauses[relay] = now + pause, pause
+        while len(self._pauses) > MAX_KNOWN:
+            del self._pauses[next(iter(self._pauses))]
+
+    def _tell_change(self) -> None:
+        if self.on_change is not None and self._p2p.is_alive:
+            self.on_change()
+
+    async def close(self) -> None:
+        """Give all reservations up."""
+        keeper, holding = self._keeper, list(self._holding.values())
+        self.want(False)
+        await cancel_and_wait(*([] if keeper is None else [keeper]), *holding)
+
+
+def _is_global(address: Multiaddr) -> bool:
+    ip = ip_text_of(address)
+    return ip is not None and ipaddress.ip_address(ip).is_global

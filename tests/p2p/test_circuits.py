@@ -1,0 +1,439 @@
+"""Connections through relays, end to end: dialled, answered, called in reverse; and whatever may fail on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Sequence
+
+import pytest
+
+from shoal.errors import DialError, IdentityMismatchError, NoRelayError, NoReservationError, StreamClosedError
+from shoal.p2p import P2P, Identity, Multiaddr, PeerID
+from shoal.p2p.answering import MAX_ANSWERS, may_be_dialled
+from shoal.p2p.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks
+from shoal.p2p.circuits import HEAD_START, REVERSE_SECONDS
+from shoal.p2p.connection_pool import CIRCUIT_SECONDS, CIRCUIT_STAGGER
+from shoal.p2p.identity import circuit_address
+from shoal.p2p.memory import MemoryNetwork
+from shoal.p2p.relay_messages import Incoming, Reach
+from shoal.p2p.transport import COOKIE_BYTES, Stream
+from shoal.testing import run
+from tests.p2p.peers import KINDS, Number, stub, until
+from tests.p2p.relays import HERE, Relayed, introduce, square, tell
+
+both_kinds = pytest.mark.parametrize("kind", KINDS)
+NOWHERE = Multiaddr("/ip4/127.0.0.1/tcp/9")
+
+
+# --- through a relay --------------------------------------------------------------------------------------------------
+
+
+@both_kinds
+async def test_calls_go_through_a_relay_both_ways(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        relay = await peers.relay()
+        first, second = await peers.guest(), await peers.guest()
+        tell(first, second)
+        tell(second, first)
+        assert await square(first, second) == 9
+        assert await square(second, first) == 9
+        payload = secrets.token_bytes(3 * 2**20)
+        async with stub(first, second).rpc_echo() as call:
+            await call.send(Number(value=1), payload, end=True)
+            await call.receive(Number)
+            assert await call.read_payload(2**23) == payload
+        for p2p, other in ((first, second), (second, first)):
+            assert (p2p.metrics.dials_relayed, p2p.metrics.dials_direct) == (1, 2), "two to the relay"
+            assert p2p.metrics.bytes_relayed > 6 * 2**20
+            (accepted,) = p2p.connections_from(other.peer_id)
+            assert accepted.stream.via == relay.peer_id
+            assert p2p.address_seen_of(other.peer_id) == ""
+            assert p2p.host_seen_of(other.peer_id) == other.peer_id
+        assert relay.metrics.circuits_carried == 2
+        assert relay.metrics.bytes_carried > 6 * 2**20
+
+
+@both_kinds
+async def test_several_at_once(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        await peers.relay()
+        guest, caller = await peers.guest(), await peers.caller()
+        tell(caller, guest)
+        await caller.prepare(guest.peer_id, 6)
+        assert caller.metrics.dials_relayed == 6
+        assert caller.metrics.calls_made == 1, "one call to the relay for all of them"
+        assert caller.pool.count_of(guest.peer_id) == 6
+        await caller.prepare(guest.peer_id, 7)
+        assert caller.pool.count_of(guest.peer_id) == 7
+        assert await square(caller, guest) == 9
+
+
+@both_kinds
+async def test_an_initial_peer_behind_a_relay(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        await peers.relay()
+        guest = await peers.private()
+        address = (await guest.get_visible_maddrs())[-1]
+        assert address.values()[-1] == str(guest.peer_id)
+        assert "p2p-circuit" in address
+        caller = await peers.caller(initial_peers=[address])
+        assert await square(caller, guest) == 9
+
+
+@both_kinds
+async def test_nobody_else_can_answer_through_a_relay(kind: str) -> None:
+    """A relay may lead to somebody else, who cannot prove to be the one that was asked for."""
+    async with Relayed(kind) as peers:
+        relay = await peers.relay()
+        liar, wanted, caller = await peers.guest(), Identity.generate().peer_id, await peers.caller()
+        honest = relay.relay.connect
+        relay.relay.connect = lambda request, dialler: honest(  # type: ignore[method-assign]
+            _replace_target(request, liar.peer_id), dialler
+        )
+        caller.add_addresses(wanted, liar.reservations.addresses())
+        with pytest.raises(IdentityMismatchError):
+            await caller.dial(wanted)
+        await until(lambda: relay.relay.circuit_count == 0)
+
+
+def _replace_target(request, target: PeerID):  # type: ignore[no-untyped-def]
+    request.target = target.to_bytes()
+    return request
+
+
+async def test_direct_addresses_come_first() -> None:
+    async with Relayed("memory") as peers:
+        await peers.relay()
+        guest, caller = await peers.private(), await peers.caller()
+        caller.add_addresses(guest.peer_id, reversed(guest.get_addresses(guest.peer_id)))
+        assert caller.dialler.direct_addresses(guest.peer_id)
+        assert await square(caller, guest) == 9
+        assert (caller.metrics.dials_direct, caller.metrics.dials_relayed) == (1, 0)
+        await caller.prepare(guest.peer_id, 3)
+        assert caller.metrics.dials_relayed == 0
+
+
+async def test_who_does_not_use_relays_dials_none() -> None:
+    async with Relayed("memory") as peers:
+        await peers.relay()
+        guest, caller = await peers.guest(), await peers.caller()
+        tell(caller, guest)
+        caller.dialler.dial_circuit = None
+        with pytest.raises(DialError, match="no address of peer"):
+            await square(caller, guest)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@both_kinds
+async def test_only_relays_are_known_and_none_answers(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        relays = [await peers.relay() for _ in range(2)]
+        guest, caller = await peers.guest(), await peers.caller()
+        tell(caller, guest)
+        for relay in relays:
+            await relay.shutdown()
+        expected = f"only relayed addresses of peer {guest.peer_id} are known, and no relay answers: .*; .*Wait"
+        with pytest.raises(NoRelayError, match=expected) as found:
+            await square(caller, guest)
+        assert all(str(relay.peer_id) in str(found.value) for relay in relays)
+
+
+@both_kinds
+async def test_who_has_left_its_relays_is_looked_up_again(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        old, new = await peers.relay(), await peers.relay()
+        guest, caller = await peers.guest([old]), await peers.caller()
+        tell(caller, guest)
+        guest.reservations.want(False)
+        await until(lambda: not old.relay.guests)
+        with pytest.raises(
+            NoReservationError, match=f"relay {old.peer_id} holds no reservation of peer {guest.peer_id}"
+        ):
+            await square(caller, guest)
+        assert not caller.is_reachable(guest.peer_id), "that address is forgotten"
+        introduce(guest, new)
+        guest.reservations.want(True)
+        await until(lambda: new.peer_id in guest.reservations.held)
+        caller.add_addresses(guest.peer_id, [circuit_address(old.get_addresses(old.peer_id)[0], old.peer_id)])
+
+        async def find(peer: PeerID) -> None:
+            tell(caller, guest)
+
+        caller.find_addresses = find
+        assert await square(caller, guest) == 9
+
+
+def test_a_silent_relay_costs_a_moment_if_there_is_another_one() -> None:
+    async def main() -> None:
+        delays: dict[PeerID, float] = {}
+        network = MemoryNetwork(lambda source, target, size: delays.get(source, 0.0) + delays.get(target, 0.0))
+        async with Relayed("memory", network) as peers:
+            relays = [await peers.relay() for _ in range(2)]
+            guest, caller = await peers.guest(), await peers.caller()
+            first, _ = tell(caller, guest)
+            silent = next(relay.peer_id for relay in relays if str(relay.peer_id) in str(first))
+            delays[silent] = 1e6
+            began = asyncio.get_running_loop().time()
+            assert await square(caller, guest) == 9
+            assert asyncio.get_running_loop().time() - began == pytest.approx(CIRCUIT_STAGGER, abs=0.1)
+            with pytest.raises(DialError, match=f"no connection to peer .* within {CIRCUIT_SECONDS:g} s"):
+                await caller.circuits.dial(first, guest.peer_id)
+
+    run(main())
+
+
+def test_no_relay_is_reached_through_another_one() -> None:
+    """Two peers that name each other as relays do not wait for each other for ever."""
+
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            caller, one, other = await peers.caller(), *(Identity.generate().peer_id for _ in range(2))
+            for peer, relay in ((one, other), (other, one)):
+                caller.add_addresses(peer, [circuit_address(Multiaddr("/memory/999"), relay)])
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(NoRelayError):
+                await caller.dial(one)
+            assert asyncio.get_running_loop().time() - began < 1.0
+
+    run(main())
+
+
+async def test_what_is_no_circuit_is_not_dialled_as_one() -> None:
+    async with Relayed("memory") as peers:
+        caller = await peers.caller()
+        with pytest.raises(DialError, match=r"/ip4/127\.0\.0\.1/tcp/9 leads through no relay: give /ip4/"):
+            await caller.circuits.dial(NOWHERE, Identity.generate().peer_id)
+
+
+@both_kinds
+async def test_nothing_is_left_of_a_dial_that_is_given_up(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        relay = await peers.relay()
+        guest, caller = await peers.guest(), await peers.caller()
+        (address,) = tell(caller, guest)
+        for pauses in range(40):
+            dial = asyncio.ensure_future(caller.circuits.dial(address, guest.peer_id, 2))
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            dial.cancel()
+            for found in await asyncio.gather(dial, return_exceptions=True):
+                if isinstance(found, list):
+                    for stream in found:
+                        stream.abort()
+        await until(lambda: relay.relay.circuit_count == 0)
+        await until(lambda: not guest.connections_from(caller.peer_id))
+        assert await square(caller, guest) == 9
+
+
+# --- in reverse -------------------------------------------------------------------------------------------------------
+
+
+@both_kinds
+async def test_who_can_be_called_is_called_in_reverse(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        relay = await peers.relay()
+        guest, caller = await peers.guest(), await peers.start(**HERE)
+        caller.circuits.public_addresses = lambda: caller.transport.addresses()
+        (address,) = tell(caller, guest)
+        streams = await caller.circuits.dial(address, guest.peer_id, 4)
+        assert len(streams) == 4
+        assert not any(stream.is_relayed for stream in streams)
+        assert await square(caller, guest) == 9
+        assert (caller.metrics.dials_reversed, caller.metrics.dials_relayed) == (5, 0)
+        assert relay.metrics.circuits_carried == relay.relay.circuit_count == 0
+        for stream in streams:
+            stream.abort()
+
+
+@both_kinds
+async def test_a_relay_calls_its_own_guests(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        relay = await peers.relay()
+        guest = await peers.guest()
+        tell(relay, guest)
+        assert await square(relay, guest) == 9
+        assert relay.metrics.dials_reversed == 1
+        guest.reservations.want(False)
+        await until(lambda: not relay.relay.guests)
+        with pytest.raises(NoReservationError):
+            await relay.dial(guest.peer_id)
+
+
+def test_who_does_not_call_in_reverse_is_reached_through_the_relay() -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            await peers.relay()
+            guest, caller = await peers.guest(), await peers.start()
+            caller.circuits.public_addresses = lambda: [Multiaddr("/memory/999")]
+            (address,) = tell(caller, guest)
+            loop = asyncio.get_running_loop()
+            for seconds in (REVERSE_SECONDS, 0.0):
+                began = loop.time()
+                (stream,) = await caller.circuits.dial(address, guest.peer_id)
+                assert stream.is_relayed
+                assert loop.time() - began == pytest.approx(seconds, abs=0.1), "the second time it is not tried"
+                stream.abort()
+            await asyncio.sleep(SETBACK_SECONDS)
+            assert caller.circuits.reversals.is_over(guest.peer_id)
+
+    run(main())
+
+
+def test_setbacks_are_forgotten_one_by_one_and_at_a_move() -> None:
+    now = 0.0
+    setbacks, (first, second) = Setbacks(lambda: now), (Identity.generate().peer_id for _ in range(2))
+    pauses = []
+    for _ in range(8):
+        setbacks.note(first)
+        began = now
+        while not setbacks.is_over(first):
+            now += 1.0
+        pauses.append(now - began)
+    assert pauses == [min(SETBACK_SECONDS * 2**number, MAX_SETBACK_SECONDS) for number in range(8)]
+    for peer in (first, second):
+        setbacks.note(peer)
+    setbacks.forget(first)
+    assert setbacks.is_over(first)
+    assert not setbacks.is_over(second)
+    setbacks.forget()
+    assert setbacks.is_over(second)
+
+
+@pytest.mark.parametrize(
+    ("address", "near", "expected"),
+    [
+        ("/ip4/8.8.8.8/tcp/4000", "/ip4/9.9.9.9/tcp/1", True),
+        ("/ip4/8.8.8.8/tcp/443", "/ip4/9.9.9.9/tcp/1", True),
+        ("/ip4/8.8.8.8/tcp/25", "/ip4/9.9.9.9/tcp/1", False),
+        ("/ip6/2a00:1450::1/tcp/4000", "/ip4/9.9.9.9/tcp/1", True),
+        ("/ip4/192.168.1.1/tcp/4000", "/ip4/9.9.9.9/tcp/1", False),
+        ("/ip4/192.168.1.1/tcp/4000", "/ip4/192.168.1.7/tcp/1", True),
+        ("/ip4/127.0.0.1/tcp/4000", "/ip4/192.168.1.7/tcp/1", False),
+        ("/ip4/127.0.0.1/tcp/4000", "/ip4/127.0.0.1/tcp/1", True),
+        ("/ip4/224.0.0.1/tcp/4000", "/ip4/127.0.0.1/tcp/1", False),
+        ("/ip4/0.0.0.0/tcp/4000", "/ip4/127.0.0.1/tcp/1", False),
+        ("/dns4/example.org/tcp/4000", "/ip4/9.9.9.9/tcp/1", False),
+        (
+            "/ip4/8.8.8.8/tcp/4000/p2p/12D3KooWHXWVfEx3jVqZEJ8dDFJ9cafPkgdPDT1Wg3FpmHHCCXXJ/p2p-circuit",
+            "/memory/1",
+            False,
+        ),
+    ],
+)
+def test_a_relay_cannot_make_others_dial_whatever_it_likes(address: str, near: str, expected: bool) -> None:
+    assert may_be_dialled(Multiaddr(address), [Multiaddr(near)]) is expected
+
+
+async def test_a_relay_that_announces_crowds_is_answered_a_little(caplog: pytest.LogCaptureFixture) -> None:
+    async with Relayed("memory") as peers:
+        relay = await peers.relay()
+        guest = await peers.guest()
+        told = Incoming(peer=relay.peer_id.to_bytes(), cookies=[bytes(COOKIE_BYTES)])
+        places = relay.get_addresses(relay.peer_id)
+        for _ in range(10 * MAX_ANSWERS):
+            guest.answering.answer(relay.peer_id, places, told)
+        assert len(guest.answering.tasks) == MAX_ANSWERS
+        assert len([message for message in caplog.messages if "more connections than this peer makes" in message]) == 1
+        await until(lambda: not guest.answering.tasks)
+        guest.answering.answer(relay.peer_id, places, Incoming(peer=b"?"))
+        guest.answering.answer(
+            relay.peer_id,
+            places,
+            Incoming(peer=b"?", reverse=["nonsense", "/ip4/8.8.8.8/tcp/22"], reverse_cookies=[bytes(COOKIE_BYTES)]),
+        )
+        await until(lambda: not guest.answering.tasks)
+
+
+# --- with direct connections on the way -------------------------------------------------------------------------------
+
+
+class Punch:
+    """Finds direct connections after some time, or does not."""
+
+    def __init__(self, after: float | None = None, *, works: bool = True) -> None:
+        self.after, self.works = after, works
+        self.target: P2P | None = None
+        self.caller: P2P | None = None
+        self.circuits: list[Sequence[Circuit]] = []
+
+    def is_worth_it(self, peer: PeerID) -> bool:
+        return self.after is not None
+
+    async def as_dialler(
+        self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float | None = None
+    ) -> Sequence[asyncio.Future[Stream]]:
+        self.circuits.append(circuits)
+        return [asyncio.ensure_future(self._find()) for _ in circuits]
+
+    async def _find(self) -> Stream:
+        assert self.target is not None
+        assert self.caller is not None
+        await asyncio.sleep(self.after or 0.0)
+        if not self.works:
+            raise DialError("no way")
+        (place,) = self.target.transport.addresses()
+        return await self.caller.transport.dial(place, self.target.peer_id)
+
+    async def as_target(self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit]) -> Awaitable[None]:
+        self.circuits.append(circuits)
+        return asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("after", "works", "takes", "found", "later"),
+    [
+        (0.0, True, 0.0, {"dials_punched": 2, "dials_relayed": 0}, 0),
+        (HEAD_START - 0.1, True, HEAD_START - 0.1, {"dials_punched": 2, "dials_relayed": 0}, 0),
+        (HEAD_START + 0.2, True, HEAD_START, {"dials_punched": 0, "dials_relayed": 2}, 2),
+        (HEAD_START - 0.1, False, HEAD_START - 0.1, {"dials_punched": 0, "dials_relayed": 2}, 0),
+        (5.0, False, HEAD_START, {"dials_punched": 0, "dials_relayed": 2}, 0),
+    ],
+)
+def test_a_direct_connection_is_preferred_if_it_comes_soon(
+    after: float, works: bool, takes: float, found: dict[str, int], later: int
+) -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relay = await peers.relay()
+            guest, caller = await peers.private(), await peers.caller()
+            punch = Punch(after, works=works)
+            punch.caller, punch.target = caller, guest
+            caller.circuits.punching, guest.circuits.punching = punch, Punch()
+            (address,) = guest.reservations.addresses()
+            began = asyncio.get_running_loop().time()
+            streams = await caller.circuits.dial(address, guest.peer_id, 2)
+            assert asyncio.get_running_loop().time() - began == pytest.approx(takes, abs=0.05)
+            assert {name: getattr(caller.metrics, name) for name in found} == found
+            assert all(stream.is_relayed == bool(found["dials_relayed"]) for stream in streams)
+            assert all(circuit.seen_at != circuit.other_seen_at for circuit in punch.circuits[0])
+            await asyncio.sleep(10.0)
+            assert caller.pool.count_of(guest.peer_id) == later, "what comes late serves later calls"
+            assert caller.metrics.dials_punched == found["dials_punched"] + later
+            assert all(not stream.closed for stream in streams)
+            for stream in streams:
+                stream.abort()
+            await until(lambda: relay.relay.circuit_count == 0)
+
+    run(main())
+
+
+@both_kinds
+async def test_the_relay_is_killed_in_a_call(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        relays = [await peers.relay() for _ in range(2)]
+        guest, caller = await peers.guest(), await peers.caller()
+        tell(caller, guest)
+        async with stub(caller, guest).rpc_echo() as call:
+            await call.send(Number(value=1))
+            await call.receive(Number)
+            via = call.connection.stream.via
+            killed = next(relay for relay in relays if relay.peer_id == via)
+            await killed.transport.close()
+            await killed.relay.close()
+            await killed.server.close()
+            with pytest.raises(StreamClosedError):
+                await call.receive(Number)
+        assert await square(caller, guest) == 9

@@ -1,0 +1,117 @@
+"""How a peer finds out whether others can call it, with other peers around, and what others do to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.dht import DHTNode
+from shoal.p2p import P2P, Multiaddr
+from shoal.p2p.reachability import Reach, Reachability
+from shoal.p2p.transport import Stream
+from tests.p2p.peers import KINDS, Number, Peers, serving, stub, until
+
+OUTSIDE = Multiaddr("/ip4/8.8.8.8/tcp/40000")
+
+
+class Elsewhere(Stream):
+    """Nothing but a connection with somebody outside."""
+
+    closed = False
+
+    def __init__(self, peer: P2P, address: Multiaddr = OUTSIDE) -> None:
+        self.remote, self.remote_address = peer.peer_id, address
+
+    async def write(self, *buffers: object) -> None: ...
+
+    async def read_exactly_into(self, buffer: memoryview) -> None: ...
+
+    def on_closed(self, callback: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_swarm_on_one_machine_is_public_to_itself_and_asks_nobody(kind: str) -> None:
+    async with Peers(kind) as peers:
+        server, caller = await peers.two()
+        await serving(server)
+        assert (await stub(caller, server).rpc_square(Number(value=3))).value == 9
+        for p2p in (server, caller):
+            assert p2p.reachability is Reachability.PUBLIC
+            assert p2p.is_callable
+            assert p2p.metrics.reachability == "public"
+            assert p2p.get_addresses(p2p.peer_id) == p2p.transport.addresses()
+        assert server.reaches.get(caller.peer_id, Reach.CLIENT) == Reach.PUBLIC
+        assert caller.metrics.calls_made == 1
+        assert server.metrics.calls_made == 0
+
+
+async def test_who_does_not_listen_is_a_client() -> None:
+    async with Peers("tcp") as peers:
+        server = await peers.start()
+        client = await peers.start(no_listen=True)
+        await serving(server)
+        await stub(client, server).rpc_square(Number(value=3))
+        assert client.reachability is Reachability.CLIENT
+        assert not client.is_callable
+        assert server.reaches.get(client.peer_id, Reach.PUBLIC) == Reach.CLIENT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_who_is_said_to_be_private_is_called_through_relays(kind: str) -> None:
+    async with Peers(kind) as peers:
+        relay = await DHTNode.create(p2p=await peers.start())
+        initial = await relay.get_visible_maddrs()
+        node = await DHTNode.create(
+            p2p=await peers.start(force_reachability="private", initial_peers=initial), initial_peers=initial
+        )
+        assert node.p2p.reachability is Reachability.RELAYED
+        assert node.protocol.is_node
+        assert any("p2p-circuit" in address for address in await node.get_visible_maddrs())
+        assert node.p2p.metrics.reservations == 1
+        await until(lambda: relay.p2p.reaches.get(node.peer_id, Reach.CLIENT) == Reach.EASY)
+        await node.shutdown()
+        await relay.shutdown()
+
+
+async def test_trusted_relays_are_parsed_and_relays_can_be_turned_off() -> None:
+    async with Peers("tcp") as peers:
+        relay = await peers.start(relay_hop_limit=0)
+        assert not relay.relay.serves
+        (address, *_) = await relay.get_visible_maddrs()
+        p2p = await peers.start(use_relay=False, use_auto_relay=False, trusted_relays=[str(address)])
+        assert [peer for _, peer in p2p.reservations.trusted] == [relay.peer_id]
+        assert p2p.dialler.dial_circuit is None
+        with pytest.raises(TypeError, match="trusted_relays must be a list"):
+            await peers.start(trusted_relays=str(address))
+
+
+async def test_a_liar_does_not_talk_a_peer_out_of_an_address_that_works() -> None:
+    async with Peers("tcp") as peers:
+        p2p, honest, liar = await peers.start(auto_nat=False), await peers.start(), await peers.start()
+        outlook = p2p.outlook
+        for peer, address in ((honest, OUTSIDE), (liar, Multiaddr("/ip4/9.9.9.9/tcp/40000"))):
+            outlook.note_stream(Elsewhere(peer, address))
+        assert p2p.reachability is Reachability.UNKNOWN
+        outlook.note_seen(honest.peer_id, "/ip4/11.0.0.1/tcp/50000")
+        port = p2p.transport.addresses()[0]["tcp"]
+        works = Multiaddr(f"/ip4/11.0.0.1/tcp/{port}")
+        outlook.note_called_back(honest.peer_id, [works], reached=True)
+        assert p2p.reachability is Reachability.PUBLIC
+        assert outlook.announced()[0] == works
+        for lie in ("/ip4/11.0.0.2/tcp/1", "/ip4/11.0.0.3/tcp/1", "nonsense", "/dns4/example.org/tcp/1", ""):
+            outlook.note_seen(liar.peer_id, lie)
+        assert outlook.announced()[0] == works
+        assert p2p.reachability is Reachability.PUBLIC
+        assert len(outlook.evidence.offers) == 2
+
+
+async def test_what_witnesses_inside_see_is_no_address_outside() -> None:
+    async with Peers("tcp") as peers:
+        server, caller = await peers.two()
+        await serving(server)
+        await stub(caller, server).rpc_square(Number(value=3))
+        caller.outlook.note_seen(server.peer_id, "/ip4/11.0.0.1/tcp/50000")
+        assert not caller.outlook.evidence.offers

@@ -1,0 +1,266 @@
+"""Direct connections instead of relayed ones: what the pool prefers, and how it comes to have them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.errors import DialError
+from shoal.metrics import Metrics
+from shoal.p2p.connection import Connection, Hello
+from shoal.p2p.connection_pool import MAX_IDLE_PER_PEER, ConnectionPool
+from shoal.p2p.identity import Identity
+from shoal.p2p.limits import DEFAULT_LIMITS, MAX_DIALLED_PER_PEER, HeaderMemory
+from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.transport import Stream
+from shoal.p2p.upgrading import UPGRADE_SECONDS, Upgrades
+from shoal.testing import run
+from tests.p2p.peers import ScriptedStream
+from tests.p2p.relays import Relayed, square, tell
+
+PEER, RELAY = Identity.generate().peer_id, Identity.generate().peer_id
+CIRCUIT = Multiaddr("/memory/1")
+
+
+def stream(*, relayed: bool = False) -> Stream:
+    made = ScriptedStream(b"", PEER)
+    made.via = RELAY if relayed else None
+    return made
+
+
+def connection_on(made: Stream) -> Connection:
+    return Connection(made, Metrics(), Hello, lambda *_: None, HeaderMemory(DEFAULT_LIMITS))
+
+
+class Caller:
+    """A peer, as far as it takes part in this."""
+
+    def __init__(self) -> None:
+        self.is_alive = True
+        self.finds_direct = False
+        """Whether its dials lead to direct connections."""
+        self.is_worth_it = True
+        self.dials: list[int] = []
+        """Of circuits: how many were wanted."""
+        self.aborted: list[Stream] = []
+        self.error: Exception | None = None
+        self.pool = ConnectionPool(self.dial, 1e9)
+        self.circuits = SimpleNamespace(
+            dial=self.dial_circuits, punching=SimpleNamespace(is_worth_it=lambda peer: self.is_worth_it)
+        )
+        self.dialler = SimpleNamespace(circuits=lambda peer: [CIRCUIT])
+        self.upgrades = Upgrades(self)  # type: ignore[arg-type]
+
+    async def dial(self, peer: object) -> Connection:
+        return self.greet(stream(relayed=not self.finds_direct))
+
+    async def dial_circuits(self, address: Multiaddr, peer: object, count: int) -> list[Stream]:
+        assert (address, peer) == (CIRCUIT, PEER)
+        self.dials.append(count)
+        if self.error is not None:
+            raise self.error
+        self.made = [stream(relayed=not self.finds_direct) for _ in range(count)]
+        return self.made
+
+    def greet(self, made: Stream) -> Connection:
+        return connection_on(made)
+
+    async def take(self, count: int) -> list[Connection]:
+        return [await self.pool.acquire(PEER) for _ in range(count)]
+
+    def give_back(self, taken: list[Connection]) -> None:
+        for each in taken:
+            self.pool.release(each, reusable=True)
+
+
+def simulated(test: Callable[[Caller], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    async def main() -> None:
+        caller = Caller()
+        try:
+            await test(caller)
+        finally:
+            caller.is_alive = False
+            await caller.upgrades.close()
+            caller.pool.close()
+
+    def test_it() -> None:
+        run(main())
+
+    test_it.__name__, test_it.__doc__ = test.__name__, test.__doc__
+    return test_it
+
+
+def count(taken: list[Connection]) -> tuple[int, int]:
+    """Direct and relayed ones."""
+    relayed = sum(each.stream.is_relayed for each in taken)
+    return len(taken) - relayed, relayed
+
+
+# --- what the pool prefers --------------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_a_direct_connection_is_taken_first(caller: Caller) -> None:
+    for relayed in (True, False, True):
+        caller.pool.add(connection_on(stream(relayed=relayed)))
+    [first] = await caller.take(1)
+    assert not first.stream.is_relayed
+    assert count(await caller.take(2)) == (0, 2)
+
+
+@simulated
+async def test_a_relayed_connection_ends_after_its_call_if_there_is_a_direct_one(caller: Caller) -> None:
+    relayed = await caller.take(2)
+    caller.pool.release(relayed[0], reusable=True)
+    assert caller.pool.idle_count == 1  # it is the best so far
+    caller.pool.add(connection_on(stream()))
+    caller.pool.release(relayed[1], reusable=True)
+    assert relayed[1].closed
+    assert caller.pool.idle_count == 2
+    [direct, other] = await caller.take(2)
+    caller.pool.release(other, reusable=True)  # the direct one is in use, and that counts
+    assert other.closed
+    assert not direct.closed
+
+
+@simulated
+async def test_whoever_waits_gets_a_relayed_connection_all_the_same(caller: Caller) -> None:
+    taken = await caller.take(MAX_DIALLED_PER_PEER - 1)
+    caller.finds_direct = True
+    taken += await caller.take(1)
+    waiting = asyncio.ensure_future(caller.pool.acquire(PEER))
+    await asyncio.sleep(1)
+    caller.pool.release(taken[0], reusable=True)
+    assert await waiting is taken[0]
+
+
+@simulated
+async def test_whoever_waits_gets_what_is_added(caller: Caller) -> None:
+    await caller.take(MAX_DIALLED_PER_PEER)
+    waiting = asyncio.ensure_future(caller.pool.acquire(PEER))
+    await asyncio.sleep(1)
+    added = connection_on(stream())
+    caller.pool.add(added)
+    assert await waiting is added
+    assert caller.pool.in_use_count == MAX_DIALLED_PER_PEER + 1
+
+
+@simulated
+async def test_a_direct_connection_finds_room_among_relayed_ones(caller: Caller) -> None:
+    for _ in range(MAX_IDLE_PER_PEER):
+        caller.pool.add(connection_on(stream(relayed=True)))
+    caller.pool.add(connection_on(stream()))
+    caller.pool.add(connection_on(stream(relayed=True)))
+    assert count(await caller.take(MAX_IDLE_PER_PEER)) == (1, MAX_IDLE_PER_PEER - 1)
+
+
+@simulated
+async def test_prepared_connections_may_be_of_both_kinds(caller: Caller) -> None:
+    caller.pool.add(connection_on(stream()))
+    await caller.pool.prepare(PEER, 3)
+    assert count(await caller.take(3)) == (1, 2)
+
+
+# --- how it comes to have them ----------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_as_many_direct_connections_as_there_are_relayed_ones(caller: Caller) -> None:
+    taken = await caller.take(5)
+    caller.give_back(taken[:2])
+    caller.finds_direct = True
+    await asyncio.sleep(UPGRADE_SECONDS - 0.1)
+    assert caller.dials == []
+    await asyncio.sleep(0.2)
+    assert caller.dials == [5]
+    assert not any(each.closed for each in taken)  # calls go on where they are
+    assert count(await caller.take(5)) == (5, 0)
+    await asyncio.sleep(5 * UPGRADE_SECONDS)
+    assert caller.dials == [5]
+    assert not caller.upgrades.tasks
+
+
+@simulated
+async def test_attempts_go_on_while_there_are_only_relayed_ones(caller: Caller) -> None:
+    taken = await caller.take(1)
+    caller.error = DialError("the relay has no room")
+    await asyncio.sleep(2.5 * UPGRADE_SECONDS)
+    caller.error = None
+    await asyncio.sleep(UPGRADE_SECONDS)
+    assert caller.dials == [1, 1, 1]
+    assert [each.closed for each in caller.made] == [True]  # there is one of that kind already
+    caller.give_back(taken)
+    assert count(await caller.take(1)) == (0, 1)
+
+
+@simulated
+async def test_no_more_at_once_than_a_relay_joins(caller: Caller) -> None:
+    await caller.take(20)
+    await asyncio.sleep(1.5 * UPGRADE_SECONDS)
+    assert caller.dials == [8]
+
+
+@simulated
+async def test_nothing_is_tried_while_it_is_not_worth_it(caller: Caller) -> None:
+    caller.is_worth_it = False
+    await caller.take(1)
+    await asyncio.sleep(3.5 * UPGRADE_SECONDS)
+    assert caller.dials == []
+    caller.is_worth_it = True
+    await asyncio.sleep(UPGRADE_SECONDS)
+    assert caller.dials == [1]
+
+
+@simulated
+async def test_it_ends_with_the_connections(caller: Caller) -> None:
+    taken = await caller.take(1)
+    assert len(caller.upgrades.tasks) == 1
+    caller.pool.release(taken[0], reusable=False)
+    await asyncio.sleep(1.5 * UPGRADE_SECONDS)
+    assert not caller.upgrades.tasks
+    assert caller.dials == []
+    # And begins anew with the next ones.
+    await caller.take(1)
+    await asyncio.sleep(1.5 * UPGRADE_SECONDS)
+    assert caller.dials == [1]
+
+
+def test_peers_that_call_each_other_through_a_relay_find_a_direct_way() -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            await peers.relay()
+            guest, caller = await peers.guest(), await peers.caller()
+            tell(caller, guest)
+            assert await square(caller, guest) == 9
+            assert caller.pool.only_relayed(guest.peer_id) == 1
+            for each in (guest, caller):  # now they may
+                each.circuits.punching = each.punching
+            for _ in range(3):
+                await asyncio.sleep(0.3 * UPGRADE_SECONDS)
+                assert await square(caller, guest) == 9  # before the connection is closed as unused
+            assert caller.metrics.dials_punched == 0
+            await asyncio.sleep(0.2 * UPGRADE_SECONDS)
+            assert caller.metrics.dials_punched == 1
+            assert caller.pool.only_relayed(guest.peer_id) == 0
+            before = caller.metrics.bytes_relayed
+            assert await square(caller, guest) == 9
+            assert caller.metrics.bytes_relayed == before
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_closing(is_alive: bool) -> None:
+    @simulated
+    async def close(caller: Caller) -> None:
+        caller.is_alive = is_alive
+        await caller.take(1)
+        assert len(caller.upgrades.tasks) == is_alive
+        await caller.upgrades.close()
+        assert not caller.upgrades.tasks
+
+    close()

@@ -1,0 +1,199 @@
+"""Connections that break in the middle of a round: nobody is lost, and the result is the same to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+
+import pytest
+import torch
+
+from shoal.averaging import CenteredClip, ClipToMedianNorm
+from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair
+from shoal.averaging.allreduce.recovery import Recovery
+from shoal.averaging.messages import RESUME_SECONDS
+from shoal.compression import Float16Compression, Uniform8BitQuantization
+from shoal.testing import Link
+from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, at, cuts
+
+KINDS = {
+    "mean": {},
+    "one call each": {"link": Link(delay=0.005)},
+    "lossy codec": {"compression": Uniform8BitQuantization()},
+    "half precision": {"compression": Float16Compression()},
+    "verified": {"verify_reducers": True},
+    "half of the way": {"averaging_alpha": 0.5},
+    "quorum": {"quorum": 3, "quorum_grace": 5.0},
+    "robust": {"aggregation": CenteredClip(4.0)},
+    "robust with norms": {"aggregation": ClipToMedianNorm()},
+    "client": {"modes": (NODE, NODE, CLIENT, NODE)},
+    "auxiliary": {"modes": (NODE, AUX, NODE, NODE)},
+    "two": {"modes": (NODE, NODE)},
+    "small": {"values": 64},
+}
+
+
+@functools.lru_cache
+def calm(kind: str) -> Broken:
+    """The same round without any trouble."""
+    return Broken(**KINDS[kind])
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (1, 2), (2, 3)])
+def test_a_cut_at_any_moment_costs_nothing_but_time(pair):
+    """Also of the connections to the coordinator, which is the first one."""
+    undisturbed, moments, resumed = calm("mean"), 10, 0
+    for moment in range(moments):
+        broken = Broken(cuts((moment * undisturbed.seconds / (moments - 2), *pair)))
+        broken.check_like(undisturbed)
+        resumed += broken.resumed
+    assert resumed >= moments
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_averaged(kind):
+    undisturbed, resumed = calm(kind), 0
+    size = len(undisturbed.modes)
+    for seed in range(3):
+        rng = random.Random(seed)
+        broken = Broken(cuts((rng.uniform(0, undisturbed.seconds), *rng.sample(range(size), 2))), **KINDS[kind])
+        broken.check_like(undisturbed)
+        resumed += broken.resumed
+    assert resumed or kind == "small", "no cut has hit anything"
+
+
+@pytest.mark.parametrize("kind", ["mean", "one call each", "lossy codec", "verified"])
+def test_several_cuts_in_one_round(kind):
+    undisturbed, count = calm(kind), 5
+    for seed in range(2):
+        rng = random.Random(seed)
+        moments = [(rng.uniform(0, 1.5 * undisturbed.seconds), *rng.sample(range(SIZE), 2)) for _ in range(count)]
+        Broken(cuts(*moments), **KINDS[kind]).check_like(undisturbed, count * 0.5)
+
+
+def test_over_long_links_all_connections_of_a_member_are_cut():
+    """The cut is of all connections to it at one moment, as when its router starts anew."""
+    link = Link(delay=0.1, jitter=0.01)
+    undisturbed = Broken(link=link)
+    for part in range(1, 5):
+        moment = part * undisturbed.seconds / 4
+        broken = Broken(cuts(*((moment, 1, other) for other in (0, 2, 3))), link=link)
+        broken.check_like(undisturbed, 2.5)  # a handshake takes 0.6 s
+
+
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_who_crashes_is_dead_at_once(position):
+    """Its machine refuses the new connections. Also if its connections have broken before."""
+    undisturbed = calm("mean")
+    for part in (1, 2, 3):
+        moment = part * undisturbed.seconds / 4
+        crash = at(moment, lambda broken: broken.host_of(position).crash())
+        cut_and_crash = cuts((moment, position, 2), then=lambda broken: broken.host_of(position).crash())
+        for interfere in (crash, cut_and_crash):
+            broken = Broken(interfere)
+            assert len(broken.results) == SIZE - 1
+            assert all(result.share_averaged == 1 for result in broken.results)
+            # What the dead one had to average is averaged again.
+            assert broken.seconds < 2 * undisturbed.seconds + 0.7
+
+
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_who_vanishes_after_a_cut_is_waited_for_no_longer_than_that(position):
+    undisturbed = calm("mean")
+    for part in (1, 2, 3):
+        others = [other for other in range(SIZE) if other != position]
+        moment = part * undisturbed.seconds / 4
+        broken = Broken(
+            cuts(*((moment, position, other) for other in others), then=lambda b: b.host_of(position).power_off())
+        )
+        assert len(broken.results) == SIZE - 1
+        assert all(result.share_averaged == 1 for result in broken.results)
+        assert broken.seconds < 2 * undisturbed.seconds + 0.7 + RESUME_SECONDS
+
+
+def test_who_leaves_is_not_waited_for():
+    undisturbed = calm("mean")
+    moment = undisturbed.seconds / 2
+
+    def leave(broken):
+        [node] = [node for node in broken.nodes if node.p2p.peer_id == broken.group[2]]
+        broken.steps[broken.nodes.index(node)].cancel()
+
+    broken = Broken(at(moment, leave))
+    results = [step.round for step in broken.steps if not step.cancelled()]
+    assert [result.share_averaged for result in results] == [1] * (SIZE - 1)
+    assert broken.seconds < 2 * undisturbed.seconds + 0.7
+
+
+@pytest.mark.parametrize("kind", ["mean", "one call each"])
+@pytest.mark.parametrize("end_that_knows", [0, 1])
+def test_a_call_that_only_one_side_knows_to_be_broken(kind, end_that_knows):
+    """The handler of the old call still lives when the sender begins anew, or the caller when its handler has died."""
+    undisturbed, resumed = calm(kind), 0
+
+    def break_one_end(broken):
+        one, other = broken.host_of(1), broken.host_of(2)
+        for stream in [stream for stream in one.streams if stream.other.host is other]:
+            (stream, stream.other)[end_that_knows].vanish()
+
+    for part in range(1, 8):
+        broken = Broken(at(part * undisturbed.seconds / 8, break_one_end), **KINDS[kind])
+        broken.check_like(undisturbed)
+        resumed += broken.resumed
+    assert resumed > 0
+
+
+def test_who_begins_anew_again_and_again_gets_no_further_than_the_limit(monkeypatch):
+    """It is given up, and the others finish without it."""
+    undisturbed, keep_calling = calm("mean"), Pair.keep_calling
+    hostile: list[Pair] = []
+
+    async def restless(self, make_calls, on_break):
+        async def make_and_break(generation):
+            making = asyncio.ensure_future(make_calls(generation))
+            await asyncio.wait([making], timeout=0.3)
+            if self in hostile:
+                making.cancel()
+                await asyncio.wait([making])
+                self.advance(generation + 1)
+            await making
+
+        await keep_calling(self, make_and_break, on_break)
+
+    monkeypatch.setattr(Pair, "keep_calling", restless)
+
+    def begin(broken):
+        hostile.extend(broken.round_of(1).pairs.values())
+
+    settings = {"sender_timeout": 5.0, "reducer_timeout": 10.0}
+    broken = Broken(begin, **settings)
+    sides = zip(broken.nodes, broken.steps, strict=True)
+    others = [step.round for node, step in sides if node.p2p.peer_id != broken.group[1]]
+    assert [result.share_averaged for result in others] == [1] * (SIZE - 1)
+    assert broken.resumed <= 2 * SIZE * (MAX_RESUMES + 1)
+    assert undisturbed.seconds < broken.seconds < 30
+
+
+def test_cuts_while_the_parts_of_a_dead_member_are_averaged_again(monkeypatch):
+    undisturbed, recoveries, rounds = calm("mean"), [], []
+    execute = Recovery.run
+
+    async def cut_and_run(self):
+        recoveries.append(self)
+        if len(recoveries) == 1:
+            cuts((0.1, 0, 2))(rounds[0])
+        return await execute(self)
+
+    monkeypatch.setattr(Recovery, "run", cut_and_run)
+
+    def crash(broken):
+        rounds.append(broken)
+        broken.host_of(1).crash()
+
+    broken = Broken(at(undisturbed.seconds / 2, crash))
+    assert len(recoveries) > 1
+    assert [result.share_averaged for result in broken.results] == [1] * (SIZE - 1)
+    assert all(len(result.failed_peers) == 1 for result in broken.results)
+    living = [tensor for tensor, host in zip(broken.tensors, broken.hosts, strict=True) if host.is_up]
+    assert all(torch.equal(tensor, living[0]) for tensor in living)
