@@ -137,7 +137,8 @@ def _divide(
             raise ValueError(f"there must be at least 1 fragment, got {fragments}")
         chosen: list[list[torch.Tensor]] = [[] for _ in range(fragments)]
     else:
-        chosen, named = [], set()
+        chosen = []
+        named: set[int] = set()
         for number, each in enumerate(fragments):
             own = list({id(parameter): parameter for parameter in each}.values())
             for parameter in own:

@@ -39,7 +39,7 @@ class SteadySGD(torch.optim.SGD):
 
     def _with_momentum(self, parameter: torch.Tensor, change: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         momentum, state = group["momentum"], self.state[parameter]
-        buffer = state.get("momentum_buffer")
+        buffer: torch.Tensor | None = state.get("momentum_buffer")
         if buffer is None:
             buffer = state["momentum_buffer"] = change.clone()
         else:
