@@ -1,0 +1,88 @@
+"""What peers of a run agree on, of one fragment: outer parameters, the state of their optimizer, and their version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shoal.optim.optimizer_state import (
+    check_optimizer_state,
+    dump_optimizer_state,
+    initialize_optimizer_state_,
+    load_optimizer_state,
+)
+from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, make_outer_optimizer
+
+
+class OuterState:
+    """Outer parameters of a fragment, which an outer optimizer moves.
+
+    They are float32 numbers on the CPU, whatever the model's are, and have gradients of their own: the model's
+    gradients are never touched.
+
+    Args:
+        values: the outer parameters at the beginning of the run; taken over, not copied.
+        factory: makes the outer optimizer.
+    """
+
+    def __init__(self, values: torch.Tensor, factory: OuterOptimizerFactory) -> None:
+        assert values.dtype == torch.float32, f"outer parameters are float32, got {values.dtype}"
+        self.parameter = torch.nn.Parameter(values)
+        self.optimizer = make_outer_optimizer(factory, self.parameter)
+        initialize_optimizer_state_(self.optimizer)
+        self.version = 0
+        """How many outer updates the parameters contain."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The outer parameters, without autograd. Do not change them."""
+        return self.parameter.detach()
+
+    def step(self, mean: torch.Tensor) -> None:
+        """Make an outer update.
+
+        Args:
+            mean: the mean of the peers' pseudo-gradients; it points away from where the peers have moved.
+        """
+        self.parameter.grad = mean
+        try:
+            self.optimizer.step()
+        finally:
+            self.parameter.grad = None
+        self.version += 1
+
+    # --- for newcomers and checkpoints --------------------------------------------------------------------------------
+
+    def dump(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """The state as plain values and tensors. The tensors are not copied."""
+        metadata, tensors = dump_optimizer_state(self.optimizer)
+        return {"version": self.version, "optimizer": metadata}, [self.values, *tensors]
+
+    def check(self, metadata: Any, tensors: list[torch.Tensor]) -> None:
+        """Check that a state from :meth:`dump` of another peer fits.
+
+        Raises:
+            ValueError: it does not; nothing has been changed.
+        """
+        if not isinstance(metadata, Mapping) or not isinstance(version := metadata.get("version"), int) or version < 0:
+            raise ValueError(f"the state of a fragment has no version: {str(metadata)[:100]}")
+        if not tensors or tensors[0].shape != self.values.shape or tensors[0].dtype != torch.float32:
+            raise ValueError(f"outer parameters must be {tuple(self.values.shape)} float32 numbers")
+        for tensor in tensors:
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise ValueError("outer parameters, or the state of their optimizer, are not finite")
+        check_optimizer_state(self.optimizer, metadata.get("optimizer"), tensors[1:])
+
+    def load(self, metadata: Any, tensors: list[torch.Tensor]) -> None:
+        """Take over a state from :meth:`dump`. The tensors are copied.
+
+        Raises:
+            ValueError: it does not fit; nothing has been changed.
+        """
+        self.check(metadata, tensors)
+        with torch.no_grad():
+            self.values.copy_(tensors[0])
+        load_optimizer_state(self.optimizer, metadata["optimizer"], tensors[1:])
+        self.version = metadata["version"]
