@@ -30,6 +30,7 @@ CODECS = {
     "quantile 8-bit": "Quantile8BitQuantization",
     "blockwise 8-bit": "BlockwiseQuantization",
     "blockwise 4-bit": "Blockwise4BitQuantization",
+    "top-k 2-bit": "TopKCompression",
 }
 SIZES = {"512 KiB": 2**17, "2 MiB": 2**19, "40 MB": 10**7}
 """Values, by their bytes as fp32. A part in the all-reduce takes 512 KiB when compressed: without a codec it is of the

@@ -127,3 +127,4 @@ def test_peers_with_other_codecs_form_no_groups():
     assert len(prints) == len(ALL) + len(CODECS)
     assert not OneResult(NoCompression()).lossy
     assert FOUR_BITS.lossy
+    assert [codec.block for codec in ALL] == [1, 1, 1, 4096, 4096]

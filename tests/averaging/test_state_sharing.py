@@ -27,7 +27,7 @@ from shoal.averaging.state.download import (
 )
 from shoal.averaging.state.gathering import WORTH_SHARING_BYTES
 from shoal.averaging.state.places import MAX_DOWNLOADS
-from shoal.compression import CompressionInfo, Float16Compression, NoCompression, base
+from shoal.compression import CompressionInfo, Float16Compression, NoCompression, TensorMetadata, base
 from shoal.errors import P2PHandlerError
 from shoal.p2p import Identity
 from shoal.tasks import cancel_and_wait
@@ -369,6 +369,7 @@ HOSTILE_HEADERS = {
     "negative": {"tensor_bytes": [-4]},
     "counts differ": {"tensor_bytes": [12, 4]},
     "sizes differ": {"tensor_bytes": [16]},
+    "few bytes for any amount of memory": {"tensors": [TensorMetadata(8, "float32", (2**46,))]},
 }
 
 
@@ -378,7 +379,8 @@ async def test_hostile_headers_are_refused(monkeypatch, case):
     await add_donors(swarm, [lambda: state_of(5, (3,))])
 
     async def hostile(self, call, snapshot, place):
-        fields = {"metadata": snapshot.metadata, "tensors": snapshot.tensors, **HOSTILE_HEADERS[case]}
+        fields = {"metadata": snapshot.metadata, "tensors": snapshot.tensors, "tensor_bytes": snapshot.tensor_bytes}
+        fields |= HOSTILE_HEADERS[case]
         await call.send(StateHeader(allowed=True, **fields), snapshot.hashes)
         while (request := await call.receive(ChunkRequest)) is not None:
             await call.send(StateChunk(index=request.index), bytes(16))

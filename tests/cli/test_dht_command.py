@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -18,7 +19,8 @@ import pytest
 import shoal
 from shoal.cli.__main__ import build_parser, hivemind_dht, main
 from shoal.cli.dht import how_to_join
-from shoal.p2p import Multiaddr
+from shoal.p2p import P2P, Multiaddr
+from shoal.p2p.joining import parse_peer_addresses
 
 pytestmark = pytest.mark.timeout(240)
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
@@ -252,7 +254,42 @@ def test_the_address_that_reaches_furthest_comes_first() -> None:
     assert f"  shoal dht --initial-peers {addresses[2]}" in lines
 
 
-@pytest.mark.parametrize("options", [["--use_ipfs", "--no_relay"], ["--use-auto-relay"]])
+def test_it_reports_what_it_carries() -> None:
+    with bootstrap("--refresh-period", "0.3") as running:
+        address = running.line_that_matches(JOIN)[1]
+        running.line_that_matches(re.compile(r"Relay for 0 peers: 0 circuits, 0\.0 MB carried since the last report"))
+
+        async def be_a_guest() -> None:
+            guest = await P2P.create([address], no_listen=True)
+            try:
+                guest.reservations.trusted = parse_peer_addresses([address])
+                guest.reservations.want(True)
+                async with asyncio.timeout(60):
+                    line = re.compile(r"Relay for 1 peer: 0 circuits, ")
+                    await asyncio.to_thread(running.line_that_matches, line)
+            finally:
+                await guest.shutdown()
+
+        asyncio.run(be_a_guest())
+        running.ends(signal.SIGTERM)
+    with bootstrap("--refresh-period", "0.3", "--no-relay") as running:
+        running.line_that_matches(re.compile("No relay for others"))
+        running.ends(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("text", "rate"), [("5M", 5e6), ("800k", 8e5), ("1.5g", 1.5e9), ("1000", 1000.0)])
+def test_rates_of_a_relay(text: str, rate: float) -> None:
+    assert build_parser().parse_args(["dht", "--relay-rate", text]).relay_rate == rate
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "M", "", "5 parsecs"])
+def test_what_is_no_rate(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["dht", f"--relay-rate={text}"])
+    assert "must be bytes per second, such as 5M or 800k" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--use_ipfs"], ["--use-ipfs"]])
 def test_options_without_effect_are_accepted(options: Sequence[str]) -> None:
     with bootstrap(*options) as running:
         running.line_that_matches(JOIN)

@@ -14,6 +14,7 @@ from shoal.compression import (
     NoCompression,
     Quantile8BitQuantization,
     ScaledFloat16Compression,
+    TopKCompression,
     Uniform8BitQuantization,
     deserialize_torch_tensor,
 )
@@ -23,6 +24,9 @@ CODEBOOK = [Uniform8BitQuantization(), Quantile8BitQuantization()]
 BLOCKWISE = [BlockwiseQuantization(), Blockwise4BitQuantization()]
 LOSSY: list[CompressionBase] = [*SHORT, *CODEBOOK, *BLOCKWISE]
 ALL: list[CompressionBase] = [NoCompression(), *LOSSY]
+SPARSE = [TopKCompression(), TopKCompression(bits=8)]
+"""They lose most of the values, which is no error of theirs."""
+EVERY: list[CompressionBase] = [*ALL, *SPARSE]
 
 FLOATING = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 4), (4, 0), (2, 3, 4), (5, 1), (67, 129)]

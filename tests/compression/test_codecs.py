@@ -22,6 +22,7 @@ from shoal.compression import (
     SizeAdaptiveCompression,
     TensorDescriptor,
     TensorRole,
+    TopKCompression,
     base,
     deserialize_torch_tensor,
     serialize_torch_tensor,
@@ -112,13 +113,13 @@ def test_errors_on_normal_values(code, limit):
 
 
 def test_codes_are_those_of_the_wire():
-    assert CompressionType.values() == list(range(8))
+    assert CompressionType.values() == list(range(10))
     assert CompressionType.Name(5) == "BLOCKWISE_8BIT"
     for code in CompressionType:
         assert codec_of(code).compression_type is code
         assert codec_of(code).fingerprint.startswith(code.name)
-    with pytest.raises(ValueError, match="unknown compression code 8"):
-        codec_of(8)
+    with pytest.raises(ValueError, match="unknown compression code 10"):
+        codec_of(10)
 
 
 def test_strided_and_conjugated_tensors_keep_their_values():
@@ -213,10 +214,15 @@ def test_fingerprints_tell_codecs_apart():
         RoleAdaptiveCompression(parameter=half),
         PerTensorCompression([plain, half]),
         PerTensorCompression({0: half, 1: plain}),
+        TopKCompression(),
+        TopKCompression(1 / 32),
+        TopKCompression(bits=8),
     ]
     assert len({codec.fingerprint for codec in codecs}) == len(codecs)
     assert PerTensorCompression([plain]).fingerprint == PerTensorCompression({0: NoCompression()}).fingerprint
     assert not PerTensorCompression([plain]).lossy
+    assert PerTensorCompression([plain, TopKCompression()]).sparse
+    assert not PerTensorCompression([plain, half]).sparse
 
 
 def test_descriptor_makes_zeros_alike():

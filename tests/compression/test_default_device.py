@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.compression import Blockwise4BitQuantization, BlockwiseQuantization, CompressionBase, quantization
-from tests.compression.codecs import ALL, FLOATING, name_of, restored
+from tests.compression.codecs import EVERY, FLOATING, name_of, restored
 
 TABLES = [
     BlockwiseQuantization.table,
@@ -18,7 +18,7 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("codec", ALL, ids=name_of)
+@pytest.mark.parametrize("codec", EVERY, ids=name_of)
 def test_the_default_device_is_no_matter(codec: CompressionBase) -> None:
     given = [torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype) for dtype in FLOATING]
     given += [tensor[:0] for tensor in given] + [tensor[0] for tensor in given]

@@ -24,10 +24,12 @@ from tests.compression.codecs import (
     ALL,
     BLOCKWISE,
     CODEBOOK,
+    EVERY,
     FLOATING,
     LOSSY,
     SHAPES,
     SHORT,
+    SPARSE,
     compressed,
     info_of,
     name_of,
@@ -46,8 +48,10 @@ ERRORS = {
 }
 """Mean squared error on normal values of variance 1, at most."""
 
-every_codec = pytest.mark.parametrize("codec", ALL, ids=name_of)
-every_lossy_codec = pytest.mark.parametrize("codec", LOSSY, ids=name_of)
+every_codec = pytest.mark.parametrize("codec", EVERY, ids=name_of)
+every_dense_codec = pytest.mark.parametrize("codec", ALL, ids=name_of)
+every_lossy_codec = pytest.mark.parametrize("codec", [*LOSSY, *SPARSE], ids=name_of)
+every_dense_lossy_codec = pytest.mark.parametrize("codec", LOSSY, ids=name_of)
 every_quantization = pytest.mark.parametrize("codec", [*CODEBOOK, *BLOCKWISE], ids=name_of)
 every_type = pytest.mark.parametrize("dtype", FLOATING, ids=str)
 
@@ -62,7 +66,7 @@ def test_type_shape_and_need_of_gradients_are_restored(codec, dtype):
         assert result.isfinite().all()
 
 
-@every_codec
+@every_dense_codec
 @every_type
 def test_sizes_and_ratios_are_exact(codec, dtype):
     for shape in SHAPES:
@@ -73,7 +77,7 @@ def test_sizes_and_ratios_are_exact(codec, dtype):
         assert codec.estimate_compression_ratio(info) == (nbytes / before if before else 1.0)
 
 
-@every_codec
+@every_dense_codec
 @given(total=st.integers(1, 9000), part_size=st.integers(1, 5000), data=st.data())
 def test_sizes_and_ratios_of_parts_are_exact(codec, total, part_size, data):
     tensor = torch.ones(total)
@@ -85,7 +89,7 @@ def test_sizes_and_ratios_of_parts_are_exact(codec, total, part_size, data):
     assert codec.compressed_nbytes(part.shape, info) == nbytes
 
 
-@every_lossy_codec
+@every_dense_lossy_codec
 @every_type
 def test_the_error_on_normal_values_is_small(codec, dtype):
     torch.manual_seed(0)
@@ -101,20 +105,32 @@ def test_the_error_does_not_depend_on_the_scale(codec, scale):
     assert relative_error(codec, tensor) < ERRORS[name_of(codec)]
 
 
-@every_lossy_codec
+@every_dense_lossy_codec
 @every_type
 def test_zeros_stay_zeros_and_equal_values_equal(codec, dtype):
     assert torch.equal(restored(codec, torch.zeros(5000, dtype=dtype)), torch.zeros(5000, dtype=dtype))
     assert torch.equal(restored(codec, torch.full((5000,), -1.5, dtype=dtype)), torch.full((5000,), -1.5, dtype=dtype))
 
 
-@every_codec
+@every_dense_codec
 @every_type
 @pytest.mark.parametrize("count", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 4099])
 def test_tensors_larger_than_what_is_worked_on_at_a_time(codec, dtype, count):
     torch.manual_seed(0)
     tensor = torch.randn(count).to(dtype)
     assert relative_error(codec, tensor) < ERRORS.get(name_of(codec), 1e-30)
+
+
+@every_codec
+def test_a_tensor_that_is_cut_between_blocks_reads_like_the_whole(codec):
+    assert (codec.block is None) == (codec in [SHORT[2], *CODEBOOK]), "what depends on the whole tensor"
+    if codec.block is None:
+        return
+    torch.manual_seed(0)
+    tensor = torch.randn(CHUNK + 3 * 4096 + 5)
+    for length in (codec.block * -(-5000 // codec.block), CHUNK):
+        parts = torch.cat([restored(codec, part) for part in tensor.split(length)])
+        assert torch.equal(parts, restored(codec, tensor))
 
 
 @every_codec
@@ -150,7 +166,7 @@ def test_decoded_values_are_those_that_the_receiver_sees(codec, dtype):
         assert torch.equal(decoded, deserialize_torch_tensor(serialized))
 
 
-@every_lossy_codec
+@every_dense_lossy_codec
 def test_error_feedback_makes_up_for_the_error(codec):
     torch.manual_seed(0)
     wanted, residual, received = torch.randn(5000), torch.zeros(5000), torch.zeros(5000)

@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator
 
-from tests.fuzz import conversations, members, parsers, rounds
+from tests.fuzz import conversations, members, parsers, rounds, tensors
 from tests.fuzz.fuzzing import Outcome, fuzz
 
 
@@ -24,7 +24,13 @@ async def fuzz_all(inputs: int, seed: int, only: str = "") -> AsyncIterator[Outc
     victim = conversations.Victim()
     try:
         await victim.start_afresh()
-        found = [*parsers.targets(), *members.targets(), *rounds.targets(), *conversations.targets(victim)]
+        found = [
+            *parsers.targets(),
+            *tensors.targets(),
+            *members.targets(),
+            *rounds.targets(),
+            *conversations.targets(victim),
+        ]
         targets = [each for each in found if only in each.name]
         for target in targets:
             yield await fuzz(target, -(-inputs // len(targets)), random.Random(f"{seed} {target.name}"))

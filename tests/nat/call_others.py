@@ -91,6 +91,10 @@ class Commands:
             await asyncio.sleep(POLL_SECONDS)
         return time.monotonic() - began
 
+    async def know(self, peer: str, addresses: Sequence[str]) -> None:
+        """Remember where a peer is."""
+        self.p2p.address_book.replace(PeerID.from_base58(peer), [Multiaddr(address) for address in addresses])
+
     async def dial(self, peer: str, addresses: Sequence[str], count: int = 1) -> dict[str, Any]:
         """New connections to a peer: how long the last of them took, how they came about, and where they lead."""
         target = PeerID.from_base58(peer)
@@ -148,16 +152,14 @@ class Commands:
             taken.append(time.monotonic() - began)
         return taken
 
-    async def pour(self, peer: str, calls: int, begin: float, end: float) -> list[float]:
+    async def pour(self, peers: Sequence[str], begin: float, end: float) -> list[float]:
         """Send as much as possible on several connections at once; returns bytes per second of each, as received.
 
         Args:
-            peer: who receives.
-            calls: each on a connection of its own.
+            peers: for each connection, who receives.
             begin, end: of the monotonic clock, which all processes share: what comes between them counts.
         """
-        target = PeerID.from_base58(peer)
-        received = await asyncio.gather(*(self._pour(target, begin, end) for _ in range(calls)))
+        received = await asyncio.gather(*(self._pour(PeerID.from_base58(peer), begin, end) for peer in peers))
         return [each / (end - begin) for each in received]
 
     async def _pour(self, target: PeerID, begin: float, end: float) -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal import DHT, DecentralizedAverager, Float16Compression, Optimizer, TrainingAverager
+from shoal import DHT, DecentralizedAverager, Float16Compression, Optimizer, TopKCompression, TrainingAverager
 from shoal.errors import ReactorError
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
@@ -85,6 +85,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"load_state_compression": Float16Compression},
         TypeError,
         "load_state_compression must be",
+    ),
+    "sparse downloads": (
+        {"load_state_compression": TopKCompression()},
+        ValueError,
+        "load_state_compression must send every value, TOPK_2BIT, density 0.015625 does not: use Float16Compression",
     ),
     "codec inside": ({"averager_opts": {"compression": "fp16"}}, TypeError, "compression must be a codec"),
     "batches of nothing": ({"batch_size_per_step": 0}, ValueError, "batch_size_per_step must be positive, got 0"),

@@ -408,7 +408,7 @@ async def test_more_refusals_than_can_be_told(kind: str, monkeypatch: pytest.Mon
 
 async def test_own_connections_to_one_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """An honest peer stays within what others grant, and its calls wait for their turn."""
-    monkeypatch.setattr("shoal.p2p.connection_pool.MAX_DIALLED_PER_PEER", 3)
+    monkeypatch.setattr("shoal.p2p.pooled_peer.MAX_DIALLED_PER_PEER", 3)
     async with Peers("tcp") as peers:
         server, caller = await peers.two(limits=Limits(connections_per_peer=3))
         service = await serving(server)

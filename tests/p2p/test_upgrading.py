@@ -12,9 +12,9 @@ import pytest
 from shoal.errors import DialError
 from shoal.metrics import Metrics
 from shoal.p2p.connection import Connection, Hello
-from shoal.p2p.connection_pool import MAX_DIALLED_PER_PEER, MAX_IDLE_PER_PEER, ConnectionPool
+from shoal.p2p.connection_pool import MAX_IDLE_PER_PEER, ConnectionPool
 from shoal.p2p.identity import Identity
-from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
+from shoal.p2p.limits import DEFAULT_LIMITS, MAX_DIALLED_PER_PEER, HeaderMemory
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import Stream
 from shoal.p2p.upgrading import UPGRADE_SECONDS, Upgrades

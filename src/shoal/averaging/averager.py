@@ -26,6 +26,7 @@ from shoal.averaging.tensor_lock import TensorLock
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression
 from shoal.compression.base import check_codec, copies_of
+from shoal.compression.serialization import check_state_codec
 from shoal.dht.dht import check_dht
 from shoal.errors import AllreduceException, ReactorError
 from shoal.facade import Facade, options_from
@@ -143,7 +144,7 @@ class DecentralizedAverager(Facade):
             is_leaf = isinstance(tensor, torch.Tensor) and tensor.grad_fn is None
             assert is_leaf, f"averaged tensor {index} must be a leaf tensor: give a parameter, or .detach() it"
         check_codec("compression", compression)
-        check_codec("state_compression", state_compression)
+        check_state_codec("state_compression", state_compression)
         client_mode = dht.client_mode if client_mode is None else client_mode
         assert not (client_mode and auxiliary), "an auxiliary peer must accept connections: client_mode excludes it"
         if averaging_expiration is not None:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,12 +26,16 @@ from shoal.cli import add_option
 from shoal.cli.token import add_token_option
 from shoal.dht import DHT, DHTNode
 from shoal.errors import BootstrapError, P2PDaemonError, ShoalError, ValidationError
+from shoal.logs import counted
 from shoal.p2p import Identity, Multiaddr
-from shoal.p2p.limits import increase_file_limit
+from shoal.p2p.limits import RelayLimits, increase_file_limit
 from shoal.p2p.own_addresses import chosen_host_maddrs, everywhere
+from shoal.p2p.reachability import Reachability
 
 # Accepted so that existing scripts work. They configure a libp2p daemon, which shoal does not have.
-WITHOUT_EFFECT = ("use-ipfs", "no-relay", "use-auto-relay")
+WITHOUT_EFFECT = ("use-ipfs",)
+# Accepted for the same reason; shoal does it anyway.
+ALWAYS_ON = ("use-auto-relay",)
 
 DEFAULT_NAME = "default"
 ANY_PORT = "/tcp/0"
@@ -221,7 +226,17 @@ def add_parser(subparsers: Any) -> None:
         metavar="SECONDS",
         help="how often to report and to look for peers that are gone (default: 30)",
     )
-    for name in WITHOUT_EFFECT:
+    add_option(
+        parser, "no-relay", action="store_true", help="do not carry anything between peers that cannot call each other"
+    )
+    add_option(
+        parser,
+        "relay-rate",
+        type=_rate,
+        metavar="RATE",
+        help="how much to carry at most, in bytes per second and for all together, such as 5M (default: no limit)",
+    )
+    for name in (*WITHOUT_EFFECT, *ALWAYS_ON):
         add_option(parser, name, action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -231,6 +246,20 @@ def _positive(text: str) -> float:
     if not 0 < seconds < threading.TIMEOUT_MAX:
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
     return seconds
+
+
+def _rate(text: str) -> float:
+    unit = text[-1:].upper()
+    try:
+        rate = float(text[:-1]) * _UNITS[unit] if unit in _UNITS else float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be bytes per second, such as 5M or 800k, got {text}")
+    return rate
+
+
+_UNITS = {"K": 1e3, "M": 1e6, "G": 1e9}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -316,6 +345,8 @@ def _start(arguments: argparse.Namespace, kept: Kept | None) -> DHT:
                 identity_path=arguments.identity_path or (None if kept is None else kept.identity_path),
                 refresh_timeout=arguments.refresh_period,
                 token=arguments.token,
+                relay=False if arguments.no_relay else None,
+                relay_limits=RelayLimits(rate=arguments.relay_rate),
             )
             break
         except P2PDaemonError as error:
@@ -370,14 +401,37 @@ def _reach(address: Multiaddr) -> int:
 
 def _report_until_interrupted(dht: DHT, period: float, pause: Callable[[float], object] | None = None) -> None:
     pause = pause or time.sleep  # waiting for an event would ignore Ctrl-C on Windows
+    told, carried = set(dht.get_visible_maddrs()), 0
     while True:
         pause(period)
         nodes, keys = dht.run_coroutine(_size)
+        relay_lines, carried = dht.run_coroutine(partial(_relay_use, carried=carried))
+        addresses = dht.get_visible_maddrs()
         _say(
             f"{nodes} DHT nodes (including this one) are in the local routing table",
             f"Local storage contains {keys} keys",
+            *relay_lines,
+            *(f"This peer can be reached at {address} now" for address in addresses if address not in told),
         )
+        told = set(addresses)
 
 
 async def _size(dht: DHT, node: DHTNode) -> tuple[int, int]:
     return len(node.protocol.routing_table) + 1, len(node.protocol.storage)
+
+
+async def _relay_use(dht: DHT, node: DHTNode, *, carried: int) -> tuple[list[str], int]:
+    """What this peer does for those who cannot be called, and the bytes that it has carried altogether."""
+    p2p, now_carried = node.p2p, node.p2p.metrics.bytes_carried
+    relay = p2p.relay
+    if relay.serves:
+        since = (now_carried - carried) / 1e6
+        guests, circuits = counted(len(relay.guests), "peer"), counted(relay.circuit_count, "circuit")
+        lines = [f"Relay for {guests}: {circuits}, {since:.1f} MB carried since the last report"]
+        refused = ", ".join(f"{why} {number}" for why, number in p2p.metrics.circuits_refused.items())
+        lines += [f"Refused to peers so far: {refused}"] if refused else []
+    elif p2p.reachability is Reachability.PUBLIC:
+        lines = ["No relay for others"]
+    else:
+        lines = [f"Not called from outside directly ({p2p.reachability.value}), so it is no relay for others"]
+    return lines, now_carried

@@ -27,6 +27,7 @@ from shoal.compression.serialization import (
     deserialize_torch_tensor,
     serialize_torch_tensor,
 )
+from shoal.compression.topk import SparseTensor, TopKCompression
 
 __all__ = [
     "BFloat16Compression",
@@ -43,9 +44,11 @@ __all__ = [
     "ScaledFloat16Compression",
     "SerializedTensor",
     "SizeAdaptiveCompression",
+    "SparseTensor",
     "TensorDescriptor",
     "TensorMetadata",
     "TensorRole",
+    "TopKCompression",
     "Uniform8BitQuantization",
     "deserialize_tensor_stream",
     "deserialize_torch_tensor",

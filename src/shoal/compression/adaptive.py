@@ -41,6 +41,10 @@ class AdaptiveCompressionBase(CompressionBase):
         return any(is_lossy) or not is_lossy  # unknown codecs may be lossy
 
     @property
+    def sparse(self) -> bool:  # type: ignore[override]
+        return any(codec.sparse for _, codec in self.choices())
+
+    @property
     def _has_own_compress(self) -> bool:
         return type(self).compress is not AdaptiveCompressionBase.compress
 

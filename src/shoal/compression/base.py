@@ -72,6 +72,8 @@ class CompressionType(IntEnum):
     BLOCKWISE_8BIT = 5
     BFLOAT16 = 6
     BLOCKWISE_4BIT = 7
+    TOPK_2BIT = 8
+    TOPK_8BIT = 9
 
     @classmethod
     def values(cls) -> list[int]:
@@ -345,6 +347,8 @@ class CompressionBase(ABC):
     compression_type: CompressionType
     lossy: bool = True
     """Whether the restored tensor may differ from the original one."""
+    sparse: bool = False
+    """Whether most values are not sent and read as 0."""
 
     @property
     def fingerprint(self) -> str:
@@ -366,6 +370,11 @@ class CompressionBase(ABC):
     def for_tensor(self, info: CompressionInfo) -> CompressionBase:
         """The codec that really encodes this tensor: this one, unless it chooses among others."""
         return self
+
+    @property
+    def block(self) -> int | None:
+        """A tensor that is cut at multiples of this number reads like the whole one; ``None``: there is none."""
+        return 1 if self.elementwise else None
 
     @abstractmethod
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> SerializedTensor:
@@ -407,7 +416,7 @@ class CompressionBase(ABC):
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
         """Bytes after compression over bytes before, for the tensor or part that ``info`` describes.
 
-        Exact for the codecs of this package; 1 for a tensor without values.
+        Exact for the codecs of this package, except that zeros may take fewer; 1 for a tensor without values.
         """
 
     def compressed_nbytes(self, size: Sequence[int], info: CompressionInfo) -> int | None:

@@ -76,6 +76,20 @@ def saturate(values: torch.Tensor, wide: torch.Tensor) -> None:
     values.copy_(wide.clamp_(-largest, largest))
 
 
+def check_type(codec: CompressionBase, dtype: torch.dtype) -> None:
+    """Check that a codec for floating point numbers was given such.
+
+    Raises:
+        ValueError: it was given something else.
+    """
+    if dtype not in FLOATING_TYPES:
+        names = ", ".join(str(each).removeprefix("torch.") for each in FLOATING_TYPES)
+        raise ValueError(
+            f"{type(codec).__name__} takes tensors of {names}, got {dtype}: "
+            "use NoCompression for such tensors, for example by PerTensorCompression"
+        )
+
+
 class FloatingPointCompression(CompressionBase):
     """Base class of codecs whose bytes depend on nothing but the floating point values and the shape."""
 
@@ -91,12 +105,7 @@ class FloatingPointCompression(CompressionBase):
         return SerializedTensor(metadata, memoryview(payload)), decoded.to(tensor.device)
 
     def _compress(self, tensor: torch.Tensor) -> tuple[TensorMetadata, np.ndarray]:
-        if tensor.dtype not in FLOATING_TYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
-            raise ValueError(
-                f"{type(self).__name__} takes tensors of {names}, got {tensor.dtype}: "
-                "use NoCompression for such tensors, for example by PerTensorCompression"
-            )
+        check_type(self, tensor.dtype)
         metadata = self._metadata_of(tensor)
         payload = np.empty(self._nbytes(metadata.size), dtype=np.uint8)
         if len(payload):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,11 @@ class OneResult(CompressionBase):
     @property
     def elementwise(self) -> bool:
         return self._out.elementwise and self._back.elementwise
+
+    @property
+    def block(self) -> int | None:
+        out, back = self._out.block, self._back.block
+        return None if out is None or back is None else math.lcm(out, back)
 
     @property
     def for_averages(self) -> CompressionBase:

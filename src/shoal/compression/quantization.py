@@ -3,8 +3,7 @@
 A codebook has 256 levels. Each level is the average of the values that it stands for.
 
 Blockwise codecs have fixed levels between -1 and 1. The scale of a block is its value of largest magnitude, including
-the sign. So that value is always restored as level 1, and 4 bits need no level -1. Every value takes exactly the
-nearest level.
+the sign. So that value is always level 1, and 4 bits need no level -1. Every value takes exactly the nearest level.
 
 NaN counts as 0, and an infinity as the largest finite magnitude of the tensor or block. So restored values are always
 finite, and one broken value does not spoil the others.
@@ -33,10 +32,9 @@ MOST_IN_ONE_PASS = 0.125
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
-# 8-bit levels are the cubes of this many equal steps to either side of 0.
-# They reach from 5e-7 to 1. Their relative precision halves with each power of ten, like that of the dynamic 8-bit
-# type (Dettmers et al., arXiv 2110.02861), but smoothly, and they are computed rather than looked up.
-# docs/compression.md compares the two.
+# 8-bit levels are the cubes of this many equal steps to either side of 0. They reach from 5e-7 to 1. Their relative
+# precision halves with each power of ten, like that of the dynamic 8-bit type (Dettmers et al., arXiv 2110.02861), but
+# smoothly, and they are computed rather than looked up. docs/compression.md compares the two.
 STEPS_8BIT = 127
 
 # Levels with the least squared error (Lloyd's algorithm) on blocks of 64 values with signed scales. The values are a
@@ -350,6 +348,10 @@ class BlockwiseCompression(FloatingPointCompression):
     block_size: int
     scale_type: torch.dtype
     codes_per_byte: int
+
+    @property
+    def block(self) -> int:
+        return self.block_size
 
     @staticmethod
     @abstractmethod

@@ -20,6 +20,7 @@ from shoal.compression.base import (
     SerializedTensor,
     TensorDescriptor,
     TensorMetadata,
+    check_codec,
     dtype_name,
 )
 from shoal.compression.floating import BFloat16Compression, Float16Compression, ScaledFloat16Compression
@@ -29,6 +30,7 @@ from shoal.compression.quantization import (
     Quantile8BitQuantization,
     Uniform8BitQuantization,
 )
+from shoal.compression.topk import TopKCompression
 from shoal.serializer import MSGPackSerializer
 
 STREAMING_CHUNK_SIZE_BYTES = 2**16
@@ -131,6 +133,8 @@ _CODECS: dict[int, CompressionBase] = {
         BlockwiseQuantization(),
         BFloat16Compression(),
         Blockwise4BitQuantization(),
+        TopKCompression(bits=2),
+        TopKCompression(bits=8),
     )
 }
 
@@ -145,6 +149,24 @@ def codec_of(compression: int) -> CompressionBase:
     if codec is None:
         raise ValueError(f"unknown compression code {compression}; this peer knows {sorted(_CODECS)}")
     return codec
+
+
+def is_sparse(compression: int) -> bool:
+    """Whether the codec with this code leaves out most values; ``False`` if there is no such codec."""
+    codec = _CODECS.get(compression)
+    return codec is not None and codec.sparse
+
+
+def check_state_codec(option: str, codec: object) -> None:
+    """Check that an option for the codec of states holds one that sends every value, or ``None``.
+
+    Raises:
+        TypeError: it holds something else, such as a codec class.
+        ValueError: the codec leaves values out.
+    """
+    check_codec(option, codec)
+    if isinstance(codec, CompressionBase) and codec.sparse:
+        raise ValueError(f"{option} must send every value, {codec.fingerprint} does not: use Float16Compression()")
 
 
 def serialize_torch_tensor(

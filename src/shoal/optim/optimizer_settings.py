@@ -10,6 +10,7 @@ import torch
 
 from shoal.averaging.aggregation import check_aggregation
 from shoal.compression.base import check_codec
+from shoal.compression.serialization import check_state_codec
 from shoal.facade import options_from
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory, make_averaged_grads
 from shoal.optim.grad_scaler import GradScaler
@@ -202,8 +203,9 @@ def averager_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     Raises:
         TypeError: an option for a codec is not a codec, or one for a rule of averaging not a rule.
     """
-    for name in ("grad_compression", "state_averaging_compression", "load_state_compression"):
+    for name in ("grad_compression", "state_averaging_compression"):
         check_codec(name, given[name])
+    check_state_codec("load_state_compression", given["load_state_compression"])
     for name in ("aggregation", "state_aggregation"):
         check_aggregation(name, given[name])
     matchmaking_time, allreduce_timeout = given["matchmaking_time"], given["allreduce_timeout"]

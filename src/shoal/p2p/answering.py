@@ -115,11 +115,15 @@ class Answering:
             except (DialError, TimeoutError) as e:
                 logger.debug("cannot call %s in reverse: %r", address, e)
                 continue
-            transport.receive(session, self._p2p.server.accept)
+            transport.receive(session, self._accept_arranged)
             if others := [transport.open_session(address, cookie) for cookie in cookies[1:]]:
                 for each in await successes(others):
-                    transport.receive(each, self._p2p.server.accept)
+                    transport.receive(each, self._accept_arranged)
             return
+
+    def _accept_arranged(self, stream: Stream) -> None:
+        stream.is_arranged = True
+        self._p2p.server.accept(stream)
 
     async def close(self) -> None:
         """Answer nobody any more."""

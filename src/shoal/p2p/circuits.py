@@ -85,11 +85,14 @@ class Circuits:
         place, relay = found
         try:
             async with asyncio.timeout(CIRCUIT_SECONDS):
-                return await self._dial(place, relay, target, min(count, MAX_AT_ONCE))
+                streams = await self._dial(place, relay, target, min(count, MAX_AT_ONCE))
         except TimeoutError:
             raise DialError(
                 f"no connection to peer {target} through relay {relay} within {CIRCUIT_SECONDS:g} s"
             ) from None
+        for stream in streams:
+            stream.is_arranged = not stream.is_relayed
+        return streams
 
     async def dial_one(self, address: Multiaddr, target: PeerID) -> Stream:
         """Like :meth:`dial`, for one stream."""
@@ -146,7 +149,8 @@ class Circuits:
             NoRelayError: it does not answer.
             NotAMemberError: one of both sides may not take part in such a call.
         """
-        token = DIRECT_ONLY.set(True)
+        before = DIRECT_ONLY.get()
+        DIRECT_ONLY.set(True)
         try:
             handle = Relay.handle_name(method, None)
             return await self._p2p.call(relay, handle, request, Connected, roles=ANY_ROLE)
@@ -155,7 +159,8 @@ class Circuits:
         except (P2PDaemonError, P2PHandlerError) as e:
             raise NoRelayError(f"{relay}: {e}") from e
         finally:
-            DIRECT_ONLY.reset(token)
+            # Not by a token: a loop that ends may close this in another context.
+            DIRECT_ONLY.set(before)
 
     async def _authenticate(
         self, circuits: Sequence[Circuit], target: PeerID, punches: Sequence[asyncio.Future[Stream]]
@@ -203,6 +208,7 @@ class Circuits:
         if _has_worked(punch):
             if self._p2p.is_alive:
                 self._p2p.metrics.dials_punched += 1
+                punch.result().is_arranged = True
                 self._p2p.pool.add(self._p2p.greet(punch.result()))
             else:
                 punch.result().abort()

@@ -9,9 +9,9 @@ through relays, which end when there are direct ones.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 from shoal.errors import (
     BusyError,
@@ -25,11 +25,11 @@ from shoal.errors import (
     ShoalError,
 )
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import AddressBook
+from shoal.p2p.addresses import AddressBook, Notes
 from shoal.p2p.connection import Connection
 from shoal.p2p.identity import PeerID, is_circuit, relay_of
-from shoal.p2p.limits import MAX_DIALLED_PER_PEER
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.pooled_peer import BARREN_SECONDS, PooledPeer, Turn
 from shoal.p2p.transport import Stream, Transport
 
 # Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
@@ -38,6 +38,8 @@ DIAL_STAGGER = 0.25
 CIRCUIT_STAGGER = 1.5
 CIRCUIT_SECONDS = 10.0
 """How long the way through one relay may take."""
+
+SILENT_RELAY_SECONDS = 60.0  # a relay that has fallen silent is tried last
 
 DIRECT_ONLY: ContextVar[bool] = ContextVar("DIRECT_ONLY", default=False)
 """A relay itself is being dialled, so that no other relay may come into it."""
@@ -54,6 +56,7 @@ class Dialler:
         """Dials through a relay; ``None``: relays are not used."""
         self.tasks: dict[asyncio.Task[Stream], None] = {}
         """Dials in progress."""
+        self._silent_at: Notes[float] = Notes()
         self._closed = False
 
     async def dial(self, peer: PeerID) -> Stream:
@@ -78,7 +81,14 @@ class Dialler:
         """Its addresses at relays that this peer can dial."""
         if self.dial_circuit is None or DIRECT_ONLY.get():
             return []
-        return [each for each in self._addresses.get(peer) if self.supports_circuit(each)]
+        since = asyncio.get_running_loop().time() - SILENT_RELAY_SECONDS
+        found = [each for each in self._addresses.get(peer) if self.supports_circuit(each)]
+        silent = {each for each in found if (at := relay_of(each)) and self._silent_at.get(at[1], -math.inf) > since}
+        return sorted(found, key=silent.__contains__)
+
+    def note_silent(self, relay: PeerID) -> None:
+        """A relay does not answer any more: others are dialled first for a while."""
+        self._silent_at.note(relay, asyncio.get_running_loop().time())
 
     def supports_circuit(self, address: Multiaddr) -> bool:
         """Whether an address leads through a relay that this peer can dial."""
@@ -160,48 +170,11 @@ def _abort_late(task: asyncio.Task[Stream]) -> None:
         task.result().abort()
 
 
-# Dials to one peer at the same time.
-MAX_PARALLEL_DIALS = 2
-
 # Limits on idle connections: a new connection costs round trips, an idle one costs a socket at both ends.
 MAX_IDLE_PER_PEER = 12
 MAX_IDLE = 256
 # Older connections are replaced, because each new one begins with an exchange of addresses and of the time.
 MAX_AGE_SECONDS = 900.0
-
-# What a waiting call gets: a connection, or the right to dial one.
-_Turn = Connection | None
-
-
-@dataclass(eq=False)
-class _Peer:
-    """The connections and waiting calls of one peer."""
-
-    peer_id: PeerID
-    idle: list[Connection] = field(default_factory=list)
-    in_use: dict[Connection, None] = field(default_factory=dict)
-    dialling: int = 0
-    waiting: list[asyncio.Future[_Turn]] = field(default_factory=list)
-
-    @property
-    def may_dial(self) -> bool:
-        connections = len(self.in_use) + len(self.idle) + self.dialling
-        return self.dialling < MAX_PARALLEL_DIALS and connections < MAX_DIALLED_PER_PEER
-
-    @property
-    def has_direct(self) -> bool:
-        return any(not each.stream.is_relayed for each in (*self.idle, *self.in_use))
-
-    @property
-    def is_forgettable(self) -> bool:
-        return not (self.idle or self.in_use or self.dialling or self.waiting)
-
-    def next_in_line(self) -> asyncio.Future[_Turn] | None:
-        while self.waiting:
-            turn = self.waiting.pop(0)
-            if not turn.done():
-                return turn
-        return None
 
 
 class ConnectionPool:
@@ -215,9 +188,10 @@ class ConnectionPool:
     def __init__(self, dial: Callable[[PeerID], Awaitable[Connection]], idle_timeout: float) -> None:
         self._dial = dial
         self._idle_timeout = idle_timeout
-        self._peers: dict[PeerID, _Peer] = {}
+        self._peers: dict[PeerID, PooledPeer] = {}
         self._idle_since: dict[Connection, float] = {}  # idle for longest first
         self._sweep: asyncio.TimerHandle | None = None
+        self._spare: set[asyncio.Task[Connection]] = set()
         self._closed = False
         self.on_relayed: Callable[[PeerID], object] = lambda peer: None
         """Called with a peer to which there is a new connection through a relay."""
@@ -263,11 +237,11 @@ class ConnectionPool:
         """
         while True:
             self._check_open()
-            peer = self._peers.setdefault(peer_id, _Peer(peer_id))
+            peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
             connection = self._take_idle(peer)
             if connection is None and peer.may_dial:
                 peer.dialling += 1
-                connection = await self._dial_new(peer)
+                connection = await (self._dial_or_wait(peer) if peer.has_arranged_in_use else self._dial_new(peer))
             elif connection is None:
                 connection = await self._wait_for_turn(peer)
             if not connection.closed:
@@ -282,6 +256,7 @@ class ConnectionPool:
         """
         peer = self._peers[connection.remote]
         is_old = connection.opened_at < asyncio.get_running_loop().time() - MAX_AGE_SECONDS
+        is_old = is_old and not connection.stream.is_arranged
         if not reusable or connection.closed or self._closed or is_old:
             connection.abort()
             del peer.in_use[connection]
@@ -304,7 +279,7 @@ class ConnectionPool:
             DialError: the peer cannot be reached.
         """
         self._check_open()
-        peer = self._peers.setdefault(peer_id, _Peer(peer_id))
+        peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
         try:
             while len(peer.idle) + peer.dialling < min(count, MAX_IDLE_PER_PEER) and peer.may_dial:
                 peer.dialling += 1
@@ -319,7 +294,7 @@ class ConnectionPool:
 
     def add(self, connection: Connection) -> None:
         """Take over a connection that was made elsewhere and is idle."""
-        peer = self._peers.setdefault(connection.remote, _Peer(connection.remote))
+        peer = self._peers.setdefault(connection.remote, PooledPeer(connection.remote))
         turn = None if self._closed else peer.next_in_line()
         if turn is not None:
             peer.in_use[connection] = None
@@ -335,7 +310,7 @@ class ConnectionPool:
 
     # --- idle connections ---------------------------------------------------------------------------------------------
 
-    def _keep(self, peer: _Peer, connection: Connection) -> None:
+    def _keep(self, peer: PooledPeer, connection: Connection) -> None:
         if len(peer.idle) >= MAX_IDLE_PER_PEER and not connection.stream.is_relayed:
             self._end_idle(next((each for each in peer.idle if each.stream.is_relayed), connection))
         if self._closed or len(peer.idle) >= MAX_IDLE_PER_PEER:
@@ -349,7 +324,7 @@ class ConnectionPool:
         connection.stream.on_closed(lambda: self._end_idle(connection))
         self._schedule_sweep()
 
-    def _take_idle(self, peer: _Peer) -> Connection | None:
+    def _take_idle(self, peer: PooledPeer) -> Connection | None:
         if not peer.idle:
             return None
         direct = [each for each in peer.idle if not each.stream.is_relayed]
@@ -395,11 +370,12 @@ class ConnectionPool:
     def renew(self) -> list[PeerID]:
         """Close idle connections, so that the next call greets again; returns the peers that had connections."""
         peers = [peer.peer_id for peer in self._peers.values() if peer.idle or peer.in_use]
-        for connection in list(self._idle_since):
+        # Those that a relay has arranged stay: there may be no relay to arrange others.
+        for connection in [each for each in self._idle_since if not each.stream.is_arranged]:
             self._end_idle(connection)
         return peers
 
-    def _forget_if_possible(self, peer: _Peer) -> None:
+    def _forget_if_possible(self, peer: PooledPeer) -> None:
         if peer.is_forgettable:
             self._peers.pop(peer.peer_id, None)
 
@@ -410,14 +386,15 @@ class ConnectionPool:
     def _close_idle(self) -> None:
         self._sweep = None
         too_old = asyncio.get_running_loop().time() - self._idle_timeout
-        for connection in [c for c, since in self._idle_since.items() if since <= too_old]:
+        mortal = {c: since for c, since in self._idle_since.items() if not c.stream.is_arranged}
+        for connection in [c for c, since in mortal.items() if since <= too_old]:
             self._end_idle(connection)
-        if self._idle_since:
+        if mortal:
             self._schedule_sweep()
 
     # --- new connections ----------------------------------------------------------------------------------------------
 
-    async def _dial_new(self, peer: _Peer) -> Connection:
+    async def _dial_new(self, peer: PooledPeer) -> Connection:
         """Dial; the caller has already counted the dial in ``peer.dialling``."""
         try:
             connection = await self._dial(peer.peer_id)
@@ -425,6 +402,8 @@ class ConnectionPool:
             peer.dialling -= 1
             if isinstance(e, ShoalError) and not peer.in_use:
                 self._fail_waiting(peer, e)
+            elif isinstance(e, DialError | BusyError):
+                peer.barren_until = asyncio.get_running_loop().time() + BARREN_SECONDS
             self._let_next_dial(peer)
             raise
         peer.dialling -= 1
@@ -437,17 +416,48 @@ class ConnectionPool:
             self._check_open()
         return connection
 
-    async def _wait_for_turn(self, peer: _Peer) -> Connection:
-        turn: asyncio.Future[_Turn] = asyncio.get_running_loop().create_future()
-        peer.waiting.append(turn)
+    async def _dial_or_wait(self, peer: PooledPeer) -> Connection:
+        """Dial, but take what another call gives back meanwhile: perhaps no relay can arrange one more connection."""
+        loop = asyncio.get_running_loop()
+        dial, turn = loop.create_task(self._dial_new(peer)), loop.create_task(self._wait_for_turn(peer))
+        taken: asyncio.Task[Connection] | None = None
         try:
-            connection = await turn
+            await asyncio.wait([dial, turn], return_when=asyncio.FIRST_COMPLETED)
+            is_vain = dial.done() and isinstance(dial.exception(), DialError | BusyError) and peer.has_arranged_in_use
+            taken = turn if turn.done() or is_vain else dial
+            return await taken
         except asyncio.CancelledError:
-            self._pass_on(peer, turn)
+            taken = None
+            dial.cancel()
             raise
-        return await self._dial_new(peer) if connection is None else connection
+        finally:
+            turn.cancel()
+            for task in {dial, turn} - {taken}:
+                self._spare.add(task)
+                task.add_done_callback(self._take_back)
 
-    def _pass_on(self, peer: _Peer, turn: asyncio.Future[_Turn]) -> None:
+    def _take_back(self, task: asyncio.Task[Connection]) -> None:
+        """A connection that came when nobody waited for it any more."""
+        self._spare.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            self.release(task.result(), reusable=True)
+
+    async def _wait_for_turn(self, peer: PooledPeer) -> Connection:
+        while True:
+            turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+            peer.waiting.append(turn)
+            try:
+                connection = await turn
+            except asyncio.CancelledError:
+                self._pass_on(peer, turn)
+                raise
+            try:
+                return await self._dial_new(peer) if connection is None else connection
+            except (DialError, BusyError):
+                if not peer.has_arranged_in_use:
+                    raise
+
+    def _pass_on(self, peer: PooledPeer, turn: asyncio.Future[Turn]) -> None:
         """A caller gave up while it waited; if its turn had already come, the next caller gets it."""
         if turn.cancelled():
             if turn in peer.waiting:
@@ -461,7 +471,7 @@ class ConnectionPool:
                 peer.dialling -= 1
                 self._let_next_dial(peer)
 
-    def _let_next_dial(self, peer: _Peer) -> None:
+    def _let_next_dial(self, peer: PooledPeer) -> None:
         if peer.may_dial and not self._closed:
             turn = peer.next_in_line()
             if turn is not None:
@@ -469,7 +479,7 @@ class ConnectionPool:
                 turn.set_result(None)
         self._forget_if_possible(peer)
 
-    def _fail_waiting(self, peer: _Peer, error: ShoalError) -> None:
+    def _fail_waiting(self, peer: PooledPeer, error: ShoalError) -> None:
         """Fail all waiting calls. Their dials would fail just as late, so do not let timeouts queue up."""
         turn = peer.next_in_line()
         while turn is not None:
@@ -482,8 +492,8 @@ class ConnectionPool:
         self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
-        self.renew()
+        for task in self._spare:
+            task.cancel()
+        self.cut(lambda stream: True)
         for peer in list(self._peers.values()):
             self._fail_waiting(peer, P2PDaemonError("this peer is shut down"))
-            for connection in list(peer.in_use):
-                connection.stream.abort()

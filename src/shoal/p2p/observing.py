@@ -35,23 +35,30 @@ def places_of(p2p: P2P, peer: PeerID) -> list[Multiaddr]:
 
 
 async def is_mapping_hard(p2p: P2P, observers: Sequence[PeerID]) -> bool | None:
-    """Whether each connection gets another outer port; ``None`` if fewer than two observers tell.
+    """Whether each connection gets another outer port; ``None`` if fewer than two observers tell."""
+    seen = [there for _, there in await observe(p2p, observers)]
+    return seen[0] != seen[1] if len(seen) == OBSERVERS else None
+
+
+async def observe(p2p: P2P, observers: Sequence[PeerID]) -> list[tuple[Multiaddr | None, Multiaddr]]:
+    """One local address as this machine sees it, and as at most two others do.
 
     Args:
         observers: peers on different hosts that may be asked, the best first.
     """
     sessions: list[Session] = []
-    seen: list[Multiaddr] = []
+    seen: list[tuple[Multiaddr | None, Multiaddr]] = []
     try:
         for observer in observers:
             try:
                 async with asyncio.timeout(OBSERVE_SECONDS):
-                    seen.append(await _be_observed(p2p, observer, sessions))
+                    there = await _be_observed(p2p, observer, sessions)
+                    seen.append((sessions[-1].local_address, there))
             except (ShoalError, ConnectionError, TimeoutError, ValueError) as e:
                 logger.debug("%s does not observe: %s", observer, e)
             if len(seen) == OBSERVERS:
-                return seen[0] != seen[1]
-        return None
+                break
+        return seen
     finally:
         for session in sessions:
             session.abort()

@@ -40,6 +40,10 @@ GREETINGS_AT_ONCE = 8
 class PresenceQuery(Header):
     instance: bytes
     """The instance of the asking process."""
+    addresses: list[str] = msgspec.field(default_factory=list)
+    """Where it can be called now, if that has changed since it greeted on this connection."""
+    reach: int = -1
+    """Likewise, how; see :class:`~.reachability.Reach`."""
 
 
 class PresenceReply(Header):
@@ -61,6 +65,9 @@ class Presence(ServicerBase):
 
     async def rpc_who_am_i(self, request: PresenceQuery, context: P2PContext) -> PresenceReply:
         own = self._p2p
+        if request.addresses and context.remote_id != own.peer_id:
+            own.address_book.replace(context.remote_id, request.addresses[:MAX_ADDRESSES_PER_PEER])
+            own.reaches.note(context.remote_id, request.reach)
         others = [
             connection.hello
             for connection in own.connections_from(context.remote_id)
@@ -74,14 +81,18 @@ class Presence(ServicerBase):
 
 
 async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
-    """Call peers so that they learn where this one can be reached now: each connection begins with its addresses."""
+    """Call peers so that they learn where this one can be reached now: each connection begins with its addresses.
+
+    Those that a relay has arranged are older than the change, so the call tells them, too.
+    """
     at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
     handle = Presence.handle_name("rpc_who_am_i", None)
 
     async def greet(peer: PeerID) -> None:
         try:
             async with at_once:
-                query = PresenceQuery(instance=p2p.instance)
+                addresses = [str(address) for address in p2p.outlook.announced()]
+                query = PresenceQuery(instance=p2p.instance, addresses=addresses, reach=p2p.outlook.reach.value)
                 await p2p.call(peer, handle, query, PresenceReply, timeout=GREETING_SECONDS, roles=Presence.roles)
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)

@@ -264,6 +264,7 @@ class Puncher:
             if stream.remote == peer:
                 self.policy.note_success(peer, plan.hosts)
                 has_come.set()
+            stream.is_arranged = True
             self._on_stream(stream)
 
         receiving = asyncio.ensure_future(self._receive_all(session, targets, plan.round_trip, on_direct))

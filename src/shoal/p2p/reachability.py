@@ -202,7 +202,8 @@ class Evidence:
         return self._records.setdefault(address, _Record())
 
     def _offers(self) -> list[Multiaddr]:
-        return [offer for offer in self.offers.values() if offer not in self.own]
+        """The latest source first."""
+        return [offer for offer in reversed(self.offers.values()) if offer not in self.own]
 
     # --- conclusions --------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from shoal.p2p.identity import PeerID, circuit_address, is_circuit
 from shoal.p2p.joining import Target
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.relay_messages import Code, Incoming, Notice, Reach, Reserve, Reserved
-from shoal.p2p.relaying import ALIVE_SECONDS, Relay
+from shoal.p2p.relaying import Relay
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ WANTED = 2
 ASKED = 8
 """The number of candidates that are considered at a time, the nearest first."""
 SILENCE_SECONDS = 12.0
-# Of the other relays, when one has been silent for that long. None of them says nothing for so long by chance.
-ALL_SILENT_SECONDS = ALIVE_SECONDS + 1.5
 ASK_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 300.0
@@ -90,7 +88,6 @@ class Reservations:
         self.held: dict[PeerID, Held] = {}
         """The reservations, the oldest first."""
         self._is_relay: dict[PeerID, bool] = {}
-        self._heard_at: dict[PeerID, float] = {}
         self._holding: dict[PeerID, asyncio.Task[None]] = {}
         # By relay: when it may be asked again, and how long the last pause was.
         self._pauses: dict[PeerID, tuple[float, float]] = {}
@@ -232,7 +229,6 @@ class Reservations:
         finally:
             DIRECT_ONLY.set(False)
             held = self.held.pop(relay, None)
-            self._heard_at.pop(relay, None)
             self._note_end(relay, held)
             if held is not None:
                 logger.info("the reservation at relay %s is over: %s", relay, why)
@@ -244,7 +240,6 @@ class Reservations:
         seen = call.connection.stream.remote_address
         places = self._places_of(relay, seen)
         self.held[relay] = Held(relay, self._now(), answer.seen_at, answer.rate, tuple(places))
-        self._note_heard(relay)
         logger.info("peers reach this one through relay %s", relay)
         self._tell_change()
 
@@ -267,16 +262,10 @@ class Reservations:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     notice = await call.receive(Notice)
             except TimeoutError:
-                if len(self.held) > 1 and self._all_are_silent():
-                    for each in list(self.held):
-                        self._drop_via(each)
-                    self._p2p.outlook.note_silence()
-                else:
-                    self._drop_via(relay)
+                self._drop_via(relay)
                 return f"it has been silent for {SILENCE_SECONDS:g} s"
             if notice is None:
                 return "the relay has ended the call"
-            self._note_heard(relay)
             if call.payload_size:
                 raise ProtocolError(f"relay {relay} sends a payload, where there is none")
             if notice.ends:
@@ -288,15 +277,9 @@ class Reservations:
                 ipv4 = [place for place in places if "ip4" in place]
                 self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice.incoming)
 
-    def _note_heard(self, relay: PeerID) -> None:
-        self._heard_at[relay] = self._now()
-        self._p2p.outlook.note_heard()
-
-    def _all_are_silent(self) -> bool:
-        return all(self._now() - self._heard_at[relay] > ALL_SILENT_SECONDS for relay in self.held)
-
     def _drop_via(self, relay: PeerID) -> None:
         """A relay is dead: nothing will come through its circuits any more."""
+        self._p2p.dialler.note_silent(relay)
         self._p2p.pool.drop_via(relay)
         self._p2p.server.cut(lambda stream: stream.via == relay, "its relay is silent")
 

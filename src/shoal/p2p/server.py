@@ -356,7 +356,9 @@ class Server:
                 self._drop(connection, "silent in a call")
             elif 0 < connection.writing_since < now - limits.seconds_for_write:
                 self._drop(connection, "does not read")
-            elif 0 < self._idle_since.get(connection, 0) < now - limits.seconds_idle:
+            elif 0 < self._idle_since.get(connection, 0) < now - limits.seconds_idle and not (
+                connection.stream.is_arranged  # the caller may be unable to make another one
+            ):
                 self._drop(connection, "idle for too long")
         self._schedule_sweep()
 
@@ -373,6 +375,10 @@ class Server:
         self._count_drop(connection.stream, reason)
         logger.debug("dropped the connection of %s: %s", connection.remote, reason)
         connection.stream.abort()  # this cancels the task that serves the connection
+
+    def has_arranged(self) -> bool:
+        """Whether somebody who cannot dial this peer by itself has a direct connection to it."""
+        return any(each.stream.is_arranged and not each.closed for each in self._tasks)
 
     def cut(self, is_unwanted: Callable[[Stream], bool], reason: str) -> None:
         """End the connections that are unwanted from now on; the handlers on them are cancelled."""

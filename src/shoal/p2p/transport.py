@@ -68,6 +68,9 @@ class Stream(ABC):
     via: PeerID | None = None
     """The relay that its bytes pass through, which sees no more of them than their number; ``None``: there is none."""
 
+    is_arranged = False
+    """It is direct, but a relay has brought it about: while no relay can, there will be no other like it."""
+
     @property
     def is_relayed(self) -> bool:
         """Whether its bytes pass through a relay."""

@@ -27,6 +27,7 @@ from blake3 import blake3
 from shoal.averaging.messages import ChunkRequest, StateChunk, StateHeader
 from shoal.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
 from shoal.compression.base import Buffer, SerializedTensor, TensorMetadata, bytes_of, copied, mapped
+from shoal.compression.serialization import is_sparse
 from shoal.errors import ProtocolError
 from shoal.p2p import Call, PeerID
 from shoal.serializer import MSGPackSerializer
@@ -481,6 +482,9 @@ async def open_state(call: Call, max_bytes: int, chunk_timeout: float) -> tuple[
         sizes = header.tensor_bytes
         if len(sizes) != len(header.tensors) or len(sizes) > MAX_TENSORS or any(size < 0 for size in sizes):
             raise ProtocolError("the list of tensors is malformed")
+        # A few bytes of them could claim any amount of memory, and zeros are no parameters.
+        if any(is_sparse(metadata.compression) for metadata in header.tensors):
+            raise ProtocolError("the state was compressed by a codec that leaves values out")
         if sum(sizes) > max_bytes:
             raise ProtocolError(f"a state of {sum(sizes)} bytes is over the limit of {max_bytes}")
         hashes = bytearray(HASH_BYTES * -(-sum(sizes) // chunk_bytes_of(sum(sizes))))

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from shoal.cli.doctor.findings import (
     summary,
 )
 from shoal.cli.doctor.peer import look_at_peer
+from shoal.cli.doctor.reach import look_at_reach
+from shoal.cli.doctor.relay import is_relay, look_at_relay
 from shoal.cli.doctor.token import look_at_token
 from shoal.cli.token import add_token_option
 from shoal.errors import P2PDaemonError
@@ -30,11 +33,12 @@ from shoal.p2p.joining import parse_peer_addresses
 from shoal.reactor import Portal
 
 DESCRIPTION = """\
-Checks what may keep this machine from training with others: its settings, and for each address how well the peer there
-can be reached and can reach this machine. With --device, trains there and on the CPU, and compares. Says for each
-problem what to do. The exit status is 0 if nothing failed.
+Checks what may keep this machine from training with others: its settings; for each address how well the peer there can
+be reached, can reach this machine, and does as a relay; then how others reach this machine at all. With --device,
+trains there and on the CPU, and compares. Says for each problem what to do. The exit status is 0 if nothing failed.
 """
 THIS_MACHINE = "this machine"
+SEEN_BY_OTHERS = "this machine, as others see it"
 
 Report = Callable[[str, Finding], None]
 """Called with the subject of a finding, and the finding."""
@@ -142,9 +146,20 @@ async def _examine(
     p2p, finding = await _start_peer(arguments, identity_path, token)
     try:
         report(THIS_MACHINE, finding)
+        reached: list[PeerID] = []
         for address, peer in targets:
+            about, round_trip = f"{address}/p2p/{peer}", None
             async for finding in look_at_peer(p2p, address, peer, keeps_identity=identity_path is not None):
-                report(f"{address}/p2p/{peer}", finding)
+                if finding.check == "dial back" and finding.verdict is Verdict.FAIL and await is_relay(p2p, peer):
+                    finding = replace(finding, verdict=Verdict.WARN)  # others can call this machine through that peer
+                report(about, finding)
+                round_trip = finding.values.get("best_seconds", round_trip)
+            if round_trip is not None:
+                reached.append(peer)
+                async for finding in look_at_relay(p2p, address, peer, round_trip, token):
+                    report(about, finding)
+        async for finding in look_at_reach(p2p, reached):
+            report(SEEN_BY_OTHERS, finding)
     finally:
         await p2p.shutdown()
 

@@ -139,7 +139,7 @@ async def _connect(address: Multiaddr) -> Finding | None:
         return fail("connection", explain(error), advice)
     seconds = time.perf_counter() - began
     close_socket(connection)
-    return ok("connection", f"TCP in {_milliseconds(seconds)}", seconds=seconds)
+    return ok("connection", f"TCP in {milliseconds(seconds)}", seconds=seconds)
 
 
 async def _shake_hands(p2p: P2P, address: Multiaddr, peer: PeerID) -> Finding:
@@ -154,7 +154,7 @@ async def _shake_hands(p2p: P2P, address: Multiaddr, peer: PeerID) -> Finding:
         fix = "check the port: it must be that of a shoal peer, which speaks TLS 1.3"
         return fail("handshake", _without(address, error), fix)
     seconds = time.perf_counter() - began
-    return ok("handshake", f"TLS 1.3 and the expected identity, in {_milliseconds(seconds)}", seconds=seconds)
+    return ok("handshake", f"TLS 1.3 and the expected identity, in {milliseconds(seconds)}", seconds=seconds)
 
 
 def _without(address: Multiaddr, error: DialError) -> str:
@@ -224,7 +224,7 @@ async def _round_trip(p2p: P2P, peer: PeerID) -> tuple[float, Finding]:
             return 0.0, fail("round trip", str(error) or "no answer", "the connection is unreliable: try again")
         times.append(time.perf_counter() - began)
     best, middle = min(times), statistics.median(times)
-    text = f"{_milliseconds(best)}, typically {_milliseconds(middle)}"
+    text = f"{milliseconds(best)}, typically {milliseconds(middle)}"
     return best, ok("round trip", text, best_seconds=best, median_seconds=middle)
 
 
@@ -258,8 +258,8 @@ async def _call_back(p2p: P2P, peer: PeerID, seen_at: str) -> Finding:
 
 async def _bandwidth(p2p: P2P, peer: PeerID, round_trip: float) -> Finding:
     try:
-        up = await _measure(p2p, peer, round_trip, upwards=True)
-        down = await _measure(p2p, peer, round_trip, upwards=False)
+        up = await measure(p2p, peer, round_trip, upwards=True)
+        down = await measure(p2p, peer, round_trip, upwards=False)
     except NO_ANSWER as error:
         return warn("bandwidth", str(error) or "too slow to be measured", "try again in a minute")
     text = f"{up:.0f} Mbit/s there, {down:.0f} Mbit/s back"
@@ -270,7 +270,7 @@ async def _bandwidth(p2p: P2P, peer: PeerID, round_trip: float) -> Finding:
     return ok("bandwidth", text, **values)
 
 
-async def _measure(p2p: P2P, peer: PeerID, round_trip: float, *, upwards: bool) -> float:
+async def measure(p2p: P2P, peer: PeerID, round_trip: float, *, upwards: bool) -> float:
     """Measure megabits per second; the exchanges grow until one takes long enough."""
     size, best = FIRST_BULK_BYTES, 0.0
     while True:
@@ -291,5 +291,6 @@ async def _measure(p2p: P2P, peer: PeerID, round_trip: float, *, upwards: bool) 
         size = min(4 * size, MAX_BULK_BYTES)
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """A time for people to read."""
     return f"{seconds * 1000:.1f} ms"

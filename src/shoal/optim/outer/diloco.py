@@ -140,7 +140,7 @@ class DiLoCo(Facade, torch.optim.Optimizer):
             target_batch_size = count_of_samples("target_batch_size", target_batch_size)
         self.settings = settings = OuterSettings.resolve(locals())
         self._inner = InnerOptimizers(optimizer, params, scheduler)
-        parts = Fragments(self._inner.parameters, fragments, getattr(settings.codec, "block", None) or 1)
+        parts = Fragments(self._inner.parameters, fragments, settings.codec.block or 1)
         self.schedule = Schedule(len(parts), sync_every, target_batch_size)
         self.be_the_only(f"a DiLoCo with run_id {run_id!r}", dht)
         self.dht, self.run_id = dht, run_id

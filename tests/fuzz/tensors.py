@@ -1,0 +1,42 @@
+"""Targets that turn bytes into tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.compression import CompressionType, SerializedTensor, deserialize_torch_tensor, serialize_torch_tensor
+from shoal.compression.serialization import is_sparse
+from tests.fuzz.fuzzing import Target
+from tests.fuzz.mutation import Mutator
+
+VALUES = 5000
+"""A full block of every codec, and one that is not full."""
+_TENSORS = [torch.linspace(-1, 3, VALUES), torch.zeros(VALUES).index_fill_(0, torch.tensor([7, 4095, 4990]), 0.5)]
+
+
+def _feed(hostile: SerializedTensor) -> str:
+    try:
+        tensor = deserialize_torch_tensor(hostile)
+    except RuntimeError:
+        return "refused"
+    assert tensor.shape == (VALUES,)
+    assert tensor.isfinite().all() or not is_sparse(hostile.metadata.compression)
+    return "read"
+
+
+def _target(name: str, codes: list[CompressionType]) -> Target:
+    seeds = [serialize_torch_tensor(tensor, code) for code in codes for tensor in _TENSORS]
+    material = [bytes(seed.buffer) for seed in seeds]
+
+    def hostile(mutator: Mutator) -> SerializedTensor:
+        seed = mutator.one_of(seeds)
+        return SerializedTensor(seed.metadata, mutator.bytes(bytes(seed.buffer), material))
+
+    return Target(name, hostile, _feed)
+
+
+def targets() -> list[Target]:
+    return [
+        _target("tensor, largest values", [code for code in CompressionType if is_sparse(code)]),
+        _target("tensor, all values", [code for code in CompressionType if not is_sparse(code)]),
+    ]

@@ -1,0 +1,36 @@
+"""Rounds of averagers behind routers: over direct connections where that is possible, and when a relay dies meanwhile.
+
+``python -m tests.simulation.relayed_rounds`` tries more kinds of trouble, and more seeds.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.relayed_rounds import run_round, seconds_over
+
+HARD, EASY = ["symmetric"] * 4, ["port-restricted"] * 4
+
+
+def test_relays_carry_next_to_nothing_where_routers_can_be_passed() -> None:
+    easy = run_round(1, EASY)
+    easy.check(4)
+    assert easy.relayed < 100_000
+    hard = run_round(1, HARD)
+    hard.check(4)
+    assert hard.relayed > 4_000_000
+    assert hard.seconds < 1.2 * easy.seconds
+
+
+@pytest.mark.parametrize("kinds", [HARD, EASY, ["symmetric", "symmetric", "port-restricted", "public"]])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_relay_that_crashes_costs_a_moment_and_no_member(kinds: list[str], seed: int) -> None:
+    assert seconds_over(seed, kinds, "crash") <= 2.0
+
+
+def test_direct_connections_that_break_cost_a_moment() -> None:
+    assert seconds_over(1, EASY, "break") <= 1.0
+
+
+def test_direct_connections_need_no_relay_any_more() -> None:
+    assert seconds_over(1, EASY, "all relays") <= 0.5
