@@ -1,4 +1,4 @@
-"""Blocking context managers in coroutines."""
+"""Blocking context managers in coroutines, and waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.tasks import cancel_and_wait, enter_asynchronously
+from shoal.tasks import cancel_and_wait, enter_asynchronously, wait_at_most
 
 
 @pytest.mark.parametrize(
@@ -120,3 +120,11 @@ async def test_values_and_errors_pass() -> None:
     with pytest.raises(OSError, match="cannot be entered"):
         async with enter_asynchronously(broken()):
             pass
+
+
+async def test_an_event_or_the_end_of_the_time() -> None:
+    event = asyncio.Event()
+    assert not await wait_at_most(event, 0.0)
+    asyncio.get_running_loop().call_soon(event.set)
+    assert await wait_at_most(event, 50.0)
+    assert await wait_at_most(event, 50.0)

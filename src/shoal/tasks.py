@@ -61,6 +61,15 @@ async def first_completed(*awaitables: Awaitable[Any], timeout: float | None = N
         await cancel_and_wait(*tasks)
 
 
+async def wait_at_most(event: asyncio.Event, seconds: float) -> bool:
+    """Wait until an event is set or the time is up; returns whether it is set."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
 @asynccontextmanager
 async def enter_asynchronously(context: AbstractContextManager[T, Any]) -> AsyncIterator[T]:
     """Enter a context whose ``__enter__`` may block, without blocking the loop. It exits in the loop's thread.

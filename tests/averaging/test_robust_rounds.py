@@ -340,11 +340,11 @@ async def test_who_tells_each_reducer_something_else_is_convicted_by_its_signatu
     tensors = make_tensors(5, liars=(LIAR,))
     deliver = Delivery.run
 
-    async def tell_each_something_else(self, round_id, weight, stripes, claim):
+    async def tell_each_something_else(self, round_id, weight, stripes, claim, generation):
         if is_of(tensors[LIAR], self._traffic.vector):
             norms = [norm if i == self._traffic.other else 0.0 for i, norm in enumerate(claim.norms)]
             claim = NormClaim.make(round_id, norms, swarm.nodes[LIAR].p2p.identity.sign)
-        await deliver(self, round_id, weight, stripes, claim)
+        await deliver(self, round_id, weight, stripes, claim, generation)
 
     monkeypatch.setattr(Delivery, "run", tell_each_something_else)
     swarm = await start(tensors, rule=ClipToMedianNorm(), modes=LIAR_CALLS_ONLY)
@@ -367,13 +367,13 @@ async def test_who_tells_no_norms_of_its_own_takes_no_part(monkeypatch, lie):
     before = [flat(each) for each in tensors]
     deliver = Delivery.run
 
-    async def tell_nonsense(self, round_id, weight, stripes, claim):
+    async def tell_nonsense(self, round_id, weight, stripes, claim, generation):
         if is_of(tensors[LIAR], self._traffic.vector):
             sign = swarm.nodes[1 if lie == "not signed" else LIAR].p2p.identity.sign
             norms = claim.norms[:-1] if lie == "too few" else claim.norms
             made = NormClaim.make(b"another round" if lie == "of another round" else round_id, norms, sign)
             claim = NormClaim() if lie == "no norms" else made
-        await deliver(self, round_id, weight, stripes, claim)
+        await deliver(self, round_id, weight, stripes, claim, generation)
 
     monkeypatch.setattr(Delivery, "run", tell_nonsense)
     swarm = await start(tensors, rule=ClipToMedianNorm(), modes=LIAR_CALLS_ONLY)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shoal.averaging.allreduce.parts import RoundVector
-from shoal.averaging.allreduce.sending import BUNDLE_BYTES, SLICE_BYTES, Incoming, Outgoing, send_all
+from shoal.averaging.allreduce.sending import BUNDLE_BYTES, SLICE_BYTES, Outgoing, send_all
+from shoal.averaging.allreduce.traffic import Incoming
 from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, describe_part
 from shoal.compression import CompressionInfo, CompressionType, NoCompression, Uniform8BitQuantization
 from shoal.compression.base import TensorMetadata
@@ -278,3 +279,37 @@ async def test_what_is_urgent_goes_first():
     averages = outgoing_of(vector, is_average=True, is_urgent=lambda index: index == 0)
     await send_all(wire, outgoing_of(vector), averages)
     assert [message.is_average for message, _ in wire.sent] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("in_slices", [False, True])
+@alone_in_virtual_time
+async def test_only_gaps_are_sent_again(in_slices):
+    vector = vector_of(*[torch.randn(SLICE_BYTES) for _ in range(4)])  # eight parts of two slices
+    first, again, sent = Wire(), Wire(), []
+    outgoing = outgoing_of(vector, lambda: sent.append(True))
+    outgoing.in_slices = in_slices
+    await outgoing.send_next(first)
+    outgoing.repeat([(1, 3), (7, 8)])
+    assert outgoing.left == 3
+    assert not outgoing.is_taken
+    await send_all(again, outgoing)
+    assert {message.index for message, _ in again.sent} <= {1, 2, 7}
+    indices = [message.index + k for message, _ in again.sent for k in range(len(message.parts))]
+    assert sorted(set(indices)) == [1, 2, 7]
+    count = len(sent)
+    outgoing.repeat([])
+    assert len(sent) == count + 1, "nothing is left to send"
+
+
+@alone_in_virtual_time
+async def test_a_part_whose_connection_breaks_is_still_missing():
+    vector = vector_of(torch.randn(2 * SLICE_BYTES), torch.randn(8))
+    incoming, wire = Incoming(vector, vector.parts[0]), Wire()
+    outgoing = outgoing_of(vector)
+    await send_all(wire, outgoing)
+    message, payload = wire.sent[0]
+    wire.payload = payload[:-1]
+    before = incoming.gaps()
+    with pytest.raises(ProtocolError):
+        await incoming.receive(wire, message)
+    assert incoming.gaps() == before

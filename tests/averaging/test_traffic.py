@@ -10,8 +10,8 @@ import torch
 from shoal.averaging.allreduce.pace import Pace
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.allreduce.reducer import PartReducer
-from shoal.averaging.allreduce.traffic import Traffic
-from shoal.averaging.messages import PartHeader, PartMessage, PartStatus
+from shoal.averaging.allreduce.traffic import KEPT_BYTES, Kept, Traffic
+from shoal.averaging.messages import PartHeader, PartMessage, PartStatus, Resume
 from shoal.compression import CompressionInfo, NoCompression
 from shoal.errors import ProtocolError
 from tests.device import on_cpu_only
@@ -45,10 +45,10 @@ class Incoming:
 class Sides:
     """Two members of two, who each reduce one part; this is the first one."""
 
-    def __init__(self):
+    def __init__(self, alpha=1.0):
         self.tensor = torch.zeros(20)
         info = CompressionInfo.from_tensor(self.tensor, key=0)
-        self.vector = RoundVector([self.tensor], [info], NoCompression(), 40, [10, 10], 1.0)
+        self.vector = RoundVector([self.tensor], [info], NoCompression(), 40, [10, 10], alpha)
         self.reducer = PartReducer(self.vector.parts[0], [1], self.vector.values, 0, {0: 1.0})
         self.received = asyncio.Event()
         self.traffic = Traffic(
@@ -132,3 +132,81 @@ async def test_it_is_noticed_when_nothing_more_comes_although_something_is_missi
     sides.traffic.end(own=False)  # the part may still come on the second call of this member
     with pytest.raises(ProtocolError, match="ended before 1"):
         sides.traffic.end(own=True)
+
+
+@alone_in_virtual_time
+async def test_after_a_break_only_what_is_missing_is_asked_for():
+    sides = Sides()
+    sides.begin()
+    assert sides.traffic.gaps() == Resume([(0, 1)], [(0, 1)])
+    await sides.receive(sides.message(4.0, is_average=True))
+    sides.traffic.begin_anew(own=True, others=True)
+    assert sides.traffic.gaps() == Resume([(0, 1)], [])
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+@alone_in_virtual_time
+async def test_averages_are_kept_until_they_are_confirmed(alpha):
+    sides, sent = Sides(alpha), []
+    sides.begin()
+
+    class Call:
+        async def send(self, message, *payload):
+            sent.append((message.index, b"".join(map(bytes, payload))))
+
+    async def send_averages():
+        await sides.traffic.send(Call(), sides.traffic.averages_out, 1)
+
+    await sides.receive(sides.message(4.0, is_average=False))
+    await send_averages()
+    sides.traffic.begin_anew(own=True, others=True)
+    assert sides.traffic.send_missing(Resume([], [(0, 1)]))
+    assert not sides.traffic.send_missing(Resume([], [])), "the first list counts, the others are the same"
+    await send_averages()
+    assert sent[0] == sent[1]
+    message, payload = sides.message(4.0, is_average=True)
+    message.held = 1
+    await sides.receive((message, payload))
+    sides.traffic.begin_anew(own=True, others=True)
+    assert sides.traffic.send_missing(Resume([], [(0, 1)]))
+    if alpha == 1:  # it is in the vector of this member as well
+        await send_averages()
+        assert sent[2] == sent[0]
+        return
+    with pytest.raises(ProtocolError, match="holds the average"):
+        await send_averages()
+
+
+@pytest.mark.parametrize(
+    "gaps",
+    [
+        Resume([(0, 2)], []),
+        Resume([], [(0, 2)]),
+        Resume([(1, 0)], []),
+        Resume([(0, 1), (0, 1)], []),
+        Resume([(0, 2**50)], []),
+    ],
+)
+@alone_in_virtual_time
+async def test_nobody_can_lack_what_does_not_exist(gaps):
+    sides = Sides()
+    with pytest.raises(ProtocolError, match="lacks parts"):
+        sides.traffic.send_missing(gaps)
+
+
+@alone_in_virtual_time
+async def test_a_part_that_was_averaged_is_not_sent_again():
+    """The average has taken its place."""
+    sides = Sides()
+    await sides.receive(sides.message(4.0, is_average=True))
+    with pytest.raises(ProtocolError, match="that it has averaged"):
+        sides.traffic.send_missing(Resume([(0, 1)], []))
+
+
+def test_not_more_than_a_limit_is_kept():
+    kept = Kept()
+    for index in range(10):
+        kept.add(index, (PartHeader(int(PartStatus.VALUES), None, KEPT_BYTES // 4), ()))
+    assert [index for index in range(10) if kept.get(index)] == [6, 7, 8, 9]
+    kept.confirm(8)
+    assert len(kept) == 2

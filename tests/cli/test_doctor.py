@@ -19,7 +19,7 @@ import pytest
 
 from shoal.cli.__main__ import main
 from shoal.cli.doctor import peer as peer_module
-from shoal.cli.doctor.command import THIS_MACHINE
+from shoal.cli.doctor.command import SEEN_BY_OTHERS, THIS_MACHINE
 from shoal.cli.doctor.findings import (
     ENOUGH_OPEN_FILES,
     WIDTH,
@@ -407,7 +407,16 @@ def test_the_command_with_a_real_peer() -> None:
         done = doctor("--", address)
         assert (done.returncode, done.stderr) == (0, "")
         assert max(map(len, done.stdout.splitlines())) <= WIDTH
-        for check in ("versions", "listening", "handshake", "round trip", "clock", "dial back", "bandwidth"):
+        for check in (
+            "versions",
+            "listening",
+            "handshake",
+            "round trip",
+            "dial back",
+            "bandwidth",
+            "circuit",
+            "reachable",
+        ):
             assert f"  {check} " in done.stdout
         assert address.rpartition("/")[2] in done.stdout
         dead = f"/ip4/127.0.0.1/tcp/1/p2p/{STRANGER}"
@@ -416,7 +425,7 @@ def test_the_command_with_a_real_peer() -> None:
         found = json.loads(done.stdout)
         assert found["ok"] is False
         about = {each["about"] for each in found["findings"]}
-        assert about == {THIS_MACHINE, address, dead}
+        assert about == {THIS_MACHINE, address, dead, SEEN_BY_OTHERS}
         [failure] = [each for each in found["findings"] if each["verdict"] == "fail"]
         assert (failure["about"], failure["check"]) == (dead, "connection")
         assert failure["fix"]

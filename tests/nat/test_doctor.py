@@ -122,4 +122,4 @@ def test_ipv6_behind_a_firewall(lab: Laboratory) -> None:
     found = doctor(host, seed)
     ipv6 = found[SEEN_BY_OTHERS, "IPv6"]
     assert ipv6["values"]["global_addresses"], ipv6
-    assert "global" in ipv6["text"]
+    assert "behind a firewall" in ipv6["text"]

@@ -40,6 +40,7 @@ def test_a_circuit_names_its_relay_first_and_its_target_last() -> None:
         NESTED,
         f"{PLACE}/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N/p2p-circuit",
     ],
+    ids=range(8),
 )
 def test_anything_else_has_no_relay(address: str) -> None:
     assert relay_of(Multiaddr(address)) is None
@@ -51,6 +52,7 @@ def test_anything_else_has_no_relay(address: str) -> None:
         (f"{NESTED}/p2p/{TARGET}", "more than one relay"),
         (f"{PLACE}/p2p/{TARGET}/p2p-circuit/p2p/{TARGET}", "through that peer itself"),
     ],
+    ids=["nested", "through itself"],
 )
 def test_circuits_that_cannot_be_are_refused(address: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):

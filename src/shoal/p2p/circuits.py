@@ -149,6 +149,7 @@ class Circuits:
             NoRelayError: it does not answer.
             NotAMemberError: one of both sides may not take part in such a call.
         """
+        before = DIRECT_ONLY.get()
         DIRECT_ONLY.set(True)
         try:
             handle = Relay.handle_name(method, None)
@@ -159,7 +160,7 @@ class Circuits:
             raise NoRelayError(f"{relay}: {e}") from e
         finally:
             # Not by a token: a loop that ends may close this in another context.
-            DIRECT_ONLY.set(False)
+            DIRECT_ONLY.set(before)
 
     async def _authenticate(
         self, circuits: Sequence[Circuit], target: PeerID, punches: Sequence[asyncio.Future[Stream]]

@@ -25,7 +25,7 @@ from shoal.errors import (
     ShoalError,
 )
 from shoal.metrics import Metrics
-from shoal.p2p.addresses import AddressBook
+from shoal.p2p.addresses import AddressBook, Notes
 from shoal.p2p.connection import Connection
 from shoal.p2p.identity import PeerID, is_circuit, relay_of
 from shoal.p2p.multiaddr import Multiaddr
@@ -39,9 +39,7 @@ CIRCUIT_STAGGER = 1.5
 CIRCUIT_SECONDS = 10.0
 """How long the way through one relay may take."""
 
-# How long a relay that has fallen silent is tried last.
-SILENT_RELAY_SECONDS = 60.0
-MAX_SILENT_RELAYS = 256
+SILENT_RELAY_SECONDS = 60.0  # a relay that has fallen silent is tried last
 
 DIRECT_ONLY: ContextVar[bool] = ContextVar("DIRECT_ONLY", default=False)
 """A relay itself is being dialled, so that no other relay may come into it."""
@@ -58,7 +56,7 @@ class Dialler:
         """Dials through a relay; ``None``: relays are not used."""
         self.tasks: dict[asyncio.Task[Stream], None] = {}
         """Dials in progress."""
-        self._silent_at: dict[PeerID, float] = {}
+        self._silent_at: Notes[float] = Notes()
         self._closed = False
 
     async def dial(self, peer: PeerID) -> Stream:
@@ -83,21 +81,14 @@ class Dialler:
         """Its addresses at relays that this peer can dial."""
         if self.dial_circuit is None or DIRECT_ONLY.get():
             return []
+        since = asyncio.get_running_loop().time() - SILENT_RELAY_SECONDS
         found = [each for each in self._addresses.get(peer) if self.supports_circuit(each)]
-        now = asyncio.get_running_loop().time()
-
-        def is_silent(address: Multiaddr) -> bool:
-            relay = relay_of(address)
-            return relay is not None and now - self._silent_at.get(relay[1], -math.inf) < SILENT_RELAY_SECONDS
-
-        return sorted(found, key=is_silent)
+        silent = {each for each in found if (at := relay_of(each)) and self._silent_at.get(at[1], -math.inf) > since}
+        return sorted(found, key=silent.__contains__)
 
     def note_silent(self, relay: PeerID) -> None:
         """A relay does not answer any more: others are dialled first for a while."""
-        self._silent_at.pop(relay, None)
-        self._silent_at[relay] = asyncio.get_running_loop().time()
-        if len(self._silent_at) > MAX_SILENT_RELAYS:
-            del self._silent_at[next(iter(self._silent_at))]
+        self._silent_at.note(relay, asyncio.get_running_loop().time())
 
     def supports_circuit(self, address: Multiaddr) -> bool:
         """Whether an address leads through a relay that this peer can dial."""
@@ -377,11 +368,9 @@ class ConnectionPool:
                 self._end_idle(connection)
 
     def renew(self) -> list[PeerID]:
-        """Close idle connections, so that the next call greets again; returns the peers that had connections.
-
-        Those that a relay has arranged stay: there may be no relay to arrange others.
-        """
+        """Close idle connections, so that the next call greets again; returns the peers that had connections."""
         peers = [peer.peer_id for peer in self._peers.values() if peer.idle or peer.in_use]
+        # Those that a relay has arranged stay: there may be no relay to arrange others.
         for connection in [each for each in self._idle_since if not each.stream.is_arranged]:
             self._end_idle(connection)
         return peers

@@ -22,7 +22,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pcp import TRIES, NatPmp, Pcp
 from shoal.p2p.reachability import is_global
 from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError, find_gateways
-from shoal.tasks import cancel_and_wait, run_in_worker
+from shoal.tasks import cancel_and_wait, run_in_worker, wait_at_most
 
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P
@@ -204,12 +204,8 @@ class _Keeper:
                 logger.exception("keeping a port of the router has failed; trying again in %g s", self._pace.retry)
                 pause = self._pace.retry
             self.has_tried.set()
-            try:
-                async with asyncio.timeout(pause):
-                    await self._woken.wait()
-            except TimeoutError:
-                continue
-            self._woken.clear()
+            if await wait_at_most(self._woken, pause):
+                self._woken.clear()
 
     async def _step(self) -> float:
         """Do what is to be done now; returns the seconds until the next time."""

@@ -34,7 +34,7 @@ from shoal.p2p.port_mapping import PortMapping, forward_port
 from shoal.p2p.presence import greet_anew
 from shoal.p2p.reachability import Evidence, Reach, Reachability, Standing, is_global, is_private
 from shoal.p2p.transport import Stream
-from shoal.tasks import cancel_and_wait
+from shoal.tasks import cancel_and_wait, wait_at_most
 
 if TYPE_CHECKING:
     from shoal.p2p.p2p import P2P
@@ -83,7 +83,8 @@ class Outlook:
         self.is_hard = False
         """The router gives each connection another outer port."""
         self._rng = random.Random(p2p.peer_id.to_bytes())
-        self._now = asyncio.get_running_loop().time
+        self.now = asyncio.get_running_loop().time
+        """The time that the evidence goes by."""
         self.contacts = Contacts()
         """The peers with which it has had connections."""
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -92,7 +93,7 @@ class Outlook:
         self._seen_elsewhere_at = float("-inf")
         self._checked_at = float("-inf")
         self._check_due = float("inf")
-        self._looked_for_relays_at = self._now()
+        self._looked_for_relays_at = self.now()
         # What others were told last: what this peer is to them, where, and how.
         self._told: tuple[Reachability, list[Multiaddr], Reach] | None = None
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
@@ -122,10 +123,6 @@ class Outlook:
         rates = [held.rate for held in self._p2p.reservations.held.values()]
         return max(rates) if rates and all(rates) else 0.0
 
-    def now(self) -> float:
-        """The time that the evidence goes by."""
-        return self._now()
-
     def seen_at(self) -> list[str]:
         """The hosts at which others outside see this machine."""
         return list(dict.fromkeys(self._seen.values()))
@@ -139,11 +136,11 @@ class Outlook:
         if self._p2p.client_mode:
             return []
         self.evidence.own = self._p2p.transport.addresses(latest)
-        return self.evidence.announced(self._now(), self._circuits(), MAX_ANNOUNCED)
+        return self.evidence.announced(self.now(), self._circuits(), MAX_ANNOUNCED)
 
     def confirmed(self) -> list[Multiaddr]:
         """The addresses at which others are known to reach this peer from outside."""
-        return self.evidence.confirmed(self._now())
+        return self.evidence.confirmed(self.now())
 
     def _circuits(self) -> list[Multiaddr]:
         return self._p2p.reservations.addresses()
@@ -205,11 +202,11 @@ class Outlook:
         self.contacts.note(stream.remote, address, is_outside=is_outside)
         if is_outside:
             self._streams.add(stream)
-            self.evidence.note_outside(self._now())
+            self.evidence.note_outside(self.now())
             self._begin()
         ports = {own.get("tcp") for own in self.evidence.own}
         if local is not None and local.get("tcp") in ports:
-            is_clear = self.evidence.note_accepted(self._now(), local, is_outside=is_outside)
+            is_clear = self.evidence.note_accepted(self.now(), local, is_outside=is_outside)
             if not is_clear:
                 self.check_soon()
         if is_outside or self.evidence.state is not Reachability.PUBLIC:
@@ -217,7 +214,7 @@ class Outlook:
 
     def note_called_back(self, witness: PeerID, addresses: Sequence[Multiaddr], *, reached: bool) -> None:
         """A witness has tried to call this peer at the addresses that it announces, or at some of them."""
-        now, (network, is_outside) = self._now(), self.contacts.place_of(witness)
+        now, (network, is_outside) = self.now(), self.contacts.place_of(witness)
         if not is_outside:
             self.evidence.note_inside(now, reached=reached)
             self.update()
@@ -240,14 +237,14 @@ class Outlook:
             return
         former, host = self._seen.get(witness, ""), str(seen[version])
         self._seen.note(witness, host)
-        if former not in ("", host) and self._now() - self._seen_elsewhere_at >= SEEN_ELSEWHERE_SECONDS:
-            self._seen_elsewhere_at = self._now()
+        if former not in ("", host) and self.now() - self._seen_elsewhere_at >= SEEN_ELSEWHERE_SECONDS:
+            self._seen_elsewhere_at = self.now()
             self.note_upheaval(f"this machine is seen at {host}, no longer at {former}")
         port = next((own.get("tcp") for own in self.evidence.own if version in own), None)
         if port is not None:
             source, address = f"seen over {version}", Multiaddr(f"/{version}/{host}/tcp/{port}")
             present = self.evidence.offers.get(source)
-            if present in (None, address) or self.evidence.standing(self._now(), present) is not Standing.CONFIRMED:
+            if present in (None, address) or self.evidence.standing(self.now(), present) is not Standing.CONFIRMED:
                 self.offer(source, address)
             else:  # one liar must not talk this peer out of an address that works
                 self.offer(f"{source} lately", address)
@@ -265,7 +262,7 @@ class Outlook:
         else:
             self.evidence.offers[source] = address
             if address not in self.evidence.own and self._life is not None:
-                self._check_due = min(self._check_due, self._now() + FIRST_CHECK_SECONDS)
+                self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
         self.update()
 
     # --- consequences -------------------------------------------------------------------------------------------------
@@ -276,7 +273,7 @@ class Outlook:
             return
         circuits = self._circuits()
         is_called = bool(circuits) or self._p2p.server.has_arranged()  # which goes on without a relay
-        state = self.evidence.conclude(self._now(), is_reserved=is_called)
+        state = self.evidence.conclude(self.now(), is_reserved=is_called)
         metrics, reservations = self._p2p.metrics, self._p2p.reservations
         metrics.reachability, metrics.reservations = state.value, len(reservations.held)
         self._p2p.relay.is_public = state is Reachability.PUBLIC
@@ -371,7 +368,7 @@ class Outlook:
 
     def _warn_of_announcement(self) -> None:
         for address in self.evidence.announcement:
-            if self.evidence.standing(self._now(), address) is Standing.REFUTED:
+            if self.evidence.standing(self.now(), address) is Standing.REFUTED:
                 self._warn_seldom(
                     "others cannot dial this peer at %s, which it announces (announce_maddrs): open or forward the "
                     "port, or announce another address",
@@ -383,49 +380,42 @@ class Outlook:
 
     def _begin(self) -> None:
         if self._life is None and self._p2p.is_alive:
-            self._check_due = min(self._check_due, self._now() + FIRST_CHECK_SECONDS)
+            self._check_due = min(self._check_due, self.now() + FIRST_CHECK_SECONDS)
             self._life = asyncio.get_running_loop().create_task(self._live())
 
     async def _live(self) -> None:
         """Look at the signs every few seconds, and check when it is due."""
         while True:
-            until_check = max(0.0, max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS) - self._now())
+            until_check = max(0.0, max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS) - self.now())
             pause = min(TICK_SECONDS, until_check)
-            due = self._now() + pause
-            await self._sleep(pause)
-            if self._now() - due > SLEPT_SECONDS:
+            due = self.now() + pause
+            self._wake.clear()
+            await wait_at_most(self._wake, pause)
+            if self.now() - due > SLEPT_SECONDS:
                 self.note_upheaval("this machine slept")
             self._look_at_connections()
             self._look_for_relays()
-            if self._now() >= max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS):
+            if self.now() >= max(self._check_due, self._checked_at + LEAST_CHECK_SECONDS):
                 await self.check()
             self.update()
 
     def _look_for_relays(self) -> None:
         """Hear from some peers again whether they are relays by now: connections that are open tell what was."""
-        is_due = self._now() - self._looked_for_relays_at >= LOOK_FOR_RELAYS_SECONDS
+        is_due = self.now() - self._looked_for_relays_at >= LOOK_FOR_RELAYS_SECONDS
         if self.state is not Reachability.CLIENT or not self.options.use_auto_relay or not is_due:
             return
-        self._looked_for_relays_at = self._now()
+        self._looked_for_relays_at = self.now()
         self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._p2p.is_reachable))
-
-    async def _sleep(self, seconds: float) -> None:
-        self._wake.clear()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            return
 
     def check_soon(self) -> None:
         """Let witnesses dial back soon."""
-        self._check_due = self._now()
+        self._check_due = self.now()
         self._wake.set()
 
     def _look_at_connections(self) -> None:
         alive = [stream for stream in self._streams if not stream.closed]
         if alive:
-            self.evidence.note_outside(self._now())
+            self.evidence.note_outside(self.now())
         elif self._had_company:
             self.note_upheaval("all connections are gone", has_moved=False)
         self._had_company = len({stream.remote for stream in alive}) > 1
@@ -433,7 +423,7 @@ class Outlook:
     async def check(self) -> None:
         """Let witnesses dial back."""
         spread = self._rng.uniform(-CHECK_SPREAD_SECONDS, CHECK_SPREAD_SECONDS)
-        self._checked_at, self._check_due = self._now(), self._now() + CHECK_SECONDS + spread
+        self._checked_at, self._check_due = self.now(), self.now() + CHECK_SECONDS + spread
         if not self.options.auto_nat or self.evidence.forced is not None:
             return
         witnesses, is_outside = self.contacts.witnesses(self._rng, WITNESSES_ASKED, self._p2p.is_reachable)
@@ -445,7 +435,7 @@ class Outlook:
                 self._note_answer(witness, answer)
         if answers and all(answer is None for answer in answers):
             # They may have been busy with others. Not all of whom ask again at the same moment.
-            self._check_due = self._now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
+            self._check_due = self.now() + LEAST_CHECK_SECONDS * self._rng.uniform(1.0, 3.0)
         await self._observe()
         self.update()
 
@@ -481,7 +471,7 @@ class Outlook:
         asked = {str(address): address for address in self.evidence.to_check()}
         for text, reached in answer.reached.items():
             if text in asked:
-                self.evidence.note_verdict(self._now(), network, asked[text], reached=reached)
+                self.evidence.note_verdict(self.now(), network, asked[text], reached=reached)
         self.evidence.note_judged()
 
     async def close(self) -> None:

@@ -322,11 +322,14 @@ def run(
 
 
 def _end_everything(loop: VirtualTimeLoop) -> None:
-    left = loop.unfinished_tasks()
-    for task in left:
-        task.cancel()
     loop.time_limit = math.inf
-    loop.run_until_complete(_finish(left))
+    ended: set[asyncio.Task[Any]] = set()
+    # What ends may start something else, such as telling others of it.
+    while left := [task for task in loop.unfinished_tasks() if task not in ended]:
+        ended.update(left)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(_finish(left))
     loop.run_until_complete(loop.shutdown_asyncgens())
 
 

@@ -209,9 +209,7 @@ class PartReducer:
         state = self._states[index]
         await state.done.wait()
         if sender not in state.takers:
-            raise ProtocolError(
-                f"part {index} was averaged without this member, or it has said that it holds the average"
-            )
+            raise ProtocolError(f"part {index} was averaged without this member, or it holds the average already")
         part, average, sent = self._parts[index], state.average, state.values.get(sender)
         try:
             if average is None:

@@ -1,4 +1,4 @@
-"""How parts and averages are cut into messages, and put together again.
+"""How parts and averages are cut into messages, which any number of connections take one after another.
 
 *Bundles.* Several small parts travel in one message. Models have many tensors of some hundred values, and with codecs
 that look at a tensor as a whole each of them is a part of its own. A message for each would cost more than its bytes.
@@ -12,13 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 
-import torch
-
-from shoal.averaging.allreduce.parts import Averages, Part, RoundVector
 from shoal.averaging.messages import DescribedPart, PartMessage
-from shoal.compression.base import bytes_of
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 from shoal.p2p.transport import Buffer
@@ -184,88 +179,3 @@ async def send_all(call: Call, *sources: Outgoing, before: Callable[[], Awaitabl
             if not chosen.is_ready:  # meanwhile another connection has taken it
                 continue
         await chosen.send_next(call)
-
-
-@dataclass
-class _Slices:
-    """A part of which some slices have come."""
-
-    buffer: memoryview
-    due: set[int]
-    """Offsets of the slices that have not begun to come."""
-    left: int
-    """The number of bytes that have not come."""
-
-    @classmethod
-    def of(cls, nbytes: int) -> _Slices:
-        """Memory for a part whose first slice is about to be read."""
-        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return cls(bytes_of(memory), set(range(0, nbytes, SLICE_BYTES)), nbytes)
-
-
-class Incoming:
-    """The parts or averages of one member as they arrive."""
-
-    def __init__(self, vector: RoundVector, parts: list[Part]) -> None:
-        self._vector, self._parts = vector, parts
-        self.missing = set(range(len(parts)))
-        """Indices of the parts that are not completely here."""
-        self._begun: dict[int, _Slices] = {}
-
-    async def receive(self, call: Call, message: PartMessage) -> Averages:
-        """Receive the payload that belongs to a message.
-
-        Returns:
-            The values of the parts that are complete now; ``None`` for "unchanged".
-
-        Raises:
-            ProtocolError: the message holds something that is not due.
-        """
-        indices = range(message.index, message.index + len(message.parts))
-        if not self.missing.issuperset(indices):
-            raise ProtocolError(f"sent parts {indices}, which are not due")
-        if len(indices) == 1 and call.payload_size < message.parts[0].nbytes:
-            return await self._receive_slice(call, message)
-        parts = [self._parts[index] for index in indices]
-        is_too_large = len(parts) > 1 and sum(part.nbytes for part in parts) > BUNDLE_BYTES
-        if is_too_large or len(parts) > BUNDLE_PARTS or not self._begun.keys().isdisjoint(indices):
-            raise ProtocolError(f"sent parts {indices} as a whole")
-        self.missing.difference_update(indices)
-        try:
-            return await self._vector.receive(call, message.parts, parts)
-        except BaseException:
-            self.missing.update(indices)
-            raise
-
-    def gaps(self) -> list[tuple[int, int]]:
-        """The parts that are not completely here, as ranges in order."""
-        gaps: list[tuple[int, int]] = []
-        for index in sorted(self.missing):
-            if gaps and gaps[-1][1] == index:
-                gaps[-1] = (gaps[-1][0], index + 1)
-            else:
-                gaps.append((index, index + 1))
-        return gaps
-
-    def drop_slices(self) -> None:
-        """Forget the slices of parts that are not completely here: these parts come again as a whole."""
-        self._begun.clear()
-
-    async def _receive_slice(self, call: Call, message: PartMessage) -> Averages:
-        index, header, offset = message.index, message.parts[0], message.offset
-        part = self._parts[index]
-        self._vector.check(header, part)
-        if index not in self._begun:
-            self._begun[index] = _Slices.of(header.nbytes)
-        slices = self._begun[index]
-        size = min(SLICE_BYTES, header.nbytes - offset)
-        if header.nbytes != len(slices.buffer) or offset not in slices.due or call.payload_size != size:
-            raise ProtocolError(f"sent a slice of part {index} which is not due")
-        slices.due.remove(offset)
-        await call.read_payload_into(slices.buffer[offset : offset + size])
-        slices.left -= size
-        if slices.left:
-            return []
-        del self._begun[index]
-        self.missing.remove(index)
-        return [self._vector.decode(header, part, slices.buffer)]

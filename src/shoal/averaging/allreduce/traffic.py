@@ -10,17 +10,105 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from shoal.averaging.allreduce.pace import Pace, Runner
-from shoal.averaging.allreduce.parts import Averages, RoundVector
+from shoal.averaging.allreduce.parts import Averages, Part, RoundVector
 from shoal.averaging.allreduce.reducer import PartReducer
-from shoal.averaging.allreduce.sending import Incoming, Outgoing, send_all
+from shoal.averaging.allreduce.sending import BUNDLE_BYTES, BUNDLE_PARTS, SLICE_BYTES, Outgoing, send_all
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import DescribedPart, PartMessage, PartStatus, Resume, describe_part
+from shoal.compression.base import SerializedTensor, bytes_of
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
+
+
+@dataclass
+class _Slices:
+    """A part of which some slices have come."""
+
+    buffer: memoryview
+    due: set[int]
+    """Offsets of the slices that have not begun to come."""
+    left: int
+    """The number of bytes that have not come."""
+
+    @classmethod
+    def of(cls, nbytes: int) -> _Slices:
+        """Memory for a part whose first slice is about to be read."""
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return cls(bytes_of(memory), set(range(0, nbytes, SLICE_BYTES)), nbytes)
+
+
+class Incoming:
+    """The parts or averages of one member as they arrive."""
+
+    def __init__(self, vector: RoundVector, parts: list[Part]) -> None:
+        self._vector, self._parts = vector, parts
+        self.missing = set(range(len(parts)))
+        """Indices of the parts that are not completely here."""
+        self._begun: dict[int, _Slices] = {}
+
+    async def receive(self, call: Call, message: PartMessage) -> Averages:
+        """Receive the payload that belongs to a message.
+
+        Returns:
+            The values of the parts that are complete now; ``None`` for "unchanged".
+
+        Raises:
+            ProtocolError: the message holds something that is not due.
+        """
+        indices = range(message.index, message.index + len(message.parts))
+        if not self.missing.issuperset(indices):
+            raise ProtocolError(f"sent parts {indices}, which are not due")
+        if len(indices) == 1 and call.payload_size < message.parts[0].nbytes:
+            return await self._receive_slice(call, message)
+        parts = [self._parts[index] for index in indices]
+        is_too_large = len(parts) > 1 and sum(part.nbytes for part in parts) > BUNDLE_BYTES
+        if is_too_large or len(parts) > BUNDLE_PARTS or not self._begun.keys().isdisjoint(indices):
+            raise ProtocolError(f"sent parts {indices} as a whole")
+        self.missing.difference_update(indices)
+        try:
+            return await self._vector.receive(call, message.parts, parts)
+        except BaseException:
+            self.missing.update(indices)
+            raise
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The parts that are not completely here, as ranges in order."""
+        gaps: list[tuple[int, int]] = []
+        for index in sorted(self.missing):
+            if gaps and gaps[-1][1] == index:
+                gaps[-1] = (gaps[-1][0], index + 1)
+            else:
+                gaps.append((index, index + 1))
+        return gaps
+
+    def drop_slices(self) -> None:
+        """Forget the slices of parts that are not completely here: these parts come again as a whole."""
+        self._begun.clear()
+
+    async def _receive_slice(self, call: Call, message: PartMessage) -> Averages:
+        index, header, offset = message.index, message.parts[0], message.offset
+        part = self._parts[index]
+        self._vector.check(header, part)
+        if index not in self._begun:
+            self._begun[index] = _Slices.of(header.nbytes)
+        slices = self._begun[index]
+        size = min(SLICE_BYTES, header.nbytes - offset)
+        if header.nbytes != len(slices.buffer) or offset not in slices.due or call.payload_size != size:
+            raise ProtocolError(f"sent a slice of part {index} which is not due")
+        slices.due.remove(offset)
+        await call.read_payload_into(slices.buffer[offset : offset + size])
+        slices.left -= size
+        if slices.left:
+            return []
+        del self._begun[index]
+        self.missing.remove(index)
+        return [self._vector.decode(header, part, slices.buffer)]
+
 
 # So many bytes of averages are kept for one receiver that has not said that it holds them. Much more are never under
 # way: parts and averages keep in step.
@@ -28,7 +116,10 @@ KEPT_BYTES = 2**26
 
 
 class Kept:
-    """Averages that one receiver has been sent, as they were sent, until it says that it holds them."""
+    """Averages that one receiver has been sent, as they were sent, until it says that it holds them.
+
+    Those of exact codecs are not among them if the vector of this member holds them, too.
+    """
 
     def __init__(self) -> None:
         self._averages: dict[int, DescribedPart] = {}
@@ -107,6 +198,9 @@ class Traffic:
             held=lambda: vector.held[other],
         )
         self._kept = Kept()
+        # Averages of exact codecs need not be kept: this member's own vector holds the same.
+        self._own, self._holds_averages = own, gives and vector.alpha == 1
+        self._given = 0
         self._is_agreed = False
         self.averages_out = Outgoing(
             [part.nbytes for part in ours],
@@ -134,10 +228,24 @@ class Traffic:
     async def _encode_average(self, index: int) -> DescribedPart:
         if (kept := self._kept.get(index)) is not None:
             return kept
+        part = self.vector.parts[self._own][index]
+        is_held = self._holds_averages and not part.codec.lossy
+        if is_held and index < self._given:
+            return describe_part(PartStatus.VALUES, await self._encode_again(index, part))
         encoded, is_delta = await self._reducer.reply(index, self.other)
         average = describe_part(PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded)
-        self._kept.add(index, average)
+        self._given = max(self._given, index + 1)
+        if not is_held:
+            self._kept.add(index, average)
         return average
+
+    async def _encode_again(self, index: int, part: Part) -> SerializedTensor | None:
+        if self.vector.held[self._own] > index:
+            has_average = self.vector.has_average(self._own, index)
+            average = self.vector.values(part) if has_average else None
+        else:
+            average = await self._reducer.peek(index)  # it waits for this member, too
+        return None if average is None else part.compress(average)
 
     def begin(self, calls: int, *, own: bool) -> None:
         """Note that so many calls begin: this member's own ones, or those of the other member."""
