@@ -347,23 +347,21 @@ def rounds(args: argparse.Namespace, report: Report) -> None:
         BehindRouters(start_hosts(lab, [Kind.PUBLIC] * PEERS), start_dht(lab.host("public"))) as crew,
     ):
         public, wrong = crew.rounds(args.rounds)
-    told = " ".join(f"{each:.2f}" for each in public)
-    report.line(
-        "4 public peers, 40 MB, median", f"{middle(public):.2f} s", "(for scale)", not wrong, told + tell_wrong(wrong)
-    )
+    told = tell_rounds(public, wrong)
+    report.line("4 public peers, 40 MB, median", f"{middle(public):.2f} s", "(for scale)", not wrong, told)
     with Laboratory() as lab:
         seed = Caller(lab.host(Kind.PUBLIC))
         hosts = start_hosts(lab, [Kind.PORT_RESTRICTED] * PEERS)
         with BehindRouters(hosts, [each for each in seed.addresses() if "/11." in each]) as crew:
             easy, wrong = crew.rounds(args.rounds)
             carried = seed.ask("metrics")["bytes_carried"]
-            ratio, told = middle(easy) / middle(public), " ".join(f"{each:.2f}" for each in easy)
+            ratio, told = middle(easy) / middle(public), tell_rounds(easy, wrong)
             report.line(
                 "4 easy private peers and a public one",
                 f"{ratio:.2f} × public",
                 "1.10 ×",
                 ratio <= 1.10 and not wrong,
-                told + tell_wrong(wrong),
+                told,
             )
             is_held = carried < MOST_CARRIED
             report.line("… carried by the relay", f"{carried / 1e3:.0f} kB", "100 kB", is_held)
@@ -373,18 +371,19 @@ def rounds(args: argparse.Namespace, report: Report) -> None:
         at = start_dht(lab.host(Kind.PUBLIC))
         with BehindRouters(start_hosts(lab, kinds), at) as crew:
             hard, wrong = crew.rounds(args.rounds)
-    ratio, told = middle(hard) / middle(public), " ".join(f"{each:.2f}" for each in hard)
+    ratio, told = middle(hard) / middle(public), tell_rounds(hard, wrong)
     report.line(
         "2 of 4 symmetric, relay without a limit",
         f"{ratio:.2f} × public",
         "1.5 ×",
         ratio <= 1.5 and not wrong,
-        told + tell_wrong(wrong),
+        told,
     )
 
 
-def tell_wrong(errors: Sequence[str]) -> str:
-    return f"   {len(errors)} rounds went wrong, the first: {' '.join(errors[0].split())[:300]}" if errors else ""
+def tell_rounds(taken: Sequence[float], errors: Sequence[str]) -> str:
+    told = " ".join(f"{each:.2f}" for each in taken)
+    return told + (f"   {len(errors)} went wrong: {' '.join(errors[0].split())[:300]}" if errors else "")
 
 
 def disturb_rounds(
@@ -412,7 +411,7 @@ def disturb_rounds(
             f"{worst:+.1f} s, {len(over)} of {args.disturbed}",
             f"{most:g} s, 100 %",
             not errors and worst <= most,
-            " ".join(f"{each:+.1f}" for each in over) + (f" {errors[0][:300]}" if errors else ""),
+            " ".join(f"{each:+.1f}" for each in over) + (f" {' '.join(errors[0].split())[:300]}" if errors else ""),
         )
 
 
