@@ -19,6 +19,8 @@ import psutil
 if TYPE_CHECKING:
     from wide_area import Host
 
+    from tests.nat.laboratory import Host as HostBehindRouter
+
 HERE = Path(__file__).parent
 ANSWER_LIMIT_SECONDS = 300
 
@@ -52,7 +54,9 @@ class Crew:
         arguments: further options of the script.
     """
 
-    def __init__(self, script: str, library: str, peers: int, hosts: Sequence[Host] = (), **arguments: Any) -> None:
+    def __init__(
+        self, script: str, library: str, peers: int, hosts: Sequence[Host | HostBehindRouter] = (), **arguments: Any
+    ) -> None:
         self.library = library
         self.broken = False
         """Some peers were killed or stopped: the others are not asked to leave politely."""

@@ -63,7 +63,7 @@ class Peer(ABC):
         self.base = [torch.randn(shape, generator=generator) for shape in shapes]
 
     @abstractmethod
-    def open(self) -> Any:
+    def open(self, initial_peers: list[str] | None = None) -> Any:
         """Start; returns the address that the others need (asked of peer 0 alone)."""
 
     @abstractmethod
@@ -100,7 +100,7 @@ class GlooPeer(Peer):
 
     version = torch.__version__
 
-    def open(self) -> str:
+    def open(self, initial_peers: list[str] | None = None) -> str:
         self.meeting_place = tempfile.TemporaryDirectory(prefix="shoal-benchmark-")
         return f"file://{self.meeting_place.name}/rendezvous"
 
@@ -155,8 +155,8 @@ class AveragerPeer(Peer):
         self.options = options
         self.listen = {"host_maddrs": [f"/ip4/{address}/tcp/0"]}
 
-    def open(self) -> list[str]:
-        self.dht = self.library.DHT(start=True, **self.listen)
+    def open(self, initial_peers: list[str] | None = None) -> list[str]:
+        self.dht = self.library.DHT(initial_peers=initial_peers or [], start=True, **self.listen)
         return [str(address) for address in self.dht.get_visible_maddrs()]
 
     def join(self, address: list[str]) -> None:

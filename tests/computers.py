@@ -135,13 +135,18 @@ class Computer:
         ip("netns", "add", namespace)
         self.ip("link", "set", "lo", "up")
 
+    @property
+    def launcher(self) -> list[str]:
+        """What to put before a command so that it runs here."""
+        return ["ip", "netns", "exec", self.namespace]
+
     def ip(self, *words: object) -> None:
         """Run the ``ip`` command on this computer."""
         ip("-n", self.namespace, *words)
 
     def run(self, *words: object, text: str = "") -> str:
         """Run any command here, see :func:`run`."""
-        return run("ip", "netns", "exec", self.namespace, *words, text=text)
+        return run(*self.launcher, *words, text=text)
 
     def start(
         self,

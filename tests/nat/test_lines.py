@@ -154,7 +154,9 @@ def left_of(name: str) -> list[str]:
 
 
 def wires_of(name: str) -> list[psutil.Process]:
-    return [each for each in psutil.process_iter() if name in each.cmdline() and "tests.nat.wire" in each.cmdline()]
+    words = {"tests.nat.wire", name}
+    # Processes may end meanwhile; psutil then knows no words of theirs.
+    return [each for each in psutil.process_iter(["cmdline"]) if words <= set(each.info["cmdline"] or ())]
 
 
 def test_nothing_is_left_of_a_laboratory() -> None:
@@ -189,7 +191,6 @@ def test_the_next_laboratory_removes_what_is_left_if_the_wire_was_killed_too(
     process.send_signal(signal.SIGKILL)
     process.wait()
     psutil.wait_procs([wire], LIMIT_SECONDS)
-    assert len(left_of(name)) == 3
-    with Laboratory():
+    with Laboratory():  # or one of another process, if tests run elsewhere on this machine
         assert not left_of(name)
         assert not homes.exists()
