@@ -50,7 +50,6 @@ WITH_PROCESSES = {
 }
 """Tests that start processes, which need the machine's cores: of each kind, one at a time."""
 ON_HOSTS = (
-    "tests/nat/",
     *("tests/system/test_hosts.py", "tests/system/test_outages.py", "tests/system/test_two_machines.py"),
     "tests/nat/",
 )

@@ -206,7 +206,7 @@ def check_same(*trainers):
         {"fragments": 2, "fragment_sync_delay": 1},
         {"fragments": 2, "fragment_sync_delay": None},
     ],
-    ids=str,
+    ids=["float32", "float16", "bfloat16", "8 bits", "float16 and back float32", "delayed", "when it is over"],
 )
 def test_all_peers_have_the_same_bits(make_dhts, make_trainers, options):
     trainers = make_trainers(make_dhts(3), **options)
