@@ -28,7 +28,6 @@ from shoal.optim.outer.diloco import DiLoCo
         ({"max_staleness": -1}, ValueError, "max_staleness"),
         ({"batch_size_per_step": 0}, ValueError, "batch_size_per_step"),
     ],
-    ids=str,
 )
 def test_options_that_cannot_be(make_dhts, options, error, message):
     (dht,) = make_dhts(1)
