@@ -11,7 +11,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +114,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     loop = new_event_loop()
     try:
         asyncio.set_event_loop(loop)
-        loop.run_until_complete(run_alone(pyfuncitem.obj(**arguments)))
+        loop.run_until_complete(_in_time(pyfuncitem, run_alone(pyfuncitem.obj(**arguments))))
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         asyncio.set_event_loop(None)
         loop.close()
     return True
+
+
+async def _in_time(item: pytest.Function, test: Coroutine[Any, Any, None]) -> None:
+    """Await a test for as long as it may take: pytest-timeout works by a signal, which a waiting uvloop ignores."""
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker is not None and marker.args else item.config.getini("timeout"))
+    async with asyncio.timeout(limit or None):
+        await test
 
 
 class Belongings:
