@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.compression import SerializedTensor, SparseTensor, TopKCompression, deserialize_torch_tensor
 from shoal.compression.floating import CHUNK
+from tests.code_paths import check_same_on_both
 from tests.compression.codecs import EVERY, FLOATING, SPARSE, compressed, info_of, name_of, restored
 
 BLOCK = 4096
@@ -302,19 +300,4 @@ def digest() -> str:
 
 
 def test_both_code_paths_of_torch_send_and_read_the_same_bits() -> None:
-    script = "import torch; from tests.compression.test_topk import digest; "
-    script += "print(torch.backends.cpu.get_cpu_capability(), digest())"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env={**os.environ, "ATEN_CPU_CAPABILITY": path, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for path in ("default", "avx2")
-    ]
-    answers = [process.communicate()[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    (plain_path, plain), (_, fast) = answers
-    assert plain_path == "DEFAULT"
-    assert plain == fast
+    check_same_on_both("tests.compression.test_topk")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -29,6 +26,7 @@ from shoal.compression import (
 )
 from shoal.optim.outer.compressor import Compressor, Outgoing, default_feedback
 from shoal.optim.outer.outer_state import OuterState
+from tests.code_paths import check_same_on_both
 from tests.compression.codecs import name_of
 from tests.optim.outer.quadratic import A, B, train
 
@@ -304,19 +302,4 @@ def digest() -> str:
 
 
 def test_both_code_paths_of_torch_make_the_same_rounds() -> None:
-    script = "import torch; from tests.optim.outer.test_compressor import digest; "
-    script += "print(torch.backends.cpu.get_cpu_capability(), digest())"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env={**os.environ, "ATEN_CPU_CAPABILITY": path, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for path in ("default", "avx2")
-    ]
-    answers = [process.communicate()[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    (plain_path, plain), (_, fast) = answers
-    assert plain_path == "DEFAULT"
-    assert plain == fast
+    check_same_on_both("tests.optim.outer.test_compressor")
