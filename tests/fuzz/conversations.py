@@ -25,6 +25,7 @@ from shoal.p2p.handshake import ALPN, PROOF_BYTES, proof_message, prove_to_liste
 from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.p2p.membership import judge_listener
 from shoal.p2p.memory import MemoryNetwork
+from shoal.p2p.server import Server
 from shoal.p2p.tcp_stream import TcpStream
 from shoal.p2p.transport import Session, decode_header
 from tests.fuzz.fuzzing import Target
@@ -38,6 +39,8 @@ ADDRESS = Multiaddr("/ip4/127.0.0.1/tcp/1")
 MESSAGES = messages([])
 JUDGE = functools.partial(judge_listener, None, LISTENER.peer_id)
 SOMEBODY = Identity.generate().peer_id
+LISTENS_SECONDS = 0.05
+"""A node that reads nothing more for so long waits for something else, as one does that has given a reservation."""
 
 
 def _connection(script: bytes, memory: HeaderMemory) -> Connection:
@@ -158,6 +161,16 @@ async def _frame(hostile: tuple[type[Header], bytes]) -> str:
 # --- a node -----------------------------------------------------------------------------------------------------------
 
 
+async def _serve(server: Server, stream: ScriptedStream) -> None:
+    """Let it serve a stranger, who leaves when the node listens no more."""
+    server.accept(stream)
+    while tasks := server.tasks():
+        left = stream.left
+        await asyncio.wait(tasks, timeout=LISTENS_SECONDS)
+        if stream.left == left:
+            stream.close()
+
+
 class Victim:
     """A node of the table in memory, made anew now and then, because it keeps what it accepts."""
 
@@ -195,9 +208,7 @@ class Victim:
         assert self.node is not None
         server, dropped = self.node.p2p.server, self.node.p2p.metrics.connections_dropped
         before = dropped.copy()
-        server.accept(ScriptedStream(script, SOMEBODY))
-        while tasks := server.tasks():
-            await asyncio.wait(tasks)
+        await _serve(server, ScriptedStream(script, SOMEBODY))
         [reason, *more] = (dropped - before) or ["left"]
         assert not more
         return reason
@@ -253,9 +264,7 @@ class PrivatePeer:
         before = refused.copy()
         stream = ScriptedStream(script, SOMEBODY)
         stream.shown_badge = badge
-        server.accept(stream)
-        while tasks := server.tasks():
-            await asyncio.wait(tasks)
+        await _serve(server, stream)
         [reason] = refused - before
         assert self.p2p.metrics.calls_served == 0
         assert SOMEBODY not in self.p2p.address_book

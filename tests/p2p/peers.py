@@ -214,6 +214,11 @@ class ScriptedStream(Stream):
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def left(self) -> int:
+        """Bytes of the script that nobody has read yet."""
+        return len(self._script)
+
     async def write(self, *buffers: Buffer) -> None:
         if self._closed:
             raise self._end

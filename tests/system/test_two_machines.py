@@ -77,11 +77,24 @@ def test_printed_address_still_works_after_the_seed_was_started_again(hosts: lis
     assert there.start("keep_in_touch.py", printed[0]).wait_for("addresses", START_LIMIT_SECONDS)
 
 
-def test_who_listens_on_loopback_alone_is_told_what_to_do(hosts: list[Host]) -> None:
+DEAF = {"SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0"}
+
+
+def test_who_listens_on_loopback_alone_is_called_through_the_seed(hosts: list[Host]) -> None:
     here, there = hosts
     first = here.start("keep_in_touch.py")
     [address, *_] = first.wait_for("addresses", START_LIMIT_SECONDS)["addresses"]
-    deaf = there.start("keep_in_touch.py", address, environment={"SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0"})
+    deaf = there.start("keep_in_touch.py", address, environment=DEAF)
+    own = deaf.wait_for("addresses", START_LIMIT_SECONDS)["addresses"]
+    assert f"{address}/p2p-circuit" in [each.rpartition("/p2p/")[0] for each in own]
+
+
+def test_who_listens_on_loopback_alone_and_wants_no_relay_is_told_what_to_do(hosts: list[Host]) -> None:
+    here, there = hosts
+    first = here.start("keep_in_touch.py")
+    [address, *_] = first.wait_for("addresses", START_LIMIT_SECONDS)["addresses"]
+    program = "import shoal, sys; shoal.DHT(sys.argv[1:], force_reachability='public', start=True)"
+    deaf = there.start("-c", program, address, environment=DEAF)
     assert deaf.wait(START_LIMIT_SECONDS) != 0
     for words in ("which is this machine alone", "host_maddrs=", "SHOAL_HOST_MADDRS", "client_mode=True"):
         assert words in deaf.errors()
@@ -107,7 +120,7 @@ while True:
 def test_peers_of_one_run_that_cannot_call_each_other_say_so_once(hosts: list[Host]) -> None:
     here, there = hosts
     _, [address, *_] = start_seed(here)
-    deaf = here.start("-c", TRAIN, address, environment={"SHOAL_HOST_MADDRS": "/ip4/127.0.0.1/tcp/0"})
+    deaf = here.start("-c", TRAIN, address, environment=DEAF)
     own = deaf.wait_for_line(f"at ({ADDRESS})", START_LIMIT_SECONDS)[1]
     assert own.startswith("/ip4/127.0.0.1/"), "it joins through a seed on its machine, which can call it"
     warned = there.start("-c", TRAIN, address)

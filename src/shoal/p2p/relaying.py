@@ -42,7 +42,7 @@ from shoal.p2p.relay_messages import (
     Reserve,
     Reserved,
 )
-from shoal.p2p.service import P2PContext, ServicerBase, patient
+from shoal.p2p.service import P2PContext, ServicerBase, patient, receive_only
 from shoal.p2p.tcp_listener import HostRates, host_of
 from shoal.p2p.transport import Session
 from shoal.tasks import cancel_and_wait
@@ -171,9 +171,7 @@ class Relay(ServicerBase):
     @patient
     async def rpc_reserve(self, call: Call, context: P2PContext) -> None:
         """A reservation: begins, lives and ends with this call."""
-        request = await call.receive(Reserve)
-        if request is None:
-            return
+        request = await receive_only(call, Reserve, context.handle_name)
         stream = call.connection.stream
         seen_at = "" if stream.remote_address is None or stream.is_relayed else str(stream.remote_address)
         host = _host_of(seen_at, context.remote_id)
