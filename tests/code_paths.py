@@ -9,7 +9,12 @@ import sys
 
 def check_same_on_both(module: str) -> None:
     """Let two processes call the function ``digest`` of a module of tests, one on each path: both find the same."""
-    script = f"import torch; from {module} import digest; print(torch.backends.cpu.get_cpu_capability(), digest(), sep='\\n')"
+    script = f"""
+import torch
+from {module} import digest
+print(torch.backends.cpu.get_cpu_capability())
+print(digest())
+"""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script],
