@@ -12,10 +12,11 @@ from shoal.errors import DialError, IdentityMismatchError, NoRelayError, NoReser
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.p2p.answering import MAX_ANSWERS, may_be_dialled
 from shoal.p2p.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks
-from shoal.p2p.circuits import HEAD_START, REVERSE_SECONDS
+from shoal.p2p.circuits import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.p2p.connection_pool import CIRCUIT_SECONDS, CIRCUIT_STAGGER
 from shoal.p2p.identity import circuit_address
 from shoal.p2p.memory import MemoryNetwork
+from shoal.p2p.pipes import PipeEnd
 from shoal.p2p.relay_messages import Incoming, Reach
 from shoal.p2p.transport import COOKIE_BYTES, Stream
 from shoal.testing import run
@@ -181,6 +182,25 @@ def test_a_silent_relay_costs_a_moment_if_there_is_another_one() -> None:
             assert asyncio.get_running_loop().time() - began == pytest.approx(CIRCUIT_STAGGER, abs=0.1)
             with pytest.raises(DialError, match=f"no connection to peer .* within {CIRCUIT_SECONDS:g} s"):
                 await caller.circuits.dial(first, guest.peer_id)
+
+    run(main())
+
+
+def test_a_relay_is_asked_again_if_the_connection_to_it_has_broken_without_a_sign() -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relay = await peers.relay()
+            guest, caller = await peers.guest(), await peers.caller()
+            tell(caller, guest)
+            assert await square(caller, guest) == 9
+            caller.pool.end_idle(guest.peer_id)
+            assert caller.pool.count_of(relay.peer_id)
+            for connection in relay.connections_from(caller.peer_id):
+                assert isinstance(connection.stream, PipeEnd)
+                connection.stream.end()  # the other side does not hear of it
+            began = asyncio.get_running_loop().time()
+            assert await square(caller, guest) == 9
+            assert asyncio.get_running_loop().time() - began == pytest.approx(ANSWER_SECONDS, abs=0.1)
 
     run(main())
 

@@ -20,6 +20,7 @@ from shoal.compression.base import SerializedTensor, TensorMetadata
 from shoal.errors import (
     DialError,
     InterruptedDialError,
+    NoReservationError,
     P2PDaemonError,
     P2PHandlerError,
     ProtocolError,
@@ -326,8 +327,14 @@ class RoundStatus(IntEnum):
     """Over for this member, without a result."""
 
 
-class StatusRequest(Header):
+class StatusRequest(Header, omit_defaults=True):
+    """Asks a member about a round, and tells it what it may not know yet: that calls between the two have broken."""
+
     round_id: RoundID
+    resume: Count = 0
+    """All calls on which the two exchange parts are broken, if they have begun anew less often than this."""
+    is_link_broken: bool = False
+    """The call with which one of the two follows the other one as its coordinator is broken."""
 
 
 class StatusReply(Header):
@@ -412,29 +419,41 @@ async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Cal
 
 # A member whose connection broke is waited for so many seconds, unless it is known that it is dead.
 RESUME_SECONDS = 3.0
+# Or so many, as long as it shows in some other way that it lives. A router that has forgotten its connections may leave
+# it unreachable until its relays hear of it again.
+RETURN_SECONDS = 15.0
 
 
 @asynccontextmanager
-async def open_again(open_call: Callable[[], AbstractAsyncContextManager[Call]]) -> AsyncIterator[Call]:
+async def open_again(
+    open_call: Callable[[], AbstractAsyncContextManager[Call]], heard_at: Callable[[], float]
+) -> AsyncIterator[Call]:
     """Open a call to a member whose connection has just broken. It is dialled for ``RESUME_SECONDS``.
+
+    Args:
+        heard_at: tells the loop time of the member's last sign of life. As long as there are some, it is dialled again,
+            for ``RETURN_SECONDS`` at most.
 
     Raises:
         RefusedDialError: it is dead.
         DialError, TimeoutError: it could not be reached in time.
     """
     now = asyncio.get_running_loop().time
-    deadline = now() + RESUME_SECONDS
+    begun = since = now()
     async with AsyncExitStack() as stack:
         while True:
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(since + RESUME_SECONDS):
                     call = await stack.enter_async_context(open_call())
                 break
-            except RefusedDialError:
-                raise
-            except DialError:
-                if now() + REDIAL_PAUSE > deadline:
+            except (DialError, TimeoutError) as e:
+                is_dead = isinstance(e, RefusedDialError) and not isinstance(e, NoReservationError)
+                if is_dead or (isinstance(e, NoReservationError) and heard_at() <= begun):
                     raise
+                if now() + REDIAL_PAUSE > since + RESUME_SECONDS:
+                    if heard_at() <= since or now() > begun + RETURN_SECONDS:
+                        raise
+                    since = now()
                 await asyncio.sleep(REDIAL_PAUSE)
         yield call
 

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 REVERSE_SECONDS = 2.0
 """How long a peer that asked to be called waits, before it goes through the relay after all."""
+ANSWER_SECONDS = 2.0
+"""How long a relay has to answer on a connection that it had before; then it is asked over a new one."""
 HEAD_START = 0.5
 """How much longer a direct connection may take than the relayed one, and still be preferred."""
 
@@ -153,6 +155,12 @@ class Circuits:
         DIRECT_ONLY.set(True)
         try:
             handle = Relay.handle_name(method, None)
+            if self._p2p.pool.count_of(relay):
+                try:
+                    return await self._p2p.call(relay, handle, request, Connected, ANSWER_SECONDS, roles=ANY_ROLE)
+                except TimeoutError:
+                    # The connection may have broken without a sign.
+                    self._p2p.pool.end_idle(relay)
             return await self._p2p.call(relay, handle, request, Connected, roles=ANY_ROLE)
         except NotAMemberError:
             raise

@@ -61,6 +61,13 @@ class PipeEnd(Stream):
             if self._closed:
                 raise StreamClosedError("the other side closed the connection")
 
+    def write_if_free(self, data: bytes) -> bool:
+        if self._closed or self.other._unread > WINDOW_BYTES:
+            return False
+        self.other._unread += len(data)
+        self.send(data)
+        return True
+
     def arrive(self, piece: Piece) -> None:
         """A piece has come from the other end."""
         if piece is None:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.averaging.allreduce.members import Link, Member, Standing
-from shoal.averaging.allreduce.questions import ask_for_status
+from shoal.averaging.allreduce.questions import wait_for_return
 from shoal.averaging.allreduce.recovery import Plan, Recovery, make_plan
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     PEER_FAILURES,
-    RESUME_SECONDS,
+    RETURN_SECONDS,
     RoundKind,
     RoundMessage,
     RoundStatus,
@@ -30,7 +30,7 @@ from shoal.averaging.messages import (
     reason_of,
     show_life,
 )
-from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError, RefusedDialError, StreamClosedError
+from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.logs import counted
 from shoal.p2p import Call
 from shoal.tasks import cancel_and_wait, first_completed
@@ -128,8 +128,9 @@ class Coordination:
             await link.shared.send(RoundMessage(kind=RoundKind.LATE))
         alive = asyncio.ensure_future(show_life(link.shared, self._silence))
         try:
-            while await self._serve_message(link, member):
-                pass
+            with self.allreduce.pairs[member.index].link.watching(call):
+                while await self._serve_message(link, member):
+                    pass
         except BaseException as e:
             if member.link is link and not self._committed:
                 self._note_broken(member, link, e)
@@ -182,20 +183,16 @@ class Coordination:
         waiting.add_done_callback(self._waiting.pop)
 
     async def _wait_for_return(self, member: Member, link: Link) -> None:
-        reason = "its connection broke, and it did not come back"
-        try:
-            async with asyncio.timeout(RESUME_SECONDS):
-                if member.mode is not AveragingMode.CLIENT:  # which cannot be called
-                    stub = self.allreduce.get_stub(member.peer_id)
-                    status = await ask_for_status(stub, self.allreduce.round_id)
-                    if status in (RoundStatus.UNKNOWN, RoundStatus.LEFT):
-                        raise ProtocolError("has left the round")
-                await link.replaced.wait()
-        except (RefusedDialError, ProtocolError) as e:
-            reason = reason_of(e)
-        except TimeoutError as e:
-            logger.debug("%s: %r", member.peer_id, e)
-        self._lost(member, link, reason)
+        is_client = member.mode is AveragingMode.CLIENT  # which cannot be called
+        reason = await wait_for_return(
+            None if is_client else self.allreduce.get_stub(member.peer_id),
+            StatusRequest(round_id=self.allreduce.round_id, is_link_broken=True),
+            link.replaced,
+            lambda: self.allreduce.pairs[member.index].traffic.heard_at,
+            lambda status: status in (RoundStatus.UNKNOWN, RoundStatus.LEFT),
+        )
+        if reason is not None:
+            self._lost(member, link, reason)
 
     async def _commit_again(self, call: Call, member: Member, commit: RoundMessage) -> None:
         """Tell a member the result that was under way when its connection broke."""
@@ -214,7 +211,7 @@ class Coordination:
     async def wait_until_confirmed(self) -> None:
         """Wait until the members have confirmed the commit. Those whose connection broke have time to come back."""
         if self._unconfirmed:
-            await first_completed(self._confirmed.wait(), timeout=RESUME_SECONDS)
+            await first_completed(self._confirmed.wait(), timeout=RETURN_SECONDS)
 
     def _lost(self, member: Member, link: Link, reason: str) -> None:
         """Give a member up, unless it has come back with another link."""
