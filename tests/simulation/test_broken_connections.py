@@ -112,6 +112,26 @@ def test_who_vanishes_after_a_cut_is_waited_for_no_longer_than_that(position):
         assert broken.seconds < 2 * undisturbed.seconds + 0.7 + RESUME_SECONDS
 
 
+def test_who_is_out_of_reach_of_one_reducer_is_named_by_all():
+    """Both live, and all end with the same averages. Some of these lack somebody, and every result says so."""
+    undisturbed = calm("mean")
+
+    def part(broken):
+        one, other = broken.host_of(1), broken.host_of(2)
+        broken.network.partition([one], [other])
+        broken.network.break_connections(one, other)
+
+    broken = Broken(at(undisturbed.seconds / 2, part))
+    assert all(torch.equal(tensor, broken.tensors[0]) for tensor in broken.tensors)
+    for node, step in zip(broken.nodes, broken.steps, strict=True):
+        result, position = step.round, broken.group.index(node.p2p.peer_id)
+        assert result.share_averaged == 1
+        away = {broken.group[1], broken.group[2]}
+        missed = {broken.group[3 - position]} if position in (1, 2) else set()
+        assert set(result.failed_peers) == missed
+        assert set(result.left_out_peers) == away - missed
+
+
 def test_who_leaves_is_not_waited_for():
     undisturbed = calm("mean")
     moment = undisturbed.seconds / 2

@@ -156,7 +156,7 @@ class Coordination:
                 raise ProtocolError("malformed report")
             if self._verification is not None:
                 self._verification.take_report(member.index, message)
-            self.roster.note_told_not_finite(message.not_finite, member.index)
+            self.roster.note_told(message, member.index)
             self.allreduce.book.take_report(message.statements)
             link.held, link.obsolete = message.held, False
             self._changed.set()
@@ -387,6 +387,7 @@ class Coordination:
             weights=self.allreduce.weights,
             members=sorted(self.roster.dead),
             not_finite=sorted(self.roster.seen_not_finite | self.roster.told_not_finite),
+            left_out=sorted(self.roster.left_out),
         )
         commit.untrue, commit.statements = self.allreduce.book.show_proofs()
         if self._verification is not None:
