@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "three": {"modes": (NODE, NODE, NODE)},
     "small parts": {"part_size_bytes": 64},
     "large parts": {"part_size_bytes": 2048},
+    "half of the way": {"averaging_alpha": 0.5},
 }
 
 
@@ -62,6 +63,7 @@ class Member:
         failed, left_out: who has, as the result says.
         counted: who has a weight, as the result says.
         values: what it had when its step ended.
+        alpha: how far its values have moved to the averages.
     """
 
     index: int
@@ -71,6 +73,7 @@ class Member:
     left_out: set[int]
     counted: set[int]
     values: torch.Tensor
+    alpha: float = 1.0
 
     @property
     def is_whole(self) -> bool:
@@ -88,7 +91,8 @@ class Member:
         Raises:
             AssertionError: a value is the mean of nobody.
         """
-        codes = self.values - torch.arange(len(self.values), dtype=torch.float32)
+        averages = (self.values - (1 - self.alpha) * own_values(self.index)) / self.alpha
+        codes = averages - torch.arange(len(self.values), dtype=torch.float32)
         return {_members_of(code, self.senders) for code in codes.div(MARK).unique().tolist()}
 
     def check(self) -> None:
@@ -239,7 +243,8 @@ def disturbed_round(kind: str, seed: int, *, with_deaths: bool = False) -> list[
         left_out = {index_of[peer] for peer in result.left_out_peers}
         weights = zip(result.peers, result.weights, strict=True)
         counted = {index_of[peer] for peer, weight in weights if weight}
-        members.append(Member(index, result, senders, failed, left_out, counted, ended[index]))
+        alpha = options.get("averaging_alpha", 1.0)
+        members.append(Member(index, result, senders, failed, left_out, counted, ended[index], alpha))
     return members
 
 
@@ -251,7 +256,7 @@ def check(kind: str, seed: int, *, with_deaths: bool = False) -> Counter[str]:
         member.check()
     whole: dict[bytes, Member] = {}
     for member in members:
-        if member.is_whole:
+        if member.is_whole and member.alpha == 1:
             first = whole.setdefault(member.result.group_id, member)
             same = torch.equal(member.values, first.values)
             assert same, f"{first.index} and {member.index} hold averages of everything, but not the same"

@@ -318,7 +318,7 @@ class Completion:
         else:
             # Nobody has joined this member, and it got no averages. The others may have finished without it, and may
             # hold the result for it.
-            has_results = any(self.allreduce.vector.held)
+            has_results = any(self.allreduce.vector.held) or not self.roster.is_sender  # an auxiliary never gets any
             is_late = self._quorum is not None and bool(self.roster.failed) and not has_results
         if is_late:
             await self.allreduce.abandon()
