@@ -367,6 +367,27 @@ async def test_a_relay_that_announces_crowds_is_answered_a_little(caplog: pytest
         await until(lambda: not guest.answering.tasks)
 
 
+async def test_an_unexpected_error_of_an_answer_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Relayed("memory") as peers:
+        relay = await peers.relay()
+        guest, caller = await peers.guest(), await peers.caller()
+        addresses = tell(caller, guest)
+
+        async def break_down(*args: object, **options: object) -> list[Circuit]:
+            raise KeyError("no such thing")
+
+        monkeypatch.setattr("shoal.p2p.answering.open_circuits", break_down)
+        told = Incoming(peer=caller.peer_id.to_bytes(), cookies=[bytes(COOKIE_BYTES)])
+        for _ in range(3):
+            guest.answering.answer(relay.peer_id, addresses, told)
+        await until(lambda: not guest.answering.tasks)
+        (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        for said in (caller.peer_id, relay.peer_id, "KeyError", "no such thing"):
+            assert str(said) in line
+
+
 # --- with direct connections on the way -------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from shoal.averaging.allreduce.silence import SILENT_SECONDS
 from shoal.averaging.messages import RESUME_SECONDS
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.testing import Link
-from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, at, cuts
+from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, Interfere, at, cuts
 
 KINDS = {
     "mean": {},
@@ -111,6 +111,47 @@ def test_who_vanishes_after_a_cut_is_waited_for_no_longer_than_that(position):
         assert len(broken.results) == SIZE - 1
         assert all(result.share_averaged == 1 for result in broken.results)
         assert broken.seconds < 2 * undisturbed.seconds + 0.7 + RESUME_SECONDS
+
+
+def away(one: int, other: int) -> Interfere:
+    """Two members do not reach each other any more."""
+
+    def part(broken):
+        hosts = broken.host_of(one), broken.host_of(other)
+        broken.network.partition(*([host] for host in hosts))
+        broken.network.break_connections(*hosts)
+
+    return part
+
+
+@pytest.mark.parametrize("position", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["mean", "one call each"])
+def test_who_loses_the_coordinator_alone_gets_the_result_from_the_next_one(kind, position):
+    """It has averaged its parts without the coordinator, who has had them averaged again without it. Whoever comes when
+    all have left lacks a share, and says so; so does the next one itself."""
+    undisturbed, results = calm(kind), []
+    for part in (0, 1, 2):
+        broken = Broken(at(part * undisturbed.seconds / 4, away(0, position)), **KINDS[kind])
+        whole = [
+            tensor for tensor, result in zip(broken.tensors, broken.results, strict=True) if result.share_averaged == 1
+        ]
+        assert len(whole) >= SIZE - 1
+        assert all(torch.equal(tensor, whole[0]) for tensor in whole)
+        results += broken.results
+    assert position == 1 or any(result.late for result in results)
+
+
+def test_who_is_out_of_reach_of_one_reducer_is_named_by_all():
+    """Both live, and all end with the same averages. Some of these lack somebody, and every result says so."""
+    broken = Broken(at(calm("mean").seconds / 2, away(1, 2)))
+    assert all(torch.equal(tensor, broken.tensors[0]) for tensor in broken.tensors)
+    for node, step in zip(broken.nodes, broken.steps, strict=True):
+        result, position = step.round, broken.group.index(node.p2p.peer_id)
+        assert result.share_averaged == 1
+        parted = {broken.group[1], broken.group[2]}
+        missed = {broken.group[3 - position]} if position in (1, 2) else set()
+        assert set(result.failed_peers) == missed
+        assert set(result.left_out_peers) == parted - missed
 
 
 def test_who_leaves_is_not_waited_for():

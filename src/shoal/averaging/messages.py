@@ -241,6 +241,8 @@ class PartMessage(Header, array_like=True):
     held: Count = 0
     """How many averages of the receiver the sender holds, from the first one on. They need not be kept any longer for
     the case that a connection breaks."""
+    left_out: list[Count] = msgspec.field(default_factory=list)
+    """If these are averages: members without whose values the reducer has averaged these parts, or others so far."""
 
 
 class RoundKind(IntEnum):
@@ -291,6 +293,9 @@ class RoundMessage(Header, omit_defaults=True):
     not_finite: list[Count] = msgspec.field(default_factory=list)
     """In a report: members whose values the reporter has left out, because they are not finite. In a commit: the
     members from all reports."""
+    left_out: list[Count] = msgspec.field(default_factory=list)
+    """In a report: members without whose values the reporter has averaged some parts, because it had given them up. In
+    a commit: the members from all reports."""
     norms: list[Norm] = msgspec.field(default_factory=list)
     """In a greeting: as in :class:`BeginReduce`."""
     statements: list[Statement] = msgspec.field(default_factory=list)

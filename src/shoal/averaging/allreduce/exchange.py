@@ -127,6 +127,7 @@ class AllReduce:
         local = self.vector.sound_values if roster.is_sender else None
         on_not_finite, combiner = roster.seen_not_finite.add, self.book.make_combiner()
         reducer = PartReducer(parts, senders, local, own, {own: self.weight}, on_not_finite, combiner)
+        reducer.left_out = roster.left_out
         if self.verification is not None:
             reducer.on_average = functools.partial(self.verification.note, self.own_index)
         return reducer
@@ -282,6 +283,7 @@ class AllReduce:
             late=roster.own.late,
             duration=duration,
             not_finite_peers=tuple(self.group.peer_ids[i] for i in sorted(not_finite)),
+            left_out_peers=tuple(self.group.peer_ids[i] for i in roster.left_out_alive),
         )
 
     def weight_of(self, member: Member) -> float:
