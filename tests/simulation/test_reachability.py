@@ -11,6 +11,7 @@ from shoal.averaging.control import AveragingMode
 from shoal.averaging.node import AveragerNode
 from shoal.dht import DHTNode
 from shoal.dht.seat import STEP_DOWN_SECONDS
+from shoal.p2p import reservations
 from shoal.p2p.reachability import Reach, Reachability
 from shoal.testing import Nat, make_averager, run, start_step
 from tests.simulation.routers import Internet
@@ -74,6 +75,26 @@ def test_who_cannot_be_called_takes_part_as_a_client_for_the_time_being() -> Non
         assert private.protocol.is_node
         assert private.node_id in public.protocol.routing_table
         assert await average(internet, averagers) == [2, 2]
+
+    run(main())
+
+
+def test_relays_are_found_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservations, "MAX_KNOWN", 1)  # what others have said of themselves is forgotten
+
+    async def main() -> None:
+        internet = Internet()
+        public = [await internet.start() for _ in range(4)]
+        private = await internet.start(Nat())
+        held = private.p2p.reservations.held
+        await asyncio.sleep(60)
+        assert len(held) == 2
+        left = {node.peer_id for node in public} - {*held}
+        for relay in list(held):
+            internet.network.host_of(relay).crash()
+        await asyncio.sleep(15)
+        assert {*held} == left
+        assert private.p2p.reachability is Reachability.RELAYED
 
     run(main())
 
