@@ -69,6 +69,20 @@ async def test_several_at_once(kind: str) -> None:
         assert await square(caller, guest) == 9
 
 
+async def test_several_at_once_to_who_seems_to_be_near() -> None:
+    async with Relayed("memory") as peers:
+        gone = await peers.start()
+        [address] = gone.get_addresses(gone.peer_id)
+        await gone.shutdown()
+        await peers.relay()
+        guest, caller = await peers.guest(), await peers.caller()
+        caller.add_addresses(guest.peer_id, [address])  # as homes do whose networks have the same number
+        tell(caller, guest)
+        await caller.prepare(guest.peer_id, 6)
+        assert caller.metrics.dials_relayed == 6
+        assert caller.metrics.calls_made == 2, "one for the first connection, which shows that it is not near"
+
+
 @both_kinds
 async def test_an_initial_peer_behind_a_relay(kind: str) -> None:
     async with Relayed(kind) as peers:

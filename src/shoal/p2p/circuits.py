@@ -248,17 +248,24 @@ class Circuits:
         return streams
 
     async def prepare(self, peer: PeerID, connections: int) -> None:
-        """Dial several connections at once, if only relays lead to a peer; those that are open already count.
+        """Dial several connections at once, if relays lead to a peer; those that are open already count.
 
         Raises:
             DialError, BusyError: as by :meth:`dial`.
         """
-        missing = min(connections - self._p2p.pool.count_of(peer), MAX_AT_ONCE)
-        addresses = [address for address in self._p2p.get_addresses(peer) if relay_of(address) is not None]
-        if missing <= 1 or not addresses or self._p2p.dialler.direct_addresses(peer):
+        pool, dialler = self._p2p.pool, self._p2p.dialler
+        addresses = dialler.circuits(peer)
+        if connections <= 1 or not addresses:
             return
-        for stream in await self.dial(addresses[0], peer, missing):
-            self._p2p.pool.add(self._p2p.greet(stream))
+        if dialler.direct_addresses(peer):
+            # Many homes have networks of the same number, so the first connection has to show where these lead.
+            await pool.prepare(peer, 1)
+            if not all(stream.is_relayed or stream.is_arranged for stream in pool.streams_to(peer)):
+                return
+        missing = min(connections - pool.count_of(peer), MAX_AT_ONCE)
+        if missing > 1:
+            for stream in await self.dial(addresses[0], peer, missing):
+                pool.add(self._p2p.greet(stream))
 
 
 def _has_worked(future: asyncio.Future[Stream]) -> bool:
