@@ -373,6 +373,9 @@ class Punch:
         self.caller: P2P | None = None
         self.circuits: list[Sequence[Circuit]] = []
 
+    def expects_success(self, peer: PeerID) -> bool:
+        return False
+
     def is_worth_it(self, peer: PeerID) -> bool:
         return self.after is not None
 

@@ -189,6 +189,7 @@ async def test_a_guest_whose_router_is_another_kind_than_it_thought_says_so(kind
         relay = await peers.relay()
         guest, caller = await peers.private(), await peers.caller()
         introduce(caller, relay)
+        await until(lambda: relay.reaches.get(guest.peer_id, Reach.CLIENT) == Reach.EASY)
         assert (await connect(caller, relay, **target_of(guest))).reach == Reach.EASY
         guest.outlook.is_hard = True
         guest.outlook.update()
