@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.callers import Caller, Report, dial, percentile
-from benchmarks.rounds_behind_routers import MEGABITS, departure, rounds, start_dht
+from benchmarks.rounds_behind_routers import MEGABITS, MTU, departure, rounds, start_dht
 from tests import nursery
 from tests.nat.laboratory import Host, Laboratory
 from tests.nat.rules import Kind
@@ -231,7 +231,7 @@ STRIPES = 4
 
 def lines(args: argparse.Namespace, report: Report) -> None:
     """What an uplink carries to one other peer, straight and through a relay that has no limit."""
-    with Laboratory() as lab:
+    with Laboratory(mtu=MTU) as lab:
         at = start_dht(lab.host(Kind.PUBLIC))
         for what, kind, bar in (("directly", Kind.PORT_RESTRICTED, 10.0), ("through a relay", Kind.SYMMETRIC, 8.0)):
             sender, receiver = [

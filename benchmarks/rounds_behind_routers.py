@@ -14,6 +14,8 @@ from tests.nat.rules import Kind
 from tests.system.swarm import START_LIMIT_SECONDS
 
 MEGABYTES, MEGABITS = 40, 100.0
+MTU = 9000
+"""With small packets the wire, a Python program, needs more than a core for four hosts and a relay."""
 PEERS = 4
 MOST_CARRIED = 100_000
 
@@ -84,44 +86,48 @@ def start_dht(host: Host) -> list[str]:
 
 
 def rounds(args: argparse.Namespace, report: Report) -> None:
-    """All-reduces of 40 MB among four, each with 100 Mbit/s: public, easy, easy and disturbed, half of them hard."""
-    with (
-        Laboratory() as lab,
-        BehindRouters(start_hosts(lab, [Kind.PUBLIC] * PEERS), start_dht(lab.host("public"))) as crew,
-    ):
-        public, wrong = crew.rounds(args.rounds)
-    told = tell_rounds(public, wrong)
-    report.line("4 public peers, 40 MB, median", f"{middle(public):.2f} s", "(for scale)", not wrong, told)
-    with Laboratory() as lab:
+    """All-reduces of 40 MB among four, each with 100 Mbit/s: easy, easy and disturbed, half of them hard."""
+    with Laboratory(mtu=MTU) as lab, public_crew(lab) as public:
         seed = Caller(lab.host(Kind.PUBLIC))
         hosts = start_hosts(lab, [Kind.PORT_RESTRICTED] * PEERS)
-        with BehindRouters(hosts, [each for each in seed.addresses() if "/11." in each]) as crew:
-            easy, wrong = crew.rounds(args.rounds)
+        with BehindRouters(hosts, [each for each in seed.addresses() if "/11." in each]) as easy:
+            compare("4 easy private peers and a public one", public, easy, 1.10, args, report)
             carried = seed.ask("metrics")["bytes_carried"]
-            ratio, told = middle(easy) / middle(public), tell_rounds(easy, wrong)
-            report.line(
-                "4 easy private peers and a public one",
-                f"{ratio:.2f} × public",
-                "1.10 ×",
-                ratio <= 1.10 and not wrong,
-                told,
-            )
             is_held = carried < MOST_CARRIED
             report.line("… carried by the relay", f"{carried / 1e3:.0f} kB", "100 kB", is_held)
-            disturb_rounds(crew, hosts, middle(easy), args, report)
-    with Laboratory() as lab:
+            disturb_rounds(easy, hosts, args, report)
+    with Laboratory(mtu=MTU) as lab, public_crew(lab) as public:
         kinds = [Kind.PORT_RESTRICTED, Kind.PORT_RESTRICTED, Kind.SYMMETRIC, Kind.SYMMETRIC]
         at = start_dht(lab.host(Kind.PUBLIC))
-        with BehindRouters(start_hosts(lab, kinds), at) as crew:
-            hard, wrong = crew.rounds(args.rounds)
-    ratio, told = middle(hard) / middle(public), tell_rounds(hard, wrong)
-    report.line(
-        "2 of 4 symmetric, relay without a limit",
-        f"{ratio:.2f} × public",
-        "1.5 ×",
-        ratio <= 1.5 and not wrong,
-        told,
-    )
+        with BehindRouters(start_hosts(lab, kinds), at) as hard:
+            compare("2 of 4 symmetric, relay without a limit", public, hard, 1.5, args, report)
+
+
+def public_crew(lab: Laboratory) -> BehindRouters:
+    """Four averagers without routers, for scale."""
+    return BehindRouters(start_hosts(lab, [Kind.PUBLIC] * PEERS), start_dht(lab.host(Kind.PUBLIC)))
+
+
+def compare(
+    what: str, public: BehindRouters, crew: BehindRouters, most: float, args: argparse.Namespace, report: Report
+) -> None:
+    """Rounds of a crew and of public peers by turns, so that other work on this machine slows both down."""
+    crews = (public, crew)
+    taken: dict[BehindRouters, list[float]] = {each: [] for each in crews}
+    errors: dict[BehindRouters, list[str]] = {each: [] for each in crews}
+    for each in crews:
+        each.settle()  # the first round makes connections, and does not count
+    for _ in range(args.rounds):
+        for each in crews:
+            try:
+                taken[each].append(each.round())
+            except RuntimeError as e:
+                errors[each].append(str(e))
+    usual, told = middle(taken[public]), tell_rounds(taken[public], errors[public])
+    report.line("4 public peers, 40 MB, median", f"{usual:.2f} s", "(for scale)", not errors[public], told)
+    told = tell_rounds(taken[crew], errors[crew])
+    ratio = middle(taken[crew]) / usual
+    report.line(what, f"{ratio:.2f} × public", f"{most:g} ×", ratio <= most and not errors[crew], told)
 
 
 def tell_rounds(taken: Sequence[float], errors: Sequence[str]) -> str:
@@ -129,9 +135,10 @@ def tell_rounds(taken: Sequence[float], errors: Sequence[str]) -> str:
     return told + (f"   {len(errors)} went wrong: {' '.join(errors[0].split())[:300]}" if errors else "")
 
 
-def disturb_rounds(
-    crew: BehindRouters, hosts: Sequence[Host], usual: float, args: argparse.Namespace, report: Report
-) -> None:
+def disturb_rounds(crew: BehindRouters, hosts: Sequence[Host], args: argparse.Namespace, report: Report) -> None:
+    undisturbed, _ = crew.rounds(args.disturbed)
+    usual = middle(undisturbed)
+
     def reset() -> None:
         hosts[0].begin_resets(hosts[1].outer)
         time.sleep(0.3)
@@ -168,7 +175,7 @@ ROUNDS_AFTERWARDS = 5
 
 def departure(args: argparse.Namespace, report: Report) -> None:
     """The only public machine loses its power in the middle of a round; the router of one peer forwards a port then."""
-    with Laboratory() as lab:
+    with Laboratory(mtu=MTU) as lab:
         public = lab.host(Kind.PUBLIC)
         at = start_dht(public)
         hosts = [lab.host(Kind.PORT_RESTRICTED, megabits=MEGABITS) for _ in range(PEERS)]

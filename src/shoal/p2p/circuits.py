@@ -211,7 +211,7 @@ class Circuits:
                 await asyncio.wait([relayed, punch], return_when=asyncio.FIRST_COMPLETED)
                 if not punch.done():
                     # If the circuit has failed, nothing but the punch is left to wait for.
-                    await asyncio.wait([punch], timeout=HEAD_START if _has_worked(relayed) else None)
+                    await asyncio.wait([punch], timeout=HEAD_START - patience if _has_worked(relayed) else None)
             if _has_worked(punch):
                 unused.remove(punch)
                 return punch.result()
