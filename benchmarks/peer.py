@@ -229,6 +229,21 @@ class AveragerPeer(Peer):
         shares = "; ".join([*found.values(), f"{max(0.0, left):.3f} like none"])
         return f"{shares}. Told of the round: {self.losses() or 'it was complete'}"
 
+    def look(self) -> dict[str, Any]:
+        """How others call this peer of shoal, at which port it listens, and at which relays it has reservations."""
+
+        async def see(dht: Any, node: Any) -> dict[str, Any]:
+            p2p = node.p2p
+            return {
+                "peer_id": str(p2p.peer_id),
+                "port": int(p2p.transport.addresses()[0]["tcp"]),
+                "reachability": p2p.reachability.value,
+                "reservations": len(p2p.reservations.held),
+                "holds": [str(relay) for relay in p2p.reservations.held],
+            }
+
+        return self.dht.run_coroutine(see)
+
     def compare_roughly(self, tensors: list[torch.Tensor], factor: float) -> None:
         for tensor, base in zip(tensors, self.base, strict=True):
             error = (tensor.detach() - base * factor).norm() / (base * factor).norm()

@@ -70,6 +70,20 @@ async def test_several_at_once(kind: str) -> None:
         assert await square(caller, guest) == 9
 
 
+async def test_several_at_once_to_who_seems_to_be_near() -> None:
+    async with Relayed("memory") as peers:
+        gone = await peers.start()
+        [address] = gone.get_addresses(gone.peer_id)
+        await gone.shutdown()
+        await peers.relay()
+        guest, caller = await peers.guest(), await peers.caller()
+        caller.add_addresses(guest.peer_id, [address])  # as homes do whose networks have the same number
+        tell(caller, guest)
+        await caller.prepare(guest.peer_id, 6)
+        assert caller.metrics.dials_relayed == 6
+        assert caller.metrics.calls_made == 2, "one for the first connection, which shows that it is not near"
+
+
 @both_kinds
 async def test_an_initial_peer_behind_a_relay(kind: str) -> None:
     async with Relayed(kind) as peers:
@@ -395,10 +409,13 @@ class Punch:
     """Finds direct connections after some time, or does not."""
 
     def __init__(self, after: float | None = None, *, works: bool = True) -> None:
-        self.after, self.works = after, works
+        self.after, self.works, self.has_worked = after, works, False
         self.target: P2P | None = None
         self.caller: P2P | None = None
         self.circuits: list[Sequence[Circuit]] = []
+
+    def expects_success(self, peer: PeerID) -> bool:
+        return self.has_worked
 
     def is_worth_it(self, peer: PeerID) -> bool:
         return self.after is not None
@@ -456,6 +473,25 @@ def test_a_direct_connection_is_preferred_if_it_comes_soon(
             assert all(not stream.closed for stream in streams)
             for stream in streams:
                 stream.abort()
+            await until(lambda: relay.relay.circuit_count == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize(("after", "relayed"), [(HEAD_START - 0.1, 0), (HEAD_START + 0.1, 1)])
+def test_a_relay_carries_nothing_while_the_direct_connection_of_before_is_expected(after: float, relayed: int) -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relay = await peers.relay()
+            guest, caller = await peers.private(), await peers.caller()
+            punch = Punch(after)
+            punch.caller, punch.target, punch.has_worked = caller, guest, True
+            caller.circuits.punching, guest.circuits.punching = punch, Punch()
+            (address,) = guest.reservations.addresses()
+            [stream] = await caller.circuits.dial(address, guest.peer_id)
+            assert caller.metrics.dials_relayed == relayed
+            assert (relay.metrics.bytes_carried > 0) is bool(relayed)
+            stream.abort()
             await until(lambda: relay.relay.circuit_count == 0)
 
     run(main())

@@ -45,6 +45,9 @@ ANSWER_SECONDS = 2.0
 """How long a relay has to answer on a connection that it had before; then it is asked over a new one."""
 HEAD_START = 0.5
 """How much longer a direct connection may take than the relayed one, and still be preferred."""
+SPARE = 4
+"""So many direct connections are made at least to a peer that only relays lead to. A round takes two or more, and other
+calls come meanwhile. When no relay is left, there will be no more."""
 
 
 class Circuits:
@@ -119,9 +122,11 @@ class Circuits:
         )
         try:
             punches: Sequence[asyncio.Future[Stream]] = ()
+            is_expected = False
             if wants_punch and self.punching is not None:
                 punches = await self.punching.as_dialler(target, Reach(answer.reach), circuits, began_at)
-            return await self._authenticate(circuits, target, punches)
+                is_expected = self.punching.expects_success(target)
+            return await self._authenticate(circuits, target, punches, direct_is_expected=is_expected)
         finally:
             for circuit in circuits:
                 circuit.abort()
@@ -171,11 +176,17 @@ class Circuits:
             DIRECT_ONLY.set(before)
 
     async def _authenticate(
-        self, circuits: Sequence[Circuit], target: PeerID, punches: Sequence[asyncio.Future[Stream]]
+        self,
+        circuits: Sequence[Circuit],
+        target: PeerID,
+        punches: Sequence[asyncio.Future[Stream]],
+        *,
+        direct_is_expected: bool,
     ) -> list[Stream]:
         """One stream of each circuit, a direct one if possible."""
         if punches:
-            finishing = [self._better_of(*pair, target) for pair in zip(circuits, punches, strict=True)]
+            patience = HEAD_START if direct_is_expected else 0.0
+            finishing = [self._better_of(*pair, target, patience) for pair in zip(circuits, punches, strict=True)]
         else:
             finishing = [self._relayed(circuit, target) for circuit in circuits]
         streams = await successes(finishing)
@@ -190,15 +201,25 @@ class Circuits:
         mark_relayed(stream, place, circuit.relay)
         return stream
 
-    async def _better_of(self, circuit: Circuit, punch: asyncio.Future[Stream], target: PeerID) -> Stream:
-        """The relayed stream of a circuit, or the direct one if it comes before, or soon after."""
-        relayed = asyncio.ensure_future(self._relayed(circuit, target))
-        unused: list[asyncio.Future[Stream]] = [relayed, punch]
+    async def _better_of(
+        self, circuit: Circuit, punch: asyncio.Future[Stream], target: PeerID, patience: float
+    ) -> Stream:
+        """The relayed stream of a circuit, or the direct one if it comes before, or soon after.
+
+        Args:
+            patience: so long the direct one is waited for alone, so that the relay has nothing to carry.
+        """
+        unused: list[asyncio.Future[Stream]] = [punch]
         try:
-            await asyncio.wait([relayed, punch], return_when=asyncio.FIRST_COMPLETED)
-            if not punch.done():
-                # If the circuit has failed, nothing but the punch is left to wait for.
-                await asyncio.wait([punch], timeout=HEAD_START if _has_worked(relayed) else None)
+            if patience:
+                await asyncio.wait([punch], timeout=patience)
+            if not _has_worked(punch):
+                relayed = asyncio.ensure_future(self._relayed(circuit, target))
+                unused.append(relayed)
+                await asyncio.wait([relayed, punch], return_when=asyncio.FIRST_COMPLETED)
+                if not punch.done():
+                    # If the circuit has failed, nothing but the punch is left to wait for.
+                    await asyncio.wait([punch], timeout=HEAD_START - patience if _has_worked(relayed) else None)
             if _has_worked(punch):
                 unused.remove(punch)
                 return punch.result()
@@ -256,17 +277,27 @@ class Circuits:
         return streams
 
     async def prepare(self, peer: PeerID, connections: int) -> None:
-        """Dial several connections at once, if only relays lead to a peer; those that are open already count.
+        """Dial several connections at once, if relays lead to a peer; those that are open already count.
 
         Raises:
             DialError, BusyError: as by :meth:`dial`.
         """
-        missing = min(connections - self._p2p.pool.count_of(peer), MAX_AT_ONCE)
-        addresses = [address for address in self._p2p.get_addresses(peer) if relay_of(address) is not None]
-        if missing <= 1 or not addresses or self._p2p.dialler.direct_addresses(peer):
+        pool, dialler = self._p2p.pool, self._p2p.dialler
+        addresses = dialler.circuits(peer)
+        if not addresses:
             return
-        for stream in await self.dial(addresses[0], peer, missing):
-            self._p2p.pool.add(self._p2p.greet(stream))
+        if dialler.direct_addresses(peer):
+            # Many homes have networks of the same number, so the first connection has to show where these lead.
+            await pool.prepare(peer, 1)
+        streams = pool.streams_to(peer)
+        if streams and not all(stream.is_relayed or stream.is_arranged for stream in streams):
+            return
+        if any(stream.is_arranged for stream in streams):
+            connections = max(connections, SPARE - len(streams) + pool.count_of(peer))
+        missing = min(connections - pool.count_of(peer), MAX_AT_ONCE)
+        if missing > 1:
+            for stream in await self.dial(addresses[0], peer, missing):
+                pool.add(self._p2p.greet(stream))
 
 
 def _has_worked(future: asyncio.Future[Stream]) -> bool:

@@ -213,10 +213,10 @@ class ConnectionPool:
         peer = self._peers.get(peer_id)
         return 0 if peer is None else len(peer.idle) + peer.dialling
 
-    def only_relayed(self, peer_id: PeerID) -> int:
-        """How many connections to a peer there are, if all of them lead through relays; otherwise 0."""
+    def streams_to(self, peer_id: PeerID) -> list[Stream]:
+        """What the connections to a peer run on, idle or in use."""
         peer = self._peers.get(peer_id)
-        return 0 if peer is None or peer.has_direct else len(peer.idle) + len(peer.in_use)
+        return [] if peer is None else [each.stream for each in (*peer.idle, *peer.in_use)]
 
     @property
     def dialling_count(self) -> int:

@@ -40,6 +40,7 @@ from shoal.p2p.service import Gate, Handler
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
 from shoal.p2p.upgrading import Upgrades
+from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class P2P(Caller):
         """What large headers on their way in take."""
         self.dialler = Dialler(transport, self.address_book, metrics)
         """Opens connections to others."""
+        self.late_answers = {}
         self.pool = ConnectionPool(self.dial, idle_timeout)
         """Those connections."""
         self.behaviour = Behaviour(metrics, asyncio.get_running_loop().time)
@@ -465,6 +467,7 @@ class P2P(Caller):
         await self.relay.close()
         await self.transport.close()
         self.pool.close()
+        await cancel_and_wait(*self.late_answers)
         await self.dialler.close()
         await self.punching.close()
         await self.server.close()

@@ -79,8 +79,8 @@ class Reservations:
         self.answer = answer
         """Gets what relays say."""
         self._now = asyncio.get_running_loop().time
-        self.candidates: Callable[[], Sequence[PeerID]] = self._connected_relays
-        """Peers that may be relays."""
+        self.candidates: Callable[[], Sequence[PeerID]] = tuple
+        """Further peers that may be relays, beside those that have said so."""
         self.trusted: Sequence[Target] = ()
         """Relays that are asked before any other one."""
         self.reach = Reach.EASY
@@ -196,8 +196,10 @@ class Reservations:
         for place, relay in self.trusted:
             self._p2p.add_addresses(relay, [place])
         trusted = [relay for _, relay in self.trusted]
-        # Who has told nothing yet may be one.
-        others = [relay for relay in self.candidates() if self._is_relay.get(relay, True)]
+        # Who has told nothing yet may be one, if it can be dialled: nothing leads to a relay through another one.
+        dialled = self._p2p.dialler.direct_addresses
+        unknown = [relay for relay in self.candidates() if relay not in self._is_relay and dialled(relay)]
+        others = [*self._connected_relays(), *unknown]
         by_distance = sorted(
             filter(may_be_asked, dict.fromkeys(others)),
             key=lambda relay: (relay not in self._is_relay, self._p2p.round_trip_to(relay) or math.inf),
