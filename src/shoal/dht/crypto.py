@@ -30,6 +30,8 @@ _OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)
 _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
 # Part of all signed data here, so that no signature can be used for another purpose.
 _PURPOSE = b"shoal dht record 1"
+# So many tags of peers are remembered.
+_MAX_TAGS = 8192
 
 
 class PublicKey:
@@ -131,6 +133,7 @@ class PrivateKey:
         return PrivateKey.from_bytes, (self.to_bytes(),)
 
 
+@functools.lru_cache(_MAX_TAGS)
 def tag_of(peer: PeerID) -> bytes:
     """The owner tag of a peer; only the peer itself can write under it.
 
@@ -148,7 +151,15 @@ def peer_of(tag: object) -> PeerID:
     Raises:
         ValueError: it is not the tag of a peer.
     """
-    owners = _OWNER_TAG.fullmatch(tag) if isinstance(tag, bytes) else None
+    if not isinstance(tag, bytes):
+        raise ValueError(f"{quoted(tag)} is no peer's tag")
+    return _peer_of(tag)
+
+
+@functools.lru_cache(_MAX_TAGS)
+def _peer_of(tag: bytes) -> PeerID:
+    """The same, remembered: the same peers stand under a key again and again, and OpenSSH's form is slow to read."""
+    owners = _OWNER_TAG.fullmatch(tag)
     if owners is None:
         raise ValueError(f"{quoted(tag)} is no peer's tag")
     return PeerID.from_public_key(PublicKey.from_bytes(owners.group(1)).raw)
@@ -200,8 +211,8 @@ class SignatureValidator(RecordValidatorBase):
 
     @staticmethod
     def _owners(record: DHTRecord) -> dict[bytes, None]:
-        if b"[owner:" not in record.subkey and b"[owner:" not in record.key:
-            return {}
+        if b"[owner:" not in record.key:  # it is a hash, so it hardly ever is
+            return dict.fromkeys(_owner_tags(record.subkey)) if b"[owner:" in record.subkey else {}
         return dict.fromkeys(_owner_tags(record.key) + _owner_tags(record.subkey))
 
     def _is_signed_by(self, owner: bytes, record: DHTRecord) -> bool:

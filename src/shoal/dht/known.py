@@ -12,6 +12,7 @@ node or an entry that hides another one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
 import random
@@ -87,11 +88,18 @@ class Known:
 def numbers_of_entries(key_id: int, entries: Iterable[tuple[Subkey, ValueWithExpiration[bytes]]]) -> dict[Subkey, int]:
     """A number for each entry of a key, which changes when the entry is stored anew."""
     prefix = key_id.to_bytes(ID_BITS // 8, "big")
-    return {
-        subkey: _number_of(prefix + struct.pack("<d", item.expiration_time) + MSGPackSerializer.dumps(subkey))
-        for subkey, item in entries
-    }
+    numbers = {}
+    for subkey, item in entries:
+        # Other types may be equal without being the same, such as 1 and True.
+        number_of = _known_number_of if type(subkey) in (bytes, str) else _number_of
+        numbers[subkey] = number_of(prefix, item.expiration_time, subkey)
+    return numbers
 
 
-def _number_of(entry: bytes) -> int:
+def _number_of(key: bytes, expiration_time: float, subkey: Subkey) -> int:
+    entry = key + struct.pack("<d", expiration_time) + MSGPackSerializer.dumps(subkey)
     return int.from_bytes(hashlib.blake2b(entry, digest_size=ID_BITS // 8).digest(), "big")
+
+
+# Each request of a walk, and each walk to the same key, is about the same entries.
+_known_number_of = functools.lru_cache(8 * MAX_KNOWN)(_number_of)

@@ -327,8 +327,7 @@ class ConnectionPool:
     def _take_idle(self, peer: PooledPeer) -> Connection | None:
         if not peer.idle:
             return None
-        direct = [each for each in peer.idle if not each.stream.is_relayed]
-        connection = (direct or peer.idle)[-1]
+        connection = next((each for each in reversed(peer.idle) if not each.stream.is_relayed), peer.idle[-1])
         peer.idle.remove(connection)
         del self._idle_since[connection]
         connection.stream.on_closed(None)

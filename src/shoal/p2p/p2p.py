@@ -278,7 +278,7 @@ class P2P(Caller):
 
     def host_of(self, peer: PeerID) -> PeerID | str:
         """What a peer has in common with others of its host, see :mod:`shoal.p2p.addresses`; from any thread."""
-        return host_of(peer, self.address_book.peek(peer))
+        return self.address_book.host_of(peer)
 
     def host_seen_of(self, peer: PeerID) -> PeerID | str:
         """Like :meth:`host_of`, but by the addresses from which the peer has connected, whatever it announces."""

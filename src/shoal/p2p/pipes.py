@@ -112,12 +112,17 @@ class PipeEnd(Stream):
         return head
 
     def take(self, size: int) -> bytearray | None:
-        if size and (not self.inbox or len(self.inbox[0]) < size):
+        if not size:
+            return bytearray()
+        if not self.inbox or len(self.inbox[0]) < size:
             return None
-        taken = bytearray(size)
-        if size:
-            self._take(memoryview(taken))
-        return taken
+        head = self.inbox[0]
+        if len(head) == size:
+            del self.inbox[0]
+        else:
+            self.inbox[0] = head[size:]
+        self._note_read(size)
+        return bytearray(head[:size])
 
     def _take(self, room: memoryview) -> int:
         head = self.inbox[0]
