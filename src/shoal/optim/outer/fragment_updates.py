@@ -6,7 +6,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from shoal.averaging import RoundResult, StepControl
 from shoal.averaging.finite import all_finite
 from shoal.errors import AllreduceException
-from shoal.optim.outer.chain import Chain, Statement, parse_links, settle, steps_between
+from shoal.optim.outer.chain import Chain, Link, Statement, parse_links, settle, steps_between
 from shoal.optim.outer.fragments import Fragment
+from shoal.optim.outer.kept import Kept, KeptResults, packed, unpacked
 from shoal.optim.outer.mixing import Mixing, shift
 from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.weights import Effort, Staleness, discount
@@ -60,8 +61,22 @@ class Flight:
     samples: int = 0
     """Of all members."""
     began_at: float = field(default_factory=time.monotonic)
+    base: Link | None = None
+    """The outer parameters that the round updates."""
     factor: float | None = None
     """By which the message was made smaller; ``None``: it is not decided yet."""
+    saved_result: RoundResult | None = None
+    """The result, from a checkpoint."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there is a result: the round is over and has not failed, or nobody else is there."""
+        return self.control is None or (self.control.done() and self.control.round is not None)
+
+    @property
+    def result(self) -> RoundResult | None:
+        """The result of the round, if there is one; ``None``: nobody else is there."""
+        return self.saved_result if self.control is None else self.control.round
 
 
 @dataclass(frozen=True)
@@ -125,6 +140,10 @@ class FragmentUpdates:
         """As the last round has shown."""
         self.is_fresh = False
         """This peer has just joined, and has not been in a slot of this fragment from the beginning."""
+        self.kept = KeptResults(fragment.length)
+        """For peers that have missed them."""
+        # The result of a round to which this peer has come without what it updates.
+        self._next: Kept | None = None
 
     def count(self, samples: int) -> None:
         """An inner step has been made with so many samples; 0: it has not moved the model."""
@@ -186,7 +205,9 @@ class FragmentUpdates:
         expected = sorted(statement.expected for statement in told)[len(told) // 2]
         if 2 * len(statements) <= expected:
             raise AllreduceException(f"only {len(statements)} of {expected} members have come, which is no majority")
-        behind = settle(statements).standing_of(own, mine)
+        verdict = settle(statements)
+        behind = verdict.standing_of(own, mine)
+        flight.base = max((each.links[-1] for n, each in enumerate(statements) if each and n in verdict.winners))
         flight.standing = Standing.LOST if behind is None else Standing.BEHIND if behind else Standing.GOOD
         if flight.standing is not Standing.GOOD:
             return False, 1.0
@@ -219,6 +240,10 @@ class FragmentUpdates:
         weights = () if result is None else result.weights
         is_whole = result is None or (result.share_averaged == 1 and any(weights))
         if flight.standing is not Standing.GOOD or not is_whole or not all_finite(vector):
+            base = flight.base
+            if flight.standing is Standing.BEHIND and base and result is not None and is_whole and all_finite(vector):
+                # It comes after the updates that this peer lacks, and others may not have made it yet.
+                self._next = Kept(base.version + 1, base.hash, result.group_id, flight.samples, packed(vector))
             self.give_up()
             return None
         if result is None:
@@ -234,9 +259,7 @@ class FragmentUpdates:
         norm = float(torch.linalg.vector_norm(mean))
         with self._lock:
             before = None if contributed else self.fragment.rounded(self.state.values)
-            with torch.enable_grad():
-                self.state.step(mean)
-            self.chain.extend(round_id, samples)
+            self._step(mean, round_id, samples)
             told_age = self.age
             if before is None:
                 self._mix(flight)
@@ -259,6 +282,13 @@ class FragmentUpdates:
             norm,
         )
 
+    def _step(self, mean: torch.Tensor, round_id: bytes, samples: int) -> None:
+        if self._average != PARAMETERS:
+            self.kept.add(Kept(self.state.version + 1, self.chain.newest.hash, round_id, samples, packed(mean)))
+        with torch.enable_grad():
+            self.state.step(mean)
+        self.chain.extend(round_id, samples)
+
     def _mix(self, flight: Flight) -> None:
         self._mixing.apply(self.fragment, self.state.values, flight.sent if flight.steps_since else None)
         # What was done since the message was made is part of the next one, if the model has kept it as it is.
@@ -269,6 +299,15 @@ class FragmentUpdates:
         """Put the outer parameters into the model; what this peer has done since is lost."""
         self.fragment.write(self.state.values)
         self.effort, self.age = Effort(), 0
+
+    @torch.no_grad()
+    def begin_run(self) -> None:
+        """The run begins with the parameters that the model has now."""
+        values = self.fragment.read()
+        if not torch.equal(values, self.state.values):
+            with self._lock:
+                self.state.values.copy_(values)
+                self.chain = Chain.begin(values, self._max_staleness + 1)
 
     # --- for newcomers, and for peers that were away ------------------------------------------------------------------
 
@@ -309,6 +348,7 @@ class FragmentUpdates:
             before = self.fragment.rounded(self.state.values)
             self.state.load(metadata, tensors)
             self.chain = Chain(links, self._max_staleness + 1)
+            self.kept.clear()
             if missed is None:
                 self.reset_model()
                 self.is_fresh = True
@@ -316,3 +356,46 @@ class FragmentUpdates:
                 shift(self.fragment, self.fragment.rounded(self.state.values), before)
                 self.age += missed
         return given_up
+
+    @torch.no_grad()
+    def make_up(self, updates: Iterable[Kept]) -> int:
+        """Make updates that this peer has missed. What it has done since its last contribution counts next time.
+
+        Args:
+            updates: in order. Those that do not continue this peer's own ones are left out.
+
+        Returns:
+            How many were made.
+        """
+        (last, self._next), made = (self._next, None), 0
+        before = self.fragment.rounded(self.state.values)
+        for each in [*updates, *([] if last is None else [last])]:
+            if (each.version, each.after) != (self.state.version + 1, self.chain.newest.hash):
+                continue
+            mean = unpacked(each.tensors, self.fragment.length)
+            with self._lock:
+                self._step(mean, each.round_id, each.samples)
+            made += 1
+        if made:
+            self.standing = Standing.GOOD
+            if self.effort.steps:
+                shift(self.fragment, self.fragment.rounded(self.state.values), before)
+                self.age += made
+            else:
+                self.fragment.write(self.state.values)
+        return made
+
+    def restore(
+        self, metadata: Mapping[str, Any], tensors: list[torch.Tensor], effort: Effort, age: int, *, is_fresh: bool
+    ) -> None:
+        """Go on from a state that :meth:`check` has passed. The model is not changed.
+
+        Args:
+            effort, age, is_fresh: as they were then.
+        """
+        with self._lock:
+            self.state.load(metadata, tensors)
+            self.chain = Chain(parse_links(metadata["chain"]), self._max_staleness + 1)
+            self.kept.clear()
+        self.effort, self.age, self.is_fresh = effort, age, is_fresh
+        self.flight, self.standing = None, Standing.GOOD

@@ -66,6 +66,11 @@ class OuterSettings:
             raise ValueError(
                 f"fragment_sync_delay must be from 0 to less than sync_every={every} inner steps, or None: got {delay}"
             )
+        if average != PARAMETERS and type(given["load_state_compression"]) not in (type(None), NoCompression):
+            raise ValueError(
+                f"load_state_compression={type(given['load_state_compression']).__name__}(): newcomers must get the "
+                "same bits as all others have: leave it out, or use average='parameters'"
+            )
         if given["max_staleness"] < 0:
             raise ValueError(f"max_staleness must be 0 or more versions, got {given['max_staleness']}")
         batch_size, patience = given["batch_size_per_step"], given["straggler_patience"]
