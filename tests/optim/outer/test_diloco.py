@@ -185,6 +185,31 @@ def make_trainers(make_dhts, closing):
     return make
 
 
+def links_of(trainer):
+    return [link for link, _ in trainer.opt.outer_versions()]
+
+
+def train_until_all_agree(*trainers, most=30):
+    """All train, each at its own speed, until all were in the latest round and have the same updates behind them.
+
+    That is looked at when all have come to the same slot, and have the results of their rounds.
+    """
+    for _ in range(most):
+        slot = 2 + max(trainer.opt.local_epoch for trainer in trainers)
+        in_parallel(*(functools.partial(trainer.train_until, slot) for trainer in trainers))
+        in_parallel(*(lambda t=trainer: t.outer for trainer in trainers))
+        if all_agree(*trainers):
+            return
+    raise AssertionError(f"they do not agree: {[(t.opt.last_round, links_of(t)) for t in trainers]}")
+
+
+def all_agree(*trainers):
+    """Whether all were in the latest round of all, and have the same outer parameters by their links."""
+    rounds = [trainer.opt.last_round for trainer in trainers]
+    came = all(r is not None and r.contributed and len(r.peers) == len(trainers) for r in rounds)
+    return came and all(links_of(trainer) == links_of(trainers[0]) for trainer in trainers)
+
+
 def check_same(*trainers):
     first, *others = [trainer.outer for trainer in trainers]
     for other in others:

@@ -1,27 +1,29 @@
 """How a peer gets what it lacks, and gives others what they lack.
 
 A newcomer downloads the outer parameters with all that belongs to them. So does a peer of a lineage that does not go
-on. A peer that lacks a few updates downloads only these (:mod:`~.kept`), and makes them itself. So it does with updates
-that others have made during a download.
+on. A peer that lacks a few updates downloads only these (:mod:`~.kept`) while it trains, and makes them itself. So it
+does with updates that others have made during a download.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shoal.averaging.state.download import OwnedState
+from shoal.averaging.state.download import OwnedState, State
 from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
 from shoal.optim.epochs import usual_lag
 from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates, Standing
 from shoal.optim.outer.inner import InnerOptimizers
-from shoal.optim.outer.kept import answer, parse_answer, parse_request, request_for
+from shoal.optim.outer.kept import Kept, answer, parse_answer, parse_request, request_for
 from shoal.optim.outer.rounds import Rounds
 from shoal.optim.outer.schedule import SlotCounter
 
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # The name of the part of the state that has the statistics of the inner optimizers.
 STATISTICS = b"inner"
+# If nobody has had single updates so many times in a row, the whole state is downloaded.
+MOST_IN_VAIN = 2
 
 
 @dataclass(frozen=True)
@@ -71,29 +75,48 @@ class CatchingUp:
     load_state_timeout: float
     shares_inner_state: bool
     """Whether newcomers also take over the statistics of the inner optimizers."""
+    _fetching: concurrent.futures.Future[State | None] | None = None
+    _in_vain: int = 0
+    """So many times in a row nobody had the updates that this peer lacks."""
 
     def is_needed(self) -> bool:
-        """Whether others have what this peer lacks, as far as it knows."""
+        """Whether this peer must stop to get what it lacks."""
         rounds = self.rounds
-        if any(each.standing is not Standing.GOOD for each in rounds.fragments):
+        if self._in_vain >= MOST_IN_VAIN or any(each.standing is Standing.LOST for each in rounds.fragments):
             return True
         lag = usual_lag(overlaps=rounds.settings.overlaps and rounds.has_trained)
         return rounds.tracker.global_epoch - rounds.counter.slot > lag
+
+    def is_needed_before_round(self) -> bool:
+        """The same, when this peer is about to end a slot.
+
+        If nobody comes to its round although there are others, it may have been away. Then it believes them as a
+        newcomer does, rather than make an update that nobody else has.
+        """
+        if self.is_needed():
+            return True
+        rounds = self.rounds
+        if rounds.tracker.knows_others and not rounds.whom_to_expect():
+            rounds.tracker.board.evidence.contact = None
+            return self.is_needed()
+        return False
 
     def run(self) -> bool:
         """Get what this peer lacks, in the way that takes fewest bytes; returns whether it has all now."""
         rounds = self.rounds
         rounds.end_flights()
-        if rounds.has_trained and not any(each.standing is Standing.LOST for each in rounds.fragments):
-            if rounds.settings.average == PARAMETERS:  # each peer has outer parameters of its own
-                with rounds.tracker.pause_updates():
-                    self._go_along()
-                return True
+        is_lost = any(each.standing is Standing.LOST for each in rounds.fragments)
+        if not rounds.has_trained or is_lost or self._in_vain >= MOST_IN_VAIN:
+            return self.download()
+        if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own
+            lacking = self._lacking()
+            if not lacking:
+                return self.download()
             with rounds.tracker.pause_updates():
-                if self._make_up(self._lacking()):
-                    self._go_along()
-                    return True
-        return self.download()
+                self._make(self._begin_to_fetch(lacking))
+        with rounds.tracker.pause_updates():
+            self._go_along()
+        return True
 
     def _lacking(self) -> set[int]:
         """The fragments of which this peer may lack updates; empty if it may lack too many."""
@@ -104,24 +127,39 @@ class CatchingUp:
         behind = {each.number for each in rounds.fragments if each.standing is Standing.BEHIND}
         return behind | {schedule.fragment_of(slot) for slot in slots}
 
-    def _make_up(self, numbers: Collection[int]) -> bool:
-        """Download and make the updates of some fragments; returns whether this peer does not lack any more."""
-        if not numbers:
-            return False
-        fragments, lengths = self.rounds.fragments, [each.fragment.length for each in self.rounds.fragments]
-        part = request_for({number: fragments[number].state.version for number in numbers})
-        download = self.rounds.averager.load_part_from_peers
-        found = self._tried(lambda: download(part, self.load_state_timeout))
-        updates = {}
+    def keep_up(self) -> None:
+        """Get single updates that this peer lacks, while it goes on training. Called in each step."""
+        fragments = self.rounds.fragments
+        if self._fetching is None:
+            if lacking := [each.number for each in fragments if each.lacks_updates]:
+                self._fetching = self._begin_to_fetch(lacking)
+        elif self._fetching.done():
+            fetching, self._fetching = self._fetching, None
+            made = self._make(fetching)
+            self._in_vain = 0 if made or not any(each.lacks_updates for each in fragments) else self._in_vain + 1
+
+    def _begin_to_fetch(self, numbers: Collection[int]) -> concurrent.futures.Future[State | None]:
+        part = request_for({number: self.rounds.fragments[number].state.version for number in numbers})
+        return self.rounds.averager.load_part_from_peers(part, self.load_state_timeout)
+
+    def _make(self, fetching: concurrent.futures.Future[State | None]) -> int:
+        """Make the updates that come; returns how many there were."""
+        fragments = self.rounds.fragments
+        found, updates = self._tried(fetching.result), dict[int, list[Kept]]()
         if found is not None:
             try:
-                updates = parse_answer(found[0], found[1], lengths)
+                updates = parse_answer(found[0], found[1], [each.fragment.length for each in fragments])
             except ValueError as e:
                 logger.warning("the updates of another peer make no sense: %s", e)
-        made = sum(fragments[number].make_up(updates.get(number, [])) for number in numbers)
+        made = sum(each.make_up(updates.get(each.number, ())) for each in fragments)
         if made:
             logger.info("this peer has made up for %d updates", made)
-        return not any(each.standing is Standing.BEHIND for each in fragments)
+        return made
+
+    def let_go(self) -> None:
+        """Fetch nothing more."""
+        if self._fetching is not None:
+            self._fetching.cancel()
 
     def download(self, **options: Any) -> bool:
         """Download the outer parameters of another peer, and all that belongs to them.
@@ -134,7 +172,7 @@ class CatchingUp:
         Returns:
             Whether there was a donor whose state fits.
         """
-        rounds = self.rounds
+        rounds, began_at, self._in_vain = self.rounds, time.monotonic(), 0
         rounds.end_flights()
         options, is_new = {"timeout": self.load_state_timeout, **options}, not rounds.has_trained
         with rounds.tracker.pause_updates():
@@ -147,11 +185,12 @@ class CatchingUp:
                 else:
                     if rounds.settings.average != PARAMETERS:
                         # What has ended meanwhile, or was under way at the donor.
-                        self._make_up(range(len(rounds.fragments)))
+                        self._make(self._begin_to_fetch(range(len(rounds.fragments))))
                     if is_new and self.shares_inner_state:
                         self._take_over_statistics()
                     self._go_along()
                     return True
+            rounds.tracker.note_vain_attempt(time.monotonic() - began_at)
             rounds.tracker.look_after_others()  # those that were ahead may be gone
             if not rounds.tracker.expected_members(until_epoch=rounds.tracker.global_epoch):
                 for each in rounds.fragments:  # nobody is left who has more
@@ -162,7 +201,7 @@ class CatchingUp:
         """Begin with the statistics of another peer's inner optimizers. Without them training goes on, too."""
         rounds = self.rounds
         download = rounds.averager.load_part_from_peers
-        found = self._tried(lambda: download(STATISTICS, self.load_state_timeout, differs=True))
+        found = self._tried(download(STATISTICS, self.load_state_timeout, differs=True).result)
         if found is None or not found[1]:
             return
         try:

@@ -261,7 +261,7 @@ class DiLoCo(JointOptimizer):
             return loss
         if batch_size:
             self._make_inner_step(batch_size, scaler)
-        if self._slot_is_over() and not self._catching_up.is_needed():
+        if self._slot_is_over() and not self._catching_up.is_needed_before_round():
             self._rounds.end_slot()
         self._rounds.apply_what_is_due()
         return loss
@@ -294,13 +294,15 @@ class DiLoCo(JointOptimizer):
 
     def is_synchronized_with_peers(self) -> bool:
         """Whether this peer lacks nothing that others have, as far as it knows."""
-        return not self._catching_up.is_needed()
+        is_behind = any(each.lacks_updates for each in self._fragments)
+        return not is_behind and not self._catching_up.is_needed()
 
     def _catch_up(self) -> bool:
         if not self._has_looked:
             self._has_looked = True
             self._rounds.begin_run()
             self.tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
+        self._catching_up.keep_up()
         if not self._catching_up.is_needed():
             return False
         logger.info("this peer is at slot %d, the swarm at %d", self.local_epoch, self.tracker.global_epoch)
@@ -396,6 +398,7 @@ class DiLoCo(JointOptimizer):
     def _leave(self) -> None:
         """Rounds under way go on without this peer."""
         try:
+            self._catching_up.let_go()
             self._rounds.let_go(self._shutdown_timeout)
         finally:
             self.tracker.shutdown(self._shutdown_timeout)

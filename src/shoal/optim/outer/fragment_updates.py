@@ -142,8 +142,10 @@ class FragmentUpdates:
         """This peer has just joined, and has not been in a slot of this fragment from the beginning."""
         self.kept = KeptResults(fragment.length)
         """For peers that have missed them."""
-        # The result of a round to which this peer has come without what it updates.
-        self._next: Kept | None = None
+        # By version: results of rounds to which this peer has come without what they update.
+        self._later: dict[int, Kept] = {}
+        # Others have this version.
+        self._known = 0
 
     def count(self, samples: int) -> None:
         """An inner step has been made with so many samples; 0: it has not moved the model."""
@@ -166,13 +168,22 @@ class FragmentUpdates:
             least_steps: with fewer inner steps behind it the message does not count.
         """
         assert self.flight is None, "a fragment has at most one round at a time"
+        if self.age > self._max_staleness:
+            logger.warning(
+                "fragment %d: %d inner steps of this peer have not counted for %d updates of the others, and are lost. "
+                "It goes on from the outer parameters",
+                self.number,
+                self.effort.steps,
+                self.age,
+            )
+            self.reset_model()
         local = self.fragment.read()
         if self._average == PARAMETERS:
             vector.copy_(local)
         else:
             vector.copy_(self.fragment.rounded(self.state.values)).sub_(local)
         is_finite = all_finite(vector)
-        counts = is_finite and self.age <= self._max_staleness and self.effort.steps >= least_steps
+        counts = is_finite and self.effort.steps >= least_steps
         weight = self.effort.weight(weighting) if counts else 0.0
         sent = local if self._mixing.is_rebase and delay != 0 else None
         self.flight = Flight(slot, self.effort, sent, delay, is_finite, weight)
@@ -240,11 +251,12 @@ class FragmentUpdates:
         weights = () if result is None else result.weights
         is_whole = result is None or (result.share_averaged == 1 and any(weights))
         if flight.standing is not Standing.GOOD or not is_whole or not all_finite(vector):
-            base = flight.base
-            if flight.standing is Standing.BEHIND and base and result is not None and is_whole and all_finite(vector):
-                # It comes after the updates that this peer lacks, and others may not have made it yet.
-                self._next = Kept(base.version + 1, base.hash, result.group_id, flight.samples, packed(vector))
+            is_behind = flight.standing is Standing.BEHIND
+            if is_behind:
+                self._keep_for_later(flight, vector if is_whole and all_finite(vector) else None, result)
             self.give_up()
+            if is_behind:
+                self.make_up()  # it may have what it lacked by now
             return None
         if result is None:
             contributed, round_id, samples = (
@@ -350,6 +362,7 @@ class FragmentUpdates:
             self.chain = Chain(links, self._max_staleness + 1)
             self.kept.clear()
             if missed is None:
+                self._later.clear()
                 self.reset_model()
                 self.is_fresh = True
             else:
@@ -357,33 +370,52 @@ class FragmentUpdates:
                 self.age += missed
         return given_up
 
+    @property
+    def lacks_updates(self) -> bool:
+        """Whether others have updates that this peer lacks. It is known as soon as a group is complete."""
+        flight = self.flight
+        if flight is not None and flight.standing is Standing.BEHIND:
+            return flight.base is not None and flight.base.version > self.state.version
+        return self.standing is Standing.BEHIND
+
     @torch.no_grad()
-    def make_up(self, updates: Iterable[Kept]) -> int:
+    def make_up(self, updates: Iterable[Kept] = ()) -> int:
         """Make updates that this peer has missed. What it has done since its last contribution counts next time.
 
         Args:
-            updates: in order. Those that do not continue this peer's own ones are left out.
+            updates: from others. Those that do not continue this peer's own ones are left out.
 
         Returns:
             How many were made.
         """
-        (last, self._next), made = (self._next, None), 0
-        before = self.fragment.rounded(self.state.values)
-        for each in [*updates, *([] if last is None else [last])]:
-            if (each.version, each.after) != (self.state.version + 1, self.chain.newest.hash):
-                continue
+        before = self.state.version
+        outer = self.fragment.rounded(self.state.values)
+        self._later.update((each.version, each) for each in updates)
+        while (each := self._later.pop(self.state.version + 1, None)) and each.after == self.chain.newest.hash:
             mean = unpacked(each.tensors, self.fragment.length)
             with self._lock:
                 self._step(mean, each.round_id, each.samples)
-            made += 1
-        if made:
-            self.standing = Standing.GOOD
+        self._later = {version: each for version, each in self._later.items() if version > self.state.version}
+        if made := self.state.version - before:
             if self.effort.steps:
-                shift(self.fragment, self.fragment.rounded(self.state.values), before)
+                shift(self.fragment, self.fragment.rounded(self.state.values), outer)
                 self.age += made
             else:
                 self.fragment.write(self.state.values)
+        if self.standing is Standing.BEHIND and self.state.version >= self._known:
+            self.standing = Standing.GOOD
         return made
+
+    def _keep_for_later(self, flight: Flight, mean: torch.Tensor | None, result: RoundResult | None) -> None:
+        """This peer has come to a round without what the round updates: keep the result until it has that."""
+        assert flight.base is not None
+        self._known = flight.base.version
+        if mean is not None and result is not None:
+            self._known += 1
+            kept = Kept(self._known, flight.base.hash, result.group_id, flight.samples, packed(mean))
+            self._later[kept.version] = kept
+            for version in sorted(self._later)[: -self._max_staleness - 1]:
+                del self._later[version]
 
     def restore(
         self, metadata: Mapping[str, Any], tensors: list[torch.Tensor], effort: Effort, age: int, *, is_fresh: bool
@@ -398,4 +430,5 @@ class FragmentUpdates:
             self.chain = Chain(parse_links(metadata["chain"]), self._max_staleness + 1)
             self.kept.clear()
         self.effort, self.age, self.is_fresh = effort, age, is_fresh
-        self.flight, self.standing = None, Standing.GOOD
+        self.flight, self.standing, self._known = None, Standing.GOOD, 0
+        self._later.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,14 +82,19 @@ class OuterAverager(DecentralizedAverager):
         super().run_in_background(await_ready=True, timeout=timeout)
         self.node.state_sharing.get_part = self._get_part
 
-    def load_part_from_peers(self, part: bytes, timeout: float, *, differs: bool = False) -> State | None:
+    def load_part_from_peers(
+        self, part: bytes, timeout: float, *, differs: bool = False
+    ) -> concurrent.futures.Future[State | None]:
         """Download a part of the state from another peer; ``None`` if nobody gives it.
 
         Args:
             differs: every peer has another one, so that it makes no sense to ask several which one they have.
         """
-        sharing, voters = self.node.state_sharing, 1 if differs else MAX_VOTERS
-        return self._portal.call(sharing.download(part=part, most_voters=voters), timeout)
+        return self._portal.submit(self._load_part(part, timeout, 1 if differs else MAX_VOTERS))
+
+    async def _load_part(self, part: bytes, timeout: float, most_voters: int) -> State | None:
+        async with asyncio.timeout(timeout):
+            return await self.node.state_sharing.download(part=part, most_voters=most_voters)
 
 
 def _read(packed: bytes) -> Statement | None:

@@ -54,13 +54,21 @@ class Rounds:
         self._land(each)  # the round before, if it is still under way
         with self.tracker.pause_updates():
             self.tracker.declare_epoch_over(self.settings.straggler_patience)
-            last = last_epoch_in_first_round(slot, overlaps=overlaps)
-            expected = self.tracker.expected_members(until_epoch=last)
-            self._take_off(each, slot, expected, last if overlaps else None)
+            expected = self.whom_to_expect()
+            self._take_off(each, slot, expected, self._last_slot if overlaps else None)
             if not overlaps:
                 self._land(each)
             self.go_to(slot + 1, expected)
         logger.log(self.loglevel, "slot %d begins", self.counter.slot)
+
+    @property
+    def _last_slot(self) -> int:
+        """A peer beyond this slot does not come to the round that ends this peer's."""
+        return last_epoch_in_first_round(self.counter.slot, overlaps=self.settings.overlaps)
+
+    def whom_to_expect(self) -> set[PeerID]:
+        """Other peers that will come to the round at the end of this slot."""
+        return self.tracker.expected_members(until_epoch=self._last_slot)
 
     def go_to(self, slot: int, members: Iterable[PeerID] = ()) -> None:
         """Tell the others that this peer is at another slot. Inside ``pause_updates()``."""
@@ -110,6 +118,8 @@ class Rounds:
             self.counter.steps, self.counter.samples = position.steps, position.samples
             self.report()
         self.has_trained, self.last = True, None
+        # It may have been away for long, so it believes others as a newcomer does.
+        self.tracker.board.evidence.contact = None
 
     def report(self) -> None:
         """Tell the others what this peer has done in its slot."""
