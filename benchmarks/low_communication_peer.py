@@ -23,6 +23,7 @@ from shoal.compression import (
     NoCompression,
     TopKCompression,
 )
+from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.outer.diloco import DiLoCo
 
 CODECS: dict[str, CompressionBase] = {
@@ -88,7 +89,7 @@ class LanguagePeer:
             batch_size_per_step=BATCH_SIZE,
             optimizer=optimizer,
             scheduler=schedule(optimizer),
-            grad_compression=Float16Compression(),
+            grad_averager=GradientAverager.get_factory(compression=Float16Compression()),
             average_state_every=10**6,
             delay_state_averaging=False,
             matchmaking_time=MEETING_SECONDS,

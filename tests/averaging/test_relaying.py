@@ -11,8 +11,7 @@ import torch
 from shoal.averaging import RoundResult
 from shoal.averaging.aggregation import TrimmedMean
 from shoal.averaging.allreduce.parts import MOST_RELAYED_VALUES, split_into_parts
-from shoal.averaging.allreduce.relaying import YOURS, Messages, as_bytes, checked, unpack
-from shoal.averaging.message_means import mean_of_messages
+from shoal.averaging.message_means import YOURS, Messages, as_bytes, checked, mean_of_messages, unpack
 from shoal.compression import (
     Blockwise4BitQuantization,
     BlockwiseQuantization,

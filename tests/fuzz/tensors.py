@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.averaging.allreduce.relaying import Messages, as_bytes, unpack
+from shoal.averaging.message_means import Messages, as_bytes, unpack
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionInfo,

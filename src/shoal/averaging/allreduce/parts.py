@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.averaging.allreduce.relaying import checked, unpack
 from shoal.averaging.finite import all_finite
+from shoal.averaging.message_means import checked, unpack
 from shoal.averaging.messages import PartHeader, PartStatus
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import SerializedTensor, bytes_of, dtype_name

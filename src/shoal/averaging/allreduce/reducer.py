@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shoal.averaging.aggregation import weighted_mean
-from shoal.averaging.allreduce.relaying import Messages, as_bytes
 from shoal.averaging.finite import all_finite, without_overflow
+from shoal.averaging.message_means import Messages, as_bytes
 from shoal.averaging.messages import PartStatus
 from shoal.compression.base import SerializedTensor, TensorRole
 from shoal.compression.one_result import Relayed
