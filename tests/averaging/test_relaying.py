@@ -158,6 +158,8 @@ async def test_what_members_send(codec, number, bits_per_value):
     assert sent == received
     expected = number * bits_per_value / 8 * tensors[0].numel()
     assert expected <= sent <= 1.01 * expected
+    beside = sum(node.p2p.metrics.bytes_sent for node in swarm.nodes) - sent
+    assert beside <= 0.03 * sent + number * 20_000
     await swarm.close()
 
 

@@ -65,7 +65,9 @@ def test_a_short_run_loses_a_peer_gains_a_peer_and_ends_with_equal_parameters(
     assert report["epochs"] > (3 if method == SYNCHRONOUS else 0)
     assert report["held_out_loss_nats_per_byte"] < 5.3  # guessing gives 5.55
     assert report["joined"]["seconds_until_it_had_the_swarms_epoch"] is not None
-    assert process.returncode == (0 if report["below_bigram_entropy_at"] else 1)
+    # Slots are long: the newcomer may have come too late for the last one.
+    has_shown_all = report["below_bigram_entropy_at"] and report["joined"]["samples_contributed"]
+    assert process.returncode == (0 if has_shown_all else 1)
     lines = out.strip().rpartition("\n\n")[2].splitlines()
     assert len(lines) == (10 if method == SYNCHRONOUS else 11)
     assert (tmp_path / "report.png").stat().st_size > 10_000

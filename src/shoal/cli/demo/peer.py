@@ -56,7 +56,7 @@ RUN_ID = "shoal_demo"
 # Windows of text that the whole swarm gathers for a step.
 TARGET_BATCH_SIZE = 256
 # The same between two exchanges, with the methods that exchange little.
-SLOT_BATCH_SIZE = 1280
+SLOT_BATCH_SIZE = 640
 # How messages are encoded, and the outer optimizer. The run is short: much momentum would overshoot.
 LITTLE: dict[str, tuple[CompressionBase, OuterOptimizerFactory]] = {
     "diloco": (Blockwise4BitQuantization(), functools.partial(torch.optim.SGD, lr=0.9, momentum=0.5, nesterov=True)),
