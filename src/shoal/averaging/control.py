@@ -98,6 +98,11 @@ class RoundResult:
     not_finite_peers: tuple[PeerID, ...] = ()
     """Members that have sent NaN or infinite values, which were left out, as far as this peer has seen or heard. A
     member that noticed such values itself and took part with weight 0 is not listed."""
+    bytes_sent: int = 0
+    """Of parts and averages that this peer has sent to other members, encoded; what is sent again after a death, and
+    what surrounds them on the wire, is not counted."""
+    bytes_received: int = 0
+    """The same for what it has received."""
 
 
 def check_weight(weight: float) -> float:

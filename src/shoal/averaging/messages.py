@@ -211,6 +211,8 @@ class PartStatus(IntEnum):
     UNCHANGED = 3
     """No payload. From a reducer: all weights were 0, keep the local values. From a sender: some values of this part
     are not finite."""
+    MESSAGES = 4
+    """From a reducer: the payload holds what the members have sent, see :mod:`shoal.averaging.message_means`."""
 
 
 class PartHeader(msgspec.Struct, array_like=True):

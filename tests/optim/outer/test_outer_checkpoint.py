@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.averaging import StepControl
-from shoal.compression import BlockwiseQuantization, NoCompression
+from shoal.compression import Blockwise4BitQuantization, BlockwiseQuantization, NoCompression
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
 from shoal.optim.outer.diloco import DiLoCo
 from shoal.optim.outer.schedule import Schedule
@@ -91,10 +91,11 @@ def check_equal(one, other):
         {"fragments": 2, "fragment_sync_delay": 2},
         {"fragments": 2, "fragment_sync_delay": 3, "fragment_update_alpha": 0.5},
         {"fragments": 2, "fragment_sync_delay": None, "compression": BlockwiseQuantization()},
+        {"fragment_sync_delay": 2, "compression": Blockwise4BitQuantization()},
         {"average": "parameters"},
         {"sync_every": None, "target_batch_size": 24},
     ],
-    ids=["one", "two", "bfloat16", "delayed", "half", "when it is over", "parameters", "samples"],
+    ids=["one", "two", "bfloat16", "delayed", "half", "when it is over", "4 bits", "parameters", "samples"],
 )
 def test_who_loads_a_checkpoint_goes_on_as_if_it_had_never_stopped(make_dhts, closing, options):
     (dht,) = make_dhts(1)
@@ -102,7 +103,7 @@ def test_who_loads_a_checkpoint_goes_on_as_if_it_had_never_stopped(make_dhts, cl
     closing(peer.opt)
     for step in range(1, STEPS + 1):
         peer.train(step)
-        if step in (3, 4, 5, 6, 10):
+        if step in (3, 6, 10):
             saved[step] = peer.save()
     for step, checkpoint in saved.items():
         resumed = Alone(dht, f"from_{step}", seed=5, **options)
@@ -202,8 +203,26 @@ def test_other_lengths_of_slots_are_told(make_dhts, closing, caplog):
     closing(other.opt)
     peer.train(5)
     other.load(peer.save())
-    assert "slots of another length: sync_every was 4 and is 6" in caplog.text
+    assert "other settings: sync_every was 4 and is 6" in caplog.text
     assert other.opt.local_epoch == 1
+
+
+def test_what_messages_have_left_out_is_kept_and_its_loss_is_told(make_dhts, closing, caplog):
+    (dht,) = make_dhts(1)
+    coarse = {"compression": Blockwise4BitQuantization()}
+    peer, other, plain = Alone(dht, "run", **coarse), Alone(dht, "other", **coarse), Alone(dht, "plain")
+    for each in (peer, other, plain):
+        closing(each.opt)
+    peer.train(5)
+    compressor = peer.opt._fragments[0].compressor
+    error = torch.randn(compressor.length)
+    compressor.load_state_dict({"error": error})
+    saved = peer.save()
+    other.load(saved)
+    assert torch.equal(other.opt._fragments[0].compressor.error, error)
+    assert not caplog.text
+    plain.load(saved)
+    assert "there was error feedback and is none" in caplog.text
 
 
 def test_a_checkpoint_of_a_plain_optimizer_brings_its_statistics(make_dhts, closing):

@@ -351,10 +351,7 @@ class GroupSession:
 
     @property
     def result(self) -> RoundResult:
-        """The result of all phases together.
-
-        A member that failed in one phase has failed. Of weights and of the averaged share the smallest counts.
-        """
+        """The result of all phases. Who failed in one has failed; of weights and shares the smallest counts."""
         assert self._phases, "no all-reduce has been run in this group"
         failed = {peer for phase in self._phases for peer in phase.failed_peers}
         not_finite = {peer for phase in self._phases for peer in phase.not_finite_peers}
@@ -368,6 +365,8 @@ class GroupSession:
             late=any(phase.late for phase in self._phases),
             duration=sum(phase.duration for phase in self._phases),
             not_finite_peers=tuple(peer for peer in self.group.peer_ids if peer in not_finite),
+            bytes_sent=sum(phase.bytes_sent for phase in self._phases),
+            bytes_received=sum(phase.bytes_received for phase in self._phases),
         )
 
     async def check_values(self, tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shoal.averaging import RoundResult
+from shoal.optim.outer.compressor import Outgoing
 from shoal.optim.outer.fragment_updates import Flight, FragmentUpdates, Standing
 from shoal.optim.outer.schedule import Schedule
 from shoal.optim.outer.weights import Effort
@@ -48,6 +49,8 @@ class SavedFragment:
     """A round whose result the model did not have yet."""
     vector: torch.Tensor | None
     """That result."""
+    error: torch.Tensor | None
+    """What messages have left out."""
 
     def put_in_place(self, own: FragmentUpdates, vector: torch.Tensor) -> None:
         """Go on from here. The tensors of the checkpoint are copied.
@@ -57,6 +60,8 @@ class SavedFragment:
         """
         own.restore(self.metadata, self.tensors, self.effort, self.age, is_fresh=self.is_fresh)
         own.flight = self.flight
+        if own.compressor is not None:
+            own.compressor.load_state_dict({"error": self.error})
         if self.vector is not None:
             vector.copy_(self.vector)
 
@@ -67,8 +72,8 @@ class OuterCheckpoint:
 
     position: Position
     fragments: list[SavedFragment]
-    other_lengths: str
-    """How the length of its slots differs from this peer's, in words; empty if it does not."""
+    differences: str
+    """In what its run differs from this peer's, in words; empty if it does not."""
 
     @staticmethod
     def dump(
@@ -119,6 +124,8 @@ class OuterCheckpoint:
         except (KeyError, TypeError) as e:
             raise ValueError(f"the checkpoint is malformed, or of another version of shoal: {e!r}") from e
         told = [f"{name} was {before} and is {now}" for name, before, now in lengths if before != now]
+        if any(each.error is not None for each in saved) and all(own.compressor is None for own in fragments):
+            told.append("there was error feedback and is none, so that what messages had left out is lost")
         return cls(position, saved, ", ".join(told))
 
 
@@ -131,6 +138,7 @@ def _dump_fragment(each: FragmentUpdates, vector: torch.Tensor) -> dict[str, Any
         "effort": list(astuple(each.effort)),
         "age": each.age,
         "is_fresh": each.is_fresh,
+        "error": None if each.compressor is None else each.compressor.error,
         "flight": _dump_flight(each.flight, vector),
     }
 
@@ -150,6 +158,7 @@ def _dump_flight(flight: Flight | None, vector: torch.Tensor) -> dict[str, Any] 
     return {
         **{name: getattr(flight, name) for name in names},
         "effort": list(astuple(flight.effort)),
+        "left_out": None if flight.outgoing is None else flight.outgoing.left,
         "vector": vector,
         "round": None if result is None else _dump_result(result),
     }
@@ -176,19 +185,23 @@ def _parse_fragment(state: Mapping[str, Any], own: FragmentUpdates) -> SavedFrag
     own.check(state, tensors)
     _check_counts(age=state["age"])
     flight, vector = (None, None) if state["flight"] is None else _parse_flight(state["flight"], own)
-    return SavedFragment(state, tensors, Effort(*state["effort"]), state["age"], state["is_fresh"], flight, vector)
+    effort, error = Effort(*state["effort"]), _own_copy(state["error"], own)
+    return SavedFragment(state, tensors, effort, state["age"], state["is_fresh"], flight, vector, error)
 
 
 def _parse_flight(state: Mapping[str, Any], own: FragmentUpdates) -> tuple[Flight, torch.Tensor]:
     _check_counts(**{name: state[name] for name in ("slot", "steps_since", "samples")})
-    vector = _own_copy(state["vector"], own)
+    vector, left_out = _own_copy(state["vector"], own), _own_copy(state["left_out"], own)
+    if vector is None:
+        raise ValueError("a round in the checkpoint has no result")
     flight = Flight(
         state["slot"],
         Effort(*state["effort"]),
-        None if state["sent"] is None else _own_copy(state["sent"], own),
+        _own_copy(state["sent"], own),
         state["left"],
         state["is_finite"],
         state["weight"],
+        Outgoing(vector, None, left_out),
         steps_since=state["steps_since"],
         samples=state["samples"],
         saved_result=None if state["round"] is None else _parse_result(state["round"]),
@@ -202,10 +215,12 @@ def _parse_result(state: Mapping[str, Any]) -> RoundResult:
     return RoundResult(state["group_id"], peers, (), weights, share, (), late, state["duration"])
 
 
-def _own_copy(vector: torch.Tensor, own: FragmentUpdates) -> torch.Tensor:
+def _own_copy(vector: torch.Tensor | None, own: FragmentUpdates) -> torch.Tensor | None:
+    if vector is None:
+        return None
     if vector.shape != own.state.values.shape:
         raise ValueError(
-            f"a result in the checkpoint has {vector.numel()} values, and fragment {own.number} of this peer "
+            f"a vector in the checkpoint has {vector.numel()} values, and fragment {own.number} of this peer "
             f"{own.state.values.numel()}"
         )
     return vector.detach().to(device="cpu", dtype=torch.float32, copy=True)

@@ -23,7 +23,7 @@ from shoal.optim.outer.fragment_updates import FragmentUpdates, OuterRound
 from shoal.optim.outer.fragments import Fragments
 from shoal.optim.outer.inner import InnerOptimizer, InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager
-from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer
+from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer, warn_of_momentum
 from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.rounds import Rounds
 from shoal.optim.outer.schedule import Schedule, SlotCounter
@@ -61,7 +61,8 @@ class DiLoCo(JointOptimizer):
         scheduler: schedule of the inner learning rate, or a function that makes it. With ``sync_every`` it counts the
             inner steps of the run, otherwise the slots.
         outer_optimizer: a function of parameters that makes the outer optimizer. Default:
-            ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; for ``average="parameters"`` ``SGD(lr=0.7, momentum=0.5)``.
+            ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; for ``average="parameters"`` ``SGD(lr=0.7, momentum=0.5)``;
+            for ``TopKCompression`` ``SGD(lr=0.7)``.
         outer_scheduler: a function that makes a schedule of an outer optimizer's learning rate. It counts updates of
             a fragment.
         sync_every: inner steps between two exchanges of the same parameters.
@@ -73,7 +74,12 @@ class DiLoCo(JointOptimizer):
         fragment_update_alpha: weight of the model's own values when a result is applied, from 0 to 1; or ``"rebase"``:
             keep the progress made since they were sent. Default: 0 without delay, else ``"rebase"``.
         compression: codec of what peers send.
-        return_compression: codec of averages; default: the same.
+        return_compression: codec of averages. Default: the same, or ``BlockwiseQuantization`` if that is coarse. Where
+            messages are short, reducers pass them on instead.
+        error_feedback: the share of what a message has left out that is added to the next one, from 0 to 1. Default: 1
+            with 4 bits, 0.95 with ``TopKCompression``, otherwise 0.
+        sparse_mean: over whom the mean of a value goes if not everybody has sent it: ``"senders"``, or ``"members"``.
+        check_every: peers compare the bits of their outer parameters after so many updates; those of most go on.
         average: ``"pseudo_gradients"``, or ``"parameters"``. With the latter each peer has outer parameters of its own,
             and groups need not be the whole swarm.
         weighting: how peers count: ``"batch"``: every sample the same; ``"samples"``: fast peers more.
@@ -123,11 +129,14 @@ class DiLoCo(JointOptimizer):
         fragment_update_alpha: float | str | None = None,
         compression: CompressionBase | None = DEFAULT_COMPRESSION,
         return_compression: CompressionBase | None = None,
+        error_feedback: float | None = None,
+        sparse_mean: str = "senders",
         average: str = "pseudo_gradients",
         weighting: str = "batch",
         straggler_patience: float | None = None,
         staleness: Staleness | None = None,
         max_staleness: int = 4,
+        check_every: int = 10,
         share_inner_state: bool = True,
         matchmaking_time: float = 15.0,
         averaging_timeout: float = 60.0,
@@ -157,7 +166,7 @@ class DiLoCo(JointOptimizer):
         self.inner_steps = 0
         """Inner steps of this peer."""
         self._has_looked = False
-        factory = outer_optimizer or default_outer_optimizer(average)
+        factory = outer_optimizer or default_outer_optimizer(average, is_sparse=settings.is_sparse)
         self._fragments = [
             FragmentUpdates(
                 number,
@@ -168,11 +177,14 @@ class DiLoCo(JointOptimizer):
                 settings.staleness,
                 max_staleness,
                 lock,
+                settings.compressor(part.length),
+                check_every,
             )
             for number, part in enumerate(parts)
         ]
         self.outer_optimizers = tuple(each.state.optimizer for each in self._fragments)
         """The optimizer of each fragment's outer parameters."""
+        warn_of_momentum(self.outer_optimizers, average, is_sparse=settings.is_sparse)
         self.tracker = self._make_tracker({"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})})
         giving = Giving(self._counter, self._fragments, lock, self._inner, share_inner_state)
         if next_chunk_timeout is None:

@@ -14,8 +14,11 @@ import torch
 
 from shoal.averaging import RoundResult, StepControl
 from shoal.averaging.finite import all_finite
+from shoal.compression.base import bytes_of
 from shoal.errors import AllreduceException
-from shoal.optim.outer.chain import Chain, Link, Statement, parse_links, settle, steps_between
+from shoal.logs import Seldom
+from shoal.optim.outer.chain import Chain, Link, Statement, has_other_bits, hash_of, parse_links, settle, steps_between
+from shoal.optim.outer.compressor import Compressor, Outgoing
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.kept import Kept, KeptResults, packed, unpacked
 from shoal.optim.outer.mixing import Mixing, shift
@@ -36,7 +39,7 @@ class Standing(enum.Enum):
     BEHIND = "behind"
     """They lack updates that others have."""
     LOST = "lost"
-    """They are of another lineage than those that go on."""
+    """They are of another lineage than those that go on, or of the same one with other bits."""
 
 
 @dataclass
@@ -53,6 +56,8 @@ class Flight:
     is_finite: bool
     """Whether the message is."""
     weight: float
+    outgoing: Outgoing | None = None
+    """The message with what it leaves out; ``None``: nothing of that is kept."""
     control: StepControl | None = None
     """``None``: nobody else is there."""
     steps_since: int = 0
@@ -98,6 +103,9 @@ class OuterRound:
     seconds: float
     norm: float
     """Of the mean pseudo-gradient."""
+    bytes_sent: int = 0
+    """Of the encoded values that this peer has sent to the others."""
+    bytes_received: int = 0
 
 
 class FragmentUpdates:
@@ -114,6 +122,8 @@ class FragmentUpdates:
         staleness: makes old contributions smaller.
         max_staleness: older ones do not count.
         lock: held while outer parameters change, so that newcomers get whole states.
+        compressor: keeps what messages leave out; ``None``: that is lost.
+        check_every: members compare the bits of their outer parameters after so many updates; 0: never.
     """
 
     def __init__(
@@ -126,10 +136,14 @@ class FragmentUpdates:
         staleness: Staleness,
         max_staleness: int,
         lock: threading.RLock,
+        compressor: Compressor | None = None,
+        check_every: int = 0,
     ) -> None:
         self.number, self.fragment, self.state, self._mixing = number, fragment, state, mixing
         self._average, self._staleness, self._max_staleness = average, staleness, max_staleness
-        self._lock = lock
+        self._lock, self._check_every = lock, check_every
+        self.compressor = compressor
+        """Keeps what messages have left out; ``None``: nobody does."""
         self.chain = Chain.begin(state.values, max_staleness + 1)
         self.effort = Effort()
         """Since the last contribution that counted."""
@@ -138,6 +152,7 @@ class FragmentUpdates:
         self.flight: Flight | None = None
         self.standing = Standing.GOOD
         """As the last round has shown."""
+        self._warn_seldom = Seldom(logger.warning)
         self.is_fresh = False
         """This peer has just joined, and has not been in a slot of this fragment from the beginning."""
         self.kept = KeptResults(fragment.length)
@@ -186,12 +201,16 @@ class FragmentUpdates:
         counts = is_finite and self.effort.steps >= least_steps
         weight = self.effort.weight(weighting) if counts else 0.0
         sent = local if self._mixing.is_rebase and delay != 0 else None
-        self.flight = Flight(slot, self.effort, sent, delay, is_finite, weight)
+        outgoing = self.compressor.prepare(vector) if self.compressor is not None and is_finite else None
+        self.flight = Flight(slot, self.effort, sent, delay, is_finite, weight, outgoing)
         return self.flight
 
     def statement(self, expected: int) -> Statement:
         """What this peer tells its group; it expects so many members."""
-        return Statement(self.chain.links, self.effort.steps, self.effort.samples, expected)
+        newest, every = self.chain.newest, self._check_every
+        is_compared = every and newest.version and newest.version % every == 0 and self._average != PARAMETERS
+        digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
+        return Statement(self.chain.links, self.effort.steps, self.effort.samples, expected, digest)
 
     def judge(self, statements: Sequence[Statement | None], own: int) -> tuple[bool, float]:
         """Decide how this peer's message counts. Called in the event loop when the group is complete.
@@ -220,6 +239,15 @@ class FragmentUpdates:
         behind = verdict.standing_of(own, mine)
         flight.base = max((each.links[-1] for n, each in enumerate(statements) if each and n in verdict.winners))
         flight.standing = Standing.LOST if behind is None else Standing.BEHIND if behind else Standing.GOOD
+        if behind == 0 and has_other_bits(statements, own):
+            self._warn_seldom(
+                "the outer parameters of fragment %d are not those of most others, although they have had the same "
+                "updates: this peer takes theirs. Machines round differently; torch.optim.SGD as the outer optimizer "
+                "does not",
+                self.number,
+                about="bits",
+            )
+            flight.standing = Standing.LOST
         if flight.standing is not Standing.GOOD:
             return False, 1.0
         if flight.factor is not None:  # this is another attempt, with the same vector
@@ -270,6 +298,8 @@ class FragmentUpdates:
         mean = self.state.values - vector if self._average == PARAMETERS else vector
         norm = float(torch.linalg.vector_norm(mean))
         with self._lock:
+            if contributed and self.compressor is not None and flight.outgoing is not None:
+                self._note_sent(self.compressor, flight.outgoing, is_alone=result is None)
             before = None if contributed else self.fragment.rounded(self.state.values)
             self._step(mean, round_id, samples)
             told_age = self.age
@@ -292,6 +322,8 @@ class FragmentUpdates:
             share,
             seconds,
             norm,
+            0 if result is None else result.bytes_sent,
+            0 if result is None else result.bytes_received,
         )
 
     def _step(self, mean: torch.Tensor, round_id: bytes, samples: int) -> None:
@@ -300,6 +332,13 @@ class FragmentUpdates:
         with torch.enable_grad():
             self.state.step(mean)
         self.chain.extend(round_id, samples)
+
+    @staticmethod
+    def _note_sent(compressor: Compressor, outgoing: Outgoing, *, is_alone: bool) -> None:
+        if is_alone:
+            compressor.alone(outgoing)
+        else:
+            compressor.counted(outgoing)
 
     def _mix(self, flight: Flight) -> None:
         self._mixing.apply(self.fragment, self.state.values, flight.sent if flight.steps_since else None)
@@ -311,6 +350,8 @@ class FragmentUpdates:
         """Put the outer parameters into the model; what this peer has done since is lost."""
         self.fragment.write(self.state.values)
         self.effort, self.age = Effort(), 0
+        if self.compressor is not None:
+            self.compressor.forget()
 
     @torch.no_grad()
     def begin_run(self) -> None:
@@ -351,8 +392,9 @@ class FragmentUpdates:
             How many versions of its own it has given up.
         """
         links = parse_links(metadata["chain"])
-        own, self.standing = self.chain.links, Standing.GOOD
-        if not is_new and (self._average == PARAMETERS or links[-1] in own):
+        own, is_lost, self.standing = self.chain.links, self.standing is Standing.LOST, Standing.GOOD
+        has_other_bits = is_lost and links[-1] == own[-1]
+        if not is_new and not has_other_bits and (self._average == PARAMETERS or links[-1] in own):
             return 0
         missed = None if is_new else steps_between(own, links)
         given_up = 0 if is_new or missed is not None else self.state.version

@@ -107,8 +107,8 @@ class Rounds:
         Args:
             timeout: the longest time to leave each round under way, in seconds.
         """
-        if saved.other_lengths:
-            logger.warning("the checkpoint is of slots of another length: %s", saved.other_lengths)
+        if saved.differences:
+            logger.warning("the checkpoint is of a run with other settings: %s", saved.differences)
         self.let_go(timeout)
         position = saved.position
         with self.tracker.pause_updates():
