@@ -61,10 +61,12 @@ _HOMES = {
         "nested_pack",
     ),
     "shoal.optim": (
+        "DiLoCo",
         "GradScaler",
         "MultiProcessOptimizer",
         "Optimizer",
         "TrainingAverager",
+        "strided_fragments",
     ),
     "shoal.optim.progress": ("PerformanceEMA",),
     "shoal.p2p": (
@@ -127,7 +129,14 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
         nested_pack,
     )
     from shoal.logs import get_logger, use_hivemind_log_handler
-    from shoal.optim import GradScaler, MultiProcessOptimizer, Optimizer, TrainingAverager
+    from shoal.optim import (
+        DiLoCo,
+        GradScaler,
+        MultiProcessOptimizer,
+        Optimizer,
+        TrainingAverager,
+        strided_fragments,
+    )
     from shoal.optim.progress import PerformanceEMA
     from shoal.p2p import P2P, P2PContext, P2PHandlerError, PeerID, PeerInfo
     from shoal.reactor import MPFuture, switch_to_uvloop
@@ -147,6 +156,7 @@ __all__ = [
     "CompressionType",
     "DHTExpiration",
     "DecentralizedAverager",
+    "DiLoCo",
     "Float16Compression",
     "GradScaler",
     "MPFuture",
@@ -186,6 +196,7 @@ __all__ = [
     "nested_map",
     "nested_pack",
     "serialize_torch_tensor",
+    "strided_fragments",
     "switch_to_uvloop",
     "use_hivemind_log_handler",
 ]

@@ -13,6 +13,7 @@ from shoal.averaging import Aggregation, CenteredClip
 from shoal.averaging.allreduce.combining import HEAVY_VALUES, Combiner
 from shoal.averaging.allreduce.parts import Part, Segment
 from shoal.averaging.allreduce.reducer import OwnAverage, PartReducer, weighted_mean
+from shoal.averaging.messages import PartStatus
 from shoal.compression import (
     CompressionInfo,
     NoCompression,
@@ -60,7 +61,7 @@ async def test_mean_is_exact_for_any_interleaving(num_parts):
     async def receive(sender):
         replies = [await reducer.reply(index, sender) for index in range(num_parts)]
         reducer.delivered_everything(sender)
-        assert not any(is_delta for _, is_delta in replies)
+        assert all(status is PartStatus.VALUES for _, status in replies)
         return [deserialize_torch_tensor(encoded) for encoded, _ in replies]
 
     async def own():
@@ -124,7 +125,7 @@ async def test_all_weights_zero_means_no_average():
     reducer = make_reducer([torch.ones(2)], [1], weight=0.0)
     reducer.begin(1, 0.0)
     reducer.deliver(1, 0, torch.full((2,), 5.0))
-    assert await reducer.reply(0, 1) == (None, False)
+    assert await reducer.reply(0, 1) == (None, PartStatus.UNCHANGED)
     assert await reducer.average(0) == OwnAverage(None, is_delta=False, is_shared=True)
 
 

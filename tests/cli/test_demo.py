@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from shoal.cli.__main__ import main
+from shoal.cli.demo.messages import METHODS, SYNCHRONOUS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,8 +49,11 @@ def peers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def test_a_short_run_loses_a_peer_gains_a_peer_and_ends_with_equal_parameters(start: Start, tmp_path: Path) -> None:
-    process = start("--peers", "3", "--seconds", "12")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_short_run_loses_a_peer_gains_a_peer_and_ends_with_equal_parameters(
+    start: Start, tmp_path: Path, method: str
+) -> None:
+    process = start("--peers", "3", "--seconds", "12", "--method", method)
     out, errors = process.communicate(timeout=280)
     assert errors == ""
     report = json.loads((tmp_path / "report.json").read_text())
@@ -58,11 +62,14 @@ def test_a_short_run_loses_a_peer_gains_a_peer_and_ends_with_equal_parameters(st
     assert report["parameters_bit_identical"] is True
     assert len({peers[number]["parameters_sha256"] for number in (1, 2, 4)}) == 1
     assert len({peer["peer_id"] for peer in peers.values()}) == 4
-    assert report["epochs"] > 3
+    assert report["epochs"] > (3 if method == SYNCHRONOUS else 0)
     assert report["held_out_loss_nats_per_byte"] < 5.3  # guessing gives 5.55
     assert report["joined"]["seconds_until_it_had_the_swarms_epoch"] is not None
-    assert process.returncode == (0 if report["below_bigram_entropy_at"] else 1)
-    assert len(out.strip().rpartition("\n\n")[2].splitlines()) == 10
+    # Slots are long: the newcomer may have come too late for the last one.
+    has_shown_all = report["below_bigram_entropy_at"] and report["joined"]["samples_contributed"]
+    assert process.returncode == (0 if has_shown_all else 1)
+    lines = out.strip().rpartition("\n\n")[2].splitlines()
+    assert len(lines) == (10 if method == SYNCHRONOUS else 11)
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 

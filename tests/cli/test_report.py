@@ -59,6 +59,17 @@ def test_a_loss_above_the_bigram_entropy_is_no_success(story: Story) -> None:
     assert any("not reached" in line for line in ten_lines(story, []))
 
 
+def test_bytes_that_were_saved(story: Story) -> None:
+    for peer in story.living:
+        assert peer.finished
+        assert peer.progress
+        peer.finished.synchronous_bytes, peer.progress.bytes_sent = 50_000_000, 1_000_000
+    *_, line, _ = ten_lines(story, [])
+    number = len(story.living)
+    assert f"sent {number}.0 MB in all" in line
+    assert f"{50 * number}.0 MB, 50 times as much" in line
+
+
 def test_ten_lines(story: Story) -> None:
     lines = ten_lines(story, [Path("report.json")])
     assert len(lines) == 10

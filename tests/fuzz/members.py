@@ -67,7 +67,7 @@ HEADERS: list[Header] = [
     ),
     messages.StatusRequest(round_id=_ROUND),
     messages.StatusReply(status=1),
-    messages.DownloadRequest(),
+    messages.DownloadRequest(part=b"\x91\x92\x00\x03"),
     messages.StateHeader(allowed=True, metadata=b"\x80", tensor_bytes=[4096]),
     messages.ChunkRequest(index=3),
     messages.StateChunk(index=3),

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from shoal.compression import CompressionType, SerializedTensor, deserialize_torch_tensor, serialize_torch_tensor
+from shoal.averaging.message_means import Messages, as_bytes, unpack
+from shoal.compression import (
+    BlockwiseQuantization,
+    CompressionInfo,
+    CompressionType,
+    SerializedTensor,
+    TopKCompression,
+    deserialize_torch_tensor,
+    serialize_torch_tensor,
+)
+from shoal.compression.one_result import Relayed
 from shoal.compression.serialization import is_sparse
 from tests.fuzz.fuzzing import Target
 from tests.fuzz.mutation import Mutator
@@ -35,8 +45,34 @@ def _target(name: str, codes: list[CompressionType]) -> Target:
     return Target(name, hostile, _feed)
 
 
+RELAYED = Relayed(TopKCompression(), BlockwiseQuantization())
+
+
+def _relayed() -> Target:
+    """Messages of members that a reducer has passed on."""
+    info = CompressionInfo.from_tensor(_TENSORS[0])
+    messages = [as_bytes(RELAYED.compress(tensor, info)) for tensor in (*_TENSORS, _TENSORS[0])]
+    collected = Messages.of(RELAYED, info, range(3), [1.0, 2.0, 0.5], messages)
+    packed, own = [collected.pack(receiver) for receiver in (0, 2, 9)], bytes(collected.buffers[0])
+    material = [bytes(each.buffer) for each in packed]
+
+    def hostile(mutator: Mutator) -> SerializedTensor:
+        return SerializedTensor(packed[0].metadata, mutator.bytes(mutator.one_of(material), material))
+
+    def feed(payload: SerializedTensor) -> str:
+        try:
+            mean = unpack(RELAYED, payload, lambda: own)
+        except (ValueError, RuntimeError):
+            return "refused"
+        assert mean is None or mean.shape == (VALUES,)
+        return "read"
+
+    return Target("messages passed on", hostile, feed)
+
+
 def targets() -> list[Target]:
     return [
+        _relayed(),
         _target("tensor, largest values", [code for code in CompressionType if is_sparse(code)]),
         _target("tensor, all values", [code for code in CompressionType if not is_sparse(code)]),
     ]

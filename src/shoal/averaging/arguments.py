@@ -10,6 +10,7 @@ from shoal.averaging.allreduce.verification import check_verification
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.messages import MAX_BANDWIDTH
 from shoal.compression import CompressionBase, CompressionInfo
+from shoal.compression.one_result import Relayed
 
 # A member is given up after so many seconds of silence, unless the user has set a limit.
 DEFAULT_STALL_TIMEOUT = 30.0
@@ -58,6 +59,11 @@ class AveragerConfig:
                 f"quorum={self.quorum}, quorum_grace={self.quorum_grace}, averaging_alpha={self.averaging_alpha}"
             )
         check_aggregation("aggregation", self.aggregation)
+        if self.aggregation is not None and isinstance(self.compression, Relayed):
+            raise ValueError(
+                f"aggregation={self.aggregation.fingerprint} needs the values of members, but with this compression "
+                f"({self.compression.fingerprint}) their messages are passed on: use Float16Compression"
+            )
 
     def check(self, infos: Sequence[CompressionInfo]) -> None:
         """Check that the options work for the averaged tensors.

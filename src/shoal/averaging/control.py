@@ -102,6 +102,11 @@ class RoundResult:
     left_out_peers: tuple[PeerID, ...] = ()
     """Members that stayed to the end, but whose values are missing from some averages, because a reducer had lost its
     connection to them and did not get it back. As far as this peer has heard."""
+    bytes_sent: int = 0
+    """Of parts and averages that this peer has sent to other members, encoded; what is sent again after a death, and
+    what surrounds them on the wire, is not counted."""
+    bytes_received: int = 0
+    """The same for what it has received."""
 
     @classmethod
     def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:
@@ -129,6 +134,8 @@ class RoundResult:
             duration=sum(phase.duration for phase in phases),
             not_finite_peers=together(phase.not_finite_peers for phase in phases),
             left_out_peers=together(phase.left_out_peers for phase in phases),
+            bytes_sent=sum(phase.bytes_sent for phase in phases),
+            bytes_received=sum(phase.bytes_received for phase in phases),
         )
 
 

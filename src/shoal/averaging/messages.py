@@ -212,6 +212,8 @@ class PartStatus(IntEnum):
     UNCHANGED = 3
     """No payload. From a reducer: all weights were 0, keep the local values. From a sender: some values of this part
     are not finite."""
+    MESSAGES = 4
+    """From a reducer: the payload holds what the members have sent, see :mod:`shoal.averaging.message_means`."""
 
 
 class PartHeader(msgspec.Struct, array_like=True):
@@ -350,8 +352,15 @@ class StatusReply(Header):
 MAX_OTHER_DONORS = 4
 
 
+# A request for a part of the state names it with at most so many bytes.
+MAX_PART_NAME_BYTES = 1024
+
+
 class DownloadRequest(Header):
     """Asks for this averager's state; requests for chunks follow."""
+
+    part: Annotated[bytes, Meta(max_length=MAX_PART_NAME_BYTES)] = b""
+    """Names a part of the state, in a way that averagers of one kind agree on; empty: all of it."""
 
 
 class StateHeader(Header):

@@ -475,5 +475,5 @@ class AveragerNode(ServicerBase):
 
     @patient
     async def rpc_download_state(self, call: Call, context: P2PContext) -> None:
-        await call.receive(DownloadRequest)
-        await self.state_sharing.serve(call)
+        request = await call.receive(DownloadRequest)
+        await self.state_sharing.serve(call, b"" if request is None else request.part)

@@ -11,6 +11,7 @@
 - A newcomer, or a peer that has fallen behind, downloads parameters, optimizer and epoch (:mod:`~.synchronization`,
   :mod:`~.training_state`).
 - If a swarm was split and each side has trained on, :mod:`~.sides` decides which side goes on.
+- For slow lines, :class:`DiLoCo` lets each peer make many steps of its own between two exchanges (:mod:`~.outer`).
 - Gradients can be sent as matrices of low rank (:mod:`~.power_sgd_averager`, :mod:`~.power_ef_averager`). A peer can be
   several processes (:mod:`~.multi_process`), on any device (:mod:`~.devices`).
 """
@@ -18,6 +19,7 @@
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.multi_process import MultiProcessOptimizer
 from shoal.optim.optimizer import Optimizer
+from shoal.optim.outer import DiLoCo, strided_fragments
 from shoal.optim.training_averager import TrainingAverager
 
-__all__ = ["GradScaler", "MultiProcessOptimizer", "Optimizer", "TrainingAverager"]
+__all__ = ["DiLoCo", "GradScaler", "MultiProcessOptimizer", "Optimizer", "TrainingAverager", "strided_fragments"]

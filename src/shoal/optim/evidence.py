@@ -114,8 +114,8 @@ class Evidence:
         self._is_large = False
         # When the last round with others ended (before the first one: the start), and when this peer's epoch began.
         self._round_ended_at = self._epoch_began_at = now
-        # The epoch at which this peer last met others or took over a state, and when that was.
-        self._contact: tuple[int, float] | None = None
+        self.contact: tuple[int, float] | None = None
+        """The epoch at which this peer last met others or took over a state, and when; ``None``: it is a newcomer."""
         # Of the latest epochs: how many seconds each took, and how many of them were training.
         self._epochs: deque[tuple[float, float]] = deque(maxlen=_EPOCHS_TIMED)
         self._trained_until = now
@@ -281,7 +281,7 @@ class Evidence:
             return
         if is_next:
             self._epochs.append((now - began_at, max(self._trained_until - began_at, _LEAST_SECONDS)))
-        self._contact = epoch, now
+        self.contact = epoch, now
 
     def note_vain_attempt(self, now: float, seconds: float) -> None:
         """This newcomer lost so many seconds because no peer gave it a later state. So it votes, too, for a while."""
@@ -304,7 +304,7 @@ class Evidence:
     @property
     def _knows_nothing(self) -> bool:
         """Whether this peer is in its first epoch, has made no step alone, and has taken over no state."""
-        return not self.knows_rounds and self._contact is None and not self._alone
+        return not self.knows_rounds and self.contact is None and not self._alone
 
     def is_proven(self, peer: bytes) -> bool:
         """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
@@ -469,7 +469,7 @@ class Evidence:
 
     def _epoch_of_most(self, votes: list[int], own: int, now: float) -> int:
         """The last epoch that most hosts have reached; ``votes`` are their epochs, the lowest first."""
-        if votes and self._contact is None and now >= self._counts_itself_until:
+        if votes and self.contact is None and now >= self._counts_itself_until:
             # For a newcomer half of the votes are enough: of two peers, one may be the run and the other a liar.
             return votes[len(votes) // 2]
         votes = sorted([*votes, own])
@@ -489,9 +489,9 @@ class Evidence:
     def _epoch_within_time(self, own: int, now: float) -> float:
         if not self.knows_rounds:
             return own + EPOCHS_AHEAD
-        if self._contact is None or not self._epochs:
+        if self.contact is None or not self._epochs:
             return own
-        epoch, since = self._contact
+        epoch, since = self.contact
         away = now - since
         if away < _EPOCHS_TO_BE_AWAY * self._usual_epoch:
             return own

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class GradScaler(TorchGradScaler):
-    """Scales losses as ``torch.amp.GradScaler`` does, for a :class:`~shoal.Optimizer`.
+    """Scales losses as ``torch.amp.GradScaler`` does, for a :class:`~shoal.Optimizer` or a :class:`~shoal.DiLoCo`.
 
     Use it like torch's: ``scaler.scale(loss).backward()``, ``scaler.step(opt)``, ``scaler.update()``. A batch whose
     gradients overflow is dropped, and the scale is reduced. Otherwise gradients stay scaled until the global step, and
@@ -62,6 +62,8 @@ class GradScaler(TorchGradScaler):
         self._finite: dict[int, bool] = {}
         # By id of an inner optimizer with unscaled gradients, until it steps: whether they are finite.
         self._unscaled: dict[int, bool] = {}
+        # By id of an optimizer that steps with each batch, until the next update: whether they are finite.
+        self._unscaled_batches: dict[int, bool] = {}
 
     @contextlib.contextmanager
     def running_global_step(self) -> Iterator[None]:
@@ -74,22 +76,26 @@ class GradScaler(TorchGradScaler):
                 self._in_global_step = before
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> bool:  # type: ignore[override]
-        """Check whether all gradients are finite; unscale them only inside a global step.
+        """Check whether all gradients are finite; unscale them only inside a global step, or for a ``DiLoCo``.
 
         Returns:
             Whether gradients were unscaled.
 
         Raises:
-            AssertionError: it is not a shoal.Optimizer.
+            AssertionError: it is not a shoal.Optimizer or shoal.DiLoCo.
         """
         from shoal.optim.multi_process import MultiProcessOptimizer
         from shoal.optim.optimizer import Optimizer
+        from shoal.optim.outer.diloco import DiLoCo
 
-        assert isinstance(optimizer, (Optimizer, MultiProcessOptimizer)), (
-            f"expected a shoal.Optimizer, got {type(optimizer).__name__}"
+        assert isinstance(optimizer, (Optimizer, MultiProcessOptimizer, DiLoCo)), (
+            f"expected a shoal.Optimizer or a shoal.DiLoCo, got {type(optimizer).__name__}"
         )
         if not self.is_enabled():
             return False
+        if isinstance(optimizer, DiLoCo):
+            self.unscale_batch(optimizer)
+            return True
         with self._lock:
             finite = self.are_grads_finite(optimizer)
             if not self._in_global_step:
@@ -99,6 +105,25 @@ class GradScaler(TorchGradScaler):
                 torch._foreach_mul_(grads, 1 / self.get_scale())
             self._unscaled[id(optimizer.opt)] = finite
             return True
+
+    def unscale_batch(self, optimizer: torch.optim.Optimizer, *, ends: bool = False) -> bool:
+        """Unscale the gradients of a batch with which the optimizer steps at once, unless that was done before.
+
+        Args:
+            ends: the optimizer steps now; the gradients after that are those of another batch.
+
+        Returns:
+            Whether they are finite.
+        """
+        with self._lock:
+            finite = self._unscaled_batches.get(id(optimizer))
+            if finite is None:
+                finite = self._unscaled_batches[id(optimizer)] = self.are_grads_finite(optimizer)
+                if finite and (grads := _gradients(optimizer)):
+                    torch._foreach_mul_(grads, 1 / self.get_scale())
+            if ends:
+                del self._unscaled_batches[id(optimizer)]
+            return finite
 
     def expect_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an inner optimizer's gradients are finite, and were unscaled without :meth:`unscale_`."""
@@ -154,6 +179,7 @@ class GradScaler(TorchGradScaler):
         with self._lock:
             overflow = not all(self._finite.values())
             self._finite.clear()
+            self._unscaled_batches.clear()
             if not self._has_stepped and not overflow and new_scale is None:
                 return False
             if new_scale is None:

@@ -13,13 +13,12 @@ import torch
 from shoal.averaging import Aggregation, StepControl
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
-from shoal.errors import ReactorError
-from shoal.facade import Facade
 from shoal.optim.comparison import PeerComparison, Remainder
 from shoal.optim.devices import BatchesAhead
 from shoal.optim.global_step import Auxiliary, GlobalStep
 from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
+from shoal.optim.joint_optimizer import JointOptimizer
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options, check_run_id
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Optimizer(Facade, torch.optim.Optimizer):
+class Optimizer(JointOptimizer):
     """Steps a model together with all peers of the same run. Use it in a ``with`` block, or call :meth:`shutdown`.
 
     Each peer accumulates gradients of its own batches. When all peers together have ``target_batch_size`` samples,
@@ -110,6 +109,7 @@ class Optimizer(Facade, torch.optim.Optimizer):
         ReactorError: the DHT is shut down.
     """
 
+    kind = "Optimizer"
     instead_of_a_copy = "save its state_dict()"
 
     def __init__(
@@ -210,10 +210,8 @@ class Optimizer(Facade, torch.optim.Optimizer):
         self._auxiliary = Auxiliary(*averagers, self.tracker, averaging_timeout) if auxiliary else None
         timeouts = self.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
-        self._groups_under_construction: list[dict[str, Any]] | None = []
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
-        super().__init__([dict(group) for group in self._main_groups], dict(self.opt.defaults))
-        self._groups_under_construction = None
+        self._become_torch_optimizer(dict(self.opt.defaults))
         self._begin()
 
     def _begin(self) -> None:
@@ -275,14 +273,6 @@ class Optimizer(Facade, torch.optim.Optimizer):
             self._make_global_step(scaler)
         self._comparison.after_batch(epoch_began=self.local_epoch != epoch)
         return loss
-
-    def _check_open(self) -> None:
-        """Raises if this Optimizer or its DHT is closed: training would go on alone, and nobody would notice."""
-        if self._closing.is_set():
-            raise ReactorError("this Optimizer is shut down and trains with nobody any more: make a new one")
-        if not self.dht.is_alive():
-            self.dht.check()
-            raise ReactorError("the DHT of this Optimizer has failed: make both anew")
 
     def _catch_up(self) -> bool:
         """Download the state of the swarm if it is ahead of this peer; returns whether it is."""
@@ -391,40 +381,16 @@ class Optimizer(Facade, torch.optim.Optimizer):
         """The round of parameters that was scheduled in advance; ``None`` if there is none."""
         return self.global_step.scheduled_state
 
-    @property
-    def state(self) -> Any:
-        """Statistics of the optimizer that makes the steps."""
-        return self.opt.state
-
-    @state.setter
-    def state(self, _: Any) -> None:
-        """Ignored: the base class sets an empty state, but the state is that of ``opt``."""
-
-    @property
-    def param_groups(self) -> Any:
-        """The parameter groups with the user's parameters, as a tuple."""
-        if self._groups_under_construction is not None:
-            return self._groups_under_construction
+    def _inner_groups(self) -> Sequence[Any]:
         return self._main_groups if self.settings.offload_optimizer else tuple(self.opt.param_groups)
 
-    @param_groups.setter
-    def param_groups(self, _: Any) -> None:
-        """Ignored: the base class sets an empty list, but the groups are those of ``opt``."""
+    def _inner_state(self) -> Any:
+        return self.opt.state
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Tells torch's gradient scalers not to unscale gradients that accumulate in place: they stay scaled."""
         return self.settings.reuse_grad_buffers
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not possible: all peers must agree on the parameters.
-
-        Raises:
-            ValueError: always.
-        """
-        if self._groups_under_construction is None:
-            raise ValueError("parameters cannot be added to a run in progress: all peers must have the same ones")
-        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = ZERO_GRAD_SET_TO_NONE_DEFAULT) -> None:
         """Forget the gradients of the last batch.
@@ -472,15 +438,11 @@ class Optimizer(Facade, torch.optim.Optimizer):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def is_alive(self) -> bool:
-        """Whether this peer takes part."""
-        return getattr(self, "_groups_under_construction", 0) is None and self.state_averager.is_alive()
+    def _takes_part(self) -> bool:
+        return self.state_averager.is_alive()
 
-    def shutdown(self) -> None:
-        """Leave the run: finish the rounds that others wait for, and say goodbye. Idempotent."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
+    def _leave(self) -> None:
+        """Finish the rounds that others wait for, and say goodbye."""
         try:
             if self._auxiliary is not None:
                 self._auxiliary.let_go_of_rounds()
@@ -494,7 +456,3 @@ class Optimizer(Facade, torch.optim.Optimizer):
             self.state_averager.shutdown()
             if self.grad_averager is not None:
                 self.grad_averager.shutdown()
-
-    def __del__(self) -> None:
-        if self.is_alive():
-            self.shutdown()

@@ -419,26 +419,42 @@ def load_checkpoint(setup: TrainingSetup, state_dict: Mapping[str, Any]) -> int 
     Raises:
         ValueError: it does not fit.
     """
-    optimizer, statistics = setup.optimizer, dict(state_dict["state"])
-    epoch, own = statistics.pop(EPOCH, None), state_dict.get(OWN) or {}
+    epoch, own = state_dict["state"].get(EPOCH), state_dict.get(OWN) or {}
     if epoch is not None and not (isinstance(epoch, int) and 0 <= epoch < MAX_EPOCH):
         raise ValueError(f"a checkpoint cannot be of epoch {epoch!r}")
     parameters = own.get("parameters") or setup.main_parameters
     shapes, own_shapes = ([tuple(p.shape) for p in each] for each in (parameters, setup.main_parameters))
     if shapes != own_shapes:
         raise ValueError(f"the parameters in the checkpoint have shapes {shapes}, expected {own_shapes}")
-    names = scheduled_hyperparameters(setup.scheduler)
-    before = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
-    needs_statistics = has_statistics(optimizer)
-    optimizer.load_state_dict({**{key: state_dict[key] for key in state_dict if key != OWN}, "state": statistics})
-    if needs_statistics and not has_statistics(optimizer):
-        initialize_optimizer_state_(optimizer)
-    # A plain checkpoint has rates that a scheduler has moved, but not how far. This peer's one would move them again.
-    if own.get("scheduler") is None:
-        for group, values in zip(optimizer.param_groups, before, strict=True):
-            group.update(values)
-    load_scheduler_state(setup.scheduler, own.get("scheduler"))
+    plain = {key: state_dict[key] for key in state_dict if key != OWN}
+    load_optimizer(setup.optimizer, setup.scheduler, plain, own.get("scheduler"))
     if setup.is_offloaded:
         copy_all(setup.optimizer_parameters, parameters)
         copy_all(setup.main_parameters, parameters)
     return epoch
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, scheduler: Any, state_dict: Mapping[str, Any], position: Any
+) -> None:
+    """Put a checkpoint of an optimizer in place, and of its schedule, if there is one.
+
+    Args:
+        state_dict: of the optimizer. It may have an epoch, which is left out.
+        position: of the schedule; ``None``: the checkpoint has none.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    names = scheduled_hyperparameters(scheduler)
+    before = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    needs_statistics = has_statistics(optimizer)
+    statistics = {key: value for key, value in state_dict["state"].items() if key != EPOCH}
+    optimizer.load_state_dict({**state_dict, "state": statistics})
+    if needs_statistics and not has_statistics(optimizer):
+        initialize_optimizer_state_(optimizer)
+    # A plain checkpoint has rates that a scheduler has moved, but not how far. This peer's one would move them again.
+    if position is None:
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update(values)
+    load_scheduler_state(scheduler, position)

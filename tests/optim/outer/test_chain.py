@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.optim.outer.chain import Chain, Statement, parse_links, settle, steps_between
+from shoal.optim.outer.chain import Chain, Statement, has_other_bits, parse_links, settle, steps_between
 
 
 def chain(*rounds: bytes, start: float = 0.0, samples: int = 10, length: int = 5) -> Chain:
@@ -64,7 +64,7 @@ def test_members_that_join_two_others_make_them_one_lineage():
 
 
 def test_statements_travel_and_what_makes_no_sense_counts_for_nobody():
-    said = Statement(chain(b"a").links, 5, 40, 3)
+    said = Statement(chain(b"a").links, 5, 40, 3, bytes(16))
     assert Statement.parse(said.dump()) == said
     good = said.dump()
     bad = [
@@ -78,6 +78,8 @@ def test_statements_travel_and_what_makes_no_sense_counts_for_nobody():
         {**good, "samples": -1},
         {**good, "steps": 1.5},
         {**good, "expected": 2**63},
+        {**good, "digest": b"short"},
+        {**good, "digest": 5},
     ]
     assert all(Statement.parse(each) is None for each in bad)
     assert settle([None, said]).winners == {1}
@@ -90,3 +92,19 @@ def test_links_survive_a_checkpoint():
     made = chain(b"a", b"b")
     again = Chain(parse_links(made.dump()), 5)
     assert again.links == made.links
+
+
+def test_the_bits_of_most_members_of_the_same_version_are_right():
+    here, ahead = chain(b"a").links, chain(b"a", b"b").links
+    one, other = bytes(16), b"\xff" * 16
+
+    def told(*digests):
+        return [None if digest is None else Statement(here, digest=digest) for digest in digests]
+
+    def judged(statements):
+        return [has_other_bits(statements, own) for own in range(len(statements))]
+
+    assert judged(told(one, other, other)) == [True, False, False]
+    assert judged(told(one, other)) == [False, True]
+    assert judged(told(one, b"", None, one)) == [False] * 4
+    assert judged([*told(other), Statement(ahead, digest=one), Statement(ahead, digest=one)]) == [False] * 3

@@ -8,7 +8,14 @@ import threading
 import pytest
 import torch
 
-from shoal.compression import BFloat16Compression, BlockwiseQuantization, Float16Compression, NoCompression
+from shoal.compression import (
+    BFloat16Compression,
+    Blockwise4BitQuantization,
+    BlockwiseQuantization,
+    Float16Compression,
+    NoCompression,
+    TopKCompression,
+)
 from shoal.optim.outer.diloco import DiLoCo
 from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
 from tests.optim.outer.quadratic import A, B, near
@@ -185,6 +192,31 @@ def make_trainers(make_dhts, closing):
     return make
 
 
+def links_of(trainer):
+    return [link for link, _ in trainer.opt.outer_versions()]
+
+
+def train_until_all_agree(*trainers, most=30):
+    """All train, each at its own speed, until all were in the latest round and have the same updates behind them.
+
+    That is looked at when all have come to the same slot, and have the results of their rounds.
+    """
+    for _ in range(most):
+        slot = 2 + max(trainer.opt.local_epoch for trainer in trainers)
+        in_parallel(*(functools.partial(trainer.train_until, slot) for trainer in trainers))
+        in_parallel(*(lambda t=trainer: t.outer for trainer in trainers))
+        if all_agree(*trainers):
+            return
+    raise AssertionError(f"they do not agree: {[(t.opt.last_round, links_of(t)) for t in trainers]}")
+
+
+def all_agree(*trainers):
+    """Whether all were in the latest round of all, and have the same outer parameters by their links."""
+    rounds = [trainer.opt.last_round for trainer in trainers]
+    came = all(r is not None and r.contributed and len(r.peers) == len(trainers) for r in rounds)
+    return came and all(links_of(trainer) == links_of(trainers[0]) for trainer in trainers)
+
+
 def check_same(*trainers):
     first, *others = [trainer.outer for trainer in trainers]
     for other in others:
@@ -205,8 +237,24 @@ def check_same(*trainers):
         {"compression": Float16Compression(), "return_compression": NoCompression(), "fragments": 3},
         {"fragments": 2, "fragment_sync_delay": 1},
         {"fragments": 2, "fragment_sync_delay": None},
+        {"compression": Blockwise4BitQuantization(), "fragments": 2},
+        {"compression": TopKCompression(density=1 / 8), "fragments": 2, "fragment_sync_delay": 1},
+        {"compression": TopKCompression(bits=8), "sparse_mean": "members"},
+        {"compression": Float16Compression(), "error_feedback": 1.0},
     ],
-    ids=["float32", "float16", "bfloat16", "8 bits", "float16 and back float32", "delayed", "when it is over"],
+    ids=[
+        "float32",
+        "float16",
+        "bfloat16",
+        "8 bits",
+        "float16 and back float32",
+        "delayed",
+        "when it is over",
+        "4 bits",
+        "sparse",
+        "sparse of all members",
+        "float16 with feedback",
+    ],
 )
 def test_all_peers_have_the_same_bits(make_dhts, make_trainers, options):
     trainers = make_trainers(make_dhts(3), **options)
@@ -285,6 +333,25 @@ def test_averaging_parameters_keeps_outer_parameters_of_each_peer(make_dhts, mak
     in_parallel(*(functools.partial(trainer.train_until, 6) for trainer in trainers))
     after = (trainers[0].outer - trainers[1].outer).norm()
     assert 0 < after < before / 2
+
+
+def test_pairs_average_parameters_and_mix(make_dhts, make_trainers):
+    """Nobody waits for the whole swarm, and models come together nevertheless."""
+    options = {"average": "parameters", "averager_opts": {"target_group_size": 2}}
+    trainers = make_trainers(make_dhts(4), seeds=[1, 2, 3, 4], **options)
+    introduce(*(trainer.opt for trainer in trainers))
+    before = [trainer.outer for trainer in trainers]
+    in_parallel(*(functools.partial(trainer.train_until, 10) for trainer in trainers))
+    after = [trainer.outer for trainer in trainers]
+
+    def spread(models):
+        mean = sum(models) / 4
+        return sum((model - mean).square().sum() for model in models)
+
+    assert spread(after) < spread(before) / 4
+    for trainer in trainers:
+        assert len(trainer.opt.last_round.peers) == 2
+        assert trainer.opt.last_round.bytes_sent == 2 * trainer.opt.averager.vectors[0].numel()
 
 
 def test_gradients_of_the_model_are_not_touched(make_dhts, make_trainers):

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from shoal.averaging import RoundResult
+from shoal.averaging.message_means import mean_of_messages
+from shoal.compression import Blockwise4BitQuantization, TopKCompression
 from shoal.errors import AllreduceException
+from shoal.optim.outer.compressor import Compressor
 from shoal.optim.outer.fragment_updates import FragmentUpdates, Standing
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.mixing import Mixing
@@ -24,14 +27,19 @@ from tests.optim.outer.quadratic import A, B, near, train
 class Peer:
     """A fragment of two parameters that are pulled towards a point."""
 
-    def __init__(self, target, start=(0.0, 0.0), factory=None, mixing=0.0, average="pseudo_gradients", delay=0):
+    def __init__(
+        self, target, start=(0.0, 0.0), factory=None, mixing=0.0, average="pseudo_gradients", delay=0, codec=None
+    ):
         self.id = Identity.generate().peer_id
         self.target, self.delay = target, delay
         self.parameter = torch.nn.Parameter(torch.tensor(start))
         fragment = Fragment.of([self.parameter])
         state = OuterState(fragment.read(), factory or default_outer_optimizer(average))
         lock = threading.RLock()
-        self.updates = FragmentUpdates(0, fragment, state, Mixing(mixing), average, usual_staleness, 4, lock)
+        compressor = None if codec is None else Compressor(codec, fragment.length)
+        self.updates = FragmentUpdates(
+            0, fragment, state, Mixing(mixing), average, usual_staleness, 4, lock, compressor, check_every=2
+        )
         self.vector = fragment.new_vector()
 
     def train(self, steps=2, samples=1):
@@ -284,3 +292,125 @@ def test_with_rebase_what_is_done_meanwhile_counts_next_time():
     a.updates.land(a.vector, None, a.id)
     torch.testing.assert_close(a.model, reference)
     assert a.updates.effort == Effort(3, 3)
+
+
+# --- what messages leave out ------------------------------------------------------------------------------------------
+
+SPARSE = TopKCompression(density=0.5)
+
+
+def begin_sparse(slot, peers):
+    """All begin a round; returns their weights, and the mean of what they send in one of two values."""
+    weights, _ = begin(slot, peers)
+    messages = [peer.updates.flight.outgoing.message for peer in peers]
+    return weights, mean_of_messages(SPARSE, messages, weights, sparse_mean="members")
+
+
+def roughly(values, expected):
+    """Levels are rounded to float16."""
+    torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float32), rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_message_leaves_out_comes_with_the_next_one():
+    plain = functools.partial(torch.optim.SGD, lr=1.0)
+    a, b = (Peer(target, factory=plain, codec=SPARSE) for target in (A, B))
+    known = [
+        ((0, 0), (0, 1.5), (1.5, 0)),
+        ((0, 0), (-1.125, 0), (1.3125, -1.4625)),
+        ((0.234375, 0), (0, 0.403125), (2.47969, -0.914062)),
+    ]
+    for slot, (left_a, left_b, outer) in enumerate(known):
+        a.train()
+        b.train()
+        weights, mean = begin_sparse(slot, (a, b))
+        assert all(land((a, b), weights, mean))
+        roughly(a.outer, outer)
+        assert torch.equal(a.outer, b.outer)
+        roughly(a.updates.compressor.error, left_a)
+        roughly(b.updates.compressor.error, left_b)
+
+
+@pytest.mark.parametrize("how", ["failed", "late", "broken"])
+def test_what_has_not_counted_leaves_nothing_out(how):
+    a, b = (Peer(target, codec=Blockwise4BitQuantization()) for target in (A, B))
+    for slot in range(2):
+        a.train()
+        b.train()
+        if slot == 0:
+            make_round(slot, a, b)
+            before = b.updates.compressor.error.clone()
+        elif how == "failed":
+            begin(slot, (a, b))
+            b.updates.give_up()
+        else:
+            late, share = ((b,), 1.0) if how == "late" else ((), 0.5)
+            make_round(slot, a, b, late=late, share=share)
+    assert torch.equal(b.updates.compressor.error, before)
+
+
+def test_who_is_alone_leaves_nothing_out():
+    a, b = (Peer(target, codec=SPARSE) for target in (A, B))
+    a.train()
+    b.train()
+    weights, mean = begin_sparse(0, (a, b))
+    list(land((a, b), weights, mean))
+    left, outer = b.updates.compressor.error.clone() * 0.95, b.outer
+    assert left.any()
+    b.train()
+    difference = outer - b.model
+    b.updates.begin(1, b.vector, 0, "batch")
+    torch.testing.assert_close(b.vector, difference + left)
+    b.updates.land(b.vector, None, b.id)
+    assert b.updates.compressor.error is None
+
+
+def test_who_begins_anew_has_left_nothing_out():
+    a, b = (Peer(target, codec=SPARSE) for target in (A, B))
+    a.train()
+    b.train()
+    weights, mean = begin_sparse(0, (a, b))
+    list(land((a, b), weights, mean))
+    b.updates.reset_model()
+    assert b.updates.compressor.error is None
+
+
+# --- the same updates, but other bits ---------------------------------------------------------------------------------
+
+
+def test_who_has_other_bits_takes_those_of_most(caplog):
+    a, b, c = Peer(A), Peer(B), Peer(B)
+    for slot in range(3):
+        if slot == 2:
+            with torch.no_grad():
+                c.updates.state.parameter[0] += 1e-6
+        for peer in (a, b, c):
+            peer.train()
+        weights, mean = begin(slot, (a, b, c))
+        list(land((a, b, c), weights, mean))
+    assert weights == [1.0, 1.0, 0.0]
+    assert c.updates.standing is Standing.LOST
+    assert "are not those of most others" in caplog.text
+    assert c.updates.state.version == 2
+    assert c.updates.effort == Effort(2, 2)
+    c.train()
+    moved = c.model - c.outer
+    assert c.updates.take_over(*a.updates.dump(), is_new=False) == 0
+    assert torch.equal(c.outer, a.outer)
+    torch.testing.assert_close(c.model - c.outer, moved)
+    assert c.updates.effort == Effort(4, 4)
+    assert c.updates.standing is Standing.GOOD
+
+
+def test_bits_are_compared_every_so_many_updates():
+    a, b = Peer(A), Peer(B)
+    told = []
+    for slot in range(5):
+        a.train()
+        b.train()
+        told.append(bool(a.updates.statement(2).digest))
+        make_round(slot, a, b)
+    assert told == [False, False, True, False, True]
+    lone = Peer(A, average="parameters")
+    lone.updates.chain.extend(b"1", 1)
+    lone.updates.chain.extend(b"2", 1)
+    assert not lone.updates.statement(2).digest

@@ -127,6 +127,20 @@ def test_learning_rates_may_change():
         near(state.values, [expected])
 
 
+def test_a_schedule_follows_the_versions_and_newcomers_follow_it():
+    halve = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    donor, newcomer = (OuterState(torch.zeros(1), PLAIN, halve) for _ in range(2))
+    for expected in (-1.0, -1.5):
+        donor.step(torch.ones(1))
+        near(donor.values, [expected])
+    newcomer.load(*donor.dump())
+    for state in (donor, newcomer):
+        state.step(torch.ones(1))
+        near(state.values, [-1.75])
+    with pytest.raises(ValueError, match="ReduceLROnPlateau depends on a metric"):
+        OuterState(torch.zeros(1), PLAIN, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
 def test_a_newcomer_goes_on_as_its_donor():
     donor, newcomer = (OuterState(torch.zeros(2), default_outer_optimizer("pseudo_gradients")) for _ in range(2))
     donor.step(torch.tensor([1.0, 2.0]))

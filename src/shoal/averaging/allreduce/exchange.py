@@ -284,6 +284,8 @@ class AllReduce:
             duration=duration,
             not_finite_peers=tuple(self.group.peer_ids[i] for i in sorted(not_finite)),
             left_out_peers=tuple(self.group.peer_ids[i] for i in roster.left_out_alive),
+            bytes_sent=sum(each.bytes_sent for each in self._traffic.values()),
+            bytes_received=sum(each.bytes_received for each in self._traffic.values()),
         )
 
     def weight_of(self, member: Member) -> float:

@@ -26,9 +26,12 @@ from typing import NamedTuple
 import torch
 
 from shoal.averaging.finite import all_finite
+from shoal.averaging.message_means import checked, unpack
 from shoal.averaging.messages import PartHeader, PartStatus
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.compression.base import SerializedTensor, bytes_of, dtype_name
+from shoal.compression.one_result import Averages as ExactAverages
+from shoal.compression.one_result import Relayed
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
 
@@ -40,6 +43,8 @@ DEFAULT_PART_SIZE_BYTES = 2**19
 PARTS_PER_MEMBER = 4
 # Parts that are cut to even out shares are not smaller than this. So fewer members reduce a small vector.
 MIN_EVEN_BYTES = 2**14
+# A part that is sent as a short message becomes long where it is decoded. So it has at most this many values.
+MOST_RELAYED_VALUES = 2**20
 
 
 def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min_size: int = 0) -> tuple[int, ...]:
@@ -198,9 +203,15 @@ def split_into_parts(
         if len(indices) > 1:
             info = replace(info, descriptor=replace(info.descriptor, size=(total,)))
         length = part_length(info, own_codec, part_size_bytes)
-        if own_codec.elementwise and total:
+        is_on_grid = own_codec.for_averages is not None and own_codec.block is not None
+        if (own_codec.elementwise or is_on_grid) and total:
             evenly = math.ceil(total / (PARTS_PER_MEMBER * reducers))
             length = min(length, max(evenly, part_length(info, own_codec, MIN_EVEN_BYTES)))
+        if isinstance(own_codec, Relayed):
+            length = min(length, MOST_RELAYED_VALUES)
+        if is_on_grid:
+            # Whoever encodes the whole vector gets the same blocks.
+            length = max(1, length // (block := own_codec.block or 1)) * block
         segments = _Segments(indices, lengths)
         for part_index, start in enumerate(range(0, total, length)):
             stop = min(start + length, total)
@@ -455,13 +466,25 @@ class RoundVector:
             raise ProtocolError(f"sent {metadata} for a part of {part.length} values of {dtype}")
         if header.status == PartStatus.DELTA and not dtype.is_floating_point:
             raise ProtocolError(f"sent a difference for a part of {dtype}")
+        if header.status == PartStatus.MESSAGES and not isinstance(part.codec, ExactAverages):
+            raise ProtocolError("sent messages of members for a part of which nobody wants them")
         # Where the codec cannot tell the size beforehand, this bounds the memory that the other side can claim.
         limit = 2 * part.length * dtype.itemsize + 2**16
         if nbytes != part.nbytes if math.isfinite(part.nbytes) else not 0 <= nbytes <= limit:
             raise ProtocolError(f"sent {nbytes} bytes for a part of {part.length} values")
 
     def decode(self, header: PartHeader, part: Part, buffer: memoryview) -> torch.Tensor | None:
-        """Decode a part whose bytes are all here and whose header has passed :meth:`check`; ``None``: no values."""
+        """Decode a part whose bytes are all here and whose header has passed :meth:`check`; ``None``: no values.
+
+        A message that may be passed on stays as it is, in bytes.
+        """
         if header.metadata is None:
             return None
-        return part.codec.extract(SerializedTensor(header.metadata, buffer)).detach()
+        serialized = SerializedTensor(header.metadata, buffer)
+        if header.status == PartStatus.MESSAGES and isinstance(part.codec, ExactAverages):
+            relayed = part.codec.of
+            # Until the average is applied, the vector holds what this member has sent.
+            return unpack(relayed, serialized, lambda: relayed.compress(self.values(part), part.info).buffer)
+        if isinstance(part.codec, Relayed):
+            return checked(part.codec, serialized)
+        return part.codec.extract(serialized).detach()

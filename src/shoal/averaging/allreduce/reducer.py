@@ -23,7 +23,10 @@ import torch
 
 from shoal.averaging.aggregation import weighted_mean
 from shoal.averaging.finite import all_finite, without_overflow
+from shoal.averaging.message_means import Messages, as_bytes
+from shoal.averaging.messages import PartStatus
 from shoal.compression.base import SerializedTensor, TensorRole
+from shoal.compression.one_result import Relayed
 from shoal.errors import AllreduceException, ProtocolError
 from shoal.tasks import cancel_and_wait, run_in_worker
 
@@ -81,6 +84,8 @@ class _PartState:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     average: torch.Tensor | None = None
     encoded: SerializedTensor | None = None
+    messages: Messages | None = None
+    """What the average is made of, if that is sent instead."""
     is_shared: bool = True
     """Another member has contributed, or none was expected to."""
     takers: set[int] = field(default_factory=set)
@@ -196,14 +201,14 @@ class PartReducer:
         self._check_error()
         return state.average
 
-    async def reply(self, index: int, sender: int) -> tuple[SerializedTensor | None, bool]:
+    async def reply(self, index: int, sender: int) -> tuple[SerializedTensor | None, PartStatus]:
         """Wait for the average of a part, and encode it for a sender.
 
         With a lossy codec the reply is the difference between the average and the sender's values. It is smaller than
         the average itself, so the codec loses less.
 
         Returns:
-            The bytes, or ``None`` for "unchanged"; and whether they are a difference.
+            The bytes, or ``None`` for "unchanged"; and what they are.
 
         Raises:
             ProtocolError: the sender was given up before it delivered the part.
@@ -215,23 +220,25 @@ class PartReducer:
         part, average, sent = self._parts[index], state.average, state.values.get(sender)
         try:
             if average is None:
-                return None, False
+                return None, PartStatus.UNCHANGED
+            if state.messages is not None:
+                return state.messages.pack(sender), PartStatus.MESSAGES
             # Lossy codecs are for floating point numbers only, and receivers refuse differences of other types.
             if part.codec.lossy and sent is not None and sent.is_floating_point() and part.codec.for_averages is None:
                 difference = average - sent
                 if all_finite(difference) or all_finite(sent):
                     difference = without_overflow(difference)
-                    return part.codec.compress(difference, part.info, allow_inplace=True), True
+                    return part.codec.compress(difference, part.info, allow_inplace=True), PartStatus.DELTA
             if state.encoded is None:
                 state.encoded = part.returned.compress(average)
-            return state.encoded, False
+            return state.encoded, PartStatus.VALUES
         finally:
             self._taken(state, sender)
 
     def _taken(self, state: _PartState, member: int) -> None:
         state.takers.discard(member)
         if not state.takers:
-            state.average = state.encoded = None
+            state.average = state.encoded = state.messages = None
             state.values.clear()
 
     def delivered_everything(self, sender: int) -> None:
@@ -302,8 +309,11 @@ class PartReducer:
         senders, part = sorted(state.values), self._parts[index]
         state.is_complete = True
         state.takers = {*senders, self._local_index} if self._own_values is not None else set(senders)
-        state.is_shared = bool(senders) or not self._senders
+        state.is_shared = bool(senders) or not self._expects_others
         self.left_out |= self._senders.difference(senders)
+        if isinstance(part.codec, Relayed):
+            self._note_messages(state, index, part.codec)
+            return
         if self._combiner is None:
             self._note_average(state, index, self._mean(state, part))
             return
@@ -336,6 +346,22 @@ class PartReducer:
             state.encoded, state.average = part.returned.codec.compress_and_decode(average, part.info)
         if not part.codec.lossy or part.codec.for_averages is not None:  # only differences need what was sent
             state.values.clear()
+        self._note_done(state, index)
+
+    def _note_messages(self, state: _PartState, index: int, codec: Relayed) -> None:
+        """Average what the members have sent, and decide whether others are sent that or its mean."""
+        part = self._parts[index]
+        order, received = self._counting(state, part)
+        messages = Messages.of(codec, part.info, order, [self.weights[member] for member in order], received)
+        state.average = messages.mean()
+        if messages.pay(part.info):
+            state.messages = messages
+        elif state.average is not None:
+            state.encoded, state.average = codec.back.compress_and_decode(state.average, part.info)
+        state.values.clear()
+        self._note_done(state, index)
+
+    def _note_done(self, state: _PartState, index: int) -> None:
         if self.on_average is not None:
             self.on_average(index, state.average)
         state.done.set()
@@ -380,6 +406,8 @@ class PartReducer:
         Where members have little in common, as with gradients, own values count exactly. Where one result is for all,
         they always count as if they had been sent: then it does not depend on who reduces them.
         """
+        if isinstance(part.codec, Relayed):
+            return as_bytes(part.compress(values))
         if part.codec.for_averages is not None:
             return part.codec.compress_and_decode(values, part.info)[1]
         if not part.codec.lossy or not state.values or part.info.role is TensorRole.GRADIENT:

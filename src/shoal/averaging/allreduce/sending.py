@@ -71,6 +71,8 @@ class Outgoing:
         self._pieces: deque[Piece] = deque()
         self._pieces_per_part = 1
         self._under_way = 0
+        self.bytes_sent = 0
+        """Of all payloads so far."""
 
     @property
     def left(self) -> float:
@@ -113,6 +115,7 @@ class Outgoing:
         self._under_way += 1
         await call.send(message, *payload)
         self._under_way -= 1
+        self.bytes_sent += sum(len(each) for each in payload)
         if self.is_taken and not self._under_way:
             self._on_sent()
 

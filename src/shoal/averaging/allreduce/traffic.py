@@ -221,6 +221,13 @@ class Traffic:
         self._is_over = False
         self.heard_at = -math.inf
         """Loop time of the other member's last message."""
+        self.bytes_received = 0
+        """Of all payloads so far."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of all payloads so far."""
+        return self.parts_out.bytes_sent + self.averages_out.bytes_sent
 
     async def _encode_part(self, index: int) -> DescribedPart:
         part = self.vector.parts[self.other][index]
@@ -233,8 +240,8 @@ class Traffic:
         is_held = self._holds_averages and not part.codec.lossy
         if is_held and index < self._given:
             return describe_part(PartStatus.VALUES, await self._encode_again(index, part))
-        encoded, is_delta = await self._reducer.reply(index, self.other)
-        average = describe_part(PartStatus.DELTA if is_delta else PartStatus.VALUES, encoded)
+        encoded, status = await self._reducer.reply(index, self.other)
+        average = describe_part(status, encoded)
         self._given = max(self._given, index + 1)
         if not is_held:
             self._kept.add(index, average)
@@ -352,7 +359,9 @@ class Traffic:
                 await self._begun.wait()
                 await self._reducer.wait_for_room(message.index)
             async with asyncio.timeout(limit()):
+                nbytes = call.payload_size
                 complete = await incoming.receive(call, message)
+            self.bytes_received += nbytes
             self._take(message, complete)
 
     def _expect(self, message: PartMessage) -> Incoming:

@@ -6,6 +6,7 @@ A newcomer finds donors here. What it does with them is in :mod:`~.gathering`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import random
@@ -13,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from shoal.averaging.messages import MAX_OTHER_DONORS, ChunkRequest, PeerRecord, StateChunk, StateHeader
-from shoal.averaging.state.download import GetState, GivenState, Snapshot
-from shoal.averaging.state.gathering import DonorMemory, Gathering
+from shoal.averaging.state.download import GetState, GivenState, OwnedState, Snapshot
+from shoal.averaging.state.gathering import MAX_VOTERS, DonorMemory, Gathering
 from shoal.averaging.state.places import Place, Places
 from shoal.clock import get_dht_time
-from shoal.compression import CompressionBase
+from shoal.compression import CompressionBase, NoCompression
 from shoal.dht.crypto import peer_of, tag_of
 from shoal.dht.spread import any_place, key_at, places_to_write
 from shoal.dht.validation import SHORT_LIFETIME_SECONDS, is_short_lived
@@ -39,6 +40,8 @@ SILENCE_SECONDS = 60.0
 BACKLOG_BYTES = 2**16
 # Busy donors are asked again after so many seconds at the earliest, and for so many seconds in all.
 BUSY_PAUSE, BUSY_PATIENCE = 1.0, 60.0
+# The most different parts of the state that are sent at a time.
+MAX_PARTS = 8
 
 
 class StateSharing:
@@ -88,6 +91,10 @@ class StateSharing:
         self._is_declared = False
         self.places = Places(lambda: asyncio.ensure_future(Snapshot.take(self.get_state, self._codec)))
         """The newcomers that download from this peer."""
+        self.get_part: Callable[[bytes], OwnedState] | None = None
+        """Returns a part of the state by its name; called in a worker thread. ``None``: there are no parts."""
+        # By name of a part that is being downloaded: who does so.
+        self._places_of_parts: dict[bytes, Places] = {}
         self._memory = DonorMemory()
 
     def set(self, *, allowed: bool | None = None, priority: float | None = None) -> None:
@@ -131,15 +138,22 @@ class StateSharing:
         except TimeoutError:
             logger.debug("not everybody could be told that this peer does not share its state any more")
 
-    async def serve(self, call: Call) -> None:
+    async def serve(self, call: Call, part: bytes = b"") -> None:
         """Send the state to a peer that asks for it, or refuse it.
+
+        Args:
+            part: the name of the part that it asks for; empty: all of the state.
 
         Raises:
             ProtocolError, P2PDaemonError, TimeoutError: the newcomer failed.
         """
         now = asyncio.get_running_loop().time
-        place = self.places.find(call.remote, now()) if self.allowed else None
-        if place is None:
+        if part and self.get_part is None:
+            await call.send(StateHeader(allowed=False), end=True)
+            return
+        places = self._places_of(part) if self.allowed else None
+        place = None if places is None else places.find(call.remote, now())
+        if places is None or place is None:
             await call.send(self._refusal(call.remote, now()), end=True)
             return
         sending = asyncio.ensure_future(self._send_to(call, place))
@@ -152,7 +166,26 @@ class StateSharing:
         finally:
             # If something was still being sent, this cuts the connection.
             await cancel_and_wait(sending)
-            self.places.leave(place, now())
+            places.leave(place, now())
+            if part and not places.sharings:
+                self._places_of_parts.pop(part, None)
+
+    def _places_of(self, part: bytes) -> Places | None:
+        """The places of those that download the same part; ``None``: nobody else can be served."""
+        if not part:
+            return self.places
+        if part not in self._places_of_parts and len(self._places_of_parts) >= MAX_PARTS:
+            return None
+        assert self.get_part is not None
+        get_part = functools.partial(self.get_part, part)
+        # Parts are what this peer has got from others: to lose anything of them would make peers differ.
+        take = functools.partial(Snapshot.take, get_part, NoCompression())
+        return self._places_of_parts.setdefault(part, Places(lambda: asyncio.ensure_future(take())))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody is downloading the state."""
+        return bool(self.places.sharings)
 
     def _note_dropped(self, place: Place, now: float) -> None:
         self._p2p.metrics.newcomers_dropped += 1
@@ -222,17 +255,28 @@ class StateSharing:
         self._p2p.metrics.states_refused += 1
         self._memory.leave_out(donor, version, asyncio.get_running_loop().time())
 
-    async def download(self, skip: Collection[PeerID] = ()) -> GivenState | None:
+    async def download(
+        self, skip: Collection[PeerID] = (), part: bytes = b"", most_voters: int = MAX_VOTERS
+    ) -> GivenState | None:
         """Download the state from the best donors that deliver one; ``None``: no donor does.
 
         Args:
             skip: donors that are not asked.
+            part: names the part that is wanted; empty: all of it.
+            most_voters: so many donors are asked for their version.
         """
         loop = asyncio.get_running_loop()
         patience_ends = loop.time() + BUSY_PATIENCE
         while True:
             gathering = Gathering(
-                self._p2p, self._get_stub, self._memory, self._max_bytes, self._chunk_timeout, self._admits(skip)
+                self._p2p,
+                self._get_stub,
+                self._memory,
+                self._max_bytes,
+                self._chunk_timeout,
+                self._admits(skip),
+                part,
+                most_voters,
             )
             state = await gathering.run(await self.find_donors(skip))
             pause = max(BUSY_PAUSE, gathering.again_in)

@@ -135,6 +135,8 @@ class Gathering:
         max_bytes: larger states are refused before any memory is taken.
         chunk_timeout: a donor is given up after so many seconds of silence.
         admits: tells whether a peer that a donor has named may be asked.
+        part: names the part of the state that is wanted; empty: all of it.
+        most_voters: so many donors are asked for their version. One, if the versions of all differ anyway.
     """
 
     def __init__(
@@ -145,8 +147,11 @@ class Gathering:
         max_bytes: int,
         chunk_timeout: float,
         admits: Callable[[PeerID], bool],
+        part: bytes = b"",
+        most_voters: int = MAX_VOTERS,
     ) -> None:
         self.p2p, self.get_stub, self.memory = p2p, get_stub, memory
+        self.part, self.most_voters = part, most_voters
         self.max_bytes, self.chunk_timeout, self._admits = max_bytes, chunk_timeout, admits
         self.busy = False
         """Whether a donor has refused because it serves too many others."""
@@ -228,7 +233,7 @@ class _Attempt:
     async def run(self) -> GivenState | None:
         """The state; ``None`` if it did not arrive. Then other donors may be left to ask."""
         try:
-            voters = [donor for donor in self._waiting if donor[0] == self._rank][:MAX_VOTERS]
+            voters = [donor for donor in self._waiting if donor[0] == self._rank][: self._gathering.most_voters]
             for donor in voters:
                 self._waiting.remove(donor)
                 self._ask(donor)
@@ -272,7 +277,7 @@ class _Attempt:
         gathering, peer = self._gathering, donor[1]
         try:
             async with gathering.get_stub(peer).rpc_download_state() as call:
-                await call.send(DownloadRequest())
+                await call.send(DownloadRequest(part=gathering.part))
                 header, hashes = await open_state(call, gathering.max_bytes, gathering.chunk_timeout)
                 if not header.allowed:
                     gathering.note_refusal(donor, header)

@@ -15,6 +15,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from shoal.cli.demo.messages import (
+    METHODS,
+    SYNCHRONOUS,
     AnyEvent,
     CaughtUp,
     Connect,
@@ -62,6 +64,8 @@ class DemoConfig:
     """How long to train, counted from when all peers are ready."""
     folder: Path = Path("demo-report")
     """Folder for the report and the peers' logs."""
+    method: str = SYNCHRONOUS
+    """How the peers train together."""
 
     def __post_init__(self) -> None:
         if self.peers < 2:
@@ -79,7 +83,7 @@ class Demo:
 
     def __init__(self, config: DemoConfig, viewer: Viewer) -> None:
         self.config = config
-        self.story = Story(config.peers, config.seconds)
+        self.story = Story(config.peers, config.seconds, method=config.method)
         self._viewer = viewer
         self._processes: dict[int, PeerProcess] = {}
         self._heard: queue.Queue[Heard] = queue.Queue()
@@ -175,7 +179,7 @@ class Demo:
     def _start_peer(self, number: int) -> None:
         log = self.config.folder / f"peer-{number}.log"
         self.story.peers[number] = PeerStory(number, started=self._now())
-        self._processes[number] = PeerProcess(number, self.config.peers + 1, log, self._heard)
+        self._processes[number] = PeerProcess(number, self.config.peers + 1, log, self._heard, self.config.method)
 
     def _living(self) -> list[PeerProcess]:
         return [self._processes[peer.number] for peer in self.story.living]
@@ -277,13 +281,20 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--folder", type=Path, default=defaults.folder, help="where the report goes (default: %(default)s)"
     )
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        default=defaults.method,
+        help="average gradients for each step; or exchange progress rarely, in 4 bits per value (diloco) or only the "
+        "largest values (sparse) (default: %(default)s)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and return the exit status: 0 if it showed what it is meant to show."""
     try:
-        config = DemoConfig(arguments.peers, arguments.seconds, arguments.folder)
+        config = DemoConfig(arguments.peers, arguments.seconds, arguments.folder, arguments.method)
     except ValueError as error:
         print(f"shoal demo: {error}", file=sys.stderr)
         return 2

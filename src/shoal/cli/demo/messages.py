@@ -22,6 +22,11 @@ from pathlib import Path
 
 import msgspec
 
+SYNCHRONOUS = "synchronous"
+METHODS = (SYNCHRONOUS, "diloco", "sparse")
+"""Peers average gradients for each step; or they make many steps of their own between two exchanges, and send their
+progress in 4 bits per value, or only the largest values of it."""
+
 
 class Command(msgspec.Struct, tag_field="command", tag=str.lower):
     """Base class of what the runner sends."""
@@ -120,6 +125,8 @@ class Finished(Event):
     loss: float
     """Loss on the held-out text, measured on many more windows than during training."""
     parameters_sha256: str
+    synchronous_bytes: int = 0
+    """What this peer would have sent for the same samples if gradients were averaged; 0: they were."""
 
 
 class Wrote(Event):
@@ -166,14 +173,17 @@ class PeerProcess:
         shards: number of shards into which all peers cut the text.
         log: file for its standard error.
         heard: gets every event of the peer.
+        method: how it trains, see :data:`METHODS`.
     """
 
-    def __init__(self, number: int, shards: int, log: Path, heard: queue.Queue[Heard]) -> None:
+    def __init__(
+        self, number: int, shards: int, log: Path, heard: queue.Queue[Heard], method: str = SYNCHRONOUS
+    ) -> None:
         self.number = number
         self.log = log
         with log.open("wb") as log_file:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                [sys.executable, "-m", "shoal.cli.demo.peer", str(number), str(shards)],
+                [sys.executable, "-m", "shoal.cli.demo.peer", str(number), str(shards), "--method", method],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
@@ -307,10 +317,20 @@ class Story:
     """How often the end was postponed by an epoch because the peers' parameters were not identical."""
     text: str = ""
     """Written by the trained model."""
+    method: str = SYNCHRONOUS
+    """How the peers train together."""
 
     @property
     def living(self) -> list[PeerStory]:
         return [peer for peer in self.peers.values() if peer.alive]
+
+    def bytes_sent(self) -> int:
+        """By all living peers."""
+        return sum(peer.progress.bytes_sent for peer in self.living if peer.progress)
+
+    def synchronous_bytes(self) -> int:
+        """What they would have sent if they had averaged gradients; 0: they have."""
+        return sum(peer.finished.synchronous_bytes for peer in self.living if peer.finished)
 
     @property
     def epoch(self) -> int:

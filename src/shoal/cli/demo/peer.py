@@ -1,6 +1,7 @@
 """One peer of the demo: a process that follows the runner's commands and reports its progress.
 
-Its training is an ordinary PyTorch loop around :class:`shoal.Optimizer`.
+Its training is an ordinary PyTorch loop around :class:`shoal.Optimizer`, or around
+:class:`~shoal.optim.outer.diloco.DiLoCo`.
 
 Run as ``python -m shoal.cli.demo.peer NUMBER SHARDS``.
 """
@@ -8,6 +9,8 @@ Run as ``python -m shoal.cli.demo.peer NUMBER SHARDS``.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import hashlib
 import io
 import os
@@ -16,12 +19,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any
 
 import torch
 
 from shoal.cli.demo import model as demo_model
 from shoal.cli.demo.messages import (
+    METHODS,
+    SYNCHRONOUS,
     AnyCommand,
     CaughtUp,
     Connect,
@@ -41,12 +46,22 @@ from shoal.cli.demo.messages import (
     to_line,
 )
 from shoal.cli.demo.model import Corpus, load_corpus
+from shoal.compression import Blockwise4BitQuantization, CompressionBase, TopKCompression
 from shoal.dht import DHT
 from shoal.optim import Optimizer
+from shoal.optim.outer.diloco import DiLoCo
+from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory
 
 RUN_ID = "shoal_demo"
 # Windows of text that the whole swarm gathers for a step.
 TARGET_BATCH_SIZE = 256
+# The same between two exchanges, with the methods that exchange little.
+SLOT_BATCH_SIZE = 640
+# How messages are encoded, and the outer optimizer. The run is short: much momentum would overshoot.
+LITTLE: dict[str, tuple[CompressionBase, OuterOptimizerFactory]] = {
+    "diloco": (Blockwise4BitQuantization(), functools.partial(torch.optim.SGD, lr=0.9, momentum=0.5, nesterov=True)),
+    "sparse": (TopKCompression(), functools.partial(torch.optim.SGD, lr=0.7)),
+}
 # Windows of text in a batch of one peer.
 BATCH_SIZE = 16
 # All peers of the demo are on this machine, and no others can join.
@@ -67,10 +82,11 @@ class Trainer:
         number: number of this peer, from 1; selects its shard and seeds its random numbers.
         corpus: the text.
         tell: called with each event.
+        method: how peers train together.
     """
 
-    def __init__(self, number: int, corpus: Corpus, tell: Callable[[Event], None]) -> None:
-        self._tell = tell
+    def __init__(self, number: int, corpus: Corpus, tell: Callable[[Event], None], method: str = SYNCHRONOUS) -> None:
+        self._tell, self._method = tell, method
         self._text = corpus.shards[(number - 1) % len(corpus.shards)]
         self._held_out = corpus.held_out
         self._random = torch.Generator().manual_seed(number)
@@ -80,7 +96,8 @@ class Trainer:
         self._window = self.model.size.context + 1
         self._measured = demo_model.even_windows(self._held_out, MEASURED_WINDOWS, self._window)
         self._dht: DHT | None = None
-        self._optimizer: Optimizer | None = None
+        self._optimizer: Optimizer | DiLoCo | None = None
+        self._synchronous_bytes = 0.0
         self._last_round: object = None
         self._caught_up = False
         self._contributed = self._pending = 0
@@ -93,24 +110,31 @@ class Trainer:
         """Join the swarm and download its state, or start a swarm if there are no addresses."""
         self._dht = DHT(initial_peers, start=True, host_maddrs=LOOPBACK, token="")  # whatever the environment says
         optimizer = torch.optim.AdamW(demo_model.parameter_groups(self.model), betas=(0.9, 0.99), weight_decay=0.01)
-        self._optimizer = Optimizer(
-            dht=self._dht,
-            run_id=RUN_ID,
-            target_batch_size=TARGET_BATCH_SIZE,
-            batch_size_per_step=BATCH_SIZE,
-            optimizer=optimizer,
-            scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, demo_model.warm_up),
-            matchmaking_time=MATCHMAKING_SECONDS,
-            averaging_timeout=20.0,
-            delay_state_averaging=False,
-            tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.5, "max_refresh_period": 1.0},
-        )
+        common: dict[str, Any] = {
+            "dht": self._dht,
+            "run_id": RUN_ID,
+            "batch_size_per_step": BATCH_SIZE,
+            "optimizer": optimizer,
+            "matchmaking_time": MATCHMAKING_SECONDS,
+            "averaging_timeout": 20.0,
+            "tracker_opts": {"min_refresh_period": 0.1, "default_refresh_period": 0.5, "max_refresh_period": 1.0},
+        }
+        if self._method == SYNCHRONOUS:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, demo_model.warm_up)
+            self._optimizer = Optimizer(
+                target_batch_size=TARGET_BATCH_SIZE, scheduler=scheduler, delay_state_averaging=False, **common
+            )
+        else:
+            codec, outer = LITTLE[self._method]
+            self._optimizer = DiLoCo(
+                target_batch_size=SLOT_BATCH_SIZE, compression=codec, outer_optimizer=outer, **common
+            )
         self._tell(Connected(str(self._dht.peer_id), [str(address) for address in self._dht.get_visible_maddrs()]))
         if initial_peers:
             self._optimizer.load_state_from_peers()
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> Optimizer | DiLoCo:
         assert self._optimizer is not None, "connect() comes first"
         return self._optimizer
 
@@ -145,12 +169,27 @@ class Trainer:
 
     def _group_size(self) -> int:
         """Number of peers that the last epoch's gradients come from; 1 if this peer went on alone."""
-        averager = self.optimizer.grad_averager
-        result = None if averager is None else averager.last_round
+        optimizer = self.optimizer
+        if isinstance(optimizer, DiLoCo):
+            peers, result = self._group_of(optimizer)
+        else:
+            averager = optimizer.grad_averager
+            averaged = None if averager is None else averager.last_round
+            peers, result = 0 if averaged is None else len(averaged.peers), averaged
         if result is None or result is self._last_round:
             return 1
         self._last_round = result
-        return len(result.peers)
+        return peers
+
+    def _group_of(self, optimizer: DiLoCo) -> tuple[int, object]:
+        """The number of peers in the last exchange, and the exchange; notes what it has saved."""
+        done = optimizer.last_round
+        if done is None or done is self._last_round:
+            return 0, None
+        peers = len(done.peers)
+        values = sum(parameter.numel() for parameter in self.model.parameters())
+        self._synchronous_bytes += SLOT_BATCH_SIZE / TARGET_BATCH_SIZE * 2 * (peers - 1) / peers * 4 * values
+        return peers, done
 
     def _report(self, now: float) -> None:
         progress = self.optimizer.tracker.global_progress
@@ -159,10 +198,17 @@ class Trainer:
             self._tell(CaughtUp(self.epoch))
         if now >= self._next_measurement:
             self._next_measurement = now + MEASURE_EVERY_SECONDS
-            self._tell(Measured(self.epoch, demo_model.held_out_loss(self.model, self._measured)))
+            with self._common_model():
+                loss = demo_model.held_out_loss(self.model, self._measured)
+            self._tell(Measured(self.epoch, loss))
         if now >= self._next_report:
             self._next_report = now + REPORT_EVERY_SECONDS
             self._tell(self._progress(progress.num_peers))
+
+    def _common_model(self) -> contextlib.AbstractContextManager[None]:
+        """Inside this context the model holds what all peers have in common."""
+        optimizer = self.optimizer
+        return optimizer.use_outer_parameters() if isinstance(optimizer, DiLoCo) else contextlib.nullcontext()
 
     def _progress(self, peers_seen: int) -> Progress:
         assert self._dht is not None
@@ -182,11 +228,12 @@ class Trainer:
     def finish(self) -> Finished:
         """Measure the trained model on many windows, and hash its parameters."""
         windows = demo_model.even_windows(self._held_out, FINAL_WINDOWS, self._window)
-        loss = demo_model.held_out_loss(self.model, windows)
         digest = hashlib.sha256()
-        for parameter in self.model.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
-        return Finished(self.epoch, self._contributed, loss, digest.hexdigest())
+        with self._common_model():
+            loss = demo_model.held_out_loss(self.model, windows)
+            for parameter in self.model.parameters():
+                digest.update(parameter.detach().numpy().tobytes())
+        return Finished(self.epoch, self._contributed, loss, digest.hexdigest(), round(self._synchronous_bytes))
 
     def write(self, prompt: str, length: int) -> str:
         """Let the model write a text."""
@@ -285,6 +332,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One peer of `shoal demo`; the runner starts it.")
     parser.add_argument("number", type=int, help="which peer this is, from 1")
     parser.add_argument("shards", type=int, help="into how many shards the text is cut")
+    parser.add_argument("--method", choices=METHODS, default=SYNCHRONOUS, help="how peers train together")
     arguments = parser.parse_args()
 
     events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -292,7 +340,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     pipes = Pipes(_take_standard_input(), events)
     corpus = load_corpus(arguments.shards)
-    trainer = Trainer(arguments.number, corpus, pipes.send)
+    trainer = Trainer(arguments.number, corpus, pipes.send, arguments.method)
     pipes.send(Ready(corpus.files, corpus.unigram_entropy, corpus.bigram_entropy))
     try:
         follow(pipes, trainer)

@@ -288,6 +288,9 @@ def as_json(story: Story) -> dict[str, Any]:
     found = findings(story)
     return {
         "peers": story.planned_peers,
+        "method": story.method,
+        "bytes_sent": story.bytes_sent(),
+        "bytes_sent_if_gradients_were_averaged": story.synchronous_bytes() or None,
         "seconds": story.planned_seconds,
         "text": {
             "files": story.files,
@@ -348,7 +351,7 @@ def _peer_as_json(peer: PeerStory) -> dict[str, Any]:
 
 
 def ten_lines(story: Story, files: list[Path]) -> list[str]:
-    """The run in ten lines, for a reader who knows nothing about it."""
+    """The run in ten lines, for a reader who knows nothing about it; one more if the peers exchange little."""
     found = findings(story)
     killed_at, victim = story.killed or (float("nan"), 0)
     joined_at, newcomer = story.joined or (float("nan"), 0)
@@ -372,7 +375,18 @@ def ten_lines(story: Story, files: list[Path]) -> list[str]:
         + ("identical bit for bit: sha256 " if found.identical else "NOT identical: sha256 ")
         + ", ".join(sorted(fingerprints)),
         f"The model writes: {_one_line(story.text)}",
+        *_saved_bytes(story),
         "Report: " + ", ".join(str(path) for path in files),
+    ]
+
+
+def _saved_bytes(story: Story) -> list[str]:
+    sent, synchronous = story.bytes_sent(), story.synchronous_bytes()
+    if not synchronous or not sent:
+        return []
+    return [
+        f"The living peers sent {megabytes(sent)} in all. For the same samples, averaging gradients would have taken "
+        f"{megabytes(synchronous)}, {synchronous / sent:.0f} times as much."
     ]
 
 

@@ -8,7 +8,7 @@ updates is told from one that trains another model.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -118,6 +118,8 @@ class Statement:
     samples: int = 0
     expected: int = 1
     """How many members it expects, itself included."""
+    digest: bytes = b""
+    """A hash of the bits of its outer parameters at its newest link; empty: it tells none this time."""
 
     def dump(self) -> dict[str, Any]:
         """Plain values."""
@@ -126,6 +128,7 @@ class Statement:
             "steps": self.steps,
             "samples": self.samples,
             "expected": self.expected,
+            "digest": self.digest,
         }
 
     @classmethod
@@ -136,8 +139,11 @@ class Statement:
         numbers = [value.get(name) for name in ("steps", "samples", "expected")]
         if not all(isinstance(each, int) and 0 <= each <= _MOST for each in numbers):
             return None
+        digest = value.get("digest", b"")
+        if not isinstance(digest, bytes) or len(digest) not in (0, HASH_BYTES):
+            return None
         try:
-            return cls(parse_links(value.get("links")), *numbers)  # type: ignore[arg-type]
+            return cls(parse_links(value.get("links")), *numbers, digest=digest)  # type: ignore[arg-type, misc]
         except ValueError:
             return None
 
@@ -181,6 +187,23 @@ def settle(statements: Sequence[Statement | None]) -> Verdict:
 
     winners = max(lineages, key=rank)
     return Verdict(frozenset(winners), max(told[member][-1].version for member in winners))
+
+
+def has_other_bits(statements: Sequence[Statement | None], own: int) -> bool:
+    """Whether the outer parameters of a member are of the same version as those of most others, but not the same bits.
+
+    As many members with either: those with the smaller digest are right.
+
+    Args:
+        statements: of all members, in order.
+        own: position of the member.
+    """
+    mine = statements[own]
+    if mine is None or not mine.digest:
+        return False
+    newest = mine.links[-1]
+    counts = Counter(each.digest for each in statements if each and each.digest and each.links[-1] == newest)
+    return mine.digest != min(counts, key=lambda digest: (-counts[digest], digest))
 
 
 def _are_related(one: Sequence[Link], other: Sequence[Link]) -> bool:

@@ -35,8 +35,8 @@ class Outgoing:
 
     wanted: torch.Tensor
     """What would be sent if nothing were lost. Encoded in parts cut between blocks, it reads like the message."""
-    message: SerializedTensor
-    """The whole of it, encoded. It may share memory with ``wanted``."""
+    message: SerializedTensor | None
+    """The whole of it, encoded. It may share memory with ``wanted``. ``None``: it was sent before a restart."""
     left: torch.Tensor | None
     """``wanted`` minus what others decode; ``None`` without error feedback."""
 

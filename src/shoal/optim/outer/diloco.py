@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,24 +14,26 @@ from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
-from shoal.errors import ReactorError
-from shoal.facade import Facade
+from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.joint_optimizer import JointOptimizer
 from shoal.optim.optimizer_state import zero_gradients
+from shoal.optim.outer.catching_up import CatchingUp, Giving
 from shoal.optim.outer.chain import Link, hash_of
 from shoal.optim.outer.fragment_updates import FragmentUpdates, OuterRound
 from shoal.optim.outer.fragments import Fragments
 from shoal.optim.outer.inner import InnerOptimizer, InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager
-from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer
+from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, default_outer_optimizer, warn_of_momentum
 from shoal.optim.outer.outer_state import OuterState
-from shoal.optim.outer.rounds import Rounds, describe_state
+from shoal.optim.outer.rounds import Rounds
 from shoal.optim.outer.schedule import Schedule, SlotCounter
 from shoal.optim.outer.settings import OuterSettings
 from shoal.optim.outer.slot_tracker import SlotTracker
 from shoal.optim.outer.weights import Staleness
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.training_setup import Parameters, ParamGroups
+from shoal.optim.training_setup import Parameters, ParamGroups, SchedulerFactory
+from shoal.optim.training_state import OWN
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -45,7 +46,7 @@ DEFAULT_COMPRESSION = Float16Compression()
 FIRST_LOOK_SECONDS = 5.0
 
 
-class DiLoCo(Facade, torch.optim.Optimizer):
+class DiLoCo(JointOptimizer):
     """Trains a model together with all peers of a run, and exchanges little.
 
     Each peer makes inner steps on its own batches. After ``sync_every`` of them, all tell by how much their parameters
@@ -60,7 +61,10 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         scheduler: schedule of the inner learning rate, or a function that makes it. With ``sync_every`` it counts the
             inner steps of the run, otherwise the slots.
         outer_optimizer: a function of parameters that makes the outer optimizer. Default:
-            ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; for ``average="parameters"`` ``SGD(lr=0.7, momentum=0.5)``.
+            ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; for ``average="parameters"`` ``SGD(lr=0.7, momentum=0.5)``;
+            for ``TopKCompression`` ``SGD(lr=0.7)``.
+        outer_scheduler: a function that makes a schedule of an outer optimizer's learning rate. It counts updates of
+            a fragment.
         sync_every: inner steps between two exchanges of the same parameters.
         target_batch_size: instead of ``sync_every``: samples of all peers together between two exchanges.
         batch_size_per_step: samples in each call of :meth:`step`; or give ``batch_size`` there.
@@ -70,7 +74,12 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         fragment_update_alpha: weight of the model's own values when a result is applied, from 0 to 1; or ``"rebase"``:
             keep the progress made since they were sent. Default: 0 without delay, else ``"rebase"``.
         compression: codec of what peers send.
-        return_compression: codec of averages; default: the same.
+        return_compression: codec of averages. Default: the same, or ``BlockwiseQuantization`` if that is coarse. Where
+            messages are short, reducers pass them on instead.
+        error_feedback: the share of what a message has left out that is added to the next one, from 0 to 1. Default: 1
+            with 4 bits, 0.95 with ``TopKCompression``, otherwise 0.
+        sparse_mean: over whom the mean of a value goes if not everybody has sent it: ``"senders"``, or ``"members"``.
+        check_every: peers compare the bits of their outer parameters after so many updates; those of most go on.
         average: ``"pseudo_gradients"``, or ``"parameters"``. With the latter each peer has outer parameters of its own,
             and groups need not be the whole swarm.
         weighting: how peers count: ``"batch"``: every sample the same; ``"samples"``: fast peers more.
@@ -78,6 +87,7 @@ class DiLoCo(Facade, torch.optim.Optimizer):
             ``matchmaking_time``.
         staleness: by how many versions a contribution is old, the factor that makes it smaller.
         max_staleness: older contributions do not count.
+        share_inner_state: newcomers begin with the statistics of another peer's inner optimizers.
         matchmaking_time: for how many seconds a group waits for members that do not come.
         averaging_timeout: a round is given up after this many seconds.
         allreduce_timeout: the same for the all-reduce alone; default: ``averaging_timeout``.
@@ -98,7 +108,8 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         ReactorError: the DHT is shut down.
     """
 
-    instead_of_a_copy = "save the model itself"
+    kind = "DiLoCo"
+    instead_of_a_copy = "save its state_dict()"
 
     def __init__(
         self,
@@ -109,6 +120,7 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         params: Parameters | ParamGroups | None = None,
         scheduler: Any | None = None,
         outer_optimizer: OuterOptimizerFactory | None = None,
+        outer_scheduler: SchedulerFactory | None = None,
         sync_every: int | None = None,
         target_batch_size: int | None = None,
         batch_size_per_step: int | None = None,
@@ -117,11 +129,15 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         fragment_update_alpha: float | str | None = None,
         compression: CompressionBase | None = DEFAULT_COMPRESSION,
         return_compression: CompressionBase | None = None,
+        error_feedback: float | None = None,
+        sparse_mean: str = "senders",
         average: str = "pseudo_gradients",
         weighting: str = "batch",
         straggler_patience: float | None = None,
         staleness: Staleness | None = None,
         max_staleness: int = 4,
+        check_every: int = 10,
+        share_inner_state: bool = True,
         matchmaking_time: float = 15.0,
         averaging_timeout: float = 60.0,
         allreduce_timeout: float | None = None,
@@ -150,30 +166,35 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         self.inner_steps = 0
         """Inner steps of this peer."""
         self._has_looked = False
-        factory = outer_optimizer or default_outer_optimizer(average)
+        factory = outer_optimizer or default_outer_optimizer(average, is_sparse=settings.is_sparse)
         self._fragments = [
             FragmentUpdates(
                 number,
                 part,
-                OuterState(part.read(), factory),
+                OuterState(part.read(), factory, outer_scheduler),
                 settings.mixing,
                 average,
                 settings.staleness,
                 max_staleness,
                 lock,
+                settings.compressor(part.length),
+                check_every,
             )
             for number, part in enumerate(parts)
         ]
         self.outer_optimizers = tuple(each.state.optimizer for each in self._fragments)
         """The optimizer of each fragment's outer parameters."""
+        warn_of_momentum(self.outer_optimizers, average, is_sparse=settings.is_sparse)
         self.tracker = self._make_tracker({"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})})
+        giving = Giving(self._counter, self._fragments, lock, self._inner, share_inner_state)
         if next_chunk_timeout is None:
             next_chunk_timeout = max(matchmaking_time, averaging_timeout / 4)
         self.averager = OuterAverager(
             [part.length for part in parts],
             settings.agreement(self.schedule, parts.fingerprint),
             [each.judge for each in self._fragments],
-            functools.partial(describe_state, self._counter, self._fragments, lock),
+            giving.everything,
+            giving.part,
             dht,
             prefix=f"{run_id}_outer_averager",
             start=False,
@@ -196,12 +217,10 @@ class DiLoCo(Facade, torch.optim.Optimizer):
             self.averager,
             lock,
             matchmaking_time,
-            load_state_timeout,
             logging.INFO if verbose else logging.DEBUG,
         )
-        self._under_construction: list[dict[str, Any]] | None = []
-        super().__init__([dict(group) for group in self._inner.param_groups], {})
-        self._under_construction = None
+        self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state)
+        self._become_torch_optimizer({})
         self._begin()
 
     def _make_tracker(self, options: dict[str, Any]) -> ProgressTracker:
@@ -216,6 +235,9 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         """From now on others hear of this peer."""
         try:
             self.averager.run_in_background()
+            sharing = self.averager.node.state_sharing
+            for each in self._fragments:
+                each.kept.serves_newcomers = lambda: sharing.is_busy
             self.tracker.advise(self.averager.node, True, False)
             self.tracker.run_in_background()
         except BaseException:
@@ -240,6 +262,8 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         """
         self._check_open()
         batch_size = self.settings.batch_size(batch_size)
+        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+            raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         loss = None
         if closure is not None:
@@ -249,28 +273,21 @@ class DiLoCo(Facade, torch.optim.Optimizer):
             return loss
         if batch_size:
             self._make_inner_step(batch_size, scaler)
-        if self._slot_is_over() and not self._rounds.is_behind():
+        if self._slot_is_over() and not self._catching_up.is_needed_before_round():
             self._rounds.end_slot()
         self._rounds.apply_what_is_due()
         return loss
 
-    def _check_open(self) -> None:
-        if self._closing.is_set():
-            raise ReactorError("this DiLoCo is shut down and trains with nobody any more: make a new one")
-        if not self.dht.is_alive():
-            self.dht.check()
-            raise ReactorError("the DHT of this DiLoCo has failed: make both anew")
-
     def _make_inner_step(self, batch_size: int, scaler: Any) -> None:
-        samples = batch_size if self._inner.step(self, scaler) else 0
+        with self._rounds.lock:
+            samples = batch_size if self._inner.step(self, scaler) else 0
         self.inner_steps += 1
         self._counter.count(samples)
         for each in self._fragments:
             each.count(samples)
         self._inner.move_schedules(self._counter.position)
         self._rounds.has_trained = True
-        done = self._counter.steps if self.schedule.sync_every is not None else self._counter.samples
-        self.tracker.report_local_progress(self._counter.slot, done)
+        self._rounds.report()
 
     def _slot_is_over(self) -> bool:
         if self._counter.is_full:
@@ -289,16 +306,19 @@ class DiLoCo(Facade, torch.optim.Optimizer):
 
     def is_synchronized_with_peers(self) -> bool:
         """Whether this peer lacks nothing that others have, as far as it knows."""
-        return not self._rounds.is_behind()
+        is_behind = any(each.lacks_updates for each in self._fragments)
+        return not is_behind and not self._catching_up.is_needed()
 
     def _catch_up(self) -> bool:
         if not self._has_looked:
             self._has_looked = True
+            self._rounds.begin_run()
             self.tracker.fetched_global_progress_this_epoch.wait(FIRST_LOOK_SECONDS)
-        if not self._rounds.is_behind():
+        self._catching_up.keep_up()
+        if not self._catching_up.is_needed():
             return False
         logger.info("this peer is at slot %d, the swarm at %d", self.local_epoch, self.tracker.global_epoch)
-        self.load_state_from_peers()
+        self._catching_up.run()
         return True
 
     def load_state_from_peers(self, **options: Any) -> bool:
@@ -312,7 +332,7 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         Returns:
             Whether there was a donor whose state fits.
         """
-        return self._rounds.download(**options)
+        return self._catching_up.download(**options)
 
     @property
     def last_round(self) -> OuterRound | None:
@@ -324,6 +344,7 @@ class DiLoCo(Facade, torch.optim.Optimizer):
     @contextlib.contextmanager
     def use_outer_parameters(self) -> Iterator[None]:
         """Inside this context the model holds the outer parameters, for evaluation and for publishing."""
+        self._rounds.begin_run()
         self._rounds.end_flights()
         own = [each.fragment.read() for each in self._fragments]
         for each in self._fragments:
@@ -339,58 +360,58 @@ class DiLoCo(Facade, torch.optim.Optimizer):
         tell the same hash."""
         return [(each.chain.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
 
-    @property
-    def param_groups(self) -> Any:
-        """The parameter groups of the inner optimizers, as a tuple."""
-        return self._inner.param_groups if self._under_construction is None else self._under_construction
+    def _inner_groups(self) -> Sequence[Any]:
+        return self._inner.param_groups
 
-    @param_groups.setter
-    def param_groups(self, _: Any) -> None:
-        """Ignored: the base class sets an empty list, but the groups are those of the inner optimizers."""
-
-    @property
-    def state(self) -> Any:
-        """Statistics of the inner optimizers."""
+    def _inner_state(self) -> Any:
         return {key: value for each in self._inner.optimizers for key, value in each.state.items()}
-
-    @state.setter
-    def state(self, _: Any) -> None:
-        """Ignored, as for the groups."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not possible: all peers must agree on the parameters.
-
-        Raises:
-            ValueError: always.
-        """
-        if self._under_construction is None:
-            raise ValueError("parameters cannot be added to a run in progress: all peers must have the same ones")
-        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the last batch."""
         zero_gradients(self._inner.parameters, set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A checkpoint from which this peer can resume the run. Save the model beside it.
+
+        It is the state of the inner optimizer; with a list of them, ``"optimizers"`` has the state of each. Under
+        ``"shoal"`` it has the outer parameters with all that belongs to them, and the schedules. Nothing is waited for:
+        an exchange under way is not in it, and counts as missed when it is loaded.
+        """
+        self._rounds.begin_run()
+        own = {"outer": self._rounds.dump_checkpoint(self.inner_steps), "schedulers": self._inner.dump_schedules()}
+        return {**self._inner.state_dict(), OWN: own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a checkpoint from :meth:`state_dict`. The argument is not changed, and neither is the model: load
+        that, too.
+
+        The checkpoint of plain torch optimizers works, too: then the outer parameters stay as they are. If the swarm is
+        ahead of the checkpoint, the next step downloads what this peer lacks.
+
+        Raises:
+            ValueError: it is a checkpoint of something else; nothing has been changed.
+        """
+        own = state_dict.get(OWN) or {}
+        saved = self._rounds.parse_checkpoint(own["outer"]) if "outer" in own else None
+        self._inner.load_state_dict(state_dict, own.get("schedulers") if saved is not None else None)
+        if saved is not None:
+            self._rounds.restore(saved, self._shutdown_timeout)
+            self.inner_steps = saved.position.inner_steps
+            self._inner.move_schedules(self._counter.position)
 
     def __repr__(self) -> str:
         return f"DiLoCo(run_id={self.run_id!r}, slot={self.local_epoch}, inner={self._inner.optimizers!r})"
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def is_alive(self) -> bool:
-        """Whether this peer takes part."""
-        return getattr(self, "_under_construction", 0) is None and self.averager.is_alive()
+    def _takes_part(self) -> bool:
+        return self.averager.is_alive()
 
-    def shutdown(self) -> None:
-        """Leave the run. Rounds under way go on without this peer. Idempotent."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
+    def _leave(self) -> None:
+        """Rounds under way go on without this peer."""
         try:
+            self._catching_up.let_go()
             self._rounds.let_go(self._shutdown_timeout)
         finally:
             self.tracker.shutdown(self._shutdown_timeout)
             self.averager.shutdown()
-
-    def __del__(self) -> None:
-        if self.is_alive():
-            self.shutdown()

@@ -6,7 +6,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,13 @@ import torch
 
 from shoal.averaging import RoundResult, StepControl
 from shoal.averaging.finite import all_finite
+from shoal.compression.base import bytes_of
 from shoal.errors import AllreduceException
-from shoal.optim.outer.chain import Chain, Statement, parse_links, settle, steps_between
+from shoal.logs import Seldom
+from shoal.optim.outer.chain import Chain, Link, Statement, has_other_bits, hash_of, parse_links, settle, steps_between
+from shoal.optim.outer.compressor import Compressor, Outgoing
 from shoal.optim.outer.fragments import Fragment
+from shoal.optim.outer.kept import Kept, KeptResults, packed, unpacked
 from shoal.optim.outer.mixing import Mixing, shift
 from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.weights import Effort, Staleness, discount
@@ -35,7 +39,7 @@ class Standing(enum.Enum):
     BEHIND = "behind"
     """They lack updates that others have."""
     LOST = "lost"
-    """They are of another lineage than those that go on."""
+    """They are of another lineage than those that go on, or of the same one with other bits."""
 
 
 @dataclass
@@ -52,6 +56,8 @@ class Flight:
     is_finite: bool
     """Whether the message is."""
     weight: float
+    outgoing: Outgoing | None = None
+    """The message with what it leaves out; ``None``: nothing of that is kept."""
     control: StepControl | None = None
     """``None``: nobody else is there."""
     steps_since: int = 0
@@ -60,8 +66,22 @@ class Flight:
     samples: int = 0
     """Of all members."""
     began_at: float = field(default_factory=time.monotonic)
+    base: Link | None = None
+    """The outer parameters that the round updates."""
     factor: float | None = None
     """By which the message was made smaller; ``None``: it is not decided yet."""
+    saved_result: RoundResult | None = None
+    """The result, from a checkpoint."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there is a result: the round is over and has not failed, or nobody else is there."""
+        return self.control is None or (self.control.done() and self.control.round is not None)
+
+    @property
+    def result(self) -> RoundResult | None:
+        """The result of the round, if there is one; ``None``: nobody else is there."""
+        return self.saved_result if self.control is None else self.control.round
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,9 @@ class OuterRound:
     seconds: float
     norm: float
     """Of the mean pseudo-gradient."""
+    bytes_sent: int = 0
+    """Of the encoded values that this peer has sent to the others."""
+    bytes_received: int = 0
 
 
 class FragmentUpdates:
@@ -99,6 +122,8 @@ class FragmentUpdates:
         staleness: makes old contributions smaller.
         max_staleness: older ones do not count.
         lock: held while outer parameters change, so that newcomers get whole states.
+        compressor: keeps what messages leave out; ``None``: that is lost.
+        check_every: members compare the bits of their outer parameters after so many updates; 0: never.
     """
 
     def __init__(
@@ -111,10 +136,14 @@ class FragmentUpdates:
         staleness: Staleness,
         max_staleness: int,
         lock: threading.RLock,
+        compressor: Compressor | None = None,
+        check_every: int = 0,
     ) -> None:
         self.number, self.fragment, self.state, self._mixing = number, fragment, state, mixing
         self._average, self._staleness, self._max_staleness = average, staleness, max_staleness
-        self._lock = lock
+        self._lock, self._check_every = lock, check_every
+        self.compressor = compressor
+        """Keeps what messages have left out; ``None``: nobody does."""
         self.chain = Chain.begin(state.values, max_staleness + 1)
         self.effort = Effort()
         """Since the last contribution that counted."""
@@ -123,8 +152,15 @@ class FragmentUpdates:
         self.flight: Flight | None = None
         self.standing = Standing.GOOD
         """As the last round has shown."""
+        self._warn_seldom = Seldom(logger.warning)
         self.is_fresh = False
         """This peer has just joined, and has not been in a slot of this fragment from the beginning."""
+        self.kept = KeptResults(fragment.length)
+        """For peers that have missed them."""
+        # By version: results of rounds to which this peer has come without what they update.
+        self._later: dict[int, Kept] = {}
+        # Others have this version.
+        self._known = 0
 
     def count(self, samples: int) -> None:
         """An inner step has been made with so many samples; 0: it has not moved the model."""
@@ -147,21 +183,34 @@ class FragmentUpdates:
             least_steps: with fewer inner steps behind it the message does not count.
         """
         assert self.flight is None, "a fragment has at most one round at a time"
+        if self.age > self._max_staleness:
+            logger.warning(
+                "fragment %d: %d inner steps of this peer have not counted for %d updates of the others, and are lost. "
+                "It goes on from the outer parameters",
+                self.number,
+                self.effort.steps,
+                self.age,
+            )
+            self.reset_model()
         local = self.fragment.read()
         if self._average == PARAMETERS:
             vector.copy_(local)
         else:
             vector.copy_(self.fragment.rounded(self.state.values)).sub_(local)
         is_finite = all_finite(vector)
-        counts = is_finite and self.age <= self._max_staleness and self.effort.steps >= least_steps
+        counts = is_finite and self.effort.steps >= least_steps
         weight = self.effort.weight(weighting) if counts else 0.0
         sent = local if self._mixing.is_rebase and delay != 0 else None
-        self.flight = Flight(slot, self.effort, sent, delay, is_finite, weight)
+        outgoing = self.compressor.prepare(vector) if self.compressor is not None and is_finite else None
+        self.flight = Flight(slot, self.effort, sent, delay, is_finite, weight, outgoing)
         return self.flight
 
     def statement(self, expected: int) -> Statement:
         """What this peer tells its group; it expects so many members."""
-        return Statement(self.chain.links, self.effort.steps, self.effort.samples, expected)
+        newest, every = self.chain.newest, self._check_every
+        is_compared = every and newest.version and newest.version % every == 0 and self._average != PARAMETERS
+        digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
+        return Statement(self.chain.links, self.effort.steps, self.effort.samples, expected, digest)
 
     def judge(self, statements: Sequence[Statement | None], own: int) -> tuple[bool, float]:
         """Decide how this peer's message counts. Called in the event loop when the group is complete.
@@ -186,8 +235,19 @@ class FragmentUpdates:
         expected = sorted(statement.expected for statement in told)[len(told) // 2]
         if 2 * len(statements) <= expected:
             raise AllreduceException(f"only {len(statements)} of {expected} members have come, which is no majority")
-        behind = settle(statements).standing_of(own, mine)
+        verdict = settle(statements)
+        behind = verdict.standing_of(own, mine)
+        flight.base = max((each.links[-1] for n, each in enumerate(statements) if each and n in verdict.winners))
         flight.standing = Standing.LOST if behind is None else Standing.BEHIND if behind else Standing.GOOD
+        if behind == 0 and has_other_bits(statements, own):
+            self._warn_seldom(
+                "the outer parameters of fragment %d are not those of most others, although they have had the same "
+                "updates: this peer takes theirs. Machines round differently; torch.optim.SGD as the outer optimizer "
+                "does not",
+                self.number,
+                about="bits",
+            )
+            flight.standing = Standing.LOST
         if flight.standing is not Standing.GOOD:
             return False, 1.0
         if flight.factor is not None:  # this is another attempt, with the same vector
@@ -219,7 +279,12 @@ class FragmentUpdates:
         weights = () if result is None else result.weights
         is_whole = result is None or (result.share_averaged == 1 and any(weights))
         if flight.standing is not Standing.GOOD or not is_whole or not all_finite(vector):
+            is_behind = flight.standing is Standing.BEHIND
+            if is_behind:
+                self._keep_for_later(flight, vector if is_whole and all_finite(vector) else None, result)
             self.give_up()
+            if is_behind:
+                self.make_up()  # it may have what it lacked by now
             return None
         if result is None:
             contributed, round_id, samples = (
@@ -233,10 +298,10 @@ class FragmentUpdates:
         mean = self.state.values - vector if self._average == PARAMETERS else vector
         norm = float(torch.linalg.vector_norm(mean))
         with self._lock:
+            if contributed and self.compressor is not None and flight.outgoing is not None:
+                self._note_sent(self.compressor, flight.outgoing, is_alone=result is None)
             before = None if contributed else self.fragment.rounded(self.state.values)
-            with torch.enable_grad():
-                self.state.step(mean)
-            self.chain.extend(round_id, samples)
+            self._step(mean, round_id, samples)
             told_age = self.age
             if before is None:
                 self._mix(flight)
@@ -257,7 +322,23 @@ class FragmentUpdates:
             share,
             seconds,
             norm,
+            0 if result is None else result.bytes_sent,
+            0 if result is None else result.bytes_received,
         )
+
+    def _step(self, mean: torch.Tensor, round_id: bytes, samples: int) -> None:
+        if self._average != PARAMETERS:
+            self.kept.add(Kept(self.state.version + 1, self.chain.newest.hash, round_id, samples, packed(mean)))
+        with torch.enable_grad():
+            self.state.step(mean)
+        self.chain.extend(round_id, samples)
+
+    @staticmethod
+    def _note_sent(compressor: Compressor, outgoing: Outgoing, *, is_alone: bool) -> None:
+        if is_alone:
+            compressor.alone(outgoing)
+        else:
+            compressor.counted(outgoing)
 
     def _mix(self, flight: Flight) -> None:
         self._mixing.apply(self.fragment, self.state.values, flight.sent if flight.steps_since else None)
@@ -269,6 +350,17 @@ class FragmentUpdates:
         """Put the outer parameters into the model; what this peer has done since is lost."""
         self.fragment.write(self.state.values)
         self.effort, self.age = Effort(), 0
+        if self.compressor is not None:
+            self.compressor.forget()
+
+    @torch.no_grad()
+    def begin_run(self) -> None:
+        """The run begins with the parameters that the model has now."""
+        values = self.fragment.read()
+        if not torch.equal(values, self.state.values):
+            with self._lock:
+                self.state.values.copy_(values)
+                self.chain = Chain.begin(values, self._max_staleness + 1)
 
     # --- for newcomers, and for peers that were away ------------------------------------------------------------------
 
@@ -300,8 +392,9 @@ class FragmentUpdates:
             How many versions of its own it has given up.
         """
         links = parse_links(metadata["chain"])
-        own, self.standing = self.chain.links, Standing.GOOD
-        if not is_new and (self._average == PARAMETERS or links[-1] in own):
+        own, is_lost, self.standing = self.chain.links, self.standing is Standing.LOST, Standing.GOOD
+        has_other_bits = is_lost and links[-1] == own[-1]
+        if not is_new and not has_other_bits and (self._average == PARAMETERS or links[-1] in own):
             return 0
         missed = None if is_new else steps_between(own, links)
         given_up = 0 if is_new or missed is not None else self.state.version
@@ -309,10 +402,75 @@ class FragmentUpdates:
             before = self.fragment.rounded(self.state.values)
             self.state.load(metadata, tensors)
             self.chain = Chain(links, self._max_staleness + 1)
+            self.kept.clear()
             if missed is None:
+                self._later.clear()
                 self.reset_model()
                 self.is_fresh = True
             else:
                 shift(self.fragment, self.fragment.rounded(self.state.values), before)
                 self.age += missed
         return given_up
+
+    @property
+    def lacks_updates(self) -> bool:
+        """Whether others have updates that this peer lacks. It is known as soon as a group is complete."""
+        flight = self.flight
+        if flight is not None and flight.standing is Standing.BEHIND:
+            return flight.base is not None and flight.base.version > self.state.version
+        return self.standing is Standing.BEHIND
+
+    @torch.no_grad()
+    def make_up(self, updates: Iterable[Kept] = ()) -> int:
+        """Make updates that this peer has missed. What it has done since its last contribution counts next time.
+
+        Args:
+            updates: from others. Those that do not continue this peer's own ones are left out.
+
+        Returns:
+            How many were made.
+        """
+        before = self.state.version
+        outer = self.fragment.rounded(self.state.values)
+        self._later.update((each.version, each) for each in updates)
+        while (each := self._later.pop(self.state.version + 1, None)) and each.after == self.chain.newest.hash:
+            mean = unpacked(each.tensors, self.fragment.length)
+            with self._lock:
+                self._step(mean, each.round_id, each.samples)
+        self._later = {version: each for version, each in self._later.items() if version > self.state.version}
+        if made := self.state.version - before:
+            if self.effort.steps:
+                shift(self.fragment, self.fragment.rounded(self.state.values), outer)
+                self.age += made
+            else:
+                self.fragment.write(self.state.values)
+        if self.standing is Standing.BEHIND and self.state.version >= self._known:
+            self.standing = Standing.GOOD
+        return made
+
+    def _keep_for_later(self, flight: Flight, mean: torch.Tensor | None, result: RoundResult | None) -> None:
+        """This peer has come to a round without what the round updates: keep the result until it has that."""
+        assert flight.base is not None
+        self._known = flight.base.version
+        if mean is not None and result is not None:
+            self._known += 1
+            kept = Kept(self._known, flight.base.hash, result.group_id, flight.samples, packed(mean))
+            self._later[kept.version] = kept
+            for version in sorted(self._later)[: -self._max_staleness - 1]:
+                del self._later[version]
+
+    def restore(
+        self, metadata: Mapping[str, Any], tensors: list[torch.Tensor], effort: Effort, age: int, *, is_fresh: bool
+    ) -> None:
+        """Go on from a state that :meth:`check` has passed. The model is not changed.
+
+        Args:
+            effort, age, is_fresh: as they were then.
+        """
+        with self._lock:
+            self.state.load(metadata, tensors)
+            self.chain = Chain(parse_links(metadata["chain"]), self._max_staleness + 1)
+            self.kept.clear()
+        self.effort, self.age, self.is_fresh = effort, age, is_fresh
+        self.flight, self.standing, self._known = None, Standing.GOOD, 0
+        self._later.clear()

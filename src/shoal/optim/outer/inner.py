@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.optim.optimizer_state import zero_gradients
-from shoal.optim.schedules import LRSchedulerBase, catch_up
+from shoal.averaging.finite import first_not_finite
+from shoal.optim.optimizer_state import (
+    check_optimizer_state,
+    dump_optimizer_state,
+    has_statistics,
+    initialize_optimizer_state_,
+    load_optimizer_state,
+    zero_gradients,
+)
+from shoal.optim.schedules import LRSchedulerBase, catch_up, dump_scheduler_state
 from shoal.optim.training_setup import Parameters, ParamGroups, prepare_training
+from shoal.optim.training_state import load_optimizer
 
 if TYPE_CHECKING:
     from shoal.optim.grad_scaler import GradScaler
+
+# Where a checkpoint has the states of a list of optimizers.
+_LIST = "optimizers"
 
 InnerOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -69,10 +81,8 @@ class InnerOptimizers:
             Whether the step was made. It is not if any gradient has overflowed.
         """
         if scaler is not None:
-            if not scaler.are_grads_finite(trainer):
+            if not scaler.unscale_batch(trainer, ends=True):
                 return False
-            grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            torch._foreach_mul_(grads, 1 / scaler.get_scale())
             scaler.note_global_step()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -96,7 +106,83 @@ class InnerOptimizers:
                     if isinstance(value, torch.Tensor) and value.is_floating_point():
                         value.nan_to_num_(0.0, 0.0, 0.0)
 
-    def state_dict(self) -> Any:
-        """The state of the optimizer; a list if a list of them was given."""
+    def dump_statistics(self) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+        """The statistics of all optimizers as plain values and tensors, for newcomers. The tensors are not copied."""
+        dumped = [dump_optimizer_state(optimizer) for optimizer in self.optimizers]
+        # Without hyper-parameters: each peer has its own, and its own schedule.
+        described = [
+            {**metadata, "groups": [{} for _ in metadata["groups"]], "tensors": len(tensors)}
+            for metadata, tensors in dumped
+        ]
+        return described, [tensor for _, tensors in dumped for tensor in tensors]
+
+    def load_statistics(self, described: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Take over the statistics of another peer.
+
+        Raises:
+            ValueError: they do not fit; nothing has been changed.
+        """
+        if not isinstance(described, (list, tuple)) or len(described) != len(self.optimizers):
+            raise ValueError(f"the statistics are not those of {len(self.optimizers)} inner optimizers")
+        left, parts = list(tensors), []
+        for optimizer, metadata in zip(self.optimizers, described, strict=True):
+            count = metadata.get("tensors") if isinstance(metadata, dict) else None
+            if not isinstance(count, int) or not 0 <= count <= len(left):
+                raise ValueError("the statistics of an inner optimizer have no tensors")
+            if not has_statistics(optimizer):
+                initialize_optimizer_state_(optimizer)
+            parts.append((optimizer, metadata, left[:count]))
+            del left[:count]
+            check_optimizer_state(*parts[-1])
+            if (bad := first_not_finite(parts[-1][2])) is not None:
+                raise ValueError(f"statistic {bad} is not finite")
+        for part in parts:
+            load_optimizer_state(*part)
+
+    def dump_schedules(self) -> list[Any]:
+        """Where each schedule stands, as plain values."""
+        return [dump_scheduler_state(scheduler) for scheduler in self.schedulers]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer; if a list of them was given, under ``"optimizers"`` the state of each."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
-        return states if self.is_list else states[0]
+        return {_LIST: states} if self.is_list else states[0]
+
+    def load_state_dict(self, given: Mapping[str, Any], schedules: Sequence[Any] | None) -> None:
+        """Take over what :meth:`state_dict` has made, or the state of a plain optimizer.
+
+        Args:
+            given: it is not changed.
+            schedules: from :meth:`dump_schedules`; ``None``: the schedules stay where they are.
+
+        Raises:
+            ValueError: it does not fit; nothing has been changed.
+        """
+        states = given.get(_LIST, [given])
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint has the state of {len(states)} inner optimizers, and this peer has "
+                f"{len(self.optimizers)}: give optimizer= as when it was saved"
+            )
+        if schedules is not None and len(schedules) != len(self.schedulers):
+            raise ValueError(
+                f"the checkpoint has {len(schedules)} schedules, and this peer {len(self.schedulers)}: give scheduler= "
+                "as when it was saved"
+            )
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            try:
+                sizes = [len(group["params"]) for group in state["param_groups"]]
+            except (KeyError, TypeError) as e:
+                raise ValueError(f"the checkpoint has no state of an optimizer: {e!r} is missing") from e
+            if sizes != (own := [len(group["params"]) for group in optimizer.param_groups]):
+                raise ValueError(
+                    f"inner optimizer {number} of the checkpoint has groups of {sizes} parameters, and this peer's has "
+                    f"groups of {own}: it is of another model, or of another optimizer"
+                )
+        scheduled = {id(scheduler.optimizer): number for number, scheduler in enumerate(self.schedulers)}
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            place = scheduled.get(id(optimizer))
+            scheduler = None if place is None else self.schedulers[place]
+            position = None if place is None or schedules is None else schedules[place]
+            plain = {name: state[name] for name in ("state", "param_groups")}
+            load_optimizer(optimizer, scheduler, plain, position)

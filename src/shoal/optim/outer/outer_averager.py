@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +13,8 @@ from shoal.averaging import DecentralizedAverager
 from shoal.averaging.allreduce.session import GroupSession
 from shoal.averaging.averager import Infos
 from shoal.averaging.node import average_once
-from shoal.averaging.state.download import OwnedState
+from shoal.averaging.state.download import OwnedState, State
+from shoal.averaging.state.gathering import MAX_VOTERS
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.outer.chain import Statement
 from shoal.serializer import MSGPackSerializer
@@ -35,6 +38,7 @@ class OuterAverager(DecentralizedAverager):
         agreement: what all peers must have in common, in words. Others do not form groups with this one.
         judges: one for each fragment.
         get_state: the state that newcomers download. Called in a worker thread.
+        get_part: a part of the state by its name, likewise.
         options: of :class:`~shoal.averaging.DecentralizedAverager`.
     """
 
@@ -44,13 +48,14 @@ class OuterAverager(DecentralizedAverager):
         agreement: str,
         judges: Sequence[Judge],
         get_state: Callable[[], OwnedState],
+        get_part: Callable[[bytes], OwnedState],
         *args: Any,
         **options: Any,
     ) -> None:
         self.phases = agreement
         self.vectors = tuple(torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         """What is averaged. Between two rounds of a fragment its vector belongs to the training thread."""
-        self._judges, self._get_state = tuple(judges), get_state
+        self._judges, self._get_state, self._get_part = tuple(judges), get_state, get_part
         infos = [
             CompressionInfo.from_tensor(vector, key=number, role=TensorRole.GRADIENT)
             for number, vector in enumerate(self.vectors)
@@ -72,6 +77,24 @@ class OuterAverager(DecentralizedAverager):
 
     def get_current_state(self) -> OwnedState:
         return self._get_state()
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        super().run_in_background(await_ready=True, timeout=timeout)
+        self.node.state_sharing.get_part = self._get_part
+
+    def load_part_from_peers(
+        self, part: bytes, timeout: float, *, differs: bool = False
+    ) -> concurrent.futures.Future[State | None]:
+        """Download a part of the state from another peer; ``None`` if nobody gives it.
+
+        Args:
+            differs: every peer has another one, so that it makes no sense to ask several which one they have.
+        """
+        return self._portal.submit(self._load_part(part, timeout, 1 if differs else MAX_VOTERS))
+
+    async def _load_part(self, part: bytes, timeout: float, most_voters: int) -> State | None:
+        async with asyncio.timeout(timeout):
+            return await self.node.state_sharing.download(part=part, most_voters=most_voters)
 
 
 def _read(packed: bytes) -> Statement | None:

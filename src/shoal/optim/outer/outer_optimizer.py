@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
 from shoal.optim.training_setup import check_optimizer
+
+logger = logging.getLogger(__name__)
 
 OuterOptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
@@ -61,6 +64,22 @@ def default_outer_optimizer(average: str, *, is_sparse: bool = False) -> OuterOp
     if is_sparse:
         return partial(torch.optim.SGD, lr=0.7)
     return partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+# With more of it, averaging parameters and sparse messages have trained worse than one peer alone.
+MOST_MOMENTUM = 0.5
+
+
+def warn_of_momentum(optimizers: Iterable[torch.optim.Optimizer], average: str, *, is_sparse: bool) -> None:
+    """Warn once of more momentum than this way of averaging can take."""
+    most = max((group.get("momentum", 0.0) for each in optimizers for group in each.param_groups), default=0.0)
+    if most > MOST_MOMENTUM and (is_sparse or average == "parameters"):
+        logger.warning(
+            "the outer optimizer has a momentum of %g, which ruins training with %s: use %g or less",
+            most,
+            "sparse messages" if is_sparse else "average='parameters'",
+            MOST_MOMENTUM,
+        )
 
 
 def make_outer_optimizer(factory: OuterOptimizerFactory, parameter: torch.Tensor) -> torch.optim.Optimizer:

@@ -14,6 +14,14 @@ from shoal.optim.optimizer_state import (
     load_optimizer_state,
 )
 from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory, make_outer_optimizer
+from shoal.optim.schedules import (
+    catch_up,
+    check_scheduler,
+    dump_scheduler_state,
+    load_scheduler_state,
+    scheduled_hyperparameters,
+)
+from shoal.optim.training_setup import SchedulerFactory
 
 
 class OuterState:
@@ -25,13 +33,22 @@ class OuterState:
     Args:
         values: the outer parameters at the beginning of the run; taken over, not copied.
         factory: makes the outer optimizer.
+        make_schedule: makes a schedule of its learning rate over versions; ``None``: the rate stays.
+
+    Raises:
+        TypeError, ValueError: one of them makes something else.
     """
 
-    def __init__(self, values: torch.Tensor, factory: OuterOptimizerFactory) -> None:
+    def __init__(
+        self, values: torch.Tensor, factory: OuterOptimizerFactory, make_schedule: SchedulerFactory | None = None
+    ) -> None:
         assert values.dtype == torch.float32, f"outer parameters are float32, got {values.dtype}"
         self.parameter = torch.nn.Parameter(values)
         self.optimizer = make_outer_optimizer(factory, self.parameter)
         initialize_optimizer_state_(self.optimizer)
+        self.scheduler = None if make_schedule is None else make_schedule(self.optimizer)
+        if self.scheduler is not None:
+            check_scheduler(self.scheduler)
         self.version = 0
         """How many outer updates the parameters contain."""
 
@@ -52,13 +69,16 @@ class OuterState:
         finally:
             self.parameter.grad = None
         self.version += 1
+        if self.scheduler is not None:
+            catch_up(self.scheduler, self.version)
 
     # --- for newcomers and checkpoints --------------------------------------------------------------------------------
 
     def dump(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """The state as plain values and tensors. The tensors are not copied."""
         metadata, tensors = dump_optimizer_state(self.optimizer)
-        return {"version": self.version, "optimizer": metadata}, [self.values, *tensors]
+        schedule = dump_scheduler_state(self.scheduler)
+        return {"version": self.version, "optimizer": metadata, "scheduler": schedule}, [self.values, *tensors]
 
     def check(self, metadata: Any, tensors: list[torch.Tensor]) -> None:
         """Check that a state from :meth:`dump` of another peer fits.
@@ -84,5 +104,7 @@ class OuterState:
         self.check(metadata, tensors)
         with torch.no_grad():
             self.values.copy_(tensors[0])
-        load_optimizer_state(self.optimizer, metadata["optimizer"], tensors[1:])
+        scheduled = scheduled_hyperparameters(self.scheduler)
+        load_optimizer_state(self.optimizer, metadata["optimizer"], tensors[1:], scheduled)
+        load_scheduler_state(self.scheduler, metadata.get("scheduler"))
         self.version = metadata["version"]

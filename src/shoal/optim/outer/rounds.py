@@ -1,21 +1,17 @@
-"""The exchanges of one peer with the others: begun at the ends of slots, applied when it is time, caught up with."""
+"""The exchanges of one peer with the others: begun at the ends of slots, applied when it is time."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from shoal.averaging.state.download import OwnedState
 from shoal.clock import get_dht_time
-from shoal.compression.base import copies_of
-from shoal.errors import ShoalError
 from shoal.optim.epochs import last_epoch_in_first_round
-from shoal.optim.outer.fragment_updates import FragmentUpdates, OuterRound, Standing
+from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
+from shoal.optim.outer.fragment_updates import FragmentUpdates, OuterRound
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager, tag_of
 from shoal.optim.outer.schedule import SlotCounter
@@ -31,18 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def describe_state(counter: SlotCounter, fragments: Sequence[FragmentUpdates], lock: threading.RLock) -> OwnedState:
-    """The state for newcomers: outer parameters and what belongs to them, all of one moment. Any thread may call it."""
-    with lock:
-        found = [each.dump() for each in fragments]
-        tensors = copies_of([tensor for _, own in found for tensor in own])
-        described = [{**metadata, "tensors": len(own)} for metadata, own in found]
-        return OwnedState({"slot": counter.slot, "fragments": described}, tensors)
-
-
 @dataclass
 class Rounds:
-    """Makes rounds of fragments, and downloads what this peer has missed. Used only by the training thread."""
+    """Makes rounds of fragments. Used only by the training thread."""
 
     dht: DHT
     settings: OuterSettings
@@ -54,7 +41,6 @@ class Rounds:
     lock: threading.RLock
     """Held while outer parameters change."""
     matchmaking_time: float
-    load_state_timeout: float
     loglevel: int
     last: OuterRound | None = None
     """The outer update that was applied last."""
@@ -68,15 +54,23 @@ class Rounds:
         self._land(each)  # the round before, if it is still under way
         with self.tracker.pause_updates():
             self.tracker.declare_epoch_over(self.settings.straggler_patience)
-            last = last_epoch_in_first_round(slot, overlaps=overlaps)
-            expected = self.tracker.expected_members(until_epoch=last)
-            self._take_off(each, slot, expected, last if overlaps else None)
+            expected = self.whom_to_expect()
+            self._take_off(each, slot, expected, self._last_slot if overlaps else None)
             if not overlaps:
                 self._land(each)
-            self._go_to(slot + 1, expected)
+            self.go_to(slot + 1, expected)
         logger.log(self.loglevel, "slot %d begins", self.counter.slot)
 
-    def _go_to(self, slot: int, members: Iterable[PeerID] = ()) -> None:
+    @property
+    def _last_slot(self) -> int:
+        """A peer beyond this slot does not come to the round that ends this peer's."""
+        return last_epoch_in_first_round(self.counter.slot, overlaps=self.settings.overlaps)
+
+    def whom_to_expect(self) -> set[PeerID]:
+        """Other peers that will come to the round at the end of this slot."""
+        return self.tracker.expected_members(until_epoch=self._last_slot)
+
+    def go_to(self, slot: int, members: Iterable[PeerID] = ()) -> None:
         """Tell the others that this peer is at another slot. Inside ``pause_updates()``."""
         self.counter.go_to(slot)
         if isinstance(self.tracker, SlotTracker):
@@ -84,6 +78,54 @@ class Rounds:
         self.tracker.update_epoch(slot, members=list(members))
         if not self.averager.client_mode:
             self.averager.state_sharing_priority = slot
+
+    def begin_run(self) -> None:
+        """Outer parameters begin as the model's are: the user may have loaded others since this was made."""
+        if not self.has_trained:
+            for each in self.fragments:
+                each.begin_run()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def dump_checkpoint(self, inner_steps: int) -> dict[str, Any]:
+        """What a checkpoint holds of all this. Tensors are not copied, and nothing is waited for."""
+        counter, vectors = self.counter, self.averager.vectors
+        position = Position(counter.slot, counter.steps, counter.samples, inner_steps)
+        return OuterCheckpoint.dump(position, self.settings.average, counter.schedule, self.fragments, vectors)
+
+    def parse_checkpoint(self, state: Any) -> OuterCheckpoint:
+        """Read what :meth:`dump_checkpoint` has made.
+
+        Raises:
+            ValueError: it does not fit this peer.
+        """
+        return OuterCheckpoint.parse(state, self.settings.average, self.counter.schedule, self.fragments)
+
+    def restore(self, saved: OuterCheckpoint, timeout: float) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            timeout: the longest time to leave each round under way, in seconds.
+        """
+        if saved.differences:
+            logger.warning("the checkpoint is of a run with other settings: %s", saved.differences)
+        self.let_go(timeout)
+        position = saved.position
+        with self.tracker.pause_updates():
+            for fragment, own, vector in zip(saved.fragments, self.fragments, self.averager.vectors, strict=True):
+                fragment.put_in_place(own, vector)
+            self.go_to(position.slot)
+            self.counter.steps, self.counter.samples = position.steps, position.samples
+            self.report()
+        self.has_trained, self.last = True, None
+        # It may have been away for long, so it believes others as a newcomer does.
+        self.tracker.board.evidence.contact = None
+
+    def report(self) -> None:
+        """Tell the others what this peer has done in its slot."""
+        counter = self.counter
+        done = counter.samples if counter.schedule.sync_every is None else counter.steps
+        self.tracker.report_local_progress(counter.slot, done)
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -128,11 +170,9 @@ class Rounds:
         flight = each.flight
         if flight is None:
             return
-        result = None
         if flight.control is not None:
             try:
                 flight.control.result(self.settings.averaging_timeout)
-                result = flight.control.round
             except Exception as e:  # whatever has failed, training goes on
                 flight.control.cancel()
                 if flight.control.began_allreduce or self.tracker.expected_members(until_epoch=flight.slot + 2):
@@ -142,7 +182,7 @@ class Rounds:
             except BaseException:
                 flight.control.cancel()
                 raise
-        done = each.land(self.averager.vectors[each.number], result, self.dht.peer_id)
+        done = each.land(self.averager.vectors[each.number], flight.result, self.dht.peer_id)
         if not flight.is_finite:
             logger.warning("this peer's parameters were not finite: it goes on from those of the swarm")
             each.reset_model()
@@ -164,63 +204,6 @@ class Rounds:
     def end_flights(self) -> None:
         for each in self.fragments:
             self._land(each)
-
-    def is_behind(self) -> bool:
-        if any(each.standing is not Standing.GOOD for each in self.fragments):
-            return True
-        lag = 1 if self.settings.overlaps and self.has_trained else 0
-        return self.tracker.global_epoch - self.counter.slot > lag
-
-    def download(self, **options: Any) -> bool:
-        """Download the outer parameters of another peer, and all that belongs to them.
-
-        A peer that only lacks some updates keeps what it has done since.
-
-        Args:
-            options: of the download, such as ``timeout`` in seconds.
-
-        Returns:
-            Whether there was a donor whose state fits.
-        """
-        self.end_flights()
-        with self.tracker.pause_updates():
-            try:
-                found = self.averager.load_state_from_peers(**{"timeout": self.load_state_timeout, **options})
-                if found is not None:
-                    self._take_over(*found[:2])
-                    return True
-                logger.warning("nobody shares the state of this run: this peer keeps its own")
-            except (ShoalError, TimeoutError, ValueError) as e:
-                logger.warning("could not take over the state of another peer: %s", str(e) or type(e).__name__)
-            self.tracker.look_after_others()  # those that were ahead may be gone
-            return False
-
-    def _take_over(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Put a downloaded state in place.
-
-        Raises:
-            ValueError: it does not fit; nothing has been changed.
-        """
-        if not isinstance(metadata, Mapping) or not isinstance(slot := metadata.get("slot"), int):
-            raise ValueError("the state has no slot")
-        described, left = metadata.get("fragments"), list(tensors)
-        if not isinstance(described, list) or len(described) != len(self.fragments) or slot < 0:
-            raise ValueError(f"the state is not one of {len(self.fragments)} fragments")
-        parts = []
-        for each, own in zip(self.fragments, described, strict=True):
-            count = own.get("tensors") if isinstance(own, Mapping) else None
-            if not isinstance(count, int) or not 0 < count <= len(left):
-                raise ValueError("a fragment of the state has no tensors")
-            parts.append((each, own, left[:count]))
-            del left[:count]
-            each.check(own, parts[-1][2])
-        with self.lock:
-            lost = [each.take_over(own, theirs, is_new=not self.has_trained) for each, own, theirs in parts]
-        if any(lost):
-            logger.warning("the swarm goes on from other parameters: up to %d updates of this peer are lost", max(lost))
-        self._go_to(max(slot, self.counter.slot))
-        self.inner.move_schedules(self.counter.position)
-        self.has_trained = True
 
     def let_go(self, timeout: float) -> None:
         """Leave all rounds without making others wait."""

@@ -6,24 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.averaging.message_means import check_sparse_mean
 from shoal.compression import (
     BFloat16Compression,
+    Blockwise4BitQuantization,
     BlockwiseQuantization,
     CompressionBase,
     Float16Compression,
     NoCompression,
+    TopKCompression,
 )
 from shoal.compression.base import check_codec
-from shoal.compression.one_result import OneResult
+from shoal.compression.one_result import OneResult, Relayed
 from shoal.facade import options_from
+from shoal.optim.outer.compressor import Compressor, default_feedback
 from shoal.optim.outer.fragment_updates import AVERAGES, PARAMETERS
 from shoal.optim.outer.mixing import Mixing
 from shoal.optim.outer.schedule import Schedule
 from shoal.optim.outer.weights import Staleness, check_weighting, usual_staleness
 from shoal.optim.progress import count_of_samples
 
-# Codecs whose messages all machines decode to the same bits, and that need no memory of what they have lost.
-_CODECS = (NoCompression, Float16Compression, BFloat16Compression, BlockwiseQuantization)
+# Codecs whose messages all machines decode to the same bits. The first ones keep that if they encode it again; the
+# others have short messages, which reducers may pass on, and need memory of what they have left out.
+_FINE = (NoCompression, Float16Compression, BFloat16Compression, BlockwiseQuantization)
+_COARSE = (Blockwise4BitQuantization, TopKCompression)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,12 @@ class OuterSettings:
     """Inner steps between sending and applying; ``None``: as many as the round takes."""
     mixing: Mixing
     codec: CompressionBase
+    messages: CompressionBase
+    """The codec of what peers send."""
+    error_feedback: float
+    """The share of what a message has left out that is added to the next one."""
+    check_every: int
+    """Peers compare the bits of their outer parameters after so many updates of a fragment."""
     average: str
     weighting: str
     staleness: Staleness
@@ -66,16 +78,28 @@ class OuterSettings:
             raise ValueError(
                 f"fragment_sync_delay must be from 0 to less than sync_every={every} inner steps, or None: got {delay}"
             )
+        if average != PARAMETERS and type(given["load_state_compression"]) not in (type(None), NoCompression):
+            raise ValueError(
+                f"load_state_compression={type(given['load_state_compression']).__name__}(): newcomers must get the "
+                "same bits as all others have: leave it out, or use average='parameters'"
+            )
         if given["max_staleness"] < 0:
             raise ValueError(f"max_staleness must be 0 or more versions, got {given['max_staleness']}")
+        check_every = given["check_every"]
+        if not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 1:
+            raise ValueError(f"check_every must be a number of updates from 1, got {check_every!r}")
         batch_size, patience = given["batch_size_per_step"], given["straggler_patience"]
+        messages, back = given["compression"] or NoCompression(), given["return_compression"]
+        codec = _codec(messages, back, given["sparse_mean"])
         return options_from(
             cls,
             given,
             batch_size_per_step=None if batch_size is None else count_of_samples("batch_size_per_step", batch_size),
             straggler_patience=given["matchmaking_time"] if patience is None else patience,
             mixing=Mixing.choose(given["fragment_update_alpha"], delay),
-            codec=_codec(given["compression"], given["return_compression"]),
+            codec=codec,
+            messages=messages,
+            error_feedback=_feedback(messages, given["error_feedback"], average),
             weighting=check_weighting(given["weighting"]),
             staleness=given["staleness"] or usual_staleness,
         )
@@ -96,6 +120,15 @@ class OuterSettings:
             raise ValueError("give batch_size to step(), or batch_size_per_step to the constructor")
         return batch_size if batch_size == 0 else count_of_samples("batch_size", batch_size)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether messages leave most values out."""
+        return self.messages.sparse
+
+    def compressor(self, length: int) -> Compressor | None:
+        """What keeps the error of a fragment of this length; ``None``: it is not kept."""
+        return Compressor(self.messages, length, self.error_feedback) if self.error_feedback else None
+
     def agreement(self, schedule: Schedule, fragments: str) -> str:
         """What all peers of a run must have in common, in words."""
         every = schedule.sync_every
@@ -103,15 +136,36 @@ class OuterSettings:
         return f"{self.average} of {schedule.fragments} fragments {fragments}, {length}, weighting {self.weighting}"
 
 
-def _codec(out: CompressionBase | None, back: CompressionBase | None) -> CompressionBase:
-    for name, codec in (("compression", out), ("return_compression", back)):
+def _codec(out: CompressionBase, back: CompressionBase | None, sparse_mean: str) -> CompressionBase:
+    check_sparse_mean(sparse_mean)
+    for name, codec, allowed in (
+        ("compression", out, (*_FINE, *_COARSE)),
+        ("return_compression", back, _FINE),
+    ):
         check_codec(name, codec)
-        if codec is not None and type(codec) not in _CODECS:
+        if codec is not None and type(codec) not in allowed:
             raise ValueError(
-                f"{name}={type(codec).__name__}() is not among the codecs that all machines decode to the same bits "
-                f"and that need no error feedback: use {_names(_CODECS)}"
+                f"{name}={type(codec).__name__}() is not among the codecs that all machines decode to the same bits: "
+                f"use {_names(allowed)}"
             )
-    return OneResult(out or NoCompression(), back)
+    if type(out) in _COARSE:
+        return Relayed(out, back or BlockwiseQuantization(), sparse_mean)
+    return OneResult(out, back)
+
+
+def _feedback(codec: CompressionBase, given: float | None, average: str) -> float:
+    if average != PARAMETERS:
+        feedback = default_feedback(codec) if given is None else given
+        if not 0 <= feedback <= 1:
+            raise ValueError(f"error_feedback must be from 0 to 1, got {feedback}")
+        return feedback
+    if given or type(codec) in _COARSE:
+        raise ValueError(
+            "average='parameters' knows no error feedback, because parameters are sent and not what is added to them, "
+            f"and {type(codec).__name__} loses too much of them without: use Float16Compression or "
+            "BlockwiseQuantization, and leave error_feedback out"
+        )
+    return 0.0
 
 
 def _names(kinds: Sequence[type]) -> str:

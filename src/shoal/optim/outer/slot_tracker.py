@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.clock import get_dht_time
-from shoal.optim.progress import Companion, GlobalTrainingProgress
+from shoal.optim.progress import Companion, GlobalTrainingProgress, LocalTrainingProgress, estimate_is_off
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
 
@@ -50,6 +50,11 @@ class SlotBoard(ProgressBoard):
                 ends.append(max(now, record.time + left / record.samples_per_second))
         end = min(min(ends), now + 1e9)
         return replace(summary, samples_accumulated=most, eta_next_epoch=end)
+
+    def is_misjudged(self, told: LocalTrainingProgress) -> bool:
+        # Nobody adds up steps: what matters is when a peer will have made all of them.
+        with self._lock:
+            return estimate_is_off(told, self.own, self._target_batch_size, self._batch_size)
 
     def end_of_epoch(self, now: float) -> float:
         """DHT time at which this peer goes to its next slot, as far as it is known; infinite if nobody is ready."""

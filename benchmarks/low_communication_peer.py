@@ -1,0 +1,210 @@
+"""One peer of the benchmark of low-communication training: trains the demo's model, see :mod:`commands`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import threading
+import time
+from typing import Any
+
+import torch
+from commands import obey, peer_parser
+
+import shoal
+from shoal.cli.demo import model as demo_model
+from shoal.cli.demo.model import load_corpus
+from shoal.compression import (
+    Blockwise4BitQuantization,
+    CompressionBase,
+    Float16Compression,
+    NoCompression,
+    TopKCompression,
+)
+from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.outer.diloco import DiLoCo
+
+CODECS: dict[str, CompressionBase] = {
+    "none": NoCompression(),
+    "float16": Float16Compression(),
+    "4 bits": Blockwise4BitQuantization(),
+    "top-k": TopKCompression(),
+}
+BATCH_SIZE = 8
+HELD_OUT_WINDOWS = 384
+WARM_UP_STEPS = 20
+# Others may take long on a busy machine. All are to make the same steps, so nobody goes on without them.
+PATIENCE_SECONDS = 100.0
+MEETING_SECONDS = 20.0
+
+
+class LanguagePeer:
+    """Trains with the others, and counts what it sends."""
+
+    version = shoal.__version__
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.index, self.args, self.mode = args.index, args, json.loads(args.mode)
+        torch.set_num_threads(1)
+        torch.manual_seed(args.seed)  # all peers begin with the same model
+        corpus = load_corpus(max(4, args.peers))
+        self.model = demo_model.ByteTransformer(demo_model.ModelSize())
+        self.text = corpus.shards[args.index]
+        self.window = self.model.size.context + 1
+        self.held_out = demo_model.even_windows(corpus.held_out, HELD_OUT_WINDOWS, self.window)
+        self.random = torch.Generator().manual_seed(1000 * args.seed + args.index)
+        self.optimizer: Any = None
+        self.rounds: list[dict[str, Any]] = []
+
+    def open(self) -> list[str]:
+        self.dht = shoal.DHT(start=True, host_maddrs=[f"/ip4/{self.args.listen}/tcp/0"])
+        return [str(address) for address in self.dht.get_visible_maddrs()]
+
+    def join(self, addresses: list[str]) -> None:
+        if self.index != 0:
+            self.dht = shoal.DHT(addresses, start=True, host_maddrs=[f"/ip4/{self.args.listen}/tcp/0"])
+        groups = demo_model.parameter_groups(self.model)
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.01)
+        schedule = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=self.rate)
+        kind = self.mode["kind"]
+        if kind == "alone":
+            self.optimizer, self.scheduler = optimizer, schedule(optimizer)
+        elif kind == "synchronous":
+            self.optimizer = self._synchronous(optimizer, schedule)
+        else:
+            self.optimizer = self._diloco(optimizer, schedule)
+
+    def rate(self, step: int) -> float:
+        """The factor for the learning rates: warm-up, then a cosine to a tenth."""
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.args.steps)))
+        return min(1.0, (step + 1) / WARM_UP_STEPS) * (0.1 + 0.9 * cosine)
+
+    def _synchronous(self, optimizer: torch.optim.Optimizer, schedule: Any) -> shoal.Optimizer:
+        return shoal.Optimizer(
+            dht=self.dht,
+            run_id="low_communication",
+            target_batch_size=BATCH_SIZE * self.args.peers,
+            batch_size_per_step=BATCH_SIZE,
+            optimizer=optimizer,
+            scheduler=schedule(optimizer),
+            grad_averager=GradientAverager.get_factory(compression=Float16Compression()),
+            average_state_every=10**6,
+            delay_state_averaging=False,
+            matchmaking_time=MEETING_SECONDS,
+            averaging_timeout=2 * PATIENCE_SECONDS,
+        )
+
+    def _diloco(self, optimizer: torch.optim.Optimizer, schedule: Any) -> DiLoCo:
+        options = dict(self.mode["options"])
+        rate, momentum = options.pop("outer", (None, None))
+        if rate is not None:
+            outer = functools.partial(torch.optim.SGD, lr=rate, momentum=momentum, nesterov=momentum > 0)
+            options["outer_optimizer"] = outer
+        return DiLoCo(
+            dht=self.dht,
+            run_id="low_communication",
+            optimizer=optimizer,
+            scheduler=schedule,
+            batch_size_per_step=BATCH_SIZE,
+            compression=CODECS[options.pop("compression")],
+            matchmaking_time=MEETING_SECONDS,
+            straggler_patience=PATIENCE_SECONDS,
+            averaging_timeout=2 * PATIENCE_SECONDS,
+            **options,
+        )
+
+    def appear(self) -> None:
+        """Let the others know of this peer."""
+        if self.mode["kind"] == "alone":
+            return
+        tracker = self.optimizer.tracker
+        tracker.report_local_progress(0, 0)
+        tracker.board.report(0, 1, tracker.board.own.time)  # who has done nothing is not expected
+        tracker.report_local_progress(0, 0)
+        _wait_for(lambda: tracker.is_introduced)
+
+    def meet(self) -> None:
+        """Wait until this peer knows all others."""
+        if self.mode["kind"] == "alone":
+            return
+        tracker = self.optimizer.tracker
+        self.dht.portal.call(tracker.exchange.fetch(8))
+        _wait_for(lambda: len(tracker.expected_members(until_epoch=10)) == self.args.peers - 1)
+
+    @property
+    def step(self) -> int:
+        """The steps that this peer has made; in the synchronous mode, those of the swarm."""
+        return len(self.losses) if self.mode["kind"] != "synchronous" else self.optimizer.local_epoch
+
+    losses: list[float] = []  # noqa: RUF012 (each process has one peer)
+
+    def train(self, until: int) -> dict[str, Any]:
+        """Make steps; returns what this peer has sent meanwhile, and the seconds that it took."""
+        began, network = time.monotonic(), self.dht.p2p.metrics
+        sent, known = network.bytes_sent, len(self.rounds)
+        while self.step < until:
+            windows = demo_model.random_windows(self.text, BATCH_SIZE, self.window, self.random)
+            self.optimizer.zero_grad()
+            loss = demo_model.loss_on(self.model, windows)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            if self.mode["kind"] == "alone":
+                self.scheduler.step()
+            self.losses.append(float(loss.detach()))
+            self._note_round()
+        return {
+            "rounds": self.rounds[known:],
+            "bytes": network.bytes_sent - sent,
+            "seconds": time.monotonic() - began,
+        }
+
+    def _note_round(self) -> None:
+        kind = self.mode["kind"]
+        if kind == "alone":
+            return
+        last = self.optimizer.grad_averager.last_round if kind == "synchronous" else self.optimizer.last_round
+        if last is None or last is getattr(self, "_last", None):
+            return
+        self._last = last
+        self.rounds.append({"peers": len(last.peers), "bytes": last.bytes_sent})
+
+    def measure(self, is_end: bool) -> dict[str, Any]:
+        """The loss on text that nobody has trained on, in nats per byte."""
+        if self.mode["kind"] == "diloco" and (is_end or not self.mode["options"].get("fragment_sync_delay")):
+            with self.optimizer.use_outer_parameters():
+                self._note_round()
+                loss = demo_model.held_out_loss(self.model, self.held_out)
+        else:
+            loss = demo_model.held_out_loss(self.model, self.held_out)
+        versions = [bits.hex() for _, bits in self.optimizer.outer_versions()] if self.mode["kind"] == "diloco" else []
+        values = sum(parameter.numel() for parameter in self.model.parameters())
+        return {"loss": loss, "bits": versions, "values": values, "rounds": self.rounds}
+
+    def close(self) -> None:
+        if self.mode["kind"] != "alone":
+            self.optimizer.shutdown()
+        self.dht.shutdown()
+
+
+def _wait_for(condition: Any) -> None:
+    deadline, pause = time.monotonic() + 60, threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the peers do not find each other")
+        pause.wait(0.02)
+
+
+def main() -> None:
+    parser = peer_parser(__doc__)
+    parser.add_argument("--mode", required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--listen", default="127.0.0.1", metavar="ADDRESS")
+    args = parser.parse_args()
+    obey(lambda: LanguagePeer(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What the optimizers of a run have in common: to torch they are optimizers, and they end only once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from shoal.errors import ReactorError
+from shoal.facade import Facade
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+
+class JointOptimizer(Facade, torch.optim.Optimizer):
+    """Base of the optimizers whose users train with others.
+
+    Its groups and statistics are those of the optimizers that make the steps.
+    """
+
+    kind: ClassVar[str]
+    """Its name in errors."""
+    dht: DHT
+    # Torch's base class fills this list in its constructor; ``None`` afterwards.
+    _groups_under_construction: list[dict[str, Any]] | None
+    _closing: threading.Event
+    """Set when this begins to shut down."""
+
+    def _become_torch_optimizer(self, defaults: dict[str, Any]) -> None:
+        """The last thing of a constructor before others hear of this peer."""
+        self._groups_under_construction = []
+        torch.optim.Optimizer.__init__(self, [dict(group) for group in self._inner_groups()], defaults)
+        self._groups_under_construction = None
+
+    def _inner_groups(self) -> Sequence[Any]:
+        """The groups of the optimizers that make the steps, with the user's parameters."""
+        raise NotImplementedError
+
+    def _inner_state(self) -> Any:
+        """The statistics of these optimizers."""
+        raise NotImplementedError
+
+    @property
+    def param_groups(self) -> Any:
+        """The parameter groups with the user's parameters, as a tuple."""
+        if self._groups_under_construction is not None:
+            return self._groups_under_construction
+        return self._inner_groups()
+
+    @param_groups.setter
+    def param_groups(self, _: Any) -> None:
+        """Ignored: the base class sets an empty list, but the groups are those of the inner optimizers."""
+
+    @property
+    def state(self) -> Any:
+        """Statistics of the optimizers that make the steps."""
+        return self._inner_state()
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """Ignored, as for the groups."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible: all peers must agree on the parameters.
+
+        Raises:
+            ValueError: always.
+        """
+        if self._groups_under_construction is None:
+            raise ValueError("parameters cannot be added to a run in progress: all peers must have the same ones")
+        super().add_param_group(param_group)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        """Raises if this or its DHT is closed: training would go on alone, and nobody would notice."""
+        if self._closing.is_set():
+            raise ReactorError(f"this {self.kind} is shut down and trains with nobody any more: make a new one")
+        if not self.dht.is_alive():
+            self.dht.check()
+            raise ReactorError(f"the DHT of this {self.kind} has failed: make both anew")
+
+    def _takes_part(self) -> bool:
+        """Whether it works in the background."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Leave the run. Called once."""
+        raise NotImplementedError
+
+    def is_alive(self) -> bool:
+        """Whether this peer takes part."""
+        return getattr(self, "_groups_under_construction", 0) is None and self._takes_part()
+
+    def shutdown(self) -> None:
+        """Leave the run, without making others wait. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._leave()
+
+    def __del__(self) -> None:
+        if self.is_alive():
+            self.shutdown()

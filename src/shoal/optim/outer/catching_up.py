@@ -1,0 +1,252 @@
+"""How a peer gets what it lacks, and gives others what they lack.
+
+A newcomer downloads the outer parameters with all that belongs to them. So does a peer of a lineage that does not go
+on. A peer that lacks a few updates downloads only these (:mod:`~.kept`) while it trains, and makes them itself. So it
+does with updates that others have made during a download.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.averaging.state.download import OwnedState, State
+from shoal.compression.base import copies_of
+from shoal.errors import ShoalError
+from shoal.optim.epochs import usual_lag
+from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates, Standing
+from shoal.optim.outer.inner import InnerOptimizers
+from shoal.optim.outer.kept import Kept, answer, parse_answer, parse_request, request_for
+from shoal.optim.outer.rounds import Rounds
+from shoal.optim.outer.schedule import SlotCounter
+
+logger = logging.getLogger(__name__)
+
+# The name of the part of the state that has the statistics of the inner optimizers.
+STATISTICS = b"inner"
+# If nobody has had single updates so many times in a row, the whole state is downloaded.
+MOST_IN_VAIN = 2
+
+
+@dataclass(frozen=True)
+class Giving:
+    """What this peer has for others. Called in worker threads."""
+
+    counter: SlotCounter
+    fragments: Sequence[FragmentUpdates]
+    lock: threading.RLock
+    """Held while outer parameters, or statistics of inner optimizers, change."""
+    inner: InnerOptimizers
+    shares_inner_state: bool
+
+    def everything(self) -> OwnedState:
+        """The state for newcomers: outer parameters and what belongs to them, all of one moment."""
+        with self.lock:
+            found = [each.dump() for each in self.fragments]
+            tensors = copies_of([tensor for _, own in found for tensor in own])
+            described = [{**metadata, "tensors": len(own)} for metadata, own in found]
+            return OwnedState({"slot": self.counter.slot, "fragments": described}, tensors)
+
+    def part(self, part: bytes) -> OwnedState:
+        """The statistics of the inner optimizers; or updates that another peer asks for, as far as they are here."""
+        if part == STATISTICS:
+            if not self.shares_inner_state:
+                return OwnedState(None, [])
+            with self.lock:
+                described, tensors = self.inner.dump_statistics()
+                return OwnedState(described, copies_of(tensors))
+        wanted = parse_request(part, len(self.fragments))
+        with self.lock:
+            return answer({number: self.fragments[number].kept.since(version) for number, version in wanted.items()})
+
+
+@dataclass
+class CatchingUp:
+    """Gets what this peer lacks. Used only by the training thread."""
+
+    rounds: Rounds
+    load_state_timeout: float
+    shares_inner_state: bool
+    """Whether newcomers also take over the statistics of the inner optimizers."""
+    _fetching: concurrent.futures.Future[State | None] | None = None
+    _in_vain: int = 0
+    """So many times in a row nobody had the updates that this peer lacks."""
+
+    def is_needed(self) -> bool:
+        """Whether this peer must stop to get what it lacks."""
+        rounds = self.rounds
+        if self._in_vain >= MOST_IN_VAIN or any(each.standing is Standing.LOST for each in rounds.fragments):
+            return True
+        lag = usual_lag(overlaps=rounds.settings.overlaps and rounds.has_trained)
+        return rounds.tracker.global_epoch - rounds.counter.slot > lag
+
+    def is_needed_before_round(self) -> bool:
+        """The same, when this peer is about to end a slot.
+
+        If nobody comes to its round although there are others, it may have been away. Then it believes them as a
+        newcomer does, rather than make an update that nobody else has.
+        """
+        if self.is_needed():
+            return True
+        rounds = self.rounds
+        if rounds.tracker.knows_others and not rounds.whom_to_expect():
+            rounds.tracker.board.evidence.contact = None
+            return self.is_needed()
+        return False
+
+    def run(self) -> bool:
+        """Get what this peer lacks, in the way that takes fewest bytes; returns whether it has all now."""
+        rounds = self.rounds
+        rounds.end_flights()
+        is_lost = any(each.standing is Standing.LOST for each in rounds.fragments)
+        if not rounds.has_trained or is_lost or self._in_vain >= MOST_IN_VAIN:
+            return self.download()
+        if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own
+            lacking = self._lacking()
+            if not lacking:
+                return self.download()
+            with rounds.tracker.pause_updates():
+                self._make(self._begin_to_fetch(lacking))
+        with rounds.tracker.pause_updates():
+            self._go_along()
+        return True
+
+    def _lacking(self) -> set[int]:
+        """The fragments of which this peer may lack updates; empty if it may lack too many."""
+        rounds, schedule = self.rounds, self.rounds.counter.schedule
+        slots = range(rounds.counter.slot, rounds.tracker.global_epoch)
+        if len(slots) > rounds.settings.max_staleness * schedule.fragments:
+            return set()
+        behind = {each.number for each in rounds.fragments if each.standing is Standing.BEHIND}
+        return behind | {schedule.fragment_of(slot) for slot in slots}
+
+    def keep_up(self) -> None:
+        """Get single updates that this peer lacks, while it goes on training. Called in each step."""
+        fragments = self.rounds.fragments
+        if self._fetching is None:
+            if lacking := [each.number for each in fragments if each.lacks_updates]:
+                self._fetching = self._begin_to_fetch(lacking)
+        elif self._fetching.done():
+            fetching, self._fetching = self._fetching, None
+            made = self._make(fetching)
+            self._in_vain = 0 if made or not any(each.lacks_updates for each in fragments) else self._in_vain + 1
+
+    def _begin_to_fetch(self, numbers: Collection[int]) -> concurrent.futures.Future[State | None]:
+        part = request_for({number: self.rounds.fragments[number].state.version for number in numbers})
+        return self.rounds.averager.load_part_from_peers(part, self.load_state_timeout)
+
+    def _make(self, fetching: concurrent.futures.Future[State | None]) -> int:
+        """Make the updates that come; returns how many there were."""
+        fragments = self.rounds.fragments
+        found, updates = self._tried(fetching.result), dict[int, list[Kept]]()
+        if found is not None:
+            try:
+                updates = parse_answer(found[0], found[1], [each.fragment.length for each in fragments])
+            except ValueError as e:
+                logger.warning("the updates of another peer make no sense: %s", e)
+        made = sum(each.make_up(updates.get(each.number, ())) for each in fragments)
+        if made:
+            logger.info("this peer has made up for %d updates", made)
+        return made
+
+    def let_go(self) -> None:
+        """Fetch nothing more."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+
+    def download(self, **options: Any) -> bool:
+        """Download the outer parameters of another peer, and all that belongs to them.
+
+        A peer that only lacks some updates keeps what it has done since.
+
+        Args:
+            options: of the download, such as ``timeout`` in seconds.
+
+        Returns:
+            Whether there was a donor whose state fits.
+        """
+        rounds, began_at, self._in_vain = self.rounds, time.monotonic(), 0
+        rounds.end_flights()
+        options, is_new = {"timeout": self.load_state_timeout, **options}, not rounds.has_trained
+        with rounds.tracker.pause_updates():
+            found = self._tried(lambda: rounds.averager.load_state_from_peers(**options))
+            if found is not None:
+                try:
+                    self._take_over(*found[:2])
+                except ValueError as e:
+                    logger.warning("could not take over the state of another peer: %s", e)
+                else:
+                    if rounds.settings.average != PARAMETERS:
+                        # What has ended meanwhile, or was under way at the donor.
+                        self._make(self._begin_to_fetch(range(len(rounds.fragments))))
+                    if is_new and self.shares_inner_state:
+                        self._take_over_statistics()
+                    self._go_along()
+                    return True
+            rounds.tracker.note_vain_attempt(time.monotonic() - began_at)
+            rounds.tracker.look_after_others()  # those that were ahead may be gone
+            if not rounds.tracker.expected_members(until_epoch=rounds.tracker.global_epoch):
+                for each in rounds.fragments:  # nobody is left who has more
+                    each.standing = Standing.GOOD
+            return False
+
+    def _take_over_statistics(self) -> None:
+        """Begin with the statistics of another peer's inner optimizers. Without them training goes on, too."""
+        rounds = self.rounds
+        download = rounds.averager.load_part_from_peers
+        found = self._tried(download(STATISTICS, self.load_state_timeout, differs=True).result)
+        if found is None or not found[1]:
+            return
+        try:
+            with rounds.lock:
+                rounds.inner.load_statistics(found[0], found[1])
+        except ValueError as e:
+            logger.warning("the inner optimizers begin without the statistics of another peer: %s", e)
+
+    def _tried(self, download: Callable[[], Any]) -> Any:
+        """What a download brings; ``None`` if it fails."""
+        try:
+            return download()
+        except (ShoalError, TimeoutError, ValueError) as e:
+            logger.warning("a download from other peers has failed: %s", str(e) or type(e).__name__)
+            return None
+
+    def _go_along(self) -> None:
+        """Go to the slot of the swarm."""
+        rounds = self.rounds
+        rounds.go_to(max(rounds.tracker.global_epoch, rounds.counter.slot))
+        rounds.inner.move_schedules(rounds.counter.position)
+
+    def _take_over(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Put a downloaded state in place.
+
+        Raises:
+            ValueError: it does not fit; nothing has been changed.
+        """
+        rounds = self.rounds
+        if not isinstance(metadata, Mapping) or not isinstance(slot := metadata.get("slot"), int):
+            raise ValueError("the state has no slot")
+        described, left = metadata.get("fragments"), list(tensors)
+        if not isinstance(described, list) or len(described) != len(rounds.fragments) or slot < 0:
+            raise ValueError(f"the state is not one of {len(rounds.fragments)} fragments")
+        parts = []
+        for each, own in zip(rounds.fragments, described, strict=True):
+            count = own.get("tensors") if isinstance(own, Mapping) else None
+            if not isinstance(count, int) or not 0 < count <= len(left):
+                raise ValueError("a fragment of the state has no tensors")
+            parts.append((each, own, left[:count]))
+            del left[:count]
+            each.check(own, parts[-1][2])
+        with rounds.lock:
+            lost = [each.take_over(own, theirs, is_new=not rounds.has_trained) for each, own, theirs in parts]
+        if any(lost):
+            logger.warning("the swarm goes on from other parameters: up to %d updates of this peer are lost", max(lost))
+        rounds.go_to(max(slot, rounds.counter.slot))
+        rounds.has_trained = True

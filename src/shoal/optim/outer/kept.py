@@ -1,0 +1,185 @@
+"""Results of past rounds, which members keep for peers that have missed them.
+
+A peer that lacks a few updates gets their means, which are small beside the outer parameters with their momentum, and
+makes these updates itself. A download that takes longer than a slot is made up for in the same way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.averaging.finite import all_finite
+from shoal.averaging.state.download import OwnedState
+from shoal.optim.outer.chain import HASH_BYTES
+from shoal.serializer import MSGPackSerializer
+
+# A round is named by so many bytes at most.
+_MOST_BYTES_OF_ROUND = 128
+_MOST = 2**62
+# Bytes that are kept for each byte of the outer parameters: the outer parameters and their momentum have two.
+USUAL_SHARE, SHARE_FOR_NEWCOMERS = 2, 8
+
+
+class Kept(NamedTuple):
+    """One outer update, for peers that make it later."""
+
+    version: int
+    """Of the outer parameters after it."""
+    after: bytes
+    """The hash of the link that it continues."""
+    round_id: bytes
+    samples: int
+    tensors: tuple[torch.Tensor, ...]
+    """The mean, see :func:`packed`."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def packed(mean: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A copy of a mean that takes less memory, if it can do so without any loss.
+
+    Averages that were sent in half precision fit into it. Of sparse ones the positions and values are enough.
+    """
+    bits = mean.view(torch.int32)
+    positions = bits.nonzero().flatten()  # not of the values: a negative zero is another value than zero
+    if 2 * len(positions) * mean.element_size() < mean.numel() * 2:
+        return positions.to(torch.int32), mean[positions]
+    for narrow in (torch.float16, torch.bfloat16):
+        copy = mean.to(narrow)
+        if torch.equal(copy.to(torch.float32).view(torch.int32), bits):
+            return (copy,)
+    return (mean.clone(),)
+
+
+def unpacked(tensors: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """The mean again, to the bit.
+
+    Raises:
+        ValueError: this is no mean of so many values.
+    """
+    match tensors:
+        case [dense] if dense.shape == (length,) and dense.dtype in (torch.float16, torch.bfloat16, torch.float32):
+            mean = dense.to(torch.float32, copy=True)
+        case [positions, values] if (
+            positions.dtype == torch.int32
+            and values.dtype == torch.float32
+            and positions.dim() == 1
+            and positions.shape == values.shape
+            and (not len(positions) or 0 <= int(positions.min()) <= int(positions.max()) < length)
+        ):
+            mean = torch.zeros(length, dtype=torch.float32, device="cpu")
+            mean[positions.long()] = values
+        case _:
+            raise ValueError(f"no mean of {length} values")
+    if not all_finite(mean):
+        raise ValueError("a mean has values that are not finite")
+    return mean
+
+
+class KeptResults:
+    """The latest results of one fragment. Its owner sees to it that two threads do not use it at the same time.
+
+    Args:
+        length: of the fragment.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._kept: deque[Kept] = deque()
+        self.serves_newcomers: Callable[[], bool] = lambda: False
+        """Whether peers are downloading the outer parameters of this one: they will want what comes after these."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self._kept)
+
+    def add(self, update: Kept) -> None:
+        """Keep an update."""
+        if self._kept and self._kept[-1].version != update.version - 1:
+            self._kept.clear()
+        self._kept.append(update)
+        share = SHARE_FOR_NEWCOMERS if self.serves_newcomers() else USUAL_SHARE
+        while len(self._kept) > 1 and self.nbytes > share * 4 * self._length:
+            self._kept.popleft()
+
+    def clear(self) -> None:
+        """Forget all: this peer goes on from other outer parameters."""
+        self._kept.clear()
+
+    def since(self, version: int) -> list[Kept]:
+        """All updates that come after this version; none if the first of them is not known any more."""
+        found = [each for each in self._kept if each.version > version]
+        return found if found and found[0].version == version + 1 else []
+
+
+# --- what peers ask each other ----------------------------------------------------------------------------------------
+
+
+def request_for(versions: Mapping[int, int]) -> bytes:
+    """The name of a part of the state: for some fragments, all updates after a version."""
+    return MSGPackSerializer.dumps([[fragment, version] for fragment, version in sorted(versions.items())])
+
+
+def parse_request(part: bytes, fragments: int) -> dict[int, int]:
+    """Read what :func:`request_for` has made. Nothing is asked for by what makes no sense."""
+    try:
+        wanted = MSGPackSerializer.loads(part)
+    except ValueError:
+        return {}
+    versions: dict[int, int] = {}
+    for each in wanted if isinstance(wanted, (list, tuple)) else ():
+        match each:
+            case [int(fragment), int(version)] if 0 <= fragment < fragments and 0 <= version <= _MOST:
+                versions[fragment] = version
+    return versions
+
+
+def answer(found: Mapping[int, Iterable[Kept]]) -> OwnedState:
+    """Updates of some fragments, as a part of the state."""
+    listed = [(fragment, each) for fragment, kept in sorted(found.items()) for each in kept]
+    described = [[n, *each[:-1], len(each.tensors)] for n, each in listed]
+    return OwnedState({"updates": described}, [tensor for _, each in listed for tensor in each.tensors])
+
+
+def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], lengths: Sequence[int]) -> dict[int, list[Kept]]:
+    """Read what :func:`answer` has made.
+
+    Args:
+        lengths: of all fragments.
+
+    Returns:
+        For some fragments, updates that follow each other.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    described = metadata.get("updates") if isinstance(metadata, Mapping) else None
+    if not isinstance(described, (list, tuple)):
+        raise ValueError(f"no updates: {str(metadata)[:100]}")
+    left, found = list(tensors), dict[int, list[Kept]]()
+    for each in described:
+        match each:
+            case [int(fragment), int(version), bytes(after), bytes(round_id), int(samples), 1 | 2 as count] if (
+                0 <= fragment < len(lengths)
+                and 0 < version <= _MOST
+                and 0 <= samples <= _MOST
+                and len(round_id) <= _MOST_BYTES_OF_ROUND
+                and len(after) == HASH_BYTES
+                and count <= len(left)
+            ):
+                kept = Kept(version, after, round_id, samples, tuple(left[:count]))
+                del left[:count]
+                found.setdefault(fragment, []).append(kept)
+            case _:
+                raise ValueError(f"no update: {str(each)[:100]}")
+    for updates in found.values():
+        if any(later.version != earlier.version + 1 for earlier, later in itertools.pairwise(updates)):
+            raise ValueError("updates must follow each other")
+    return found

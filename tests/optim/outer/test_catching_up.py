@@ -1,0 +1,288 @@
+"""Peers that lack updates make them themselves, from results that others have kept; newcomers get all the rest, too."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from shoal.compression import NoCompression
+from shoal.optim.outer.chain import HASH_BYTES
+from shoal.optim.outer.diloco import DiLoCo
+from shoal.optim.outer.fragment_updates import Standing
+from shoal.optim.outer.kept import (
+    Kept,
+    KeptResults,
+    answer,
+    packed,
+    parse_answer,
+    parse_request,
+    request_for,
+    unpacked,
+)
+from shoal.serializer import MSGPackSerializer
+from tests.optim.conftest import in_parallel, make_model, wait_until
+from tests.optim.outer.quadratic import A, B
+from tests.optim.outer.test_diloco import Trainer, check_same, introduce, train_until_all_agree
+from tests.optim.outer.test_fragment_updates import Peer, alone, begin, land, make_round
+
+pytestmark = pytest.mark.timeout(240)
+LINK = bytes(HASH_BYTES)
+
+
+def bits_of(tensor):
+    return tensor.view(torch.int32)
+
+
+def sparse(length, *positions):
+    mean = torch.zeros(length)
+    mean[list(positions)] = torch.rand(len(positions)) + 1e-30
+    return mean
+
+
+MEANS = {
+    "half": torch.randn(100).half().float(),
+    "bfloat16": (torch.randn(100) * 1e20).bfloat16().float(),
+    "single": torch.randn(100),
+    "sparse": sparse(100, 3, 50, 99),
+    "zero": torch.zeros(100),
+    "negative zeros": torch.full((100,), -0.0),
+    "one value": torch.tensor([1 / 3]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [
+        ("half", 200),
+        ("bfloat16", 200),
+        ("single", 400),
+        ("sparse", 24),
+        ("zero", 0),
+        ("negative zeros", 200),
+        ("one value", 4),
+    ],
+    ids=list(MEANS),
+)
+def test_a_kept_mean_is_small_and_comes_back_to_the_bit(name, nbytes):
+    mean = MEANS[name].clone()
+    kept = packed(mean)
+    assert sum(tensor.nbytes for tensor in kept) == nbytes
+    expected = mean.clone()
+    mean.fill_(7)  # it was copied
+    assert torch.equal(bits_of(unpacked(kept, len(expected))), bits_of(expected))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [torch.zeros(3)],
+        [torch.zeros(4, dtype=torch.float64)],
+        [torch.tensor([0.0, 0.0, 0.0, float("nan")])],
+        [torch.tensor([4], dtype=torch.int32), torch.zeros(1)],
+        [torch.tensor([-1], dtype=torch.int32), torch.zeros(1)],
+        [torch.tensor([1, 2], dtype=torch.int32), torch.zeros(1)],
+        [torch.tensor([1]), torch.zeros(1)],
+    ],
+    ids=[
+        "none",
+        "short",
+        "wide",
+        "not finite",
+        "beyond the end",
+        "before the begin",
+        "more positions",
+        "wide positions",
+    ],
+)
+def test_a_mean_that_makes_no_sense_is_refused(tensors):
+    with pytest.raises(ValueError, match="mean"):
+        unpacked(tensors, 4)
+
+
+def test_the_latest_results_are_kept_and_more_of_them_for_newcomers():
+    results = KeptResults(100)
+    means = [torch.randn(100) for _ in range(9)]
+    for version, mean in enumerate(means, 1):
+        results.add(Kept(version, LINK, b"round", 5, packed(mean)))
+    assert [each.version for each in results.since(7)] == [8, 9]  # as many bytes as the outer parameters and momentum
+    assert results.since(6) == []  # the first one is not known any more
+    assert results.since(9) == []
+    results.serves_newcomers = lambda: True
+    for version in range(10, 16):
+        results.add(Kept(version, LINK, b"round", 5, packed(means[0])))
+    assert len(results.since(7)) == 8
+    results.add(Kept(20, LINK, b"round", 5, packed(means[0])))
+    assert [each.version for each in results.since(19)] == [20]
+    assert results.since(14) == []
+
+
+def test_updates_travel_as_plain_values():
+    kept = {0: [Kept(3, LINK, b"a", 1, packed(MEANS["sparse"])), Kept(4, LINK, b"b", 2, packed(MEANS["half"]))], 2: []}
+    state = answer(kept)
+    metadata = MSGPackSerializer.loads(MSGPackSerializer.dumps(state.metadata))
+    found = parse_answer(metadata, state.tensors, [100, 5, 5])
+    assert list(found) == [0]
+    assert [each[:-1] for each in found[0]] == [(3, LINK, b"a", 1), (4, LINK, b"b", 2)]
+    assert torch.equal(unpacked(found[0][0].tensors, 100), MEANS["sparse"])
+    assert parse_request(request_for({1: 7, 0: 2}), 2) == {0: 2, 1: 7}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b"", b"\xc1", MSGPackSerializer.dumps([[2, 0]]), MSGPackSerializer.dumps([[0, -1], "a", [0, "b"]])],
+    ids=["empty", "no message", "no such fragment", "other values"],
+)
+def test_nothing_is_given_for_a_request_that_makes_no_sense(part):
+    assert parse_request(part, 2) == {}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {"updates": 3},
+        {"updates": [[1, 1, LINK, b"a", 1, 1]]},
+        {"updates": [[0, 1, b"short", b"a", 1, 1]]},
+        {"updates": [[0, 1, LINK, bytes(200), 1, 1]]},
+        {"updates": [[0, 1, LINK, b"a", 1, 3]]},
+        {"updates": [[0, 1, LINK, b"a", 1, 1], [0, 3, LINK, b"a", 1, 1]]},
+        {"updates": [[0, n, LINK, b"a", 1, 1] for n in (1, 2, 3)]},
+    ],
+    ids=["none", "no list", "fragment", "hash", "round", "three tensors", "a gap", "too few tensors"],
+)
+def test_an_answer_that_makes_no_sense_is_refused(metadata):
+    with pytest.raises(ValueError, match="update"):
+        parse_answer(metadata, [torch.zeros(2), torch.zeros(2)], [2])
+
+
+def test_who_makes_up_for_what_it_has_missed_has_the_same_bits():
+    a, b = Peer(A), Peer(B)
+    for slot in range(2):
+        a.train()
+        b.train()
+        alone(slot, a)
+    made = b.updates.make_up(a.updates.kept.since(0))
+    assert made == 2
+    assert torch.equal(a.outer, b.outer)
+    assert a.updates.chain.links == b.updates.chain.links
+    assert all(map(torch.equal, a.updates.state.dump()[1], b.updates.state.dump()[1]))
+    assert b.updates.age == 2  # what it has done is worth less now, but it counts
+    assert b.updates.effort.steps == 4
+    (_, of_b), _ = make_round(2, a, b)
+    assert of_b.contributed
+    assert of_b.staleness == 2
+
+
+def test_who_comes_to_a_round_without_the_update_before_keeps_its_result():
+    a, b, c = Peer(A), Peer(B), Peer(A)
+    for peer in (a, b, c):
+        peer.train()
+    make_round(0, a, c)
+    a.train()
+    c.train()
+    weights, mean = begin(1, [a, b, c])
+    assert weights[1] == 0
+    told = list(land([a, b, c], weights, mean))
+    assert told[1] is None
+    assert b.updates.standing is Standing.BEHIND
+    assert b.updates.lacks_updates
+    # Others may be asked before they have made the update of this round.
+    assert b.updates.make_up(a.updates.kept.since(0)[:1]) == 2
+    assert b.updates.standing is Standing.GOOD
+    assert torch.equal(a.outer, b.outer)
+    assert a.updates.chain.newest == b.updates.chain.newest
+
+
+def test_updates_of_another_lineage_are_left_out():
+    a, b = Peer(A), Peer(B)
+    for peer in (a, b):
+        peer.train()
+        alone(0, peer)
+    a.train()
+    alone(1, a)
+    before = b.outer
+    assert b.updates.make_up(a.updates.kept.since(1)) == 0
+    assert torch.equal(b.outer, before)
+
+
+def test_who_has_done_nothing_yet_goes_on_from_the_outer_parameters():
+    a, b = Peer(A), Peer(B)
+    a.train()
+    alone(0, a)
+    b.updates.make_up(a.updates.kept.since(0))
+    assert torch.equal(b.model, a.outer)
+    assert b.updates.age == 0
+
+
+# --- between real peers -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(closing):
+    def make(dht, seed=0, **options):
+        model = make_model(seed)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        defaults = {"sync_every": 4, "run_id": "run", "matchmaking_time": 5.0, "averaging_timeout": 20.0}
+        opt = DiLoCo(dht=dht, optimizer=inner, **{"batch_size_per_step": 8, **defaults, **options})
+        return Trainer(closing(opt), model, seed)
+
+    return make
+
+
+def count_downloads(trainer, monkeypatch):
+    """Count what a peer downloads: whole states, and parts of them."""
+    counts, averager = {"whole": 0, "parts": 0}, trainer.opt.averager
+    whole, part = averager.load_state_from_peers, averager.load_part_from_peers
+
+    def load_whole(*args, **options):
+        counts["whole"] += 1
+        return whole(*args, **options)
+
+    def load_part(*args, **options):
+        counts["parts"] += 1
+        return part(*args, **options)
+
+    monkeypatch.setattr(averager, "load_state_from_peers", load_whole)
+    monkeypatch.setattr(averager, "load_part_from_peers", load_part)
+    return counts
+
+
+@pytest.mark.parametrize("delay", [3, None], ids=["a whole slot", "when it is over"])
+def test_a_newcomer_gets_along_where_a_round_is_always_under_way(make_dhts, make, monkeypatch, delay):
+    dhts = make_dhts(3)
+    old = [make(dht, fragment_sync_delay=delay) for dht in dhts[:2]]
+    introduce(*(trainer.opt for trainer in old))
+    in_parallel(*(functools.partial(trainer.train_until, 4) for trainer in old))
+    new = make(dhts[2], seed=7, fragment_sync_delay=delay)
+    counts = count_downloads(new, monkeypatch)
+    everybody = [*old, new]
+    train_until_all_agree(*everybody)
+    assert counts["whole"] == 1
+    check_known_bits(*everybody)
+
+
+def check_known_bits(*trainers):
+    """Whatever versions two of them have both seen, they have seen with the same bits."""
+    known = {}
+    for trainer in trainers:
+        assert all(known.setdefault(version, bits) == bits for version, bits in trainer.seen.items())
+
+
+def test_who_misses_a_slot_downloads_only_its_update(make_dhts, make, monkeypatch):
+    dhts = make_dhts(3)
+    options = {"fragments": 2, "straggler_patience": 0.3, "compression": NoCompression(), "matchmaking_time": 1.0}
+    trainers = [make(dht, **options) for dht in dhts]
+    introduce(*(trainer.opt for trainer in trainers))
+    in_parallel(*(functools.partial(trainer.train_until, 3) for trainer in trainers))
+    *busy, paused = trainers
+    counts = count_downloads(paused, monkeypatch)
+    in_parallel(*(functools.partial(trainer.train_until, 5) for trainer in busy))
+    wait_until(lambda: paused.opt.tracker.global_epoch >= 5, "it hears of the others' slot")
+    train_until_all_agree(*trainers)
+    assert counts["whole"] == 0
+    assert counts["parts"] >= 1
+    check_known_bits(*trainers)
+    check_same(*trainers)
