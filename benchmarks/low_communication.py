@@ -42,6 +42,8 @@ MODES: dict[str, dict[str, Any]] = {
     "sparse": {"kind": "diloco", "options": {"sync_every": 10, "compression": "top-k"}},
     "NoLoCo": {
         "kind": "diloco",
+        # Only pairs wait for each other. Here all keep in step, as they would on machines of the same speed.
+        "report_every": 10,
         "options": {
             "sync_every": 10,
             "compression": "float16",
@@ -82,19 +84,21 @@ class LanguageCrew(Crew):
 def measure(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Train in one mode."""
     mode, peers = MODES[name], 1 if MODES[name]["kind"] == "alone" else args.peers
-    curve, sent, payload, seconds = [], 0.0, 0.0, 0.0
+    curve, payload, seconds = [], 0.0, 0.0
     with ExitStack() as stack:
         hosts = []
         if args.megabits:
             hosts = stack.enter_context(WideArea(peers, args.megabits, args.round_trip)).hosts
         options = {"mode": json.dumps(mode), "seed": seed, "steps": args.steps}
         crew = stack.enter_context(LanguageCrew("low_communication_peer.py", "shoal", peers, hosts, **options))
-        for until in [*range(REPORT_EVERY, args.steps, REPORT_EVERY), args.steps]:
+        every = mode.get("report_every", REPORT_EVERY)
+        for until in [*range(every, args.steps, every), args.steps]:
             answers = crew.ask("train", until)
-            sent += mean(answer["bytes"] for answer in answers)
             seconds += max(answer["seconds"] for answer in answers)
             payload += mean(sum(each["bytes"] for each in answer["rounds"]) for answer in answers)
             is_end = until == args.steps
+            if until % REPORT_EVERY and not is_end:
+                continue
             found = crew.ask("measure", is_end, to=None if is_end else crew.processes[:1])
             curve.append((until, payload, mean(each["loss"] for each in found)))
     rounds = [each for answer in found for each in answer["rounds"]]
@@ -106,7 +110,7 @@ def measure(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "loss": curve[-1][2],
         "payload": payload,
-        "sent": sent,
+        "sent": mean(each["sent"] for each in found),
         "rounds": made,
         "complete": mean(each["peers"] == max(e["peers"] for e in rounds) for each in rounds) if rounds else 1.0,
         "largest": max((each["bytes"] for each in rounds), default=0),

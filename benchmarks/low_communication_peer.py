@@ -57,6 +57,8 @@ class LanguagePeer:
         self.random = torch.Generator().manual_seed(1000 * args.seed + args.index)
         self.optimizer: Any = None
         self.rounds: list[dict[str, Any]] = []
+        self.losses: list[float] = []
+        self.sent_before = 0
 
     def open(self) -> list[str]:
         self.dht = shoal.DHT(start=True, host_maddrs=[f"/ip4/{self.args.listen}/tcp/0"])
@@ -126,7 +128,8 @@ class LanguagePeer:
         _wait_for(lambda: tracker.is_introduced)
 
     def meet(self) -> None:
-        """Wait until this peer knows all others."""
+        """Wait until this peer knows all others. What it has sent until then does not count."""
+        self.sent_before = self.dht.p2p.metrics.bytes_sent
         if self.mode["kind"] == "alone":
             return
         tracker = self.optimizer.tracker
@@ -138,12 +141,9 @@ class LanguagePeer:
         """The steps that this peer has made; in the synchronous mode, those of the swarm."""
         return len(self.losses) if self.mode["kind"] != "synchronous" else self.optimizer.local_epoch
 
-    losses: list[float] = []  # noqa: RUF012 (each process has one peer)
-
     def train(self, until: int) -> dict[str, Any]:
-        """Make steps; returns what this peer has sent meanwhile, and the seconds that it took."""
-        began, network = time.monotonic(), self.dht.p2p.metrics
-        sent, known = network.bytes_sent, len(self.rounds)
+        """Make steps; returns what the rounds meanwhile were like, and the seconds that it took."""
+        began, known = time.monotonic(), len(self.rounds)
         while self.step < until:
             windows = demo_model.random_windows(self.text, BATCH_SIZE, self.window, self.random)
             self.optimizer.zero_grad()
@@ -154,11 +154,7 @@ class LanguagePeer:
                 self.scheduler.step()
             self.losses.append(float(loss.detach()))
             self._note_round()
-        return {
-            "rounds": self.rounds[known:],
-            "bytes": network.bytes_sent - sent,
-            "seconds": time.monotonic() - began,
-        }
+        return {"rounds": self.rounds[known:], "seconds": time.monotonic() - began}
 
     def _note_round(self) -> None:
         kind = self.mode["kind"]
@@ -180,7 +176,8 @@ class LanguagePeer:
             loss = demo_model.held_out_loss(self.model, self.held_out)
         versions = [bits.hex() for _, bits in self.optimizer.outer_versions()] if self.mode["kind"] == "diloco" else []
         values = sum(parameter.numel() for parameter in self.model.parameters())
-        return {"loss": loss, "bits": versions, "values": values, "rounds": self.rounds}
+        sent = self.dht.p2p.metrics.bytes_sent - self.sent_before
+        return {"loss": loss, "bits": versions, "values": values, "rounds": self.rounds, "sent": sent}
 
     def close(self) -> None:
         if self.mode["kind"] != "alone":

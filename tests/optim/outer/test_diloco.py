@@ -341,7 +341,12 @@ def test_pairs_average_parameters_and_mix(make_dhts, make_trainers):
     trainers = make_trainers(make_dhts(4), seeds=[1, 2, 3, 4], **options)
     introduce(*(trainer.opt for trainer in trainers))
     before = [trainer.outer for trainer in trainers]
-    in_parallel(*(functools.partial(trainer.train_until, 10) for trainer in trainers))
+    for slot in range(10):
+        # A fast pair goes on while others are at the slot before, and these have missed nothing nevertheless.
+        paces = [0.01, 0.02, 0.04, 0.08]
+        work = [functools.partial(t.train_until, slot + 1, pace) for t, pace in zip(trainers, paces, strict=True)]
+        in_parallel(*work)
+        assert [trainer.opt.last_round.slot for trainer in trainers] == [slot] * 4
     after = [trainer.outer for trainer in trainers]
 
     def spread(models):

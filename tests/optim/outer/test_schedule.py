@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.outer.schedule import Schedule, SlotCounter
+from shoal.optim.outer.schedule import Schedule, SlotCounter, group_of
 
 
 def test_slots_are_spread_over_the_steps_between_two_exchanges():
@@ -74,3 +74,18 @@ def test_with_a_target_of_samples_schedules_count_slots():
     assert counter.position == 7
     with pytest.raises(AssertionError, match="nobody knows"):
         counter.schedule.due_at(1)
+
+
+@pytest.mark.parametrize(("peers", "size"), [(4, 2), (7, 3), (100, 2)])
+def test_groups_are_drawn_anew_for_each_slot(peers, size):
+    everybody = [bytes([number]) * 34 for number in range(peers)]
+    met = {peer: set() for peer in everybody}
+    for slot in range(40):
+        found = {peer: group_of(peer, set(everybody) - {peer}, slot, size) for peer in everybody}
+        for peer, (bits, members) in found.items():
+            assert all(found[other] == (bits, {peer, *members} - {other}) for other in members)
+            met[peer] |= members
+        sizes = [1 + len(members) for _, members in found.values()]
+        assert sizes.count(size) == peers // size * size
+        assert len({bits for bits, _ in found.values()}) == -(-peers // size)
+    assert all(len(others) > min(peers - 2, 25) for others in met.values())

@@ -84,7 +84,7 @@ class CatchingUp:
         rounds = self.rounds
         if self._in_vain >= MOST_IN_VAIN or any(each.standing is Standing.LOST for each in rounds.fragments):
             return True
-        lag = usual_lag(overlaps=rounds.settings.overlaps and rounds.has_trained)
+        lag = usual_lag(overlaps=rounds.settings.others_may_be_ahead and rounds.has_trained)
         return rounds.tracker.global_epoch - rounds.counter.slot > lag
 
     def is_needed_before_round(self) -> bool:

@@ -227,7 +227,7 @@ class DiLoCo(JointOptimizer):
         options = {"client_mode": self.client_mode, "start": False, **options}
         if self.schedule.target_batch_size is not None:
             return ProgressTracker(self.dht, self.run_id, self.schedule.target_batch_size, **options)
-        patience, overlaps = self.settings.straggler_patience, self.settings.overlaps
+        patience, overlaps = self.settings.straggler_patience, self.settings.others_may_be_ahead
         first = self.schedule.steps_of(0)
         return SlotTracker(self.dht, self.run_id, first, patience=patience, overlaps=overlaps, **options)
 

@@ -75,6 +75,17 @@ class OuterAverager(DecentralizedAverager):
             vector.mul_(factor)
         await average_once(session, tensors, infos)
 
+    @property
+    def group_size(self) -> int | None:
+        """How many peers meet, if groups can be drawn beforehand; ``None``: who comes first makes a group."""
+        node = self.node
+        is_free = not node.config.initial_group_bits and not node.trust.depth()
+        return node.config.target_group_size if is_free else None
+
+    def meet_under(self, fragment: int, bits: str) -> None:
+        """In the next round of a fragment, look for a group under these bits."""
+        self.node.lanes[tag_of(fragment)].keys.group_bits = bits
+
     def get_current_state(self) -> OwnedState:
         return self._get_state()
 

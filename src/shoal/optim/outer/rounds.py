@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from shoal.clock import get_dht_time
 from shoal.optim.epochs import last_epoch_in_first_round
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
-from shoal.optim.outer.fragment_updates import FragmentUpdates, OuterRound
+from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates, OuterRound
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager, tag_of
-from shoal.optim.outer.schedule import SlotCounter
+from shoal.optim.outer.schedule import SlotCounter, group_of
 from shoal.optim.outer.settings import OuterSettings
-from shoal.optim.outer.slot_tracker import SlotTracker
+from shoal.optim.outer.slot_tracker import SlotBoard, SlotTracker
 from shoal.optim.progress_tracker import ProgressTracker, RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure
 from shoal.p2p import PeerID
@@ -54,8 +54,9 @@ class Rounds:
         self._land(each)  # the round before, if it is still under way
         with self.tracker.pause_updates():
             self.tracker.declare_epoch_over(self.settings.straggler_patience)
-            expected = self.whom_to_expect()
-            self._take_off(each, slot, expected, self._last_slot if overlaps else None)
+            expected, group = self.whom_to_expect(), self._draw_group(each.number)
+            last = self._last_slot if overlaps or group is not None else None
+            self._take_off(each, slot, expected if group is None else group, last, is_drawn=group is not None)
             if not overlaps:
                 self._land(each)
             self.go_to(slot + 1, expected)
@@ -69,6 +70,18 @@ class Rounds:
     def whom_to_expect(self) -> set[PeerID]:
         """Other peers that will come to the round at the end of this slot."""
         return self.tracker.expected_members(until_epoch=self._last_slot)
+
+    def _draw_group(self, fragment: int) -> set[PeerID] | None:
+        """Whom this peer meets at the end of this slot; ``None``: all others."""
+        size, board, slot = self.averager.group_size, self.tracker.board, self.counter.slot
+        if self.settings.average != PARAMETERS or size is None or not isinstance(board, SlotBoard):
+            return None
+        others = board.everybody(get_dht_time())
+        if len(others) < size:
+            return None
+        bits, members = group_of(self.dht.peer_id.to_bytes(), others, slot, size)
+        self.averager.meet_under(fragment, bits)
+        return {PeerID(member) for member in members}
 
     def go_to(self, slot: int, members: Iterable[PeerID] = ()) -> None:
         """Tell the others that this peer is at another slot. Inside ``pause_updates()``."""
@@ -129,11 +142,14 @@ class Rounds:
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
-    def _take_off(self, each: FragmentUpdates, slot: int, expected: set[PeerID], last: int | None) -> None:
+    def _take_off(
+        self, each: FragmentUpdates, slot: int, expected: set[PeerID], last: int | None, *, is_drawn: bool
+    ) -> None:
         """Begin a round with the expected peers.
 
         Args:
             last: a peer beyond this slot does not come any more; ``None``: one beyond this peer's.
+            is_drawn: nobody else can come.
         """
         settings = self.settings
         delay = settings.fragment_sync_delay
@@ -148,6 +164,7 @@ class Rounds:
             gather=each.statement(1 + len(expected)).dump(),
             scheduled_time=get_dht_time() + patience,
             weight=flight.weight,
+            allow_retries=not is_drawn,  # others would not find this peer a second time
             timeout=timeout,
             wait=False,
             tag=tag_of(each.number),

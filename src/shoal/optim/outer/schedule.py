@@ -6,7 +6,29 @@ The number is agreed in the swarm, so a peer that hears of a later slot goes the
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+
+def group_of(own: bytes, others: Iterable[bytes], slot: int, size: int) -> tuple[str, set[bytes]]:
+    """Whom a peer meets in a slot if peers meet in groups.
+
+    Groups are drawn anew for each slot, in the same way by all peers that know the same others. Else fast peers would
+    meet none but each other, and two halves of a run would hardly mix.
+
+    Args:
+        own: this peer.
+        others: all other peers, in any order.
+        slot: number of the slot.
+        size: of a group; the last one may be smaller.
+
+    Returns:
+        The bits under which the group meets, and its other members.
+    """
+    order = sorted({own, *others}, key=lambda peer: hashlib.sha256(slot.to_bytes(8) + peer).digest())
+    number = order.index(own) // size
+    return f"{slot % 2**8:08b}{number % 2**16:016b}", set(order[number * size : (number + 1) * size]) - {own}
 
 
 @dataclass(frozen=True)

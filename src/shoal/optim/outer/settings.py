@@ -109,6 +109,14 @@ class OuterSettings:
         """Whether peers train on while a round is under way."""
         return self.fragment_sync_delay != 0
 
+    @property
+    def others_may_be_ahead(self) -> bool:
+        """Whether others may be a slot ahead although this peer has missed nothing.
+
+        Their round is under way meanwhile; or they have made it in a group of their own.
+        """
+        return self.overlaps or self.average == PARAMETERS
+
     def batch_size(self, batch_size: int | None) -> int:
         """The number of samples of a step; 0: none.
 

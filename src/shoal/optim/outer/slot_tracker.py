@@ -21,7 +21,7 @@ class SlotBoard(ProgressBoard):
     """
 
     overlaps = False
-    """Whether peers go on to the next slot while the round of the last one is under way."""
+    """Whether others may be at the next slot although this peer has missed nothing."""
     patience = 0.0
     """For so many seconds others are waited for."""
     # Of the slot with this number: until when this peer may go on, by what it has heard so far.
@@ -66,11 +66,17 @@ class SlotBoard(ProgressBoard):
             if (ahead := progress.epoch - self.own.epoch) > 0 and not (self.overlaps and ahead == 1):
                 return now
             called = self.evidence.called_end(kin, self.own.epoch, progress.eta_next_epoch, now)
-            if ahead > 0:  # others are training on already, and wait in the background
+            if ahead > 0:  # others are training on already, and may wait in the background
                 called = min(called, now + self.patience)
             slot, known = self._deadline
             self._deadline = self.own.epoch, min(called, known if slot == self.own.epoch else math.inf)
             return max(now, self._deadline[1])
+
+    def everybody(self, now: float) -> set[bytes]:
+        """All other peers that are known and can be reached, whatever slot they are at."""
+        with self._lock:
+            self._drop_expired(now)
+            return {peer for peer, companion in self._companions.items() if companion.is_reachable(now)}
 
     def begin_update(self, now: float, patience: float) -> None:
         super().begin_update(now, patience)
@@ -85,7 +91,7 @@ class SlotTracker(ProgressTracker):
         args, options: see :class:`~shoal.optim.progress_tracker.ProgressTracker`. ``target_batch_size`` is the number
             of inner steps in the first slot.
         patience: for so many seconds others may go on when the first peer has made all steps.
-        overlaps: whether rounds overlap with training.
+        overlaps: whether others may be at the next slot although this peer has missed nothing.
     """
 
     make_board = SlotBoard
