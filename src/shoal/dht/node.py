@@ -17,7 +17,7 @@ from shoal.dht.lookup import Lookup, PeerFinder
 from shoal.dht.protocol import KEEPERS, DHTProtocol
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, Subkey
-from shoal.dht.store import Writer, make_record
+from shoal.dht.store import Deposits, Writer, make_record
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import DHTError
 from shoal.facade import options_from
@@ -111,8 +111,9 @@ class DHTNode:
         self.blacklist = protocol.blacklist
         self.is_alive = True
         self._owns_p2p = owns_p2p
-        self._reader = Reader(protocol, config)
-        self._writer = Writer(protocol, config, self._reader.refresh_queue)
+        deposits = Deposits(protocol.p2p.metrics)
+        self._reader = Reader(protocol, config, deposits)
+        self._writer = Writer(protocol, config, self._reader.refresh_queue, deposits)
         self.finder = PeerFinder(protocol, self._meet_nodes_near)
         """Looks for the addresses of peers."""
 

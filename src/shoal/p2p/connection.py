@@ -204,7 +204,7 @@ class Connection:
 
     def _count_sent(self, size: int) -> None:
         self.metrics.bytes_sent += size
-        if self.stream.is_relayed:
+        if self.stream.via is not None:
             self.metrics.bytes_relayed += size
         self.metrics.bytes_sent_by_handler[self.handler] += size
 
@@ -217,7 +217,7 @@ class Connection:
                 raw = await self._receive_header(prefix.header_bytes)
             size = PREFIX_BYTES + len(raw) + prefix.payload_bytes
             self.metrics.bytes_received += size
-            if self.stream.is_relayed:
+            if self.stream.via is not None:
                 self.metrics.bytes_relayed += size
             if prefix.kind is Kind.ALIVE and not (raw or prefix.payload_bytes):
                 continue

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.clock import get_clock
@@ -282,7 +282,7 @@ class P2P(Caller):
 
     def host_seen_of(self, peer: PeerID) -> PeerID | str:
         """Like :meth:`host_of`, but by the addresses from which the peer has connected, whatever it announces."""
-        return host_of(peer, self._addresses_seen_of(peer))
+        return host_of(peer, self.addresses_seen_of(peer))
 
     @property
     def address_changes(self) -> int:
@@ -428,13 +428,14 @@ class P2P(Caller):
 
     def address_seen_of(self, peer: PeerID) -> str:
         """The address from which a peer has connected to this one, or empty if the transport does not know it."""
-        return next(map(str, self._addresses_seen_of(peer)), "")
+        return next(map(str, self.addresses_seen_of(peer)), "")
 
-    def _addresses_seen_of(self, peer: PeerID) -> list[Multiaddr]:
+    def addresses_seen_of(self, peer: PeerID) -> Iterator[Multiaddr]:
         """Those of direct connections, the latest first: a relayed one comes from its relay."""
-        streams = [connection.stream for connection in reversed(self.connections_from(peer))]
-        found = [stream.remote_address for stream in streams if not stream.is_relayed]
-        return [address for address in found if address is not None]
+        for connection in reversed(self.connections_from(peer)):
+            stream = connection.stream
+            if stream.remote_address is not None and not stream.is_relayed:
+                yield stream.remote_address
 
     # --- serving ------------------------------------------------------------------------------------------------------
 

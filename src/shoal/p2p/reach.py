@@ -148,11 +148,10 @@ class Outlook:
 
     def far_host_of(self, peer: PeerID) -> str:
         """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
-        seen = self._p2p.address_seen_of(peer)
-        if not seen:
+        address = next(self._p2p.addresses_seen_of(peer), None)
+        if address is None or is_private(address) or self._p2p.transport.is_inside(address):
             return ""
-        address = Multiaddr(seen)
-        return "" if is_private(address) or self._p2p.transport.is_inside(address) else address.values()[0] or ""
+        return address.values()[0] or ""
 
     def is_hopeless(self, peer: PeerID) -> bool:
         """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private."""

@@ -309,7 +309,7 @@ class PartReducer:
         senders, part = sorted(state.values), self._parts[index]
         state.is_complete = True
         state.takers = {*senders, self._local_index} if self._own_values is not None else set(senders)
-        state.is_shared = bool(senders) or not self._expects_others
+        state.is_shared = bool(senders) or not self._senders
         self.left_out |= self._senders.difference(senders)
         if isinstance(part.codec, Relayed):
             self._note_messages(state, index, part.codec)
