@@ -11,7 +11,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -20,7 +20,6 @@ from shoal.compression.base import SerializedTensor, TensorMetadata
 from shoal.errors import (
     DialError,
     InterruptedDialError,
-    NoReservationError,
     P2PDaemonError,
     P2PHandlerError,
     ProtocolError,
@@ -438,15 +437,31 @@ RESUME_SECONDS = 3.0
 RETURN_SECONDS = 15.0
 
 
-@asynccontextmanager
-async def open_again(
-    open_call: Callable[[], AbstractAsyncContextManager[Call]], heard_at: Callable[[], float]
-) -> AsyncIterator[Call]:
-    """Open a call to a member whose connection has just broken. It is dialled for ``RESUME_SECONDS``.
+class Life(Protocol):
+    """What is known of the life of a member whose connection broke."""
 
-    Args:
-        heard_at: tells the loop time of the member's last sign of life. As long as there are some, it is dialled again,
-            for ``RETURN_SECONDS`` at most.
+    def is_heard(self) -> bool:
+        """Whether anything has come from it in the last ``RESUME_SECONDS``, in whatever way."""
+
+    def has_come_after(self, moment: float) -> bool:
+        """Whether it has shown life over a new connection, while another one was broken, after a moment of the loop."""
+
+
+def may_be_dead(error: DialError, life: Life, since: float) -> bool:
+    """Whether a refused dial shows that a member is dead, when its connection broke at ``since``.
+
+    Not if it has just shown in a new way that it lives: its relays may not know it again yet, and at its address in a
+    private network there may be somebody else here.
+    """
+    lives = life.has_come_after(since - RESUME_SECONDS) and life.is_heard()
+    return isinstance(error, RefusedDialError) and not lives
+
+
+@asynccontextmanager
+async def open_again(open_call: Callable[[], AbstractAsyncContextManager[Call]], life: Life) -> AsyncIterator[Call]:
+    """Open a call to a member whose connection has just broken.
+
+    It is dialled for ``RESUME_SECONDS``, and longer as long as it is heard, for ``RETURN_SECONDS`` at most.
 
     Raises:
         RefusedDialError: it is dead.
@@ -461,11 +476,10 @@ async def open_again(
                     call = await stack.enter_async_context(open_call())
                 break
             except (DialError, TimeoutError) as e:
-                is_dead = isinstance(e, RefusedDialError) and not isinstance(e, NoReservationError)
-                if is_dead or (isinstance(e, NoReservationError) and heard_at() <= begun):
+                if isinstance(e, DialError) and may_be_dead(e, life, begun):
                     raise
                 if now() + REDIAL_PAUSE > since + RESUME_SECONDS:
-                    if heard_at() <= since or now() > begun + RETURN_SECONDS:
+                    if not life.is_heard() or now() > begun + RETURN_SECONDS:
                         raise
                     since = now()
                 await asyncio.sleep(REDIAL_PAUSE)

@@ -114,6 +114,7 @@ class Coordination:
         if is_lost or (self._committed and not self.roster.closed_early):
             await call.send(RoundMessage(kind=RoundKind.OVER), end=True)
             return
+        self.allreduce.pairs[member.index].note_life(comes_anew=member.link is not None)
         self.roster.missed = self.roster.missed or hello.missed
         self.allreduce.book.take_claim(member.index, hello.norms, b"".join(hello.statements))
         link = Link(SharedCall(call), handler, self.group.limited(member.index, hello.weight))
@@ -188,7 +189,7 @@ class Coordination:
             None if is_client else self.allreduce.get_stub(member.peer_id),
             StatusRequest(round_id=self.allreduce.round_id, is_link_broken=True),
             link.replaced,
-            lambda: self.allreduce.pairs[member.index].traffic.heard_at,
+            self.allreduce.pairs[member.index],
             lambda status: status in (RoundStatus.UNKNOWN, RoundStatus.LEFT),
         )
         if reason is not None:

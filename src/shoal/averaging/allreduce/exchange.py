@@ -303,7 +303,7 @@ class AllReduce:
         delivery = Delivery(
             traffic,
             stub.rpc_reduce,
-            self.pairs[member.index].lines,
+            self.pairs[member.index],
             may_end=self._may_end,
             timeout=self.settings.reducer_timeout,
             take_signature=functools.partial(self._take_signature, member.index) if self.verification else None,
@@ -383,7 +383,7 @@ class AllReduce:
             if await pair.settle() != begin.resume:
                 raise Superseded("the exchange goes on over other connections")
             self._check_sender(begin, index)
-            self.heard_of(index)
+            pair.note_life(comes_anew=begin.resume > 0)
             intake = self.begin_stripe(index, begin)
             try:
                 call.connection.show_life()  # the first average may take a while
@@ -441,7 +441,7 @@ class AllReduce:
             self.get_stub(member.peer_id) if is_asked else None,
             StatusRequest(round_id=self.round_id, resume=generation + 1),
             pair.returned,
-            lambda: pair.traffic.heard_at,
+            pair,
             lambda status: status is not RoundStatus.RUNNING and bool(pair.traffic.parts_in.missing),
         )
         is_waited_for = pair.lost == generation and member.index in self.reducer.waiting_for

@@ -343,13 +343,9 @@ class Completion:
         deadline = loop.time() + self.allreduce.settings.sender_timeout
         stub, dials, breaks = self.allreduce.get_stub(coordinator.peer_id), 0, 0
         pair = self.allreduce.pairs[coordinator.index]
-
-        def heard_at() -> float:
-            return pair.traffic.heard_at
-
         while breaks <= MAX_RESUMES:
             try:
-                async with open_again(stub.rpc_complete, heard_at) if breaks else stub.rpc_complete() as call:
+                async with open_again(stub.rpc_complete, pair) if breaks else stub.rpc_complete() as call:
                     with pair.link.watching(call):
                         await self._participation.run(call)
                     await call.send_end()

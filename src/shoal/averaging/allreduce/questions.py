@@ -13,11 +13,13 @@ from shoal.averaging.messages import (
     REDIAL_PAUSE,
     RESUME_SECONDS,
     RETURN_SECONDS,
+    Life,
     RoundStatus,
     StatusRequest,
+    may_be_dead,
     reason_of,
 )
-from shoal.errors import NoReservationError, P2PHandlerError, RefusedDialError
+from shoal.errors import P2PHandlerError, RefusedDialError
 from shoal.p2p import StubBase
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ async def wait_for_return(
     stub: StubBase | None,
     question: StatusRequest,
     returned: asyncio.Event,
-    heard_at: Callable[[], float],
+    life: Life,
     has_left: Callable[[RoundStatus], bool],
 ) -> str | None:
     """Wait for a member whose connection broke, for longer if it shows in some other way that it lives.
@@ -72,35 +74,35 @@ async def wait_for_return(
         stub: calls the member; ``None``: there is no need to ask, or no way.
         question: tells the member, which may not know it, what is broken.
         returned: set when it has come back.
-        heard_at: tells the loop time of its last sign of life.
+        life: tells whether it lives.
         has_left: judges by its answer whether it will not come.
 
     Returns:
         Why it is given up; ``None``: it has come back.
     """
     now = asyncio.get_running_loop().time
-    begun = answered_at = now()
+    begun = now()
     if stub is not None:
         stub.dial_anew()
     while now() < begun + RETURN_SECONDS:
-        since = now()
+        has_answered = False
         try:
             async with asyncio.timeout(RESUME_SECONDS):
                 if stub is not None:
-                    if has_left(await _ask_for_status(stub, question, lambda: heard_at() > begun)):
+                    if has_left(await _ask_for_status(stub, question, life, begun)):
                         return "has left the round"
-                    answered_at = now()
+                    has_answered = True
                 await returned.wait()
                 return None
         except RefusedDialError as e:
             return reason_of(e)
         except TimeoutError:
-            if max(heard_at(), answered_at) <= since:
+            if not (has_answered or life.is_heard()):
                 break
     return None if returned.is_set() else "its connection broke, and it did not come back"
 
 
-async def _ask_for_status(stub: StubBase, question: StatusRequest, lives: Callable[[], bool]) -> RoundStatus:
+async def _ask_for_status(stub: StubBase, question: StatusRequest, life: Life, since: float) -> RoundStatus:
     """Ask a member about a round until it answers.
 
     Raises:
@@ -110,8 +112,7 @@ async def _ask_for_status(stub: StubBase, question: StatusRequest, lives: Callab
         try:
             return RoundStatus((await stub.rpc_round_status(question)).status)
         except PEER_FAILURES as e:
-            # Behind a router that has forgotten its connections, a member has no reservation for a moment.
-            if isinstance(e, RefusedDialError) and not (isinstance(e, NoReservationError) and lives()):
+            if isinstance(e, RefusedDialError) and may_be_dead(e, life, since):
                 raise
             logger.debug("asked a member whose connection broke about the round: %r", e)
         await asyncio.sleep(REDIAL_PAUSE)

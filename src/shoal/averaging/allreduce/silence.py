@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class _Ear:
     received: int
     since: float
     begun: float
+    heard_at: float = -math.inf
 
 
 class Lines:
@@ -69,8 +71,15 @@ class Lines:
             if not call.sent_end:
                 call.connection.show_life()
             # What nobody reads stays on its way, so that shows nothing.
+            if stream.received != ear.received:
+                ear.heard_at = self._now()
             if stream.received != ear.received or not stream.is_awaited or stream.closed:
                 ear.received, ear.since = stream.received, self._now()
+
+    @property
+    def heard_at(self) -> float:
+        """When something came on a call that still lasts, as far as anybody has looked."""
+        return max((ear.heard_at for ear in self._ears.values()), default=-math.inf)
 
     @property
     def silent(self) -> list[Call]:
@@ -119,8 +128,8 @@ class Watch:
         index = self.allreduce.group.peer_ids.index(asker)
         if index == self.allreduce.own_index:
             return
-        self.allreduce.heard_of(index)
         pair = self.allreduce.pairs[index]
+        pair.note_life(comes_anew=told.resume > 0 or told.is_link_broken)
         if told.resume > pair.generation:
             pair.lines.cut()
         if told.is_link_broken:
@@ -149,7 +158,7 @@ class Watch:
             answer = await stub.rpc_round_status(question, timeout=ANSWER_SECONDS)
             if answer.status == RoundStatus.UNKNOWN:  # it has not begun
                 return
-            self.allreduce.heard_of(member.index)
+            pair.note_life(comes_anew=True)
             # What it has said before may still be on its way.
             await asyncio.sleep(PULSE_SECONDS / 2)
             for lines in (pair.lines, pair.link):
