@@ -406,6 +406,11 @@ class AveragerNode(ServicerBase):
                 100 * result.share_averaged,
                 ", ".join(map(str, result.failed_peers)),
             )
+        if result.left_out_peers:
+            logger.info(
+                "some averages of the round lack values of members that a reducer could not reach: %s",
+                ", ".join(map(str, result.left_out_peers)),
+            )
 
     def _gathered(self, group: GroupInfo) -> Gathered:
         gathered: Gathered = {}
