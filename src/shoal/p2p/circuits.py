@@ -45,6 +45,8 @@ ANSWER_SECONDS = 2.0
 """How long a relay has to answer on a connection that it had before; then it is asked over a new one."""
 HEAD_START = 0.5
 """How much longer a direct connection may take than the relayed one, and still be preferred."""
+PATIENCE = 0.75
+"""The same as a share of the time that everything before has taken: on busy machines both take longer."""
 SPARE = 4
 """So many direct connections are made at least to a peer that only relays lead to. A round takes two or more, and other
 calls come meanwhile. When no relay is left, there will be no more."""
@@ -126,7 +128,7 @@ class Circuits:
             if wants_punch and self.punching is not None:
                 punches = await self.punching.as_dialler(target, Reach(answer.reach), circuits, began_at)
                 is_expected = self.punching.expects_success(target)
-            return await self._authenticate(circuits, target, punches, direct_is_expected=is_expected)
+            return await self._authenticate(circuits, target, punches, began_at, direct_is_expected=is_expected)
         finally:
             for circuit in circuits:
                 circuit.abort()
@@ -180,13 +182,14 @@ class Circuits:
         circuits: Sequence[Circuit],
         target: PeerID,
         punches: Sequence[asyncio.Future[Stream]],
+        began_at: float,
         *,
         direct_is_expected: bool,
     ) -> list[Stream]:
         """One stream of each circuit, a direct one if possible."""
         if punches:
-            patience = HEAD_START if direct_is_expected else 0.0
-            finishing = [self._better_of(*pair, target, patience) for pair in zip(circuits, punches, strict=True)]
+            pairs = zip(circuits, punches, strict=True)
+            finishing = [self._better_of(*pair, target, began_at, is_expected=direct_is_expected) for pair in pairs]
         else:
             finishing = [self._relayed(circuit, target) for circuit in circuits]
         streams = await successes(finishing)
@@ -202,24 +205,32 @@ class Circuits:
         return stream
 
     async def _better_of(
-        self, circuit: Circuit, punch: asyncio.Future[Stream], target: PeerID, patience: float
+        self,
+        circuit: Circuit,
+        punch: asyncio.Future[Stream],
+        target: PeerID,
+        began_at: float,
+        *,
+        is_expected: bool,
     ) -> Stream:
         """The relayed stream of a circuit, or the direct one if it comes before, or soon after.
 
         Args:
-            patience: so long the direct one is waited for alone, so that the relay has nothing to carry.
+            began_at: when the dial began.
+            is_expected: there will be a direct one, so it is waited for first, and the relay has nothing to carry.
         """
         unused: list[asyncio.Future[Stream]] = [punch]
         try:
-            if patience:
-                await asyncio.wait([punch], timeout=patience)
+            if is_expected:
+                await asyncio.wait([punch], timeout=_head_start(began_at))
             if not _has_worked(punch):
                 relayed = asyncio.ensure_future(self._relayed(circuit, target))
                 unused.append(relayed)
                 await asyncio.wait([relayed, punch], return_when=asyncio.FIRST_COMPLETED)
                 if not punch.done():
                     # If the circuit has failed, nothing but the punch is left to wait for.
-                    await asyncio.wait([punch], timeout=HEAD_START - patience if _has_worked(relayed) else None)
+                    left = 0.0 if is_expected else _head_start(began_at)
+                    await asyncio.wait([punch], timeout=left if _has_worked(relayed) else None)
             if _has_worked(punch):
                 unused.remove(punch)
                 return punch.result()
@@ -298,6 +309,10 @@ class Circuits:
         if missing > 1:
             for stream in await self.dial(addresses[0], peer, missing):
                 pool.add(self._p2p.greet(stream))
+
+
+def _head_start(began_at: float) -> float:
+    return max(HEAD_START, PATIENCE * (asyncio.get_running_loop().time() - began_at))
 
 
 def _has_worked(future: asyncio.Future[Stream]) -> bool:
