@@ -67,8 +67,9 @@ class Alone:
     @property
     def everything(self):
         """The model, all outer parameters with their links, and the statistics of all optimizers."""
-        optimizers = [*self.opt._inner.optimizers, *self.opt.outer_optimizers]
-        states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+        inner = self.opt.state_dict()
+        states = [each["state"] for each in inner.get("optimizers", [inner])]
+        states += [optimizer.state_dict()["state"] for optimizer in self.opt.outer_optimizers]
         tensors = [t for state in states for each in state.values() for t in each.values() if torch.is_tensor(t)]
         rates = [group["lr"] for group in self.opt.param_groups]
         place = self.opt.local_epoch, self.opt.inner_steps, rates
@@ -214,14 +215,14 @@ def test_what_messages_have_left_out_is_kept_and_its_loss_is_told(make_dhts, clo
     for each in (peer, other, plain):
         closing(each.opt)
     peer.train(5)
-    compressor = peer.opt._fragments[0].compressor
-    error = torch.randn(compressor.length)
-    compressor.load_state_dict({"error": error})
-    saved = peer.save()
-    other.load(saved)
-    assert torch.equal(other.opt._fragments[0].compressor.error, error)
+    saved = peer.opt.state_dict()
+    (fragment,) = saved["shoal"]["outer"]["fragments"]
+    fragment["error"] = torch.randn_like(fragment["tensors"][0])  # as after a round with others
+    other.opt.load_state_dict(saved)
+    (again,) = other.opt.state_dict()["shoal"]["outer"]["fragments"]
+    assert torch.equal(again["error"], fragment["error"])
     assert not caplog.text
-    plain.load(saved)
+    plain.opt.load_state_dict(saved)
     assert "there was error feedback and is none" in caplog.text
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,8 +24,10 @@ from shoal.optim.epochs import usual_lag
 from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates, Standing
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.kept import Kept, answer, parse_answer, parse_request, request_for
-from shoal.optim.outer.rounds import Rounds
 from shoal.optim.outer.schedule import SlotCounter
+
+if TYPE_CHECKING:
+    from shoal.optim.outer.rounds import Rounds
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -211,12 +212,23 @@ class Rounds:
     def _tell(self, done: OuterRound) -> None:
         logger.log(
             self.loglevel,
-            "round %d of fragment %d: %d peers, %.2f s",
+            "round %d of fragment %d: %d peers, %.2f s, %.0f kB%s",
             done.slot,
             done.fragment,
             len(done.peers),
             done.seconds,
+            done.bytes_sent / 1e3,
+            self._advice(done),
         )
+
+    def _advice(self, done: OuterRound) -> str:
+        """Which delay would have hidden a round from training, in words; empty if there is none, or it is hidden."""
+        delay, every = self.settings.fragment_sync_delay, self.counter.schedule.sync_every
+        step = self.tracker.board.batch_time
+        if delay is None or not step or len(done.peers) == 1:
+            return ""
+        needed = math.ceil(done.seconds / step)
+        return f"; fragment_sync_delay={needed} would hide it" if delay < needed < (every or math.inf) else ""
 
     def end_flights(self) -> None:
         for each in self.fragments:
