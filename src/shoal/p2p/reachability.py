@@ -91,6 +91,7 @@ def is_private(address: Multiaddr) -> bool:
     return host is not None and not ipaddress.ip_address(host).is_global
 
 
+@functools.lru_cache(4096)
 def network_of(address: Multiaddr) -> str:
     """What addresses of one host have in common: /24 in IPv4, /48 in IPv6; empty for others."""
     host = address.get("ip4") or address.get("ip6")
