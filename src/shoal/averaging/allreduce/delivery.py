@@ -13,9 +13,9 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from shoal.averaging.allreduce.combining import NormClaim
-from shoal.averaging.allreduce.pair import Pair
+from shoal.averaging.allreduce.silence import Lines
 from shoal.averaging.allreduce.traffic import Traffic
-from shoal.averaging.messages import PEER_FAILURES, BeginReduce, PartMessage, Resume, open_again, open_patiently
+from shoal.averaging.messages import PEER_FAILURES, BeginReduce, Life, PartMessage, Resume, open_again, open_patiently
 from shoal.errors import ProtocolError, StreamClosedError
 from shoal.p2p import Call
 from shoal.p2p.identity import SIGNATURE_BYTES
@@ -47,7 +47,8 @@ class Delivery:
     Args:
         traffic: what is to be exchanged with the reducer.
         open_call: begins a call to the reducer.
-        pair: the two members.
+        lines: watches the calls.
+        life: tells whether the reducer lives.
         may_end: set when the calls may end: this member holds the averages of all reducers, or will get no more.
         timeout: the reducer is given up after so many seconds without the next average.
         take_signature: called with the reducer's signature over its averages; ``None``: it signs nothing.
@@ -57,14 +58,16 @@ class Delivery:
         self,
         traffic: Traffic,
         open_call: Callable[[], AbstractAsyncContextManager[Call]],
-        pair: Pair,
+        lines: Lines,
+        life: Life,
         *,
         may_end: asyncio.Event,
         timeout: float,
         take_signature: Callable[[bytes], None] | None = None,
     ) -> None:
         self._traffic, self._take_signature = traffic, take_signature
-        self._open_call, self._pair, self._may_end, self._timeout = open_call, pair, may_end, timeout
+        self._open_call, self._may_end, self._timeout = open_call, may_end, timeout
+        self._lines, self._life = lines, life
         self._stripes = 1
         self._is_signed = take_signature is None
         # After a connection broke: whether the reducer has told on the first call what it lacks.
@@ -100,7 +103,7 @@ class Delivery:
             return
         try:
             async with self._open(is_again=is_first_again) as call:
-                with self._pair.lines.watching(call):
+                with self._lines.watching(call):
                     await call.send(begin)
                     if begin.resume:
                         await self._agree(call, begin)
@@ -120,10 +123,10 @@ class Delivery:
 
     def is_heard(self) -> bool:
         """Whether the reducer is worth waiting for: not if the calls may end."""
-        return not self._may_end.is_set() and self._pair.is_heard()
+        return not self._may_end.is_set() and self._life.is_heard()
 
     def has_come_after(self, moment: float) -> bool:
-        return self._pair.has_come_after(moment)
+        return self._life.has_come_after(moment)
 
     async def _agree(self, call: Call, begin: BeginReduce) -> None:
         """Hear from the reducer what it lacks."""

@@ -299,11 +299,12 @@ class AllReduce:
 
     async def _exchange_with(self, member: Member) -> None:
         """Exchange with another member as a reducer. Its failure costs this member only the parts that it reduces."""
-        stub, traffic = self.get_stub(member.peer_id), self._traffic[member.index]
+        stub, traffic, pair = self.get_stub(member.peer_id), self._traffic[member.index], self.pairs[member.index]
         delivery = Delivery(
             traffic,
             stub.rpc_reduce,
-            self.pairs[member.index],
+            pair.lines,
+            pair,
             may_end=self._may_end,
             timeout=self.settings.reducer_timeout,
             take_signature=functools.partial(self._take_signature, member.index) if self.verification else None,
@@ -315,9 +316,7 @@ class AllReduce:
                 await delivery.run(self.round_id, self.weight, stripes, self.book.own, generation)
 
         try:
-            await self.pairs[member.index].keep_calling(
-                make_calls, lambda generation: self._resumes(member, generation)
-            )
+            await pair.keep_calling(make_calls, lambda generation: self._resumes(member, generation))
         except PEER_FAILURES as e:
             if not self.ended.is_set():
                 self.roster.seen_withholding.add(member.index)
