@@ -46,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "small parts": {"part_size_bytes": 64},
     "large parts": {"part_size_bytes": 2048},
     "half of the way": {"averaging_alpha": 0.5},
+    "quorum": {"quorum": 3, "quorum_grace": 0.5},
+    "verified": {"verify_reducers": True},
 }
 
 

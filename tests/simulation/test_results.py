@@ -34,6 +34,16 @@ def test_who_moves_half_of_the_way_never_moves_to_the_values_of_a_coordinator(se
     check("half of the way", seed)
 
 
+def test_nobody_gets_what_a_user_has_done_with_a_result() -> None:
+    """A member has its result before the round has ended for all, and then leads one that the coordinator has lost."""
+    check("quorum", 529)
+
+
+def test_a_committed_result_is_not_changed_for_who_was_lost() -> None:
+    """The next coordinator compares its averages with nobody that the first one had lost."""
+    check("verified", 527)
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_an_auxiliary_has_no_result_for_who_is_late(seed: int) -> None:
     """Its own tensors are none. It ends as the others do."""

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from shoal.averaging.allreduce.latecomers import Latecomers
+from shoal.averaging.allreduce.latecomers import Latecomers, Resigned
 from shoal.averaging.allreduce.members import Link, Member, Standing
 from shoal.averaging.allreduce.questions import wait_for_return
 from shoal.averaging.allreduce.recovery import Plan, Recovery, make_plan
@@ -48,14 +48,6 @@ CALL_AGAIN_SECONDS = 0.3
 STATUS_PERIOD = 0.5
 
 
-class Resigned(ProtocolError):
-    """The coordinator is late itself and does not lead the round to its end."""
-
-
-class Missed(ProtocolError):
-    """The round was committed without this member."""
-
-
 class Coordination:
     """Serves the members that follow this one as their coordinator.
 
@@ -85,7 +77,7 @@ class Coordination:
         # Each waits for a member whose link broke.
         self._waiting: dict[asyncio.Task[None], None] = {}
         has_averages, is_verified = self.roster.is_sender, self._verification is not None
-        self._latecomers = Latecomers(self.vector, has_averages=has_averages, is_verified=is_verified)
+        self.latecomers = Latecomers(self.vector, has_averages=has_averages, is_verified=is_verified)
         # Members that have left on purpose. They will not come back for the result.
         self._left: set[int] = set()
         # Parts were averaged again without failed members, or another coordinator may have done that. A failed member
@@ -94,7 +86,7 @@ class Coordination:
 
     def close(self) -> None:
         """Release everything that waits; the round has ended here, with or without a result."""
-        self._latecomers.close()
+        self.latecomers.close()
         # An open call would tell the members that follow this one that the round goes on.
         if not self._committed:
             for link in self.roster.links.values():
@@ -109,8 +101,8 @@ class Coordination:
         if self._commit_message is not None and member.index in self._unconfirmed:
             await self._commit_again(call, member, self._commit_message)
             return
-        too_late = (self.roster.closed_early or self._has_filled_gaps) and member.failed
-        is_lost = too_late and self.roster.quorum is None and not self._latecomers.can_get_result
+        too_late = (self.roster.closed_early or self._has_filled_gaps) and self._may_lack_averages(member)
+        is_lost = too_late and self.roster.quorum is None and not self.latecomers.can_get_result
         if is_lost or (self._committed and not self.roster.closed_early):
             await call.send(RoundMessage(kind=RoundKind.OVER), end=True)
             return
@@ -150,7 +142,7 @@ class Coordination:
                 self._note_confirmed(member)
                 return False
             if message.kind == RoundKind.LATE and member.late:
-                await self._latecomers.send_result(link)
+                await self.latecomers.send_result(link)
             if message.kind == RoundKind.PART:
                 await self._receive_for_plan(link, member, message)
         if message.kind == RoundKind.REPORT and not member.late:
@@ -238,12 +230,15 @@ class Coordination:
             if self.roster.quorum is not None:
                 background.append(asyncio.ensure_future(self._count_own_delivery()))
                 background.append(asyncio.ensure_future(self._close_at_quorum()))
-        elif self._latecomers.can_get_result:
+        else:
             # What another coordinator has committed may differ from what these members hold, which it has lost.
             self._has_filled_gaps = True
-            if lost := {index for index in self.roster.punctual if self.roster.members[index].failed}:
+            lost = {i for i in self.roster.punctual if self._may_lack_averages(self.roster.members[i])}
+            if lost and self.latecomers.can_get_result:
                 self.roster.closed_early = True
                 await self._go_on_without(lost)
+            for index in () if self.latecomers.can_get_result else sorted(lost):
+                self._drop(self.roster.members[index], "was lost by the coordinator")
         try:
             await first_completed(self.allreduce.exchanged.wait(), self._resigned.wait())
             if self._resigned.is_set():
@@ -273,7 +268,7 @@ class Coordination:
             await self._broadcast(RoundMessage(kind=RoundKind.RESIGNED))
             self._resigned.set()
             return
-        late = self.roster.close_early()
+        late = set() if self.roster.all_complete.is_set() else self.roster.close_early()
         if late:
             logger.info("the round goes on without %s that came too late", counted(len(late), "member"))
         await self._go_on_without(late)
@@ -388,7 +383,7 @@ class Coordination:
             self.roster.closed_early = True
         self.allreduce.weights = self.allreduce.weights or self._final_weights()
         if self.roster.closed_early:
-            self._latecomers.keep_result(self.allreduce.weights)
+            self.latecomers.keep_result(self.allreduce.weights)
         commit = RoundMessage(
             kind=RoundKind.COMMIT,
             weights=self.allreduce.weights,
@@ -411,7 +406,11 @@ class Coordination:
         its local values instead, and nothing has to be kept for it.
         """
         missing = self.roster.dead & self.roster.seen_failing - self._left
-        return bool(missing) and self._latecomers.can_get_result
+        return any(self._may_lack_averages(self.roster.members[i]) for i in missing) and self.latecomers.can_get_result
+
+    def _may_lack_averages(self, member: Member) -> bool:
+        """Whether a member that failed may hold fewer averages than the others, or other ones."""
+        return member.failed and not self.roster.all_complete.is_set()
 
     def _final_weights(self) -> list[float]:
         weights, punctual = [0.0] * self.group.group_size, self.roster.punctual

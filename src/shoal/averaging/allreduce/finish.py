@@ -27,7 +27,8 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
-from shoal.averaging.allreduce.coordinator import Coordination, Missed, Resigned
+from shoal.averaging.allreduce.coordinator import Coordination
+from shoal.averaging.allreduce.latecomers import Missed, Resigned
 from shoal.averaging.allreduce.members import Member
 from shoal.averaging.allreduce.pair import MAX_RESUMES
 from shoal.averaging.finite import all_finite
@@ -282,6 +283,10 @@ class Completion:
     async def serve(self, call: Call, hello: RoundMessage, member: int) -> None:
         """Hold the call of a member that follows this one as its coordinator."""
         await self._coordination.serve(call, hello, self.roster.members[member])
+
+    def release(self) -> None:
+        """The tensors go back to their user, although some calls have not ended."""
+        self._coordination.latecomers.release(keep=self.roster.closed_early)
 
     async def linger(self, seconds: float) -> None:
         """Wait until all living members know the result; if some were late, wait for them so many seconds."""

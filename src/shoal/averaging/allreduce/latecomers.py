@@ -13,6 +13,15 @@ import torch
 from shoal.averaging.allreduce.members import Link
 from shoal.averaging.allreduce.parts import RoundVector
 from shoal.averaging.messages import RoundKind, RoundMessage
+from shoal.errors import ProtocolError
+
+
+class Resigned(ProtocolError):
+    """The coordinator is late itself and does not lead the round to its end."""
+
+
+class Missed(ProtocolError):
+    """The round was committed without this member."""
 
 
 class Latecomers:
@@ -29,25 +38,32 @@ class Latecomers:
         self.can_get_result = vector.alpha == 1 and has_averages and not is_verified
         """Whether a result can be passed on. Where members mix averages with values of their own, or check who has
         signed them, a late member keeps what it has."""
-        # All values, and the weights of all members.
-        self._result: asyncio.Future[tuple[list[torch.Tensor], list[float]]]
-        self._result = asyncio.get_running_loop().create_future()
+        self._values: list[torch.Tensor] | None = None
+        self._is_released = False
+        self._weights: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+
+    def release(self, *, keep: bool) -> None:
+        """The tensors go back to their user, who may change them; ``keep``: somebody may still want these values."""
+        self._values, self._is_released = self._vector.copy_values() if keep else None, True
 
     def keep_result(self, weights: list[float]) -> None:
-        """Keep all values of the result, which this member has now, and the weights of all members."""
-        self._result.set_result((self._vector.copy_values(), weights))
+        """Keep the values of the result, which this member has now, and the weights of all members."""
+        if not self._is_released:
+            self._values = self._vector.copy_values()
+        self._weights.set_result(weights)
 
     def close(self) -> None:
         """The round has ended here; if it has no result, there will be none."""
-        if not self._result.done():
-            self._result.cancel()
+        if not self._weights.done():
+            self._weights.cancel()
 
     async def send_result(self, link: Link) -> None:
         """Give a late member all averages as soon as the round is over."""
-        values, weights = await asyncio.shield(self._result)
+        weights = await asyncio.shield(self._weights)
+        values = self._values if self._has_averages else None
         for reducer, parts in enumerate(self._vector.parts):
             for index, part in enumerate(parts):
-                has_average = self._has_averages and self._vector.has_average(reducer, index)
-                encoded = part.returned.compress(part.of(values)) if has_average else None
+                is_there = self._vector.has_average(reducer, index)
+                encoded = part.returned.compress(part.of(values)) if values is not None and is_there else None
                 await link.shared.send_part((reducer, index), encoded)
         await link.shared.send(RoundMessage(kind=RoundKind.COMMIT, weights=weights), end=True)

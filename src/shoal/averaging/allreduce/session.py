@@ -94,6 +94,8 @@ class Round:
             await first_completed(asyncio.shield(work), self.allreduce.roster.all_complete.wait())
             if work.done():
                 work.result()
+            else:
+                self._completion.release()
         except BaseException:
             await cancel_and_wait(work)
             raise
