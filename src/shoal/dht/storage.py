@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -276,7 +276,7 @@ class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
         dictionary.latest_expiration_time = latest
         return dictionary
 
-    def _fill(self, entries: Iterable[tuple[Subkey, ValueType, DHTExpiration]]) -> None:
+    def _fill(self, entries: Iterable[Sequence[Any]]) -> None:
         """Store entries in this empty dictionary, expired or not: faster than one by one."""
         data = self._data
         for subkey, value, expiration_time in entries:
