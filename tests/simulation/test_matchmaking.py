@@ -7,13 +7,11 @@ from collections.abc import Callable
 from statistics import median
 
 import pytest
-import torch
 
 from shoal.averaging.groups import matchmaking
-from shoal.averaging.node import AveragerNode
 from shoal.clock import get_dht_time
-from shoal.testing import START_OF_TIME, Link, Network, SharedTable, run, start_averagers, start_step
-from tests.simulation.meetings import meet
+from shoal.testing import START_OF_TIME, Link, Network
+from tests.simulation.meetings import meet, meet_one_after_the_other
 from tests.simulation.rounds import (
     STAGGER,
     WIDE_AREA,
@@ -167,22 +165,6 @@ def test_no_group_is_lost_because_time_passes_between_two_looks_at_the_clock(mon
 
 def test_who_comes_one_after_the_other_finds_full_groups():
     """Most of the peers that the table shows are in groups that have started: they must not be asked one by one."""
-
-    async def main() -> None:
-        network, table = Network(WIDE_AREA), SharedTable(delay=0.5)
-        tensors = [[torch.zeros(8)] for _ in range(100)]
-        nodes = await start_averagers(network, tensors, table, target_group_size=16)
-        sizes: list[int] = []
-
-        async def average(node: AveragerNode, pause: float) -> None:
-            await asyncio.sleep(pause)
-            step = start_step(network, node)
-            await asyncio.wrap_future(step)
-            assert step.round is not None
-            sizes.append(len(step.round.peers))
-
-        await asyncio.gather(*[average(node, 0.2 * number) for number, node in enumerate(nodes)])
-        assert median(sizes) >= 14, sorted(sizes)
-        assert sum(size < 8 for size in sizes) < len(sizes) / 5, sorted(sizes)
-
-    run(main(), seed=1)
+    sizes = meet_one_after_the_other(1, 100, 16, seconds=20.0)
+    assert median(sizes) >= 14, sorted(sizes)
+    assert sum(size < 8 for size in sizes) < len(sizes) / 5, sorted(sizes)
