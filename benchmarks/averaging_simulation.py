@@ -1,6 +1,7 @@
 """Matchmaking and averaging of many peers on bad networks, simulated in virtual time on one core.
 
     python -m benchmarks.averaging_simulation --scenario meeting --table dht --runs 1000
+    python -m benchmarks.averaging_simulation --scenario arriving
     python -m benchmarks.averaging_simulation --scenario deaths --runs 1000
     python -m benchmarks.averaging_simulation --scenario mixing
 
@@ -10,6 +11,8 @@ Each run has a seed of its own, and the same seed gives the same run. Scenarios:
   fails, begin within a second of each other and look for a group for five seconds. In how many runs are all in one
   group? With ``--table shared`` they find each other by a table that knows everything, 150 ms away; with
   ``--table dht`` by the distributed one, of which each peer is a node.
+- ``arriving``: 300 peers begin one after the other within half a minute, as at the end of an epoch, and look for groups
+  of 16 under keys of a certain depth. How large are their groups?
 - ``deaths``: on the same links, 8 of 16 peers die at random moments of a round, some with a word and some without.
   Every survivor must be done in time, with the exact average over those who delivered, or the run fails.
 - ``mixing``: 1,000 peers, whose values lie around 1 with a standard deviation of 0.05, average in groups of 16, again
@@ -25,14 +28,16 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 
 import psutil
 
 from tests.simulation.deaths import run_round_with_deaths
-from tests.simulation.meetings import meet
+from tests.simulation.meetings import meet, meet_one_after_the_other
 from tests.simulation.mixing import mix
 
 REPORT_EVERY = 50
+ARRIVAL_SECONDS = 30.0
 
 
 def meeting(arguments: argparse.Namespace) -> dict[str, object]:
@@ -51,6 +56,20 @@ def meeting(arguments: argparse.Namespace) -> dict[str, object]:
         "all in one group": f"{in_one_group} of {arguments.runs}",
         "latest end in seconds": max(seconds, default=None),
         "other runs": others,
+    }
+
+
+def arriving(arguments: argparse.Namespace) -> dict[str, object]:
+    sizes: list[int] = []
+    how = {"seconds": ARRIVAL_SECONDS, "depths": arguments.depths}
+    for seed in _seeds(arguments):
+        sizes += meet_one_after_the_other(seed, arguments.peers, arguments.group_size, **how)
+    return {
+        "peers": arguments.peers,
+        "depths of keys": arguments.depths,
+        "median group": median(sizes),
+        "peers in groups under half the size": sum(size < arguments.group_size / 2 for size in sizes) / len(sizes),
+        "alone": sum(size == 0 for size in sizes),
     }
 
 
@@ -90,6 +109,7 @@ def mixing(arguments: argparse.Namespace) -> dict[str, object]:
 
 SCENARIOS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, object]], int, int]] = {
     "meeting": (meeting, 64, 1000),
+    "arriving": (arriving, 300, 2),
     "deaths": (deaths, 16, 1000),
     "mixing": (mixing, 1000, 1),
 }
@@ -111,7 +131,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, help="one seed each")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--peers", type=int)
-    parser.add_argument("--group-size", type=int, default=16, help="for mixing")
+    parser.add_argument("--group-size", type=int, default=16, help="for mixing and arriving")
+    parser.add_argument("--depths", type=int, nargs="+", default=[2], help="for arriving: the peers' in turn")
     parser.add_argument("--rounds", type=int, default=4, help="for mixing")
     arguments = parser.parse_args()
     scenario, peers, runs = SCENARIOS[arguments.scenario]

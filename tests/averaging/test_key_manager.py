@@ -51,7 +51,9 @@ async def test_averagers_are_declared_refreshed_and_withdrawn(dht, other_dht):
     with pytest.raises(ValueError, match="itself can declare"):
         await keys.declare_averager(keys.current_key, bob, expiration_time=now + 61, looking_for_group=False)
     assert await keys_of_bob.declare_averager(keys.current_key, bob, expiration_time=now + 61, looking_for_group=False)
-    assert await keys.get_averagers(keys.current_key, only_active=True) == [(alice, now + 66)]
+    gone: list[tuple[PeerID, float]] = []
+    assert await keys.get_averagers(keys.current_key, only_active=True, gone=gone) == [(alice, now + 66)]
+    assert gone == [(bob, math.nextafter(now + 61, math.inf))]
     with_bob = dict(await keys.get_averagers(keys.current_key, only_active=False))
     assert with_bob == {alice: now + 66, bob: math.nextafter(now + 61, math.inf)}
 
@@ -139,18 +141,18 @@ async def test_a_group_moves_its_members(dht):
 async def test_many_averagers_with_groups_of_a_size_are_divided_by_bits_drawn_anew(dht):
     keys = GroupKeyManager(dht, "run", "", 4)
     assert keys.draw_key(0) == keys.current_key == "run.0b"
-    drawn = {keys.draw_key(5) for _ in range(100)}
-    assert drawn == {f"run.0b{number:03b}" for number in range(8)}, "four times as many as share a key of progress"
-    assert keys.draw_key(2) == "run.0b", "all that share four of those meet under one"
+    drawn = {keys.draw_key(4) for _ in range(100)}
+    assert drawn == {f"run.0b{number:03b}" for number in range(8)}, "twice as many as share a key of progress"
+    assert keys.draw_key(1) == "run.0b", "all that share two of those meet under one"
     assert keys.draw_key(0) == "run.0b", "the swarm has become small"
     for bits, size in (("01", 4), ("", None)):
         keys = GroupKeyManager(dht, "run", bits, size)
-        assert keys.draw_key(5) == f"run.0b{bits}", "a user's own bits, or one group of all"
+        assert keys.draw_key(4) == f"run.0b{bits}", "a user's own bits, or one group of all"
 
 
 async def test_who_finds_too_few_looks_one_bit_above_and_below(dht, other_dht):
     keys, other = GroupKeyManager(dht, "run", "", 3), GroupKeyManager(other_dht, "run", "", 3)
-    key, expiration = keys.draw_key(4), get_dht_time() + 60
+    key, expiration = keys.draw_key(3), get_dht_time() + 60
     bits = key.rpartition("0b")[2]
     above, below = f"run.0b{bits[:-1]}", {f"run.0b{bits}{bit}" for bit in "01"}
     for each in (above, *below):

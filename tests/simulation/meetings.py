@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +19,8 @@ from shoal.testing import Link, Network, SharedTable, run, start_averager, start
 from tests.simulation.rounds import STAGGER, TABLE_DELAY, WIDE_AREA, WINDOW
 
 SETTLING_SECONDS = 5.0
+SECONDS_OF_A_WALK = 1.0
+"""That the distributed table takes to store or find something."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,33 @@ def meet(seed: int, size: int, *, distributed: bool, link: Link = WIDE_AREA) -> 
     return run(main(), seed=seed, time_limit=600)
 
 
+def meet_one_after_the_other(
+    seed: int, size: int, group_size: int, *, seconds: float, depths: Sequence[int] = (0,)
+) -> list[int]:
+    """Let peers begin one after the other, each with a window of five seconds.
+
+    Args:
+        group_size: of a full group.
+        seconds: from the first one to the last one.
+        depths: of the keys of progress, in which the peers believe in turn.
+
+    Returns:
+        For each peer, the size of its group; 0 = found nobody.
+    """
+
+    async def main() -> list[int]:
+        network, table = Network(WIDE_AREA), SharedTable(SECONDS_OF_A_WALK / 2)
+        settings = {"target_group_size": group_size, "min_matchmaking_time": WINDOW}
+        nodes = await start_averagers(network, [[torch.zeros(size)] for _ in range(size)], table, **settings)
+        for node, depth in zip(nodes, itertools.cycle(depths)):
+            node.trust.depth = functools.partial(int, depth)
+        pauses = [seconds * network.rng.random() for _ in nodes]
+        looking = [_look(network, node, pause) for node, pause in zip(nodes, pauses, strict=True)]
+        return list(await asyncio.gather(*looking))
+
+    return run(main(), seed=seed, time_limit=600)
+
+
 async def _start(network: Network, size: int, distributed: bool) -> list[AveragerNode]:
     if not distributed:
         tensors = [[torch.zeros(size)] for _ in range(size)]
@@ -65,9 +97,9 @@ def _calls(nodes: list[AveragerNode]) -> int:
     return sum(node.p2p.metrics.calls_made for node in nodes)
 
 
-async def _look(network: Network, node: AveragerNode) -> int:
-    """Look for a group; returns its size, or 0."""
-    await asyncio.sleep(STAGGER * network.rng.random())
+async def _look(network: Network, node: AveragerNode, pause: float | None = None) -> int:
+    """Look for a group after a pause; returns its size, or 0."""
+    await asyncio.sleep(STAGGER * network.rng.random() if pause is None else pause)
     now = get_dht_time()
     control = StepControl(now + WINDOW, now + 3 * WINDOW)
     control.bind(asyncio.get_running_loop())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 
 from shoal.averaging.groups import matchmaking
 from shoal.clock import get_dht_time
 from shoal.testing import START_OF_TIME, Link, Network
-from tests.simulation.meetings import meet
+from tests.simulation.meetings import meet, meet_one_after_the_other
 from tests.simulation.rounds import (
     STAGGER,
     WIDE_AREA,
@@ -160,3 +161,10 @@ def test_no_group_is_lost_because_time_passes_between_two_looks_at_the_clock(mon
         members = run_round(seed, size, link=Link(delay=(1e-4, 5e-4)))
         assert {member.group_size for member in members} == {size}, f"seed {seed}"
         assert max(member.ended for member in members) < WINDOW + STAGGER + ALLREDUCE_SECONDS, f"seed {seed}"
+
+
+def test_who_comes_one_after_the_other_finds_full_groups():
+    """Most of the peers that the table shows are in groups that have started: they must not be asked one by one."""
+    sizes = meet_one_after_the_other(1, 100, 16, seconds=20.0)
+    assert median(sizes) >= 14, sorted(sizes)
+    assert sum(size < 8 for size in sizes) < len(sizes) / 5, sorted(sizes)

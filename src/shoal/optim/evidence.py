@@ -65,7 +65,7 @@ _ROUNDS_OF_TESTIMONY = 8
 _MAX_REMEMBERED = 4096
 
 
-@dataclass
+@dataclass(slots=True)
 class _Deeds:
     """What a peer has brought to rounds."""
 

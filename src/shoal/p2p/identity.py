@@ -30,6 +30,7 @@ PUBLIC_KEY_BYTES = 32
 # Enough for any kind of key; shoal's ids take 38.
 MAX_PEER_ID_BYTES = 64
 _MAX_TEXT_LENGTH = 256
+_MAX_INTERNED = 2**14
 
 
 @functools.lru_cache(4096)
@@ -51,13 +52,23 @@ class PeerID:
 
     __slots__ = ("_base58", "_bytes")
 
-    def __init__(self, peer_id_bytes: bytes) -> None:
+    _bytes: bytes
+    _base58: str | None
+
+    def __new__(cls, peer_id_bytes: bytes) -> PeerID:
+        # The same few peers are named again and again: their ids are the same object, which is cheap to look up.
+        known = _interned.get(peer_id_bytes) if type(peer_id_bytes) is bytes else None
+        if known is not None:
+            return known
         if not isinstance(peer_id_bytes, (bytes, bytearray, memoryview)):
             raise TypeError(f"PeerID is made from bytes, got {quoted(peer_id_bytes)}; for text: PeerID.from_base58")
         if len(peer_id_bytes) > MAX_PEER_ID_BYTES:
             raise ValueError(f"a peer id has at most {MAX_PEER_ID_BYTES} bytes, got {len(peer_id_bytes)}")
-        self._bytes = bytes(peer_id_bytes)
-        self._base58: str | None = None
+        self = super().__new__(cls)
+        self._bytes, self._base58 = bytes(peer_id_bytes), None
+        if len(_interned) >= _MAX_INTERNED:
+            _interned.clear()
+        return _interned.setdefault(self._bytes, self)
 
     @classmethod
     def from_base58(cls, text: str) -> PeerID:
@@ -113,6 +124,8 @@ class PeerID:
         return self._bytes
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         if isinstance(other, PeerID):
             return self._bytes == other._bytes
         if isinstance(other, str):
@@ -131,6 +144,10 @@ class PeerID:
 
     def __reduce__(self) -> tuple[type[PeerID], tuple[bytes]]:
         return PeerID, (self._bytes,)
+
+
+# Ids in use. Two threads may make one id at the same time, or the table may be full: equal ids need not be identical.
+_interned: dict[bytes, PeerID] = {}
 
 
 class PeerInfo:

@@ -147,6 +147,8 @@ class Path:
         held: connection ends that have data waiting at the cut, in order.
     """
 
+    __slots__ = ("delay", "held", "is_cut", "jitter", "link")  # there is one for each two peers that have ever met
+
     def __init__(self, link: Link, delay: float, is_cut: bool) -> None:
         self.held: dict[SimulatedStream, None] = {}
         self.is_cut = is_cut

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from shoal.averaging.control import AveragingMode, GroupInfo, StepControl
 from shoal.averaging.groups.settings import MatchmakingSettings as MatchmakingSettings
-from shoal.averaging.messages import GroupStart, JoinReply, JoinRequest
+from shoal.averaging.messages import Code, GroupStart, JoinReply, JoinRequest
 from shoal.clock import get_dht_time
 from shoal.errors import InterruptedDialError, StreamClosedError
 from shoal.p2p import Call, PeerID
@@ -50,7 +50,7 @@ class Trust:
     largest_weight: Callable[[PeerID], float] | None = None
     """Tells the upper limit for a member's weight."""
     depth: Callable[[], int] = lambda: 0
-    """Tells the number of bits in the keys of groups. It is chosen so that about 64 peers look under each key."""
+    """Tells the depth of the keys of progress, on which the number of bits in the keys of groups depends."""
     least_limit: Callable[[PeerID, PeerID], float] | None = None
     """Tells the weight that a leader (first) must allow a member (second), because it has seen the member bring it."""
 
@@ -131,6 +131,8 @@ class Search:
     """Candidates whose promised time is only a guess; they may not look for a group at all."""
     spent: dict[PeerID, float] = field(default_factory=dict)
     """By candidate: the promised time with which it was asked in vain."""
+    is_outdated: bool = False
+    """A candidate has been asked that no longer looks for a group: the table may show which others are gone, too."""
     failures: dict[PeerID, int] = field(default_factory=dict)
     """By candidate: how often the connection to it failed."""
     resting: dict[PeerID, float] = field(default_factory=dict)
@@ -183,11 +185,20 @@ class Search:
             self.candidates[peer] = expiration
             self.control.changed.set()
 
-    def note_candidates(self, found: Iterable[tuple[PeerID, float]]) -> None:
-        """Note the peers that the table shows, which may include this one."""
+    def note_candidates(self, found: Iterable[tuple[PeerID, float]], gone: Iterable[tuple[PeerID, float]] = ()) -> None:
+        """Note the peers that the table shows, which may include this one, and those that have withdrawn.
+
+        Those whose groups have started have promised the earliest times. They would be asked first, one by one, and
+        nobody would be invited meanwhile.
+        """
+        for peer, withdrawn_until in gone:
+            if peer not in self.offers and self.candidates.get(peer, math.inf) <= withdrawn_until:
+                del self.candidates[peer]
+                self.control.changed.set()
         for peer, expiration in found:
             if peer != self.own:
                 self.note_candidate(peer, expiration)
+        self.is_outdated = False
 
     def sees_group(self) -> bool:
         """Whether this peer sees enough others for a full group."""
@@ -196,7 +207,7 @@ class Search:
 
     def longest_pause(self, usual: float) -> float:
         """Seconds between two looks at the table. A peer that sees a full group need not look for more so soon."""
-        return PATIENCE_IN_COMPANY * usual if self.sees_group() else usual
+        return PATIENCE_IN_COMPANY * usual if self.sees_group() and not self.is_outdated else usual
 
     def move_to(self, key: str) -> None:
         """Look under another key that has more peers, unless this peer already follows or leads others."""
@@ -437,6 +448,11 @@ class Search:
         if leader not in self.silent:
             self.resting.pop(leader, None)
         self.note_candidate(leader, expiration)
+
+    def note_answer(self, peer: PeerID, promised: float, code: int) -> None:
+        """Note a candidate's last answer. It is not asked again as long as it promises the same time."""
+        self.spent[peer] = promised
+        self.is_outdated = self.is_outdated or code == Code.NOT_LOOKING_FOR_GROUP
 
     def note_acceptance(self, peer: PeerID, expiration: float) -> float:
         """Follow a leader that has accepted this peer. Returns the time until which this peer waits for the start.

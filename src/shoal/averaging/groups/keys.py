@@ -35,8 +35,8 @@ GroupKey = str
 GROUP_PATTERN = re.compile(r"^(([^.])+)[.]0b[01]*$")
 # The keys of averagers have so many bits less than those of progress, whose records stand there all the time. Averagers
 # look for a group only for some seconds, and come to the end of an epoch one after the other: among as many as share a
-# key of progress, there are too few at once for a full group.
-_BITS_LESS = 2
+# key of progress, there are too few at once for a full group. With fewer bits still, holders of a key send too much.
+_BITS_LESS = 1
 # Each node is asked for the averagers of so many full groups at most: others need not be known to find one.
 _GROUPS_READ = 4
 # One node more than hold a record by default.
@@ -159,7 +159,11 @@ class GroupKeyManager:
         return await self._node.store(group_key, value, expiration_time, subkey=tag_of(peer_id))
 
     async def get_averagers(
-        self, group_key: GroupKey, only_active: bool, quickly: bool = False
+        self,
+        group_key: GroupKey,
+        only_active: bool,
+        quickly: bool = False,
+        gone: list[tuple[PeerID, DHTExpiration]] | None = None,
     ) -> list[tuple[PeerID, DHTExpiration]]:
         """The averagers under a key, each with the DHT time at which it promises to start.
 
@@ -167,15 +171,22 @@ class GroupKeyManager:
             group_key: the key, such as ``"my_run.0b01"``.
             only_active: leave out averagers that have withdrawn.
             quickly: ask only the few nodes that should hold the records.
+            gone: receives the averagers that have withdrawn, each with the time up to which its promises are void.
 
         Raises:
             AssertionError: the key is not valid.
         """
         assert is_valid_group(group_key), f"{group_key!r} is not a group key such as 'my_run.0b01'"
-        work = self._find(group_key, only_active, quickly)
+        work = self._find(group_key, only_active, quickly, gone)
         return await (work if self._portal is None else self._portal.submit(work))
 
-    async def _find(self, group_key: GroupKey, only_active: bool, quickly: bool) -> list[tuple[PeerID, DHTExpiration]]:
+    async def _find(
+        self,
+        group_key: GroupKey,
+        only_active: bool,
+        quickly: bool,
+        gone: list[tuple[PeerID, DHTExpiration]] | None = None,
+    ) -> list[tuple[PeerID, DHTExpiration]]:
         how: dict[str, Any] = {"beam_size": _FEW_NODES if quickly else None, "keep_copies": False}
         most = _GROUPS_READ * (self.target_group_size or 0)
         found = await self._node.get(group_key, latest=True, most_entries=most, **how)
@@ -183,10 +194,14 @@ class GroupKeyManager:
             return []
         averagers = []
         for key, entry in found.value.items():
-            if (entry.value is None and only_active) or not is_short_lived(entry.expiration_time):
+            if not is_short_lived(entry.expiration_time):
                 continue
             try:
                 peer_id = peer_of(key)
+                if entry.value is None and gone is not None:
+                    gone.append((peer_id, float(entry.expiration_time)))
+                if entry.value is None and only_active:
+                    continue
                 if entry.value is not None and peer_id != self._p2p.peer_id:
                     self._p2p.add_addresses(peer_id, entry.value[:MAX_ADDRESSES_PER_PEER])
                 averagers.append((peer_id, float(entry.expiration_time)))

@@ -210,8 +210,9 @@ class Matchmaking:
             await cancel_and_wait(*lookups)
 
     async def _look(self, search: Search, quickly: bool) -> None:
-        found = await self.keys.get_averagers(search.key, only_active=True, quickly=quickly or search.sees_group())
-        search.note_candidates(found)
+        gone: list[tuple[PeerID, float]] = []
+        found = await self.keys.get_averagers(search.key, True, quickly or search.sees_group(), gone)
+        search.note_candidates(found, gone)
         self._invitations.invite_followers(search)
         search.move_to(search.key if quickly else await self.keys.find_more(search.key, len(found)))
 
@@ -274,7 +275,7 @@ class Matchmaking:
 
     async def _ask(self, search: Search, leader: PeerID) -> None:
         """Ask a peer to lead this one. Returns when there is a group, or when that peer will not lead this one now."""
-        promised, is_known = search.candidates[leader], leader not in search.supposed
+        promised, is_known = search.candidates.get(leader, -math.inf), leader not in search.supposed
         search.asked = None
         offer = search.offers.get(leader)
         reply, accepted_at = None, None
@@ -353,7 +354,7 @@ class Matchmaking:
                 await search.asked.send(Expectation(expected_group_size=expected))
 
     def _take_answer(self, search: Search, leader: PeerID, promised: float, reply: JoinReply) -> None:
-        search.spent[leader] = promised
+        search.note_answer(leader, promised, reply.code)
         if reply.code == Code.GROUP_STARTS and reply.group is not None:
             if (reason := injustice_of(leader, reply.group, self._trust)) is not None:
                 self.p2p.metrics.members_untrue += 1
