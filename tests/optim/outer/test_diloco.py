@@ -295,6 +295,14 @@ def test_a_newcomer_goes_on_from_what_the_others_have(make_dhts, make_trainers):
     assert all(len(trainer.opt.last_round.peers) == 3 for trainer in everybody)
 
 
+def test_a_client_takes_part(make_dhts, make_trainers):
+    trainers = make_trainers(make_dhts(3, clients=1), fragments=2)
+    introduce(*(trainer.opt for trainer in trainers))
+    train_until_all_agree(*trainers)
+    check_same(*trainers)
+    assert trainers[2].opt.client_mode
+
+
 def test_first_peers_with_different_parameters_agree(make_dhts, make_trainers):
     trainers = make_trainers(make_dhts(2), seeds=[1, 2])
     introduce(*(trainer.opt for trainer in trainers))

@@ -41,7 +41,7 @@ BACKLOG_BYTES = 2**16
 # Busy donors are asked again after so many seconds at the earliest, and for so many seconds in all.
 BUSY_PAUSE, BUSY_PATIENCE = 1.0, 60.0
 # The most different parts of the state that are sent at a time.
-MAX_PARTS = 8
+MAX_PARTS = 32
 
 
 class StateSharing:
@@ -148,13 +148,11 @@ class StateSharing:
             ProtocolError, P2PDaemonError, TimeoutError: the newcomer failed.
         """
         now = asyncio.get_running_loop().time
-        if part and self.get_part is None:
-            await call.send(StateHeader(allowed=False), end=True)
-            return
         places = self._places_of(part) if self.allowed else None
         place = None if places is None else places.find(call.remote, now())
         if places is None or place is None:
-            await call.send(self._refusal(call.remote, now()), end=True)
+            refusal = StateHeader(allowed=False) if part else self._refusal(call.remote, now())
+            await call.send(refusal, end=True)
             return
         sending = asyncio.ensure_future(self._send_to(call, place))
         try:
@@ -174,9 +172,9 @@ class StateSharing:
         """The places of those that download the same part; ``None``: nobody else can be served."""
         if not part:
             return self.places
-        if part not in self._places_of_parts and len(self._places_of_parts) >= MAX_PARTS:
+        is_known = part in self._places_of_parts
+        if self.get_part is None or (not is_known and len(self._places_of_parts) >= MAX_PARTS):
             return None
-        assert self.get_part is not None
         get_part = functools.partial(self.get_part, part)
         # Parts are what this peer has got from others: to lose anything of them would make peers differ.
         take = functools.partial(Snapshot.take, get_part, NoCompression())
@@ -280,7 +278,8 @@ class StateSharing:
             )
             state = await gathering.run(await self.find_donors(skip))
             pause = max(BUSY_PAUSE, gathering.again_in)
-            if state is not None or not gathering.busy or loop.time() + pause > patience_ends:
+            # Who wants a part can do without it for now.
+            if state is not None or part or not gathering.busy or loop.time() + pause > patience_ends:
                 return state
             logger.info("the donors of the state are busy with others: asking again in %.0f s", pause)
             await asyncio.sleep(pause)
