@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.averaging.messages import (
+from shoal.averaging.redialling import (
     ANSWERED_FACTOR,
     MAX_DIALS,
     REDIAL_WITHIN,

@@ -13,7 +13,7 @@ from shoal.averaging import CenteredClip, ClipToMedianNorm
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair
 from shoal.averaging.allreduce.recovery import Recovery
 from shoal.averaging.allreduce.silence import SILENT_SECONDS
-from shoal.averaging.messages import RESUME_SECONDS
+from shoal.averaging.redialling import RESUME_SECONDS
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.testing import Link
 from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, Interfere, at, cuts

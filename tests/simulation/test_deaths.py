@@ -13,7 +13,7 @@ from shoal.averaging.allreduce import exchange
 from shoal.averaging.allreduce.coordinator import Coordination
 from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.allreduce.reducer import PartReducer
-from shoal.averaging.messages import RESUME_SECONDS
+from shoal.averaging.redialling import RESUME_SECONDS
 from shoal.errors import AllreduceException
 from shoal.testing import Link, Network, run, start_averagers, start_step
 from tests.simulation.deaths import (

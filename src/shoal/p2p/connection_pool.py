@@ -327,12 +327,8 @@ class ConnectionPool:
     def _take_idle(self, peer: PooledPeer) -> Connection | None:
         if not peer.idle:
             return None
-        connection = peer.idle[-1]
-        if connection.stream.via is not None:
-            connection = next((each for each in reversed(peer.idle) if each.stream.via is None), connection)
-            peer.idle.remove(connection)
-        else:
-            peer.idle.pop()
+        connection = next((each for each in reversed(peer.idle) if each.stream.via is None), peer.idle[-1])
+        peer.idle.remove(connection)
         del self._idle_since[connection]
         connection.stream.on_closed(None)
         peer.in_use[connection] = None

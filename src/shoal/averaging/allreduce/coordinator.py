@@ -21,7 +21,6 @@ from shoal.averaging.control import AveragingMode
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     PEER_FAILURES,
-    RETURN_SECONDS,
     RoundKind,
     RoundMessage,
     RoundStatus,
@@ -30,6 +29,7 @@ from shoal.averaging.messages import (
     reason_of,
     show_life,
 )
+from shoal.averaging.redialling import RETURN_SECONDS
 from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.logs import counted
 from shoal.p2p import Call

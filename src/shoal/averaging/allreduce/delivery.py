@@ -15,7 +15,8 @@ from contextlib import AbstractAsyncContextManager
 from shoal.averaging.allreduce.combining import NormClaim
 from shoal.averaging.allreduce.silence import Lines
 from shoal.averaging.allreduce.traffic import Traffic
-from shoal.averaging.messages import PEER_FAILURES, BeginReduce, Life, PartMessage, Resume, open_again, open_patiently
+from shoal.averaging.messages import PEER_FAILURES, BeginReduce, PartMessage, Resume
+from shoal.averaging.redialling import Life, open_again, open_patiently
 from shoal.errors import ProtocolError, StreamClosedError
 from shoal.p2p import Call
 from shoal.p2p.identity import SIGNATURE_BYTES

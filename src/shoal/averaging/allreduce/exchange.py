@@ -91,8 +91,8 @@ class AllReduce:
         self.verification = self._make_verification(sign) if sign is not None and settings.verify_reducers else None
         self.exchanged = asyncio.Event()
         """This member has sent and received all that it will in the exchange."""
-        # The calls to reducers may end: this member got all averages from the reducers themselves, or the round is
-        # over. A member that needed a recovery does not end early, so the others wait for the coordinator.
+        # The calls to reducers may end: they gave this member all averages, or the round is over. A member that needed
+        # a recovery does not end early, so the others wait for the coordinator.
         self._may_end = asyncio.Event()
         self.ended = asyncio.Event()
         """Set when the round is over."""
@@ -107,8 +107,7 @@ class AllReduce:
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
         self.pairs = {i: self._make_pair(i) for i in self._traffic}
         """By member: the calls between the two."""
-        self.watch = Watch(self)
-        """Looks after the calls."""
+        self.watch = Watch(self)  # looks after the calls
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
         self._handlers: dict[asyncio.Task[Any], None] = {}
@@ -203,8 +202,7 @@ class AllReduce:
                     self._exchanges[member.index] = asyncio.ensure_future(self._exchange_with(member))
         watches = [self._watch(member) for member in living if member.index in roster.coordinators]
         watches += [self._give_up_absent_senders(), self.watch.run()]
-        background = [asyncio.ensure_future(each) for each in watches]
-        exchange = [asyncio.ensure_future(each) for each in work]
+        background, exchange = ([asyncio.ensure_future(each) for each in begun] for begun in (watches, work))
         try:
             await asyncio.gather(*exchange)
             await roster.received.wait()

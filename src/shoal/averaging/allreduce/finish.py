@@ -32,16 +32,8 @@ from shoal.averaging.allreduce.latecomers import Missed, Resigned
 from shoal.averaging.allreduce.members import Member
 from shoal.averaging.allreduce.pair import MAX_RESUMES
 from shoal.averaging.finite import all_finite
-from shoal.averaging.messages import (
-    PEER_FAILURES,
-    REDIAL_PAUSE,
-    RoundKind,
-    RoundMessage,
-    SharedCall,
-    open_again,
-    reason_of,
-    show_life,
-)
+from shoal.averaging.messages import PEER_FAILURES, RoundKind, RoundMessage, SharedCall, reason_of, show_life
+from shoal.averaging.redialling import REDIAL_PAUSE, open_again
 from shoal.errors import DialError, ProtocolError, StreamClosedError
 from shoal.p2p import Call
 from shoal.tasks import cancel_and_wait, first_completed

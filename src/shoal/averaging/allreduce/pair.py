@@ -24,7 +24,7 @@ from typing import Any
 
 from shoal.averaging.allreduce.silence import Lines
 from shoal.averaging.allreduce.traffic import Traffic
-from shoal.averaging.messages import REDIAL_PAUSE, RESUME_SECONDS
+from shoal.averaging.redialling import REDIAL_PAUSE, RESUME_SECONDS
 from shoal.errors import ShoalError, StreamClosedError
 from shoal.tasks import cancel_and_wait
 

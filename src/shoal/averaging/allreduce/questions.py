@@ -7,18 +7,8 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from shoal.averaging.messages import (
-    ALIVE_PER_TIMEOUT,
-    PEER_FAILURES,
-    REDIAL_PAUSE,
-    RESUME_SECONDS,
-    RETURN_SECONDS,
-    Life,
-    RoundStatus,
-    StatusRequest,
-    may_be_dead,
-    reason_of,
-)
+from shoal.averaging.messages import ALIVE_PER_TIMEOUT, PEER_FAILURES, RoundStatus, StatusRequest, reason_of
+from shoal.averaging.redialling import REDIAL_PAUSE, RESUME_SECONDS, RETURN_SECONDS, Life, may_be_dead
 from shoal.errors import P2PHandlerError, RefusedDialError
 from shoal.p2p import StubBase
 

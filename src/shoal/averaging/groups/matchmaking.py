@@ -110,7 +110,7 @@ class Matchmaking:
             async with asyncio.timeout(control.get_timeout()), self._one_at_a_time:
                 return await self._run_search(control)
         except TimeoutError:
-            raise AllreduceException(self._explain_failure()) from None
+            raise AllreduceException(self.explain_failure()) from None
 
     async def _run_search(self, control: StepControl) -> GroupInfo:
         await control.wait_until_near(SHORT_LIFETIME_SECONDS)  # others ignore records that live longer
@@ -154,7 +154,7 @@ class Matchmaking:
             self.search = None
             await cancel_and_wait(*tasks)
 
-    def _explain_failure(self) -> str:
+    def explain_failure(self) -> str:
         refusals = "".join(f"\n  {peer}: {reason}" for peer, reason in self._last_refusals.items())
         detail = f"; peers that refused:{refusals}" if refusals else ""
         least, key = counted(self.settings.min_group_size, "peer"), self.keys.current_key
