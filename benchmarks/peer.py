@@ -193,11 +193,56 @@ class AveragerPeer(Peer):
 
     def check(self) -> None:
         factor = (self.peers + 1) / 2
+        try:
+            with self.averager.get_tensors() as tensors:
+                if self.codec is None:
+                    self.compare(list(tensors), factor)
+                else:
+                    self.compare_roughly(list(tensors), factor)
+        except (AssertionError, RuntimeError) as e:
+            raise RuntimeError(f"{self.account()}: {' '.join(str(e).split())}") from e
+        if told := self.losses():
+            raise RuntimeError(f"the right average, but {told}")
+
+    def losses(self) -> str:
+        """What the library itself says was not as it should be in the last round; only shoal tells."""
+        last = getattr(self.averager, "last_round", None)
+        lists = ("failed_peers", "left_out_peers", "not_finite_peers")
+        told = [f"{name}: {', '.join(map(str, getattr(last, name)))}" for name in lists if getattr(last, name, ())]
+        if last is not None and last.share_averaged < 1:
+            told.append(f"only {last.share_averaged:.3f} of the vector was averaged")
+        return "; ".join(told)
+
+    def account(self) -> str:
+        """Whose means the vector holds, and how much of each; and what the library says about the round."""
         with self.averager.get_tensors() as tensors:
-            if self.codec is None:
-                self.compare(list(tensors), factor)
-            else:
-                self.compare_roughly(list(tensors), factor)
+            vector = torch.cat([tensor.detach().flatten() for tensor in tensors])
+        base = torch.cat([tensor.flatten() for tensor in self.base])
+        everybody, found, left = range(self.peers), {}, 1.0
+        for count in range(self.peers, 0, -1):
+            for members in itertools.combinations(everybody, count):
+                factor = statistics.fmean(index + 1 for index in members)
+                share = torch.isclose(vector, base * factor, rtol=1e-4, atol=1e-6).float().mean().item()
+                if share > 1e-3 and factor not in found:  # by chance, values near 0 look like any mean
+                    found[factor] = f"{share:.3f} like the mean of {members}"
+                    left -= share
+        shares = "; ".join([*found.values(), f"{max(0.0, left):.3f} like none"])
+        return f"{shares}. Told of the round: {self.losses() or 'it was complete'}"
+
+    def look(self) -> dict[str, Any]:
+        """How others call this peer of shoal, at which port it listens, and at which relays it has reservations."""
+
+        async def see(dht: Any, node: Any) -> dict[str, Any]:
+            p2p = node.p2p
+            return {
+                "peer_id": str(p2p.peer_id),
+                "port": int(p2p.transport.addresses()[0]["tcp"]),
+                "reachability": p2p.reachability.value,
+                "reservations": len(p2p.reservations.held),
+                "holds": [str(relay) for relay in p2p.reservations.held],
+            }
+
+        return self.dht.run_coroutine(see)
 
     def compare_roughly(self, tensors: list[torch.Tensor], factor: float) -> None:
         for tensor, base in zip(tensors, self.base, strict=True):

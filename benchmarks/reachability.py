@@ -3,7 +3,9 @@
     sudo python -m benchmarks.reachability matrix     # 20 dials for each pair of kinds of routers
     sudo python -m benchmarks.reachability times      # joins, and dials from a circuit address
     sudo python -m benchmarks.reachability rounds     # all-reduces of 40 MB, some of them disturbed
+    sudo python -m benchmarks.reachability departure  # the only public peer goes, and another one turns public
     sudo python -m benchmarks.reachability relay      # a relay at its rate
+    sudo python -m benchmarks.reachability lines      # uplinks of 100 Mbit/s, directly and through a relay
     sudo python -m benchmarks.reachability mapping    # routers that open ports when asked
 
 Any two lines are 30 ms from each other, one way. Each figure has its bar beside it; the last word of a line says
@@ -14,103 +16,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.crew import AveragerCrew, Crew
+from benchmarks.callers import Caller, Report, dial, percentile
+from benchmarks.rounds_behind_routers import MEGABITS, MTU, departure, rounds, start_dht
 from tests import nursery
 from tests.nat.laboratory import Host, Laboratory
 from tests.nat.rules import Kind
-from tests.system.swarm import START_LIMIT_SECONDS, Peer
-
-SCRIPT = Path(__file__).parents[1] / "tests" / "nat" / "call_others.py"
-ANSWER_LIMIT_SECONDS = 120.0
-
-
-class Caller:
-    """A process of ``call_others.py`` on a host.
-
-    Args:
-        host: where it runs.
-        initial_peers: addresses; empty: it is the first one.
-        options: further parameters of its ``DHT``.
-    """
-
-    _numbers = itertools.count()
-
-    def __init__(self, host: Host, initial_peers: Sequence[str] = (), **options: Any) -> None:
-        self.host = host
-        self._process: Peer = host.start(SCRIPT)
-        self._process.tell(json.dumps({"initial_peers": list(initial_peers), **options}))
-
-    def greeting(self) -> dict[str, Any]:
-        """What it has said when it had joined."""
-        return self._process.wait_for("peer_id", START_LIMIT_SECONDS)
-
-    @property
-    def peer_id(self) -> str:
-        return self.greeting()["peer_id"]
-
-    def tell(self, command: str, *arguments: Any) -> int:
-        """Give a command; returns the number under which the answer comes."""
-        number = next(self._numbers)
-        self._process.tell(json.dumps([number, command, *arguments]))
-        return number
-
-    def answer(self, number: int) -> Any:
-        """What came of a command.
-
-        Raises:
-            RuntimeError: it failed.
-        """
-        event = self._process.wait_for("number", ANSWER_LIMIT_SECONDS, lambda event: event["number"] == number)
-        if "error" in event:
-            raise RuntimeError(f"{self.host.namespace}: {event['error']}")
-        return event["result"]
-
-    def ask(self, command: str, *arguments: Any) -> Any:
-        return self.answer(self.tell(command, *arguments))
-
-    def addresses(self) -> list[str]:
-        """Where it can be called."""
-        return self.ask("look")["addresses"]
-
-    def outer_addresses(self) -> list[str]:
-        """Those that are worth telling strangers."""
-        return [each for each in self.addresses() if each.startswith(("/ip4/11.", "/ip6/2a0f"))]
-
-    def errors(self) -> str:
-        return self._process.errors()
-
-    def leave(self) -> None:
-        """End it."""
-        self._process.close()
-
-
-class Report:
-    """Lines with figures and bars."""
-
-    def __init__(self) -> None:
-        self.missed = 0
-
-    def line(self, what: str, figure: str, bar: str, is_held: bool, details: str = "") -> None:
-        self.missed += not is_held
-        print(f"{what:<62} {figure:>16}   bar {bar:<12} {'held' if is_held else 'MISSED'}   {details}", flush=True)
-
-
-def middle(values: Sequence[float]) -> float:
-    """The median, if there are any."""
-    return median(values) if values else float("nan")
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
-
 
 # --- matrix -----------------------------------------------------------------------------------------------------------
 
@@ -128,10 +43,6 @@ RELAYED_PAIRS = (
     {Kind.SYMMETRIC},
 )
 DIRECT_SHARE = 0.95
-
-
-def dial(caller: Caller, target: Caller, addresses: Sequence[str], count: int = 1) -> dict[str, Any]:
-    return caller.ask("dial", target.peer_id, addresses, count)
 
 
 def measure_pair(first: Caller, second: Caller, dials: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -211,13 +122,16 @@ def times(args: argparse.Namespace, report: Report) -> None:
         seed = Caller(lab.host(Kind.PUBLIC))
         at = [each for each in seed.addresses() if "/11." in each]
         joins = [measure_join(lab.host(Kind.PORT_RESTRICTED), at) for _ in range(args.joins)]
-        report.line(
-            "join of a private peer until it can be called, median",
-            f"{median(joins):.2f} s",
-            "2 s",
-            median(joins) <= 2.0,
-            " ".join(f"{each:.2f}" for each in joins),
-        )
+        for what, taken, bar in zip(
+            ("first connection", "call of DHT"), zip(*joins, strict=True), (2.0, 0.0), strict=True
+        ):
+            report.line(
+                f"private peer, from its {what} until it can be called",
+                f"{median(taken):.2f} s",
+                f"{bar:g} s" if bar else "(for scale)",
+                not bar or median(taken) <= bar,
+                " ".join(f"{each:.2f}" for each in taken),
+            )
         easy = [Caller(lab.host(Kind.PORT_RESTRICTED), at, relay=False) for _ in range(2)]
         hard = [Caller(lab.host(Kind.SYMMETRIC), at, relay=False) for _ in range(2)]
         for caller in (*easy, *hard):
@@ -227,11 +141,13 @@ def times(args: argparse.Namespace, report: Report) -> None:
         measure_relayed(*hard, max(3, args.dials // 4), report)
 
 
-def measure_join(host: Host, at: Sequence[str]) -> float:
+def measure_join(host: Host, at: Sequence[str]) -> tuple[float, float]:
+    """Seconds from the first connection, and from the call of ``DHT``, until a private peer can be called."""
     caller = Caller(host, at, relay=False)
-    seconds = caller.greeting()["started"] + caller.ask("wait_until", "relayed")
+    caller.ask("wait_until", "relayed")
+    seconds = caller.ask("milestones")
     caller.leave()
-    return seconds
+    return seconds["relayed"] - seconds["connected"], seconds["relayed"]
 
 
 def measure_punches(first: Caller, second: Caller, dials: int, report: Report) -> None:
@@ -267,152 +183,6 @@ def measure_relayed(first: Caller, second: Caller, dials: int, report: Report) -
 
 
 PUNCH_IS_OVER_SECONDS = 3.0
-
-
-# --- rounds -----------------------------------------------------------------------------------------------------------
-
-MEGABYTES, MEGABITS = 40, 100.0
-PEERS = 4
-MOST_CARRIED = 100_000
-
-
-class BehindRouters(AveragerCrew):
-    """Averagers that find each other through a public machine.
-
-    Args:
-        hosts: where they run.
-        seed: addresses of that machine.
-    """
-
-    def __init__(self, hosts: Sequence[Host], seed: Sequence[str]) -> None:
-        self._seed = list(seed)
-        super().__init__("shoal", len(hosts), MEGABYTES, hosts=hosts)
-
-    def _get_ready(self) -> None:
-        Crew._get_ready(self)
-        self.ask("open", self._seed, to=self.processes[:1])
-        self.ask("join", self._seed)
-
-    def round(self, disturb: Callable[[], object] | None = None, after: float = 0.0) -> float:
-        """Average once and check the result; returns the seconds that it took.
-
-        Args:
-            disturb: what happens meanwhile.
-            after: seconds from the beginning.
-        """
-        self.ask("fill")
-        self.ask("form")
-        self.tell("reduce")
-        if disturb is not None:
-            time.sleep(after)
-            disturb()
-        spans = self.answers_of(self.processes)
-        self.ask("check")
-        return max(span["ended"] for span in spans) - min(span["began"] for span in spans)
-
-    def settle(self) -> None:
-        """After a disturbance: rounds until one goes well."""
-        for _ in range(5):
-            try:
-                self.round()
-            except RuntimeError:
-                continue
-            return
-
-    def rounds(self, count: int) -> tuple[list[float], list[str]]:
-        """After one that does not count: the seconds of those that went well, and what went wrong in the others."""
-        taken, errors = [], []
-        for _ in range(count + 1):
-            try:
-                taken.append(self.round())
-            except RuntimeError as e:
-                taken.append(float("nan"))
-                errors.append(str(e))
-        return [each for each in taken[1:] if each == each], errors
-
-
-def start_hosts(lab: Laboratory, kinds: Sequence[Kind]) -> list[Host]:
-    return [lab.host(kind, megabits=MEGABITS) for kind in kinds]
-
-
-def start_dht(host: Host) -> list[str]:
-    """``shoal dht``, which relays without a limit; returns its address."""
-    return [host.start("-m", "shoal.cli", "dht").wait_for_line("--initial-peers (/ip4/.*)$", START_LIMIT_SECONDS)[1]]
-
-
-def rounds(args: argparse.Namespace, report: Report) -> None:
-    """All-reduces of 40 MB among four, each with 100 Mbit/s: public, easy, easy and disturbed, half of them hard."""
-    with (
-        Laboratory() as lab,
-        BehindRouters(start_hosts(lab, [Kind.PUBLIC] * PEERS), start_dht(lab.host("public"))) as crew,
-    ):
-        public, wrong = crew.rounds(args.rounds)
-    told = tell_rounds(public, wrong)
-    report.line("4 public peers, 40 MB, median", f"{middle(public):.2f} s", "(for scale)", not wrong, told)
-    with Laboratory() as lab:
-        seed = Caller(lab.host(Kind.PUBLIC))
-        hosts = start_hosts(lab, [Kind.PORT_RESTRICTED] * PEERS)
-        with BehindRouters(hosts, [each for each in seed.addresses() if "/11." in each]) as crew:
-            easy, wrong = crew.rounds(args.rounds)
-            carried = seed.ask("metrics")["bytes_carried"]
-            ratio, told = middle(easy) / middle(public), tell_rounds(easy, wrong)
-            report.line(
-                "4 easy private peers and a public one",
-                f"{ratio:.2f} × public",
-                "1.10 ×",
-                ratio <= 1.10 and not wrong,
-                told,
-            )
-            is_held = carried < MOST_CARRIED
-            report.line("… carried by the relay", f"{carried / 1e3:.0f} kB", "100 kB", is_held)
-            disturb_rounds(crew, hosts, middle(easy), args, report)
-    with Laboratory() as lab:
-        kinds = [Kind.PORT_RESTRICTED, Kind.PORT_RESTRICTED, Kind.SYMMETRIC, Kind.SYMMETRIC]
-        at = start_dht(lab.host(Kind.PUBLIC))
-        with BehindRouters(start_hosts(lab, kinds), at) as crew:
-            hard, wrong = crew.rounds(args.rounds)
-    ratio, told = middle(hard) / middle(public), tell_rounds(hard, wrong)
-    report.line(
-        "2 of 4 symmetric, relay without a limit",
-        f"{ratio:.2f} × public",
-        "1.5 ×",
-        ratio <= 1.5 and not wrong,
-        told,
-    )
-
-
-def tell_rounds(taken: Sequence[float], errors: Sequence[str]) -> str:
-    told = " ".join(f"{each:.2f}" for each in taken)
-    return told + (f"   {len(errors)} went wrong: {' '.join(errors[0].split())[:300]}" if errors else "")
-
-
-def disturb_rounds(
-    crew: BehindRouters, hosts: Sequence[Host], usual: float, args: argparse.Namespace, report: Report
-) -> None:
-    def reset() -> None:
-        hosts[0].begin_resets(hosts[1].outer)
-        time.sleep(0.3)
-        hosts[0].end_resets()
-
-    for what, disturb, most in (
-        ("TCP of one pair reset in mid-round", reset, 1.0),
-        ("router forgets its translations in mid-round", hosts[0].router.forget, 15.0),
-    ):
-        over, errors = [], []
-        for _ in range(args.disturbed):
-            try:
-                over.append(crew.round(disturb, usual / 2) - usual)
-            except RuntimeError as e:
-                errors.append(str(e))
-            crew.settle()
-        worst = max(over, default=float("nan"))
-        report.line(
-            what,
-            f"{worst:+.1f} s, {len(over)} of {args.disturbed}",
-            f"{most:g} s, 100 %",
-            not errors and worst <= most,
-            " ".join(f"{each:+.1f}" for each in over) + (f" {' '.join(errors[0].split())[:300]}" if errors else ""),
-        )
 
 
 # --- relay ------------------------------------------------------------------------------------------------------------
@@ -452,6 +222,38 @@ def relay(args: argparse.Namespace, report: Report) -> None:
     report.line("… furthest from an eighth", f"{100 * worst:.0f} %", "15 %", worst <= 0.15, told)
     ratio = median(busy) / median(idle)
     report.line("… control calls", f"{ratio:.2f} × idle", "2 ×", ratio < 2, f"{1e3 * median(busy):.0f} ms")
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+STRIPES = 4
+
+
+def lines(args: argparse.Namespace, report: Report) -> None:
+    """What an uplink carries to one other peer, straight and through a relay that has no limit."""
+    with Laboratory(mtu=MTU) as lab:
+        at = start_dht(lab.host(Kind.PUBLIC))
+        for what, kind, bar in (("directly", Kind.PORT_RESTRICTED, 10.0), ("through a relay", Kind.SYMMETRIC, 8.0)):
+            sender, receiver = [
+                Caller(host, at, relay=False) for host in [lab.host(kind, megabits=MEGABITS) for _ in range(2)]
+            ]
+            for caller in (sender, receiver):
+                caller.ask("wait_until", "relayed")
+            time.sleep(args.settle)
+            sender.ask("know", receiver.peer_id, receiver.addresses())
+            begin = time.monotonic() + args.seconds / 2
+            rates = sender.ask("pour", [receiver.peer_id] * STRIPES, begin, begin + args.seconds)
+            metrics = sender.ask("metrics")
+            report.line(
+                f"{STRIPES} stripes {what}, uplink of {MEGABITS:g} Mbit/s, 60 ms",
+                f"{sum(rates) / 1e6:.2f} MB/s",
+                f"{bar:g} MB/s",
+                sum(rates) / 1e6 >= bar,
+                f"{' '.join(f'{each / 1e6:.2f}' for each in rates)}, {metrics['dials_punched']} punched, "
+                f"{metrics['dials_relayed']} relayed",
+            )
+            for caller in (sender, receiver):
+                caller.leave()
 
 
 # --- mapping ----------------------------------------------------------------------------------------------------------
@@ -498,7 +300,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
     "matrix": matrix,
     "times": times,
     "rounds": rounds,
+    "departure": departure,
     "relay": relay,
+    "lines": lines,
     "mapping": mapping,
 }
 

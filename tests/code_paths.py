@@ -9,7 +9,12 @@ import sys
 
 def check_same_on_both(module: str) -> None:
     """Let two processes call the function ``digest`` of a module of tests, one on each path: both find the same."""
-    script = f"import torch; from {module} import digest; print(torch.backends.cpu.get_cpu_capability(), digest())"
+    script = f"""
+import torch
+from {module} import digest
+print(torch.backends.cpu.get_cpu_capability())
+print(digest())
+"""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script],
@@ -19,8 +24,8 @@ def check_same_on_both(module: str) -> None:
         )
         for path in ("default", "avx2")
     ]
-    answers = [process.communicate()[0].split() for process in processes]
+    answers = [process.communicate()[0].splitlines() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     (plain_path, plain), (_, fast) = answers
-    assert plain_path == "DEFAULT"
+    assert plain_path in {"DEFAULT", "NO AVX"}, "the name depends on the version of torch"
     assert plain == fast

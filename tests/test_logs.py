@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ from textwrap import dedent
 import pytest
 
 from shoal.logs import MOST_LINES_OF_A_KIND, HandlerMode, Seldom, counted, one_line, quoted, use_hivemind_log_handler
+from shoal.testing import run
 
 LINE = re.compile(r"[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d\.\d{3} (.*)")
 
@@ -169,3 +171,18 @@ def test_a_line_about_one_peer_does_not_hide_another(monkeypatch: pytest.MonkeyP
     now += 60.0
     seldom("peer %s is odd", "a", about="a")
     assert lines[-1] == f"peer a is odd (and {10_000 - 3} more like this before)"
+
+
+def test_in_a_simulation_its_own_time_counts() -> None:
+    lines: list[str] = []
+    seldom = Seldom(lambda text, *values: lines.append(text % values), seconds=60.0)
+
+    async def be_odd_for_ten_minutes() -> None:
+        for second in range(600):
+            seldom("odd at %d", second)
+            await asyncio.sleep(1.0)
+
+    run(be_odd_for_ten_minutes())
+    assert len(lines) == 10
+    run(be_odd_for_ten_minutes())
+    assert lines[10] == "odd at 0 (and 59 more like this before)", "the clock of another simulation begins anew"

@@ -28,6 +28,7 @@ because there is no such memory.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import reprlib
@@ -86,7 +87,8 @@ def one_line(text: str) -> str:
 class Seldom:
     """Lets one line of each kind through in a while: lines that strangers can cause must not fill a disk.
 
-    A line about one peer does not suppress a line about another peer, unless there is a crowd of them.
+    A line about one peer does not suppress a line about another peer, unless there is a crowd of them. Inside an event
+    loop its clock counts, so that an hour of simulated time has the lines of an hour.
 
     Args:
         log: writes a line, such as the ``warning`` of a logger.
@@ -106,9 +108,10 @@ class Seldom:
         Args:
             about: the subject of the line, such as a peer.
         """
-        now = time.monotonic()
+        now = _now()
         # No lock: at worst two threads log one line too many, and a forked child never finds a held lock.
-        told = {whom: at for whom, at in self.told.get(kind, {}).items() if now - at < self._seconds}
+        # Simulations have clocks of their own, so a time may lie far in the future.
+        told = {whom: at for whom, at in self.told.get(kind, {}).items() if abs(now - at) < self._seconds}
         left_out = self._left_out.get(kind, 0)
         if about in told or len(told) >= MOST_LINES_OF_A_KIND:
             self._left_out[kind] = left_out + 1
@@ -117,6 +120,14 @@ class Seldom:
         if left_out:
             kind, values = f"{kind} (and %d more like this before)", (*values, left_out)
         self._log(kind, *values)
+
+
+def _now() -> float:
+    """Seconds of the caller's event loop, which may be those of a simulation; elsewhere those of the machine."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
 
 
 class HandlerMode(Enum):

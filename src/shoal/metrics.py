@@ -137,6 +137,7 @@ class Metrics:
     ``averages that did not come``: a round took long because a reducer gave none;
     ``weights that cannot be``: members claimed more than they can have brought;
     ``clocks that differ``: peers told another time than the settled one;
+    ``records that are not told``: nodes of the table did not tell records of this peer that they had agreed to keep;
     ``states that differ``: donors did not have the state that most donors of that epoch have;
     ``leaders not followed``: they accepted followers and did not start the group, or understated somebody's weight."""
     peers: dict[str, Deeds] = field(default_factory=dict)

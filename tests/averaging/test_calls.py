@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 
-from shoal.averaging.messages import ANSWERED_FACTOR, MAX_DIALS, REDIAL_WITHIN, open_patiently
-from shoal.errors import DialError, InterruptedDialError, StreamClosedError
+from shoal.averaging.messages import (
+    ANSWERED_FACTOR,
+    MAX_DIALS,
+    REDIAL_WITHIN,
+    RESUME_SECONDS,
+    RETURN_SECONDS,
+    open_again,
+    open_patiently,
+)
+from shoal.errors import DialError, InterruptedDialError, NoReservationError, RefusedDialError, StreamClosedError
 from shoal.testing import run
 
 
@@ -107,3 +115,49 @@ def test_a_call_that_has_begun_is_not_repeated():
 
     run(main())
     assert len(dials) == 1
+
+
+class Signs:
+    """Signs of life, as somebody says."""
+
+    def __init__(self, *, is_heard: bool, came_at: float) -> None:
+        self._is_heard, self._came_at = is_heard, came_at
+
+    def is_heard(self) -> bool:
+        return self._is_heard
+
+    def has_come_after(self, moment: float) -> bool:
+        return self._came_at > moment
+
+
+async def seconds_until_given_up(error: type[DialError], signs: Signs) -> float:
+    begun = asyncio.get_running_loop().time()
+    with pytest.raises((DialError, TimeoutError)):
+        async with open_again(calls(10_000, 0.05, [], error), signs):
+            pass
+    return asyncio.get_running_loop().time() - begun
+
+
+@pytest.mark.parametrize("error", [RefusedDialError, NoReservationError])
+def test_a_refusal_is_a_death_unless_the_member_has_just_come_anew(error):
+    async def main() -> None:
+        now = asyncio.get_running_loop().time()
+        for is_heard, came_at, expected in (
+            (False, now, 0.05),
+            (True, now - 2 * RESUME_SECONDS, 0.05),
+            (True, now, RETURN_SECONDS),
+        ):
+            signs = Signs(is_heard=is_heard, came_at=came_at)
+            margin = 0.01 if expected < 1.0 else RESUME_SECONDS + 0.2
+            assert await seconds_until_given_up(error, signs) == pytest.approx(expected, abs=margin)
+
+    run(main())
+
+
+def test_who_cannot_be_reached_is_dialled_for_longer_if_it_is_heard():
+    async def main() -> None:
+        silent, heard = (Signs(is_heard=is_heard, came_at=0.0) for is_heard in (False, True))
+        assert await seconds_until_given_up(DialError, silent) == pytest.approx(RESUME_SECONDS, abs=0.2)
+        assert await seconds_until_given_up(DialError, heard) == pytest.approx(RETURN_SECONDS, abs=RESUME_SECONDS + 0.2)
+
+    run(main())

@@ -139,17 +139,18 @@ async def test_a_group_moves_its_members(dht):
 async def test_many_averagers_with_groups_of_a_size_are_divided_by_bits_drawn_anew(dht):
     keys = GroupKeyManager(dht, "run", "", 4)
     assert keys.draw_key(0) == keys.current_key == "run.0b"
-    drawn = {keys.draw_key(3) for _ in range(100)}
-    assert drawn == {f"run.0b{number:03b}" for number in range(8)}
+    drawn = {keys.draw_key(5) for _ in range(100)}
+    assert drawn == {f"run.0b{number:03b}" for number in range(8)}, "four times as many as share a key of progress"
+    assert keys.draw_key(2) == "run.0b", "all that share four of those meet under one"
     assert keys.draw_key(0) == "run.0b", "the swarm has become small"
     for bits, size in (("01", 4), ("", None)):
         keys = GroupKeyManager(dht, "run", bits, size)
-        assert keys.draw_key(3) == f"run.0b{bits}", "a user's own bits, or one group of all"
+        assert keys.draw_key(5) == f"run.0b{bits}", "a user's own bits, or one group of all"
 
 
 async def test_who_finds_too_few_looks_one_bit_above_and_below(dht, other_dht):
     keys, other = GroupKeyManager(dht, "run", "", 3), GroupKeyManager(other_dht, "run", "", 3)
-    key, expiration = keys.draw_key(2), get_dht_time() + 60
+    key, expiration = keys.draw_key(4), get_dht_time() + 60
     bits = key.rpartition("0b")[2]
     above, below = f"run.0b{bits[:-1]}", {f"run.0b{bits}{bit}" for bit in "01"}
     for each in (above, *below):

@@ -22,10 +22,13 @@ from shoal.dht.crypto import (
     RSAPublicKey,
     RSASignatureValidator,
     SignatureValidator,
+    peer_of,
+    tag_of,
 )
 from shoal.dht.routing import DHTID
 from shoal.dht.schema import SchemaValidator
 from shoal.dht.validation import DHTRecord
+from shoal.p2p.identity import Identity
 
 KEY = DHTID.generate("key").to_bytes()
 
@@ -148,11 +151,38 @@ def test_hostile_bytes_never_raise(alice, subkey, value):
         assert isinstance(alice.strip_value(record), bytes)
 
 
-def test_checked_records_are_not_checked_again(alice, monkeypatch):
+def test_checked_records_are_not_checked_again(alice, mallory, monkeypatch):
     record = signed(alice, alice, b"remember me")
-    assert alice.validate(record)
+    assert mallory.validate(record)
     monkeypatch.setattr(PublicKey, "verify", lambda *args: pytest.fail("verified again"))
-    assert alice.validate(record)
+    assert mallory.validate(record)
+    assert alice.validate(record), "the signer knows its own signature"
+
+
+def test_what_others_have_changed_in_an_own_record_is_noticed(alice):
+    record = signed(alice, alice, b"mine")
+    later = dataclasses.replace(record, expiration_time=record.expiration_time + 1)
+    other = dataclasses.replace(record, value=record.value.replace(b"mine", b"mime"))
+    assert [alice.validate(each) for each in (record, later, other)] == [True, False, False]
+
+
+def test_other_forms_of_a_key_are_read_by_the_parser(alice):
+    """A comment may follow; and what only begins like a key of the usual form is none."""
+    text = PrivateKey().get_public_key().to_bytes()
+    assert PublicKey.from_bytes(text + b" somebody@somewhere").to_bytes() == text
+    for wrong in (b"ssh-ed25519 " + b"A" * 68, b"ssh-ed25519 " + b"!" * 68, text[:-1] + b"!", text[:-1], text[1:]):
+        with pytest.raises(ValueError, match="OpenSSH"):
+            PublicKey.from_bytes(wrong)
+
+
+def test_peers_of_tags_are_remembered_and_others_stay_refused():
+    peer = Identity.generate().peer_id
+    assert peer_of(tag_of(peer)) == peer
+    assert peer_of(tag_of(peer)) is peer_of(tag_of(peer))
+    for wrong in (b"[owner:]", tag_of(peer)[:-1], "text", None, [1]):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="tag"):
+                peer_of(wrong)
 
 
 def test_keys_survive_as_bytes():

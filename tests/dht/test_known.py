@@ -13,7 +13,7 @@ from shoal.dht.lookup import Lookup
 from shoal.dht.protocol import DHTProtocol
 from shoal.dht.records import FindRequest, FindResponse
 from shoal.dht.routing import DHTID, ID_BITS
-from shoal.dht.storage import DictionaryDHTValue
+from shoal.dht.storage import DictionaryDHTValue, ValueWithExpiration
 from shoal.p2p import P2PContext
 from tests.dht.swarm import Swarm
 from tests.dht.virtual_time import in_virtual_time
@@ -67,6 +67,14 @@ def test_entries_that_are_known_are_left_out_until_they_are_stored_anew():
     nothing_new = DictionaryDHTValue.unpackb(everything.without_known(key, dictionary).packb())
     assert not len(nothing_new)
     assert nothing_new.latest_expiration_time == now + 99
+
+
+def test_equal_keys_of_different_types_have_numbers_of_their_own():
+    item = ValueWithExpiration(b"value", get_dht_time() + 60)
+    spellings = [1, True, 1.0, b"1", "1"]
+    numbers = [numbers_of_entries(DHTID.generate("key"), [(subkey, item)])[subkey] for subkey in spellings * 2]
+    assert len(set(numbers)) == len(spellings)
+    assert numbers[: len(spellings)] == numbers[len(spellings) :]
 
 
 def test_who_wants_only_some_entries_gets_a_sample_in_which_nobody_is_hidden():

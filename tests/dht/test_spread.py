@@ -139,6 +139,19 @@ def test_all_agree_about_a_swarm_that_grows_and_shrinks():
     assert {spread.depth for spread in swarm.spreads.values()} == {0}
 
 
+@pytest.mark.parametrize(("size", "shallow", "deep"), [(200, 1, 2), (800, 3, 4)])
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_where_two_depths_fit_all_follow_the_majority(size, shallow, deep, share):
+    swarm = Swarm()
+    swarm.join(size)
+    for number, spread in enumerate(swarm.spreads.values()):
+        spread.depth = deep if number % 10 < 10 * share else shallow
+    swarm.live(8)
+    depths = Counter(spread.depth for spread in swarm.spreads.values())
+    assert depths[deep if share > 0.5 else shallow] > 0.95 * size, depths
+    assert swarm.moves < 1.5 * size, "they do not go to and fro"
+
+
 @pytest.fixture(scope="module")
 def crowd():
     """It has come at once, a while ago; not to be changed."""

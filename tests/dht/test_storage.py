@@ -299,6 +299,21 @@ def test_malformed_dictionaries_are_refused(content):
         DictionaryDHTValue.unpackb(MSGPackSerializer.dumps(content))
 
 
+@in_virtual_time
+async def test_of_entries_with_one_key_the_one_that_expires_last_counts():
+    entries = [
+        ["a", b"1", later(2)],
+        ["b", b"2", later(3)],
+        ["a", b"3", later(1)],
+        [1, b"4", later(1)],
+        [1.0, b"5", later(2)],
+    ]
+    dictionary = DictionaryDHTValue.unpackb(MSGPackSerializer.dumps([None, later(3), entries]))
+    assert [(name, item.value) for name, item in dictionary.items()] == [("a", b"1"), ("b", b"2"), (1.0, b"5")]
+    assert dictionary.top()[0] in ("a", 1.0)
+    assert dictionary.latest_expiration_time == later(3)
+
+
 @given(st.binary(max_size=100))
 def test_any_bytes_are_a_dictionary_or_a_value_error(data):
     for attempt in (DictionaryDHTValue.unpackb, MSGPackSerializer.loads):

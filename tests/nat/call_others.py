@@ -6,15 +6,18 @@ The first line has the parameters of its ``DHT``. Every other one has a number, 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal import DHT
 from shoal.dht import DHTNode
 from shoal.p2p import P2P, Call, Header, Multiaddr, P2PContext, PeerID, ServicerBase
+from shoal.p2p.reach import Outlook
+from shoal.p2p.reachability import Reachability
 
 PIECE_BYTES = 16 * 1024
 CALLABLE_LIMIT_SECONDS = 60.0
@@ -49,11 +52,40 @@ async def _next(call: Call) -> Number:
     return number
 
 
+class Milestones:
+    """When this peer had its first connection, and when others could call it first through a relay.
+
+    It notes that inside of the peer, which is on its way before anybody can look at it.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+        self._note_after(P2P, "greet", "connected", lambda p2p: True)
+        self._note_after(Outlook, "update", "relayed", lambda outlook: outlook.state is Reachability.RELAYED)
+
+    def _note_after(self, kind: type, method: str, name: str, is_so: Callable[[Any], bool]) -> None:
+        original = getattr(kind, method)
+
+        @functools.wraps(original)
+        def noting(this: Any, *arguments: Any, **options: Any) -> Any:
+            result = original(this, *arguments, **options)
+            if name not in self.seconds and is_so(this):
+                self.seconds[name] = time.monotonic() - self._began
+            return result
+
+        setattr(kind, method, noting)
+
+
 class Commands:
     """What can be asked of this peer; all run in the background loop."""
 
-    def __init__(self, p2p: P2P) -> None:
-        self.p2p = p2p
+    def __init__(self, p2p: P2P, milestones: Milestones) -> None:
+        self.p2p, self._milestones = p2p, milestones
+
+    async def milestones(self) -> dict[str, float]:
+        """Seconds since this peer has begun to start: see :class:`Milestones`."""
+        return self._milestones.seconds
 
     async def look(self) -> dict[str, Any]:
         """How others call this peer."""
@@ -180,12 +212,13 @@ def say(**event: object) -> None:
 
 def main() -> None:
     parameters = json.loads(sys.stdin.readline())
+    milestones = Milestones()
     began = time.monotonic()
     dht = DHT(start=True, **parameters)
 
     async def prepare(dht: DHT, node: DHTNode) -> Commands:
         await Probe().add_p2p_handlers(node.p2p)
-        return Commands(node.p2p)
+        return Commands(node.p2p, milestones)
 
     started = time.monotonic() - began
     commands = dht.run_coroutine(prepare)

@@ -76,7 +76,7 @@ class Line:
         networks = [bytes([11, 0, number]), bytes([0x2A, 0x0F, 0, number])]
         self.number = self._wire.add(computer.namespace, WAN, networks, delay)
         computer.ip("addr", "add", f"{self.address}/24", "dev", WAN)
-        computer.ip("link", "set", WAN, "txqueuelen", 1000, "up")
+        computer.ip("link", "set", WAN, "mtu", lab.mtu, "txqueuelen", 1000, "up")
         computer.ip("route", "add", "default", "dev", WAN)
         if megabits is not None:
             computer.run("tc", "qdisc", "replace", "dev", WAN, "root", "tbf", "rate", f"{megabits}mbit", *QUEUE)
@@ -217,7 +217,8 @@ class Router(Computer):
         """Connect a computer with the inner network; returns its addresses there and the number that they end with."""
         number = next(self._numbers)
         port, address, address_6 = f"port{number}", f"{self.lan}.{number}", ""
-        self.ip("link", "add", port, "type", "veth", "peer", device, "netns", computer.namespace)
+        mtu = ["mtu", self._lab.mtu]
+        self.ip("link", "add", port, *mtu, "type", "veth", "peer", device, *mtu, "netns", computer.namespace)
         self.ip("link", "set", port, "master", LAN, "up")
         computer.ip("addr", "add", f"{address}/24", "dev", device)
         computer.ip("link", "set", device, "up")
@@ -259,10 +260,11 @@ class Laboratory:
 
     Args:
         one_way: seconds that a packet takes from one line to another.
+        mtu: the largest packet; larger ones make less work for the wire, which is slow code.
     """
 
-    def __init__(self, one_way: float = ONE_WAY_SECONDS) -> None:
-        self.name = new_name()
+    def __init__(self, one_way: float = ONE_WAY_SECONDS, mtu: int = 1500) -> None:
+        self.name, self.mtu = new_name(), mtu
         self.computers: list[Computer] = []
         self.networks = itertools.count(1)
         self._delay = one_way / 2

@@ -17,8 +17,9 @@ from shoal.p2p.limits import DEFAULT_LIMITS, HeaderMemory
 from shoal.p2p.pooled_peer import BARREN_SECONDS
 from shoal.p2p.presence import Presence, PresenceQuery, PresenceReply
 from shoal.p2p.reachability import Reach
+from shoal.p2p.service import P2PContext, ServicerBase
 from shoal.testing import run
-from tests.p2p.peers import Peers, ScriptedStream, serving
+from tests.p2p.peers import Number, Peers, ScriptedStream, serving, until
 from tests.p2p.relays import square
 
 PEER = Identity.generate().peer_id
@@ -148,6 +149,47 @@ async def test_a_call_that_is_cancelled_loses_no_connection(stranded: Stranded) 
 async def test_without_any_connection_a_dial_that_fails_tells_so(stranded: Stranded) -> None:
     with pytest.raises(DialError, match="does not answer"):
         await stranded.pool.acquire(PEER)
+
+
+class Slow(ServicerBase):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.entered, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def rpc_wait(self, request: Number, context: P2PContext) -> Number:
+        self.entered.set()
+        await self.may_answer.wait()
+        return request
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
+async def test_a_question_that_is_given_up_does_not_cost_the_connection(kind: str, comes: bool) -> None:
+    async with Peers(kind) as peers:
+        server, caller, slow = await peers.start(), await peers.start(), Slow()
+        await serving(server)
+        await slow.add_p2p_handlers(server)
+        caller.add_addresses(server.peer_id, server.get_addresses(server.peer_id))
+        assert await square(caller, server) == 9
+        [stream] = caller.pool.streams_to(server.peer_id)
+        stream.is_arranged = True
+        asking = asyncio.ensure_future(Slow.get_stub(caller, server.peer_id).rpc_wait(Number(value=1)))
+        await slow.entered.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert not stream.closed
+        assert caller.pool.count_of(server.peer_id) == 0, "it waits for the answer"
+        if comes:
+            slow.may_answer.set()
+            await until(lambda: caller.pool.count_of(server.peer_id) == 1)
+            assert caller.pool.streams_to(server.peer_id) == [stream]
+            assert await square(caller, server) == 9
+        else:
+            await caller.shutdown()
+            assert stream.closed
+        assert not caller.late_answers
 
 
 # --- what others learn ------------------------------------------------------------------------------------------------

@@ -88,6 +88,21 @@ def test_the_host_of_a_relay_is_not_that_of_its_guests() -> None:
     assert "which is this machine alone" not in explain_unreachable(OTHER, [str(CIRCUIT)], "/ip4/9.9.9.9/tcp/5")[0]
 
 
+def test_the_host_of_a_peer_changes_with_its_addresses() -> None:
+    book, public, another = AddressBook(), Multiaddr("/ip4/8.8.8.8/tcp/1"), Multiaddr("/ip4/9.9.9.9/tcp/1")
+    assert book.host_of(TARGET) == TARGET
+    book.add(TARGET, [PLACE])
+    assert book.host_of(TARGET) == book.host_of(TARGET) == TARGET
+    book.add(TARGET, [public, another])
+    assert book.host_of(TARGET) == "8.8.8.0/24"
+    book.prefer(TARGET, another)
+    assert book.host_of(TARGET) == "9.9.9.0/24"
+    book.forget(TARGET, another)
+    assert book.host_of(TARGET) == "8.8.8.0/24"
+    book.replace(TARGET, [another])
+    assert book.host_of(TARGET) == "9.9.9.0/24"
+
+
 def test_an_initial_peer_behind_a_relay_stands_for_the_relay_too() -> None:
     direct = Multiaddr(f"{PLACE}/p2p/{RELAY}")
     assert parse_peer_addresses([FULL]) == [(CIRCUIT, TARGET), (PLACE, RELAY)]

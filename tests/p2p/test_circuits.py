@@ -12,10 +12,11 @@ from shoal.errors import DialError, IdentityMismatchError, NoRelayError, NoReser
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.p2p.answering import MAX_ANSWERS, may_be_dialled
 from shoal.p2p.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks
-from shoal.p2p.circuits import HEAD_START, REVERSE_SECONDS
+from shoal.p2p.circuits import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.p2p.connection_pool import CIRCUIT_SECONDS, CIRCUIT_STAGGER
 from shoal.p2p.identity import circuit_address
 from shoal.p2p.memory import MemoryNetwork
+from shoal.p2p.pipes import PipeEnd
 from shoal.p2p.relay_messages import Incoming, Reach
 from shoal.p2p.transport import COOKIE_BYTES, Stream
 from shoal.testing import run
@@ -67,6 +68,20 @@ async def test_several_at_once(kind: str) -> None:
         await caller.prepare(guest.peer_id, 7)
         assert caller.pool.count_of(guest.peer_id) == 7
         assert await square(caller, guest) == 9
+
+
+async def test_several_at_once_to_who_seems_to_be_near() -> None:
+    async with Relayed("memory") as peers:
+        gone = await peers.start()
+        [address] = gone.get_addresses(gone.peer_id)
+        await gone.shutdown()
+        await peers.relay()
+        guest, caller = await peers.guest(), await peers.caller()
+        caller.add_addresses(guest.peer_id, [address])  # as homes do whose networks have the same number
+        tell(caller, guest)
+        await caller.prepare(guest.peer_id, 6)
+        assert caller.metrics.dials_relayed == 6
+        assert caller.metrics.calls_made == 2, "one for the first connection, which shows that it is not near"
 
 
 @both_kinds
@@ -181,6 +196,25 @@ def test_a_silent_relay_costs_a_moment_if_there_is_another_one() -> None:
             assert asyncio.get_running_loop().time() - began == pytest.approx(CIRCUIT_STAGGER, abs=0.1)
             with pytest.raises(DialError, match=f"no connection to peer .* within {CIRCUIT_SECONDS:g} s"):
                 await caller.circuits.dial(first, guest.peer_id)
+
+    run(main())
+
+
+def test_a_relay_is_asked_again_if_the_connection_to_it_has_broken_without_a_sign() -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relay = await peers.relay()
+            guest, caller = await peers.guest(), await peers.caller()
+            tell(caller, guest)
+            assert await square(caller, guest) == 9
+            caller.pool.end_idle(guest.peer_id)
+            assert caller.pool.count_of(relay.peer_id)
+            for connection in relay.connections_from(caller.peer_id):
+                assert isinstance(connection.stream, PipeEnd)
+                connection.stream.end()  # the other side does not hear of it
+            began = asyncio.get_running_loop().time()
+            assert await square(caller, guest) == 9
+            assert asyncio.get_running_loop().time() - began == pytest.approx(ANSWER_SECONDS, abs=0.1)
 
     run(main())
 
@@ -347,6 +381,27 @@ async def test_a_relay_that_announces_crowds_is_answered_a_little(caplog: pytest
         await until(lambda: not guest.answering.tasks)
 
 
+async def test_an_unexpected_error_of_an_answer_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Relayed("memory") as peers:
+        relay = await peers.relay()
+        guest, caller = await peers.guest(), await peers.caller()
+        addresses = tell(caller, guest)
+
+        async def break_down(*args: object, **options: object) -> list[Circuit]:
+            raise KeyError("no such thing")
+
+        monkeypatch.setattr("shoal.p2p.answering.open_circuits", break_down)
+        told = Incoming(peer=caller.peer_id.to_bytes(), cookies=[bytes(COOKIE_BYTES)])
+        for _ in range(3):
+            guest.answering.answer(relay.peer_id, addresses, told)
+        await until(lambda: not guest.answering.tasks)
+        (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        for said in (caller.peer_id, relay.peer_id, "KeyError", "no such thing"):
+            assert str(said) in line
+
+
 # --- with direct connections on the way -------------------------------------------------------------------------------
 
 
@@ -354,10 +409,13 @@ class Punch:
     """Finds direct connections after some time, or does not."""
 
     def __init__(self, after: float | None = None, *, works: bool = True) -> None:
-        self.after, self.works = after, works
+        self.after, self.works, self.has_worked = after, works, False
         self.target: P2P | None = None
         self.caller: P2P | None = None
         self.circuits: list[Sequence[Circuit]] = []
+
+    def expects_success(self, peer: PeerID) -> bool:
+        return self.has_worked
 
     def is_worth_it(self, peer: PeerID) -> bool:
         return self.after is not None
@@ -415,6 +473,25 @@ def test_a_direct_connection_is_preferred_if_it_comes_soon(
             assert all(not stream.closed for stream in streams)
             for stream in streams:
                 stream.abort()
+            await until(lambda: relay.relay.circuit_count == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize(("after", "relayed"), [(HEAD_START - 0.1, 0), (HEAD_START + 0.1, 1)])
+def test_a_relay_carries_nothing_while_the_direct_connection_of_before_is_expected(after: float, relayed: int) -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relay = await peers.relay()
+            guest, caller = await peers.private(), await peers.caller()
+            punch = Punch(after)
+            punch.caller, punch.target, punch.has_worked = caller, guest, True
+            caller.circuits.punching, guest.circuits.punching = punch, Punch()
+            (address,) = guest.reservations.addresses()
+            [stream] = await caller.circuits.dial(address, guest.peer_id)
+            assert caller.metrics.dials_relayed == relayed
+            assert (relay.metrics.bytes_carried > 0) is bool(relayed)
+            stream.abort()
             await until(lambda: relay.relay.circuit_count == 0)
 
     run(main())

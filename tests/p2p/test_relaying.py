@@ -13,6 +13,7 @@ from shoal.p2p.badges import ROLES_BY_NAME
 from shoal.p2p.circuit import MEETING_SECONDS
 from shoal.p2p.frames import receive_frame
 from shoal.p2p.limits import RelayLimits
+from shoal.p2p.reachability import Reach
 from shoal.p2p.relay_messages import Code, Observe, Observed, Observer, Ready
 from shoal.p2p.relaying import IDLE_SECONDS, OBSERVATION_BURST, Relay
 from shoal.p2p.transport import COOKIE_BYTES
@@ -180,6 +181,21 @@ async def test_codes_of_who_is_not_there_and_who_is_no_relay() -> None:
         assert (await connect(caller, relay, target=b"x" * 30)).code == Code.NO_RESERVATION
         assert (await connect(caller, no_relay, **target_of(guest))).code == Code.NOT_A_RELAY
         assert relay.metrics.circuits_refused == {"no reservation": 1}
+
+
+@both_kinds
+async def test_a_guest_whose_router_is_another_kind_than_it_thought_says_so(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        relay = await peers.relay()
+        guest, caller = await peers.private(), await peers.caller()
+        introduce(caller, relay)
+        await until(lambda: relay.reaches.get(guest.peer_id, Reach.CLIENT) == Reach.EASY)
+        assert (await connect(caller, relay, **target_of(guest))).reach == Reach.EASY
+        guest.outlook.is_hard = True
+        guest.outlook.update()
+        await until(lambda: relay.reaches.get(guest.peer_id, Reach.EASY) == Reach.HARD)
+        assert (await connect(caller, relay, **target_of(guest))).reach == Reach.HARD
+        assert relay.relay.guests == [guest.peer_id], "with the same reservation"
 
 
 def test_a_side_that_does_not_come_ends_the_other() -> None:

@@ -10,7 +10,7 @@ from shoal.p2p import P2P, Call, Multiaddr
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.relay_messages import Code, Notice, Reserve, Reserved
 from shoal.p2p.relaying import ALIVE_SECONDS, RESERVATION_SECONDS, Relay
-from shoal.p2p.reservations import FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, SILENCE_SECONDS
+from shoal.p2p.reservations import DOUBTED_SECONDS, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, SILENCE_SECONDS
 from shoal.p2p.service import P2PContext, ServicerBase, patient
 from shoal.testing import run
 from tests.p2p.peers import KINDS, until
@@ -246,6 +246,30 @@ def test_a_silent_relay_counts_as_dead_and_what_goes_through_it_is_cut() -> None
             passed = asyncio.get_running_loop().time() - began
             assert passed == pytest.approx(2 * ALIVE_SECONDS + SILENCE_SECONDS, abs=0.5)
             assert through.closed
+            assert other.peer_id in guest.reservations.held
+
+    run(main())
+
+
+def test_when_connections_fall_silent_relays_have_less_time_to_show_that_they_live() -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            dead = await peers.start(**HERE)
+            await dead.relay.remove_p2p_handlers(dead)
+            await Silent([]).add_p2p_handlers(dead)
+            other = await peers.relay()
+            guest = await peers.guest([other])
+            introduce(guest, other, dead)
+            guest.reservations.look()
+            await until(lambda: len(guest.reservations.held) == 2)
+            began = asyncio.get_running_loop().time()
+            await asyncio.sleep(1.0)
+            guest.reservations.doubt()
+            await until(lambda: dead.peer_id not in guest.reservations.held, 60.0)
+            assert asyncio.get_running_loop().time() - began == pytest.approx(DOUBTED_SECONDS, abs=0.5)
+            await asyncio.sleep(2 * ALIVE_SECONDS)
+            guest.reservations.doubt()
+            await asyncio.sleep(2 * ALIVE_SECONDS)
             assert other.peer_id in guest.reservations.held
 
     run(main())

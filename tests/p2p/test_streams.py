@@ -8,7 +8,9 @@ import pytest
 
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.memory import MemoryNetwork
+from shoal.p2p.pipes import WINDOW_BYTES
 from shoal.p2p.tcp import TcpTransport
+from shoal.p2p.tcp_stream import TcpStream
 from shoal.p2p.transport import Stream, Transport
 from tests.p2p.peers import until
 
@@ -47,6 +49,37 @@ async def test_what_has_arrived_can_be_taken_without_waiting(kind: str) -> None:
     await far.read_exactly_into(memoryview(rest))
     assert (taken[1], rest, far.take(1), far.take(2)) == (b"g", b"hijk", b"l", None)
     near.abort()
+    far.abort()
+    await dialler.close()
+    await listener.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "memory"])
+async def test_a_few_bytes_go_between_others_unless_these_are_held_up(kind: str) -> None:
+    dialler, listener = transports(kind)
+    accepted: asyncio.Queue[Stream] = asyncio.Queue()
+    [address] = await listener.listen(Multiaddr("/ip4/127.0.0.1/tcp/0"), accepted.put_nowait)
+    near = await dialler.dial(address, listener.identity.peer_id)
+    far = await accepted.get()
+    await near.write(b"ab")
+    assert near.write_if_free(b"cd")
+    await near.write(b"ef")
+    begun = bytearray(6)
+    await far.read_exactly_into(memoryview(begun))
+    assert begun == b"abcdef"
+    if isinstance(near, TcpStream):
+        near.pause_writing()
+        assert not near.write_if_free(b"x")
+        near.resume_writing()
+    else:
+        writing = asyncio.ensure_future(near.write(bytes(2 * WINDOW_BYTES)))
+        await asyncio.sleep(0)
+        assert not near.write_if_free(b"x")
+        await far.read_exactly_into(memoryview(bytearray(2 * WINDOW_BYTES)))
+        await writing
+    assert near.write_if_free(b"x")
+    near.abort()
+    assert not near.write_if_free(b"x")
     far.abort()
     await dialler.close()
     await listener.close()

@@ -236,7 +236,7 @@ def test_peers_that_call_each_other_through_a_relay_find_a_direct_way() -> None:
             guest, caller = await peers.guest(), await peers.caller()
             tell(caller, guest)
             assert await square(caller, guest) == 9
-            assert caller.pool.only_relayed(guest.peer_id) == 1
+            assert [stream.is_relayed for stream in caller.pool.streams_to(guest.peer_id)] == [True]
             for each in (guest, caller):  # now they may
                 each.circuits.punching = each.punching
             for _ in range(3):
@@ -245,7 +245,7 @@ def test_peers_that_call_each_other_through_a_relay_find_a_direct_way() -> None:
             assert caller.metrics.dials_punched == 0
             await asyncio.sleep(0.2 * UPGRADE_SECONDS)
             assert caller.metrics.dials_punched == 1
-            assert caller.pool.only_relayed(guest.peer_id) == 0
+            assert not all(stream.is_relayed for stream in caller.pool.streams_to(guest.peer_id))
             before = caller.metrics.bytes_relayed
             assert await square(caller, guest) == 9
             assert caller.metrics.bytes_relayed == before

@@ -74,6 +74,7 @@ messages = st.one_of(
     ),
     st.builds(Failure, text=st.text(max_size=20)).map(lambda failure: pack(Kind.ERROR, failure, end=True)),
     st.just(pack(Kind.ITEM, None, end=True)),
+    st.just(pack(Kind.ALIVE, None)),
 )
 
 
@@ -128,7 +129,7 @@ def test_read_new(size: int) -> None:
     [
         ("020300000000000000000000", "version 2"),
         ("010000000000000000000000", "unknown kind 0"),
-        ("010500000000000000000000", "unknown kind 5"),
+        ("010600000000000000000000", "unknown kind 6"),
         ("010300000010000100000000", "over the limits"),
         ("010300000000000080000001", "over the limits"),
     ],
@@ -245,3 +246,27 @@ def test_one_greeting_is_enough() -> None:
 
 async def _receive(data: bytes) -> None:
     await connection_to(data, HeaderMemory(DEFAULT_LIMITS)).receive()
+
+
+def test_signs_of_life_are_no_messages() -> None:
+    """They may stand between any two, and nobody reads them; one that says something breaks the protocol."""
+
+    async def main() -> None:
+        alive = pack(Kind.ALIVE, None)
+        script = alive + pack(Kind.HELLO, Hello()) + alive + pack(Kind.OPEN, Open(handler="nobody")) + alive * 2
+        connection = connection_to(script + pack(Kind.ITEM, Number(value=1)), HeaderMemory(DEFAULT_LIMITS))
+        assert await connection.receive_open() == "nobody"
+        call = Call(connection)
+        assert await call.receive(Number) == Number(value=1)
+        stream = connection.stream
+        assert isinstance(stream, ScriptedStream)
+        connection.show_life()
+        assert not stream.written
+        await connection.flush()
+        assert stream.written[1] == Kind.HELLO, "it was kept for the first message that can be sent"
+
+        for bad in (pack(Kind.ALIVE, Number(value=1)), pack(Kind.ALIVE, None, 3) + b"abc"):
+            with pytest.raises(ProtocolError, match="ALIVE"):
+                await Call(connection_to(bad, HeaderMemory(DEFAULT_LIMITS))).receive(Number)
+
+    run(main())

@@ -29,7 +29,8 @@ class Broken:
     """A round that somebody interferes with.
 
     Attributes:
-        tensors: what each member has afterwards.
+        link: between any two members.
+        tensors: what each member has afterwards; by default random numbers before.
         rounds: by member.
         steps: by member.
         seconds: from the moment when all had begun until the last living member had its result.
@@ -42,12 +43,13 @@ class Broken:
         seed: int = 1,
         link: Link = LINK,
         values: int = VALUES,
+        tensors: Sequence[torch.Tensor] | None = None,
         modes: Sequence[AveragingMode] = (NODE,) * SIZE,
         **settings: Any,
     ) -> None:
         self.settings = {"part_size_bytes": 256, "sender_timeout": 20.0, "reducer_timeout": 40.0, **settings}
-        self.modes = modes
-        self.tensors = [
+        self.modes, self.link = modes, link
+        self.tensors = tensors or [
             torch.randn(values, generator=torch.Generator().manual_seed(1000 * seed + index))
             for index in range(len(modes))
         ]
@@ -56,10 +58,10 @@ class Broken:
         self.steps: list[StepControl] = []
         self.seconds = 0.0
         self._interfere = interfere
-        run(self._main(link), seed=seed, time_limit=600)
+        run(self._main(), seed=seed, time_limit=600)
 
-    async def _main(self, link: Link) -> None:
-        self.network, table, loop = Network(link, uplink=UPLINK), SharedTable(), asyncio.get_running_loop()
+    async def _main(self) -> None:
+        self.network, table, loop = Network(self.link, uplink=UPLINK), SharedTable(), asyncio.get_running_loop()
         for tensor, mode in zip(self.tensors, self.modes, strict=True):
             host = self.network.add_host()
             self.nodes.append(await start_averager(host, [tensor], table, mode=mode, **self.settings))

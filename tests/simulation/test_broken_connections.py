@@ -12,10 +12,11 @@ import torch
 from shoal.averaging import CenteredClip, ClipToMedianNorm
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair
 from shoal.averaging.allreduce.recovery import Recovery
+from shoal.averaging.allreduce.silence import SILENT_SECONDS
 from shoal.averaging.messages import RESUME_SECONDS
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.testing import Link
-from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, at, cuts
+from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, Interfere, at, cuts
 
 KINDS = {
     "mean": {},
@@ -112,6 +113,47 @@ def test_who_vanishes_after_a_cut_is_waited_for_no_longer_than_that(position):
         assert broken.seconds < 2 * undisturbed.seconds + 0.7 + RESUME_SECONDS
 
 
+def away(one: int, other: int) -> Interfere:
+    """Two members do not reach each other any more."""
+
+    def part(broken):
+        hosts = broken.host_of(one), broken.host_of(other)
+        broken.network.partition(*([host] for host in hosts))
+        broken.network.break_connections(*hosts)
+
+    return part
+
+
+@pytest.mark.parametrize("position", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["mean", "one call each"])
+def test_who_loses_the_coordinator_alone_gets_the_result_from_the_next_one(kind, position):
+    """It has averaged its parts without the coordinator, who has had them averaged again without it. Whoever comes when
+    all have left lacks a share, and says so; so does the next one itself."""
+    undisturbed, results = calm(kind), []
+    for part in (0, 1, 2):
+        broken = Broken(at(part * undisturbed.seconds / 4, away(0, position)), **KINDS[kind])
+        whole = [
+            tensor for tensor, result in zip(broken.tensors, broken.results, strict=True) if result.share_averaged == 1
+        ]
+        assert len(whole) >= SIZE - 1
+        assert all(torch.equal(tensor, whole[0]) for tensor in whole)
+        results += broken.results
+    assert position == 1 or any(result.late for result in results)
+
+
+def test_who_is_out_of_reach_of_one_reducer_is_named_by_all():
+    """Both live, and all end with the same averages. Some of these lack somebody, and every result says so."""
+    broken = Broken(at(calm("mean").seconds / 2, away(1, 2)))
+    assert all(torch.equal(tensor, broken.tensors[0]) for tensor in broken.tensors)
+    for node, step in zip(broken.nodes, broken.steps, strict=True):
+        result, position = step.round, broken.group.index(node.p2p.peer_id)
+        assert result.share_averaged == 1
+        parted = {broken.group[1], broken.group[2]}
+        missed = {broken.group[3 - position]} if position in (1, 2) else set()
+        assert set(result.failed_peers) == missed
+        assert set(result.left_out_peers) == parted - missed
+
+
 def test_who_leaves_is_not_waited_for():
     undisturbed = calm("mean")
     moment = undisturbed.seconds / 2
@@ -142,6 +184,79 @@ def test_a_call_that_only_one_side_knows_to_be_broken(kind, end_that_knows):
         broken.check_like(undisturbed)
         resumed += broken.resumed
     assert resumed > 0
+
+
+def sever(broken: Broken, one: int, other: int) -> None:
+    """All connections between two members fall silent, also those that carry nothing at present."""
+    first, second = broken.host_of(one), broken.host_of(other)
+    for stream in [stream for stream in first.streams if stream.other.host is second]:
+        stream.sever()
+
+
+@pytest.mark.parametrize("kind", ["mean", "one call each", "verified", "client", "auxiliary", "two"])
+@pytest.mark.parametrize("pair", [(0, 1), (1, 2), (0, 2)])
+def test_connections_that_fall_silent_cost_some_seconds_and_no_member(kind, pair):
+    """Nobody is told, as when a router forgets them. Those to the coordinator, the first one, are among them."""
+    if max(pair) >= len(KINDS[kind].get("modes", range(SIZE))):
+        pytest.skip("there is no such pair")
+    undisturbed = calm(kind)
+    for part in (1, 4, 7):
+        broken = Broken(at(part * undisturbed.seconds / 8, lambda broken: sever(broken, *pair)), **KINDS[kind])
+        broken.check_like(undisturbed, 8.0)
+
+
+def test_connections_of_a_member_that_fall_silent_all_at_once():
+    undisturbed = calm("mean")
+    for position in (0, 1, 3):
+        others = [other for other in range(SIZE) if other != position]
+
+        def forget(broken, position=position, others=others):
+            for other in others:
+                sever(broken, position, other)
+
+        Broken(at(undisturbed.seconds / 2, forget)).check_like(undisturbed, 8.0)
+
+
+def test_who_only_waits_is_not_silent():
+    """One member is slow, and the others have nothing to send for a long time. No connection of theirs is cut."""
+
+    def slow_down(broken):
+        broken.host_of(2).uplink = 2.0**12
+
+    broken = Broken(slow_down)
+    broken.check_like(calm("mean"), 60.0)
+    assert broken.seconds > 1.5 * SILENT_SECONDS
+    assert not broken.resumed
+
+
+def test_who_does_not_answer_either_keeps_its_connections():
+    """The network is cut for a while: what is on its way comes when it is whole again, and nothing begins anew."""
+    seconds = 2 * SILENT_SECONDS
+
+    def interrupt(broken):
+        broken.network.partition([broken.host_of(2)], [broken.host_of(other) for other in (0, 1, 3)])
+        asyncio.get_running_loop().call_later(seconds, broken.network.heal)
+
+    undisturbed = calm("mean")
+    broken = Broken(at(0.75 * undisturbed.seconds, interrupt))
+    broken.check_like(undisturbed, seconds + 1.0)
+    assert not broken.resumed
+
+
+def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken():
+    """The auxiliary makes no calls itself. Its end of a call is gone, and the sender writes into the void."""
+    undisturbed = calm("auxiliary")
+
+    def break_one_end(broken):
+        position = broken.rounds[0].group.modes.index(AUX)
+        host, other = broken.host_of(position), broken.host_of((position + 1) % SIZE)
+        assert broken.round_of(position).pairs[(position + 1) % SIZE].traffic.parts_in.missing
+        for stream in [stream for stream in host.streams if stream.other.host is other]:
+            stream.vanish()
+
+    broken = Broken(at(0.4 * undisturbed.seconds, break_one_end), **KINDS["auxiliary"])
+    broken.check_like(undisturbed, 2.0)
+    assert broken.resumed > 0
 
 
 def test_who_begins_anew_again_and_again_gets_no_further_than_the_limit(monkeypatch):

@@ -12,6 +12,7 @@ from shoal.averaging.node import AveragerNode
 from shoal.dht import DHTNode
 from shoal.dht.seat import STEP_DOWN_SECONDS
 from shoal.p2p.reachability import Reach, Reachability
+from shoal.p2p.reservations import Reservations
 from shoal.testing import Nat, make_averager, run, start_step
 from tests.simulation.routers import Internet
 
@@ -58,6 +59,35 @@ def test_a_network_whose_only_public_peer_dies_trains_on(mapping: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_when_the_only_public_peer_goes_another_one_takes_its_place(silent: bool) -> None:
+    async def main() -> None:
+        internet = Internet()
+        public = await internet.start()
+        nodes = [await internet.start(Nat()) for _ in range(3)]
+        first, *others = nodes
+        await asyncio.sleep(30)
+        averagers = [await averager(internet, node, float(number)) for number, node in enumerate(nodes)]
+        assert await average(internet, averagers) == [3, 3, 3]
+        host = internet.host_of(public)
+        host.power_off() if silent else host.crash()
+        for number in range(6):  # over the connections that there are
+            assert await average(internet, averagers) == [3, 3, 3], f"round {number} without a public peer"
+            await asyncio.sleep(20)
+        router, loop = internet.host_of(first).nat, asyncio.get_running_loop()
+        assert router is not None
+        router.forward(port_of(first), internet.host_of(first))
+        began = loop.time()
+        while not all(set(node.p2p.reservations.held) == {first.peer_id} for node in others):
+            assert loop.time() - began <= 35.0
+            assert await average(internet, averagers) == [3, 3, 3]
+            await asyncio.sleep(1)
+        assert first.p2p.reachability is Reachability.PUBLIC
+        assert await average(internet, averagers) == [3, 3, 3]
+
+    run(main())
+
+
 def test_who_cannot_be_called_takes_part_as_a_client_for_the_time_being() -> None:
     async def main() -> None:
         internet = Internet()
@@ -74,6 +104,26 @@ def test_who_cannot_be_called_takes_part_as_a_client_for_the_time_being() -> Non
         assert private.protocol.is_node
         assert private.node_id in public.protocol.routing_table
         assert await average(internet, averagers) == [2, 2]
+
+    run(main())
+
+
+def test_relays_are_found_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reservations, "note_greeting", lambda *told: None)  # as if that was long ago, and forgotten
+
+    async def main() -> None:
+        internet = Internet()
+        public = [await internet.start() for _ in range(4)]
+        private = await internet.start(Nat())
+        held = private.p2p.reservations.held
+        await asyncio.sleep(60)
+        assert len(held) == 2
+        left = {node.peer_id for node in public} - {*held}
+        for relay in list(held):
+            internet.network.host_of(relay).crash()
+        await asyncio.sleep(15)
+        assert {*held} == left
+        assert private.p2p.reachability is Reachability.RELAYED
 
     run(main())
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -98,11 +99,44 @@ class RoundResult:
     not_finite_peers: tuple[PeerID, ...] = ()
     """Members that have sent NaN or infinite values, which were left out, as far as this peer has seen or heard. A
     member that noticed such values itself and took part with weight 0 is not listed."""
+    left_out_peers: tuple[PeerID, ...] = ()
+    """Members that stayed to the end, but whose values are missing from some averages, because a reducer had lost its
+    connection to them and did not get it back. As far as this peer has heard."""
     bytes_sent: int = 0
     """Of parts and averages that this peer has sent to other members, encoded; what is sent again after a death, and
     what surrounds them on the wire, is not counted."""
     bytes_received: int = 0
     """The same for what it has received."""
+
+    @classmethod
+    def of_phases(cls, phases: Sequence[RoundResult], weights: Sequence[tuple[float, ...]]) -> RoundResult:
+        """The result of several all-reduces in one group. Of weights and of the averaged share the smallest counts.
+
+        A member that failed in one phase has failed.
+
+        Args:
+            weights: of all members, in the phases whose weights say something about them.
+        """
+        first = phases[0]
+
+        def together(lists: Iterable[tuple[PeerID, ...]]) -> tuple[PeerID, ...]:
+            found = set(itertools.chain.from_iterable(lists))
+            return tuple(peer for peer in first.peers if peer in found)
+
+        return cls(
+            group_id=first.group_id,
+            peers=first.peers,
+            failed_peers=together(phase.failed_peers for phase in phases),
+            weights=tuple(map(min, zip(*weights, strict=True))),
+            share_averaged=min(phase.share_averaged for phase in phases),
+            auxiliaries=first.auxiliaries,
+            late=any(phase.late for phase in phases),
+            duration=sum(phase.duration for phase in phases),
+            not_finite_peers=together(phase.not_finite_peers for phase in phases),
+            left_out_peers=together(phase.left_out_peers for phase in phases),
+            bytes_sent=sum(phase.bytes_sent for phase in phases),
+            bytes_received=sum(phase.bytes_received for phase in phases),
+        )
 
 
 def check_weight(weight: float) -> float:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -242,6 +242,8 @@ class PartMessage(Header, array_like=True):
     held: Count = 0
     """How many averages of the receiver the sender holds, from the first one on. They need not be kept any longer for
     the case that a connection breaks."""
+    left_out: list[Count] = msgspec.field(default_factory=list)
+    """If these are averages: members without whose values the reducer has averaged these parts, or others so far."""
 
 
 class RoundKind(IntEnum):
@@ -292,6 +294,9 @@ class RoundMessage(Header, omit_defaults=True):
     not_finite: list[Count] = msgspec.field(default_factory=list)
     """In a report: members whose values the reporter has left out, because they are not finite. In a commit: the
     members from all reports."""
+    left_out: list[Count] = msgspec.field(default_factory=list)
+    """In a report: members without whose values the reporter has averaged some parts, because it had given them up. In
+    a commit: the members from all reports."""
     norms: list[Norm] = msgspec.field(default_factory=list)
     """In a greeting: as in :class:`BeginReduce`."""
     statements: list[Statement] = msgspec.field(default_factory=list)
@@ -328,8 +333,14 @@ class RoundStatus(IntEnum):
     """Over for this member, without a result."""
 
 
-class StatusRequest(Header):
+class StatusRequest(Header, omit_defaults=True):
+    """Asks a member about a round, and tells it what it may not know yet: that calls between the two have broken."""
+
     round_id: RoundID
+    resume: Count = 0
+    """All calls on which the two exchange parts are broken, if they have begun anew less often than this."""
+    is_link_broken: bool = False
+    """The call with which one of the two follows the other one as its coordinator is broken."""
 
 
 class StatusReply(Header):
@@ -340,14 +351,10 @@ class StatusReply(Header):
 MAX_OTHER_DONORS = 4
 
 
-# A request for a part of the state names it with at most so many bytes.
-MAX_PART_NAME_BYTES = 1024
-
-
 class DownloadRequest(Header):
     """Asks for this averager's state; requests for chunks follow."""
 
-    part: Annotated[bytes, Meta(max_length=MAX_PART_NAME_BYTES)] = b""
+    part: Annotated[bytes, Meta(max_length=1024)] = b""
     """Names a part of the state, in a way that averagers of one kind agree on; empty: all of it."""
 
 
@@ -421,29 +428,56 @@ async def open_patiently(open_call: Callable[[], AbstractAsyncContextManager[Cal
 
 # A member whose connection broke is waited for so many seconds, unless it is known that it is dead.
 RESUME_SECONDS = 3.0
+# Or so many, as long as it shows in some other way that it lives. A router that has forgotten its connections may leave
+# it unreachable until its relays hear of it again.
+RETURN_SECONDS = 15.0
+
+
+class Life(Protocol):
+    """What is known of the life of a member whose connection broke."""
+
+    def is_heard(self) -> bool:
+        """Whether anything has come from it in the last ``RESUME_SECONDS``, in whatever way."""
+
+    def has_come_after(self, moment: float) -> bool:
+        """Whether it has shown life over a new connection, while another one was broken, after a moment of the loop."""
+
+
+def may_be_dead(error: DialError, life: Life, since: float) -> bool:
+    """Whether a refused dial shows that a member is dead, when its connection broke at ``since``.
+
+    Not if it has just shown in a new way that it lives: its relays may not know it again yet, and at its address in a
+    private network there may be somebody else here.
+    """
+    lives = life.has_come_after(since - RESUME_SECONDS) and life.is_heard()
+    return isinstance(error, RefusedDialError) and not lives
 
 
 @asynccontextmanager
-async def open_again(open_call: Callable[[], AbstractAsyncContextManager[Call]]) -> AsyncIterator[Call]:
-    """Open a call to a member whose connection has just broken. It is dialled for ``RESUME_SECONDS``.
+async def open_again(open_call: Callable[[], AbstractAsyncContextManager[Call]], life: Life) -> AsyncIterator[Call]:
+    """Open a call to a member whose connection has just broken.
+
+    It is dialled for ``RESUME_SECONDS``, and longer as long as it is heard, for ``RETURN_SECONDS`` at most.
 
     Raises:
         RefusedDialError: it is dead.
         DialError, TimeoutError: it could not be reached in time.
     """
     now = asyncio.get_running_loop().time
-    deadline = now() + RESUME_SECONDS
+    begun = since = now()
     async with AsyncExitStack() as stack:
         while True:
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(since + RESUME_SECONDS):
                     call = await stack.enter_async_context(open_call())
                 break
-            except RefusedDialError:
-                raise
-            except DialError:
-                if now() + REDIAL_PAUSE > deadline:
+            except (DialError, TimeoutError) as e:
+                if isinstance(e, DialError) and may_be_dead(e, life, begun):
                     raise
+                if now() + REDIAL_PAUSE > since + RESUME_SECONDS:
+                    if not life.is_heard() or now() > begun + RETURN_SECONDS:
+                        raise
+                    since = now()
                 await asyncio.sleep(REDIAL_PAUSE)
         yield call
 

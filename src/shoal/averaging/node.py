@@ -406,6 +406,11 @@ class AveragerNode(ServicerBase):
                 100 * result.share_averaged,
                 ", ".join(map(str, result.failed_peers)),
             )
+        if result.left_out_peers:
+            logger.info(
+                "some averages of the round lack values of members that a reducer could not reach: %s",
+                ", ".join(map(str, result.left_out_peers)),
+            )
 
     def _gathered(self, group: GroupInfo) -> Gathered:
         gathered: Gathered = {}
@@ -469,6 +474,8 @@ class AveragerNode(ServicerBase):
             await current.serve_member(call, hello, context.remote_id)
 
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
+        if (current := self.rounds.running.get(request.round_id)) is not None:
+            current.allreduce.watch.take_question(request, context.remote_id)
         return StatusReply(status=int(self.rounds.status(request.round_id)))
 
     @patient

@@ -16,6 +16,7 @@ import binascii
 import functools
 import re
 import threading
+from contextlib import suppress
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
@@ -23,13 +24,18 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from shoal.dht.validation import AcceptedRecords, CompositeValidator, DHTRecord, RecordValidatorBase
 from shoal.logs import quoted
-from shoal.p2p.identity import Identity, PeerID, is_weak_key
+from shoal.p2p.identity import PUBLIC_KEY_BYTES, Identity, PeerID, is_weak_key
 from shoal.serializer import MSGPackSerializer
 
 _OWNER_TAG = re.compile(rb"\[owner:(.+?)\]", re.DOTALL)
 _SIGNATURE = re.compile(rb"\[signature:([A-Za-z0-9+/]{86}==)\]")
+_SIGNATURE_LENGTH = len(b"[signature:]") + 88
 # Part of all signed data here, so that no signature can be used for another purpose.
 _PURPOSE = b"shoal dht record 1"
+MAX_OWNERS_KNOWN = 4096
+# How every Ed25519 key begins in OpenSSH's text form, and the same without base64.
+_SSH_NAME, _SSH_HEADER = b"ssh-ed25519 ", b"\0\0\0\x0bssh-ed25519\0\0\0\x20"
+_SSH_LENGTH = len(_SSH_NAME) + 4 * (len(_SSH_HEADER) + PUBLIC_KEY_BYTES) // 3
 
 
 class PublicKey:
@@ -45,16 +51,10 @@ class PublicKey:
         Raises:
             ValueError: it is not an Ed25519 public key in OpenSSH form, or it is a weak key that proves nothing.
         """
-        try:
-            public_key = serialization.load_ssh_public_key(data)
-        except Exception as e:
-            # The bytes may be hostile, and the parser's exceptions differ between versions.
-            raise ValueError(f"not a public key in OpenSSH form: {type(e).__name__}: {e}") from None
-        if not isinstance(public_key, ed25519.Ed25519PublicKey):
-            raise ValueError(f"only Ed25519 keys are supported, got {type(public_key).__name__}")
-        if is_weak_key(public_key.public_bytes_raw()):
+        raw = _raw_key_of(data)
+        if is_weak_key(raw):
             raise ValueError("this Ed25519 key has no private half: anybody can make signatures that fit it")
-        return cls(public_key)
+        return cls(ed25519.Ed25519PublicKey.from_public_bytes(raw))
 
     def to_bytes(self) -> bytes:
         """``ssh-ed25519 AAAA…``"""
@@ -131,6 +131,37 @@ class PrivateKey:
         return PrivateKey.from_bytes, (self.to_bytes(),)
 
 
+def _raw_key_of(data: bytes) -> bytes:
+    """The 32 bytes of an Ed25519 key in OpenSSH's text form.
+
+    Raises:
+        ValueError: it is no such key.
+    """
+    # What shoal itself writes is read without the parser, which takes several times as long as the rest of a look at a
+    # record. Such a text has one form only: its base64 needs no padding.
+    if len(data) == _SSH_LENGTH and data.startswith(_SSH_NAME):
+        with suppress(binascii.Error):
+            decoded = base64.b64decode(data[len(_SSH_NAME) :], validate=True)
+            if decoded.startswith(_SSH_HEADER):
+                return decoded[len(_SSH_HEADER) :]
+    try:
+        public_key = serialization.load_ssh_public_key(data)
+    except Exception as e:
+        # The bytes may be hostile, and the parser's exceptions differ between versions.
+        raise ValueError(f"not a public key in OpenSSH form: {type(e).__name__}: {e}") from None
+    if not isinstance(public_key, ed25519.Ed25519PublicKey):
+        raise ValueError(f"only Ed25519 keys are supported, got {type(public_key).__name__}")
+    return public_key.public_bytes_raw()
+
+
+# The same few owners come again and again. Bounded, because strangers make up as many as they like.
+@functools.lru_cache(MAX_OWNERS_KNOWN)
+def _key_of_owner(owner: bytes) -> PublicKey:
+    """The key in an owner tag; raises what :meth:`PublicKey.from_bytes` raises."""
+    return PublicKey.from_bytes(owner)
+
+
+@functools.lru_cache(MAX_OWNERS_KNOWN)
 def tag_of(peer: PeerID) -> bytes:
     """The owner tag of a peer; only the peer itself can write under it.
 
@@ -148,10 +179,17 @@ def peer_of(tag: object) -> PeerID:
     Raises:
         ValueError: it is not the tag of a peer.
     """
-    owners = _OWNER_TAG.fullmatch(tag) if isinstance(tag, bytes) else None
+    if not isinstance(tag, bytes):
+        raise ValueError(f"{quoted(tag)} is no peer's tag")
+    return _peer_of(tag)
+
+
+@functools.lru_cache(MAX_OWNERS_KNOWN)
+def _peer_of(tag: bytes) -> PeerID:
+    owners = _OWNER_TAG.fullmatch(tag)
     if owners is None:
         raise ValueError(f"{quoted(tag)} is no peer's tag")
-    return PeerID.from_public_key(PublicKey.from_bytes(owners.group(1)).raw)
+    return PeerID.from_public_key(_key_of_owner(owners.group(1)).raw)
 
 
 # functools.cache alone would let two threads make two keys.
@@ -200,8 +238,8 @@ class SignatureValidator(RecordValidatorBase):
 
     @staticmethod
     def _owners(record: DHTRecord) -> dict[bytes, None]:
-        if b"[owner:" not in record.subkey and b"[owner:" not in record.key:
-            return {}
+        if b"[owner:" not in record.key:  # it is a hash, so it hardly ever is
+            return dict.fromkeys(_owner_tags(record.subkey)) if b"[owner:" in record.subkey else {}
         return dict.fromkeys(_owner_tags(record.key) + _owner_tags(record.subkey))
 
     def _is_signed_by(self, owner: bytes, record: DHTRecord) -> bool:
@@ -209,7 +247,7 @@ class SignatureValidator(RecordValidatorBase):
         if len(signatures) != 1 or signatures[0].end() != len(record.value):
             return False
         try:
-            public_key = PublicKey.from_bytes(owner)
+            public_key = _key_of_owner(owner)
         except ValueError:
             return False
         signed = self.signed_bytes(record, record.value[: signatures[0].start()])
@@ -224,17 +262,20 @@ class SignatureValidator(RecordValidatorBase):
         for owner_tag, private_key in self._private_keys.items():
             if owner_tag in record.key or owner_tag in record.subkey:
                 signature = private_key.sign(self.signed_bytes(record, record.value))
-                return record.value + b"[signature:" + signature + b"]"
+                signed = record.value + b"[signature:" + signature + b"]"
+                # It comes back from others, and from this node's own storage. Whatever is odd is checked then.
+                if list(self._owners(record)) == _owner_tags(owner_tag) and _SIGNATURE.search(record.value) is None:
+                    self.accepted.add(DHTRecord(record.key, record.subkey, signed, record.expiration_time))
+                return signed
         return record.value
 
     def strip_value(self, record: DHTRecord) -> bytes:
         if not self._owners(record):
             # Without an owner, anything that looks like a signature is the user's own data.
             return record.value
-        signatures = list(_SIGNATURE.finditer(record.value))
-        if signatures and signatures[-1].end() == len(record.value):
-            return record.value[: signatures[-1].start()]
-        return record.value
+        start = len(record.value) - _SIGNATURE_LENGTH
+        is_signed = start >= 0 and _SIGNATURE.fullmatch(record.value, start) is not None
+        return record.value[:start] if is_signed else record.value
 
     def is_owned(self, record: DHTRecord) -> bool:
         return bool(self._owners(record))

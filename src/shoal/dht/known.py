@@ -12,19 +12,22 @@ node or an entry that hides another one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
 import random
 import struct
 from collections.abc import Iterable
 
-from shoal.dht.routing import ID_BITS
+from shoal.dht.routing import DHTID, ID_BITS
 from shoal.dht.storage import DictionaryDHTValue, Subkey, ValueWithExpiration
+from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
 
 _SEED_BYTES, _FINGERPRINT_BYTES = 8, 4
 MAX_KNOWN = 1024
 MAX_KNOWN_BYTES = _SEED_BYTES + MAX_KNOWN * _FINGERPRINT_BYTES
+MAX_NUMBERS_REMEMBERED, MAX_SUBKEY_REMEMBERED = 4096, 128
 _SHIFT, _MASK = ID_BITS - 8 * _FINGERPRINT_BYTES, (1 << ID_BITS) - 1
 
 
@@ -58,6 +61,11 @@ class Known:
     def __contains__(self, number: int) -> bool:
         return (number * self._factor & _MASK) >> _SHIFT in self._fingerprints
 
+    def unknown(self, nodes: Iterable[tuple[DHTID, PeerID]]) -> list[tuple[DHTID, PeerID]]:
+        """The nodes, with their peers, that the asker does not have."""
+        factor, fingerprints = self._factor, self._fingerprints
+        return [node for node in nodes if (node[0] * factor & _MASK) >> _SHIFT not in fingerprints]
+
     def without_known(
         self, key_id: int, dictionary: DictionaryDHTValue[bytes], most: int = 0
     ) -> DictionaryDHTValue[bytes]:
@@ -86,12 +94,22 @@ class Known:
 
 def numbers_of_entries(key_id: int, entries: Iterable[tuple[Subkey, ValueWithExpiration[bytes]]]) -> dict[Subkey, int]:
     """A number for each entry of a key, which changes when the entry is stored anew."""
-    prefix = key_id.to_bytes(ID_BITS // 8, "big")
     return {
-        subkey: _number_of(prefix + struct.pack("<d", item.expiration_time) + MSGPackSerializer.dumps(subkey))
+        subkey: (_known_number_of if is_short(subkey) else _number_of)(key_id, item.expiration_time, subkey)
         for subkey, item in entries
     }
 
 
-def _number_of(entry: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(entry, digest_size=ID_BITS // 8).digest(), "big")
+def is_short(subkey: Subkey) -> bool:
+    """Whether the number of an entry is worth remembering. Others than texts and bytes may be equal and yet differ in
+    packed form, such as 1 and 1.0."""
+    return type(subkey) in (bytes, str) and len(subkey) <= MAX_SUBKEY_REMEMBERED
+
+
+def _number_of(key_id: int, expiration_time: float, subkey: Subkey) -> int:
+    packed = key_id.to_bytes(ID_BITS // 8, "big") + struct.pack("<d", expiration_time) + MSGPackSerializer.dumps(subkey)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=ID_BITS // 8).digest(), "big")
+
+
+# The same entries are told by several nodes, and asked for again and again.
+_known_number_of = functools.lru_cache(MAX_NUMBERS_REMEMBERED)(_number_of)

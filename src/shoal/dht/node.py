@@ -17,7 +17,7 @@ from shoal.dht.lookup import Lookup, PeerFinder
 from shoal.dht.protocol import KEEPERS, DHTProtocol
 from shoal.dht.routing import DHTID, DHTKey
 from shoal.dht.storage import DHTValue, Subkey
-from shoal.dht.store import Writer, make_record
+from shoal.dht.store import Deposits, Writer, make_record
 from shoal.dht.validation import RecordValidatorBase
 from shoal.errors import DHTError
 from shoal.facade import options_from
@@ -111,8 +111,9 @@ class DHTNode:
         self.blacklist = protocol.blacklist
         self.is_alive = True
         self._owns_p2p = owns_p2p
-        self._reader = Reader(protocol, config)
-        self._writer = Writer(protocol, config, self._reader.refresh_queue)
+        deposits = Deposits(protocol.p2p.metrics)
+        self._reader = Reader(protocol, config, deposits)
+        self._writer = Writer(protocol, config, self._reader.refresh_queue, deposits)
         self.finder = PeerFinder(protocol, self._meet_nodes_near)
         """Looks for the addresses of peers."""
 
@@ -213,6 +214,7 @@ class DHTNode:
         deadline = loop.time() + budget
         await self.protocol.start()
         self.p2p.find_addresses = self.finder.find
+        self.p2p.reservations.candidates = self._peers_of_the_table
         if targets:
             await ping_initial_peers(
                 self.protocol,
@@ -226,6 +228,10 @@ class DHTNode:
         if config.refresh_timeout is not None:
             self.protocol.spawn(self._refresh_stale_buckets(config.refresh_timeout))
         self.protocol.spawn(Reunion(self.protocol, targets, self._meet_neighbors).run())
+
+    def _peers_of_the_table(self) -> list[PeerID]:
+        """Those of its nodes that others can dial are relays, nearly all of them."""
+        return [peer for _, peer in self.protocol.routing_table]
 
     async def _meet_neighbors(self) -> bool:
         """Search for the own id, so that nearby nodes and this one meet; returns whether any other node was found."""
@@ -264,6 +270,8 @@ class DHTNode:
         # Another node on this peer may have set its own finder meanwhile.
         if self.p2p.find_addresses == self.finder.find:
             self.p2p.find_addresses = None
+        if self.p2p.reservations.candidates == self._peers_of_the_table:
+            self.p2p.reservations.candidates = tuple
         await self.protocol.shutdown()
         if self._owns_p2p:
             await self.p2p.shutdown()

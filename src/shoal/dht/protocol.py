@@ -474,7 +474,7 @@ class DHTProtocol(ServicerBase):
         for key in map(DHTID.from_bytes, request.keys):
             neighbors = self.routing_table.get_nearest_neighbors(key, count, exclude=asker)
             if known:
-                neighbors = [each for each in neighbors if each[0] not in known]
+                neighbors = known.unknown(neighbors)
             for node_id, peer in neighbors:
                 if node_id not in told and (contact := self._contacts.pack(peer, asker_host)) is not None:
                     told[node_id] = len(told)

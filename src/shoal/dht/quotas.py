@@ -89,6 +89,8 @@ def size_of_record(subkey: Subkey | None, value: bytes) -> int:
 
 def size_of(subkey: Subkey | None) -> int:
     """Bytes of memory that a subkey takes: a tuple may take many times the size of its packed form."""
+    if not isinstance(subkey, (tuple, frozenset)):
+        return sys.getsizeof(subkey)
     size, waiting = 0, [subkey]
     while waiting:
         one = waiting.pop()
@@ -185,8 +187,10 @@ class Ledger:
         self.release(place)
         charge = self._charges[place] = _Charge(place, size, expiration_time, payer)
         self.nbytes += size
-        for quota, who in zip(self.quotas, payer or (), strict=False):
-            quota.take(who, size)
+        if payer is not None:
+            of_peers, of_hosts = self.quotas
+            of_peers.take(payer.peer, size)
+            of_hosts.take(payer.host, size)
         heapq.heappush(self._by_expiration, charge)
         heapq.heappush(self._worst_first, self._rank(charge))
         if len(self._by_expiration) > 3 * len(self._charges) // 2 + 16:
@@ -195,7 +199,7 @@ class Ledger:
         if len(self._worst_first) > 3 * len(self._charges) // 2 + 16:
             self._worst_first = [self._rank(each) for each in self._charges.values()]
             heapq.heapify(self._worst_first)
-        return self._make_room()
+        return self._make_room() if self.nbytes > self.room.nbytes else 0
 
     def _rank(self, charge: _Charge) -> tuple[bool, int, float, _Charge]:
         """The order of eviction: cached copies first, then far keys (by bits of distance), then late expirations."""
@@ -230,8 +234,10 @@ class Ledger:
         if charge is None:
             return
         self.nbytes -= charge.size
-        for quota, who in zip(self.quotas, charge.payer or (), strict=False):
-            quota.give_back(who, charge.size)
+        if charge.payer is not None:
+            of_peers, of_hosts = self.quotas
+            of_peers.give_back(charge.payer.peer, charge.size)
+            of_hosts.give_back(charge.payer.host, charge.size)
 
     def __contains__(self, place: Place) -> bool:
         return place in self._charges

@@ -13,6 +13,9 @@ hash decides. So each key at any level holds a sample of about 64 of the peers b
 key of level l stands for 2^(d-l) peers. Peers find each other this way even if their estimates differ: a newcomer
 begins at the top and learns the depth there; a peer that is too high sees samples of the peers below; a peer that is
 too low reads the key above its own every other time, and sees the peers there. A small swarm has depth 0 and one key.
+
+Many sizes fit two depths. There each peer follows the majority: it goes a step deeper if most others are there, and a
+step back if hardly anybody has come along.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ OWNERS_PER_KEY = 64
 TOO_MANY, TOO_FEW = 2 * OWNERS_PER_KEY, OWNERS_PER_KEY // 2
 # A peer that shares its key with fewer owners than this has gone deeper than the others, and goes back to them.
 HARDLY_ANY = OWNERS_PER_KEY // 8
+# Where two depths fit the size of the swarm, a peer goes deeper if more than this share of the others is deeper, and
+# back if less than that share is as deep as it is. In between both stay, so that nobody goes to and fro.
+MOST_ARE_DEEPER, FEW_ARE_AS_DEEP = 1 / 2, 1 / 3
 _PATH_BITS = 32
 
 
@@ -74,11 +80,23 @@ def estimate_owners(level: int, depths: Sequence[int]) -> float:
         level: the level of the key.
         depths: the depths of its entries. A depth above the median + 1 counts as that, because it may be a lie.
     """
+    return math.ldexp(sum(_represented(level, depths).values()), level)
+
+
+def share_at(least: int, level: int, depths: Sequence[int]) -> float:
+    """The estimated share of all owners whose depth is at least this, from the entries of one key; as above."""
+    represented = _represented(level, depths)
+    all_of_them = sum(represented.values())
+    return sum(peers for depth, peers in represented.items() if depth >= least) / all_of_them if all_of_them else 0.0
+
+
+def _represented(level: int, depths: Sequence[int]) -> dict[int, float]:
+    """For how many owners the entries of one key stand, by their depth."""
     if not depths:
-        return 0.0
+        return {}
     most = median_low(depths) + 1
-    peers = sum(times * math.ldexp(1.0, max(0, min(depth, most) - level)) for depth, times in Counter(depths).items())
-    return math.ldexp(peers, level)
+    counts = Counter(min(depth, most) for depth in depths)
+    return {depth: times * math.ldexp(1.0, max(0, depth - level)) for depth, times in counts.items()}
 
 
 class Spread:
@@ -91,8 +109,11 @@ class Spread:
     def __init__(self, owner: bytes) -> None:
         self._owner, self._path = owner, path_of(owner)
         self.depth = 0
-        # The estimates of the latest readings: of the own key, the key above, and any other key.
+        # From the latest readings of the own key, the key above, and any other key: the estimated number of owners, and
+        # the shares of those that are deeper than this one, and at least as deep.
         self._estimates: dict[str, float] = {}
+        self._deeper: dict[str, float] = {}
+        self._as_deep: dict[str, float] = {}
         self._looks_up = False
 
     @property
@@ -132,6 +153,8 @@ class Spread:
         """
         kind = "here" if place == self.place else "above" if len(place) < self.depth else "elsewhere"
         self._estimates[kind] = estimate_owners(len(place), depths)
+        self._deeper[kind] = share_at(self.depth + 1, len(place), depths)
+        self._as_deep[kind] = share_at(self.depth, len(place), depths)
         here = self._estimates.get("here", self._estimates[kind])
         above = self._estimates.get("above", here)
         keys, depth = 2**self.depth, self.depth
@@ -143,12 +166,26 @@ class Spread:
             is_ahead = here < HARDLY_ANY * keys and above < TOO_MANY * keys / 2
             if is_ahead or max(here, above) < TOO_FEW * keys:
                 depth = min(depth - 1, _depth_for(max(here, above)))
+        if depth == self.depth:
+            depth += self._step_to_majority(here, above)
         depth = min(MAX_DEPTH, max(0, depth))
         if depth == self.depth:
             return False
         self.depth, self._looks_up = depth, False
-        self._estimates.clear()
+        for readings in (self._estimates, self._deeper, self._as_deep):
+            readings.clear()
         return True
+
+    def _step_to_majority(self, here: float, above: float) -> int:
+        """1 or -1 if most others are at the next depth, and it fits the estimated size, too; else 0."""
+        keys = 2**self.depth
+        deeper = min(self._deeper.get("here", 0.0), self._deeper.get("above", 1.0))
+        if deeper > MOST_ARE_DEEPER and min(here, above) > TOO_FEW * 2 * keys:
+            return 1
+        # Only the key above has those that are less deep.
+        if self._as_deep.get("above", 1.0) < FEW_ARE_AS_DEEP and max(here, above) < TOO_MANY * keys / 2:
+            return -1
+        return 0
 
 
 def _depth_for(owners: float) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -124,7 +124,7 @@ class TimedStorage(Generic[KeyType, ValueType]):
         if math.isnan(expiration_time):
             raise ValueError("expiration_time is not a number")
         self._drop_outdated()
-        if expiration_time < get_dht_time() and not self.frozen:
+        if not self.frozen and expiration_time < get_dht_time():
             return False
         present = self._data.get(key)
         return present is None or present.expiration_time < expiration_time
@@ -269,14 +269,23 @@ class DictionaryDHTValue(TimedStorage[Subkey, ValueType]):
             ValueError: the bytes are not such a dictionary.
         """
         maxsize, latest, entries = _check_wire_form(MSGPackSerializer.loads(data))
-        dictionary: DictionaryDHTValue[Any] = cls(maxsize)
-        with dictionary.freeze():
-            for subkey, value, expiration_time in entries:
-                dictionary.store(subkey, value, expiration_time)
-        if entries and latest > dictionary.latest_expiration_time:
+        if entries and latest > max(expiration_time for *_, expiration_time in entries):
             raise ValueError("a dictionary that claims to outlive all of its entries")
+        dictionary: DictionaryDHTValue[Any] = cls(maxsize)
+        dictionary._fill(entries)
         dictionary.latest_expiration_time = latest
         return dictionary
+
+    def _fill(self, entries: Iterable[Sequence[Any]]) -> None:
+        """Store entries in this empty dictionary, expired or not: faster than one by one."""
+        data = self._data
+        for subkey, value, expiration_time in entries:
+            present = data.get(subkey)
+            if present is None or present.expiration_time < expiration_time:
+                data.pop(subkey, None)  # the latest spelling of a key counts
+                data[subkey] = ValueWithExpiration(value, expiration_time)
+        self._by_expiration = [HeapEntry(item.expiration_time, key) for key, item in data.items()]
+        heapq.heapify(self._by_expiration)
 
 
 def _check_wire_form(content: Any) -> tuple[int | None, float, list[list[Any]]]:

@@ -278,10 +278,8 @@ class Optimizer(JointOptimizer):
         """Download the state of the swarm if it is ahead of this peer; returns whether it is."""
         if not self._synchronization.is_needed():
             return False
-        if self.tracker.gives_way_to is None:
-            own, swarm = self.local_epoch, self.tracker.global_epoch
-            logger.info("this peer is at epoch %d, the swarm at %d: downloading its state", own, swarm)
-        self.load_state_from_peers()
+        if self._synchronization.is_time():
+            self.load_state_from_peers()
         return True
 
     def _count_samples(self, batch_size: int, scaler: GradScaler | None) -> bool:

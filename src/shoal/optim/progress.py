@@ -384,7 +384,7 @@ class Companion:
 
     def is_valid(self, now: float) -> bool:
         """Whether the record still counts."""
-        return max(self.expiration, self.kept_until) >= now
+        return self.expiration >= now or self.kept_until >= now
 
     def epoch_by_now(self, now: float, seconds_per_epoch: float) -> int:
         """The epoch that it has probably reached since it made its record."""

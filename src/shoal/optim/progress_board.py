@@ -170,12 +170,11 @@ class ProgressBoard:
         Args:
             patience: the longest time to wait for the end of the epoch, in seconds.
         """
-        if self.epoch_is_over(now):
-            return True
-        if not self.introduced or not self.expected_members(now):
+        end = self.end_of_epoch(now)
+        if self.introduced and 0 < end - now < self._longest_wait(patience):
             # Alone nobody waits for this peer: it can make the batch complete to the last sample.
-            return False
-        return self.end_of_epoch(now) - now < self._longest_wait(patience)
+            return bool(self.expected_members(now))
+        return end <= now and self.epoch_is_over(now)
 
     def _longest_wait(self, patience: float) -> float:
         return min(patience, self.batch_time / 2)

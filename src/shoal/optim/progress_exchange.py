@@ -63,7 +63,7 @@ HOLDERS_READ_AT_START = 5
 # Seconds that a goodbye may take, because the user waits for it. If it is lost, the record expires.
 GOODBYE_TIMEOUT = 1.0
 # Watchers look at all peers, so in large swarms they are called at most this often (seconds).
-SECONDS_BETWEEN_CHANGES = 0.1
+SECONDS_BETWEEN_CHANGES = 0.5
 # Least seconds between two records of this peer in the DHT.
 NEWS_PERIOD = 10.0
 # So many readings in a row may move to other keys and be repeated soon. More would serve peers that make up records.

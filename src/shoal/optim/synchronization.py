@@ -3,13 +3,19 @@ and download the state of another peer.
 
 Before each step the optimizer asks :meth:`Synchronization.is_needed`. To be one epoch behind is usual where rounds
 overlap with training, and averaging repairs it; a download is needed for more, or if nobody is left to average with.
+
+A download that fails is tried again at once, because a donor may have been between two epochs or about to leave. If
+that fails a few times, more attempts would only burden the donors, because each reads the records of all of them and
+asks some: so there are pauses, and they double (:class:`Retries`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
@@ -33,6 +39,40 @@ FIRST_FETCH_TIMEOUT = 5.0
 LOAD_ATTEMPTS = 3
 # Seconds before the second attempt to download a state; the pause doubles with each further attempt.
 FIRST_LOAD_PAUSE = 0.5
+# So many failed downloads in a row are followed by another one at once.
+QUICK_RETRIES = 3
+# The pause after one failure more; it doubles with each further one, up to the limit.
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
+# A caller is held up for so long at a time: the download may not be needed any more, or the caller may be closed.
+LONGEST_WAIT = 0.5
+
+
+class Retries:
+    """Paces the attempts of one thread.
+
+    Args:
+        closing: set when nobody needs the outcome any more.
+        now: seconds of a clock that is never set.
+    """
+
+    def __init__(self, closing: threading.Event, now: Callable[[], float] = time.monotonic) -> None:
+        self._closing, self._now = closing, now
+        self._failures, self._due_at = 0, -math.inf
+
+    def is_time(self) -> bool:
+        """Whether to try now. If not, this waits for a moment, so that a caller may ask again and again."""
+        left = self._due_at - self._now()
+        if left <= 0:
+            return True
+        self._closing.wait(min(left, LONGEST_WAIT))
+        return False
+
+    def note(self, *, succeeded: bool) -> None:
+        """An attempt has ended."""
+        self._failures = 0 if succeeded else self._failures + 1
+        doublings = self._failures - QUICK_RETRIES - 1
+        pause = 0.0 if doublings < 0 else min(FIRST_PAUSE * 2.0 ** min(doublings, 30), LONGEST_PAUSE)
+        self._due_at = self._now() + pause
 
 
 class Synchronization:
@@ -66,6 +106,8 @@ class Synchronization:
         self._strict_check_due = True
         self._has_looked = False
         self._has_told_what_is_lost = False
+        self.retries = Retries(closing)
+        """When the next download may begin."""
 
     def is_needed(self) -> bool:
         """Whether this peer must download the state before it goes on."""
@@ -104,6 +146,15 @@ class Synchronization:
             return self._tracker.epoch_when_introduced
         return self._tracker.global_epoch
 
+    def is_time(self) -> bool:
+        """Whether to download now; after failures, the next download has to wait."""
+        if not self.retries.is_time():
+            return False
+        if self._tracker.gives_way_to is None:
+            own, swarm = self._state_averager.local_epoch, self._tracker.global_epoch
+            logger.info("this peer is at epoch %d, the swarm at %d: downloading its state", own, swarm)
+        return True
+
     def is_close(self) -> bool:
         """Whether this peer is at most one epoch behind."""
         return self._state_averager.local_epoch >= self._tracker.global_epoch - 1
@@ -123,6 +174,7 @@ class Synchronization:
         with self._tracker.pause_updates():
             other_side = self._tracker.gives_way_to
             loaded = self._try_to_download(**options) if other_side is None else self._give_way_to(other_side, options)
+            self.retries.note(succeeded=loaded)
             if not loaded:
                 self._tracker.note_vain_attempt(get_dht_time() - began_at)
                 self._tracker.look_after_others()  # the peers that were ahead may be gone

@@ -89,6 +89,7 @@ class AddressBook:
         self._supports = supports
         # For each address: whether it is more than hearsay.
         self._known: OrderedDict[PeerID, dict[Multiaddr, bool]] = OrderedDict()
+        self._hosts: dict[PeerID, PeerID | str] = {}  # what follows from the addresses, as far as it was asked for
         self.changes = 0
         """The number of changes so far: caches of derived data compare it."""
 
@@ -116,6 +117,7 @@ class AddressBook:
             except ValueError:
                 continue
         former = self._known.pop(peer, {})
+        self._hosts.pop(peer, None)
         kept = {address: is_sure for address, is_sure in former.items() if self._supports(address)}
         if kept and not any(map(self._supports, plain)):
             self._known[peer] = kept
@@ -133,8 +135,11 @@ class AddressBook:
             if address not in known and self._has_room(known):
                 known[address] = certain
                 is_news = True
+        if is_news:
+            self._hosts.pop(peer, None)
         while len(self._known) > MAX_PEERS:
-            self._known.popitem(last=False)
+            forgotten, _ = self._known.popitem(last=False)
+            self._hosts.pop(forgotten, None)
         return is_news
 
     @staticmethod
@@ -159,6 +164,18 @@ class AddressBook:
         """Like :meth:`get`, from any thread. It reorders nothing, because :meth:`items` may run in another thread."""
         return tuple(self._known.get(peer, ()))
 
+    def host_of(self, peer: PeerID) -> PeerID | str:
+        """The host of a peer, see :func:`host_of`; from any thread. Remembered, because votes ask it for all peers."""
+        host = self._hosts.get(peer)
+        if host is None:
+            addresses = self.peek(peer)
+            host = host_of(peer, addresses)
+            if addresses:
+                self._hosts[peer] = host
+                if self.peek(peer) != addresses:  # another thread has changed them meanwhile
+                    self._hosts.pop(peer, None)
+        return host
+
     def items(self) -> list[tuple[PeerID, list[Multiaddr]]]:
         """Everything that is known."""
         return [(peer, list(addresses)) for peer, addresses in self._known.items()]
@@ -167,6 +184,7 @@ class AddressBook:
         """The peer is not at this address any more."""
         known = self._known.get(peer, {})
         if known.pop(address, None) is not None:
+            self._hosts.pop(peer, None)
             self.changes += 1
             if not known:
                 del self._known[peer]
@@ -178,6 +196,7 @@ class AddressBook:
             self.changes += address != next(iter(known))
             del known[address]
             self._known[peer] = {address: True, **known}
+            self._hosts.pop(peer, None)
 
 
 @functools.lru_cache(4096)

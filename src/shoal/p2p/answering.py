@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.errors import DialError, ShoalError
-from shoal.logs import Seldom
+from shoal.logs import Seldom, quoted
 from shoal.p2p.addresses import ip_text_of, is_loopback
 from shoal.p2p.circuit import Circuit, Punching, mark_relayed, open_circuits, parse_told, successes
 from shoal.p2p.connection_pool import CIRCUIT_SECONDS
@@ -85,6 +85,12 @@ class Answering:
                         circuit.abort()
         except (ShoalError, TimeoutError) as e:
             logger.debug("peer %s, announced by relay %s, is not reached: %r", peer, relay, e)
+        except Exception as e:
+            # A defect on this side, or what a relay says has led to one. Nobody waits for this task who could see it.
+            self._warn_seldom(
+                "peer %s, announced by relay %s, is not reached because of %s", peer, relay, quoted(e), about=relay
+            )
+            logger.debug("traceback of the answer to %s", peer, exc_info=e)
 
     async def _receive(
         self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], punching: Punching | None

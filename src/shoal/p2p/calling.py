@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from shoal.errors import NotAMemberError, ProtocolError
 from shoal.metrics import Metrics
@@ -15,6 +17,11 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.membership import Membership
 from shoal.p2p.server import Server
 from shoal.p2p.transport import H, Header
+
+logger = logging.getLogger(__name__)
+
+LATE_ANSWER_SECONDS = 30.0
+"""How long a connection that relays have arranged is kept for an answer that comes too late for the caller."""
 
 
 class Caller:
@@ -27,6 +34,8 @@ class Caller:
     membership: Membership | None
     """This peer's place in a private run; ``None`` in an open one."""
     metrics: Metrics
+    late_answers: dict[asyncio.Task[Any], None]
+    """Calls whose callers have given up, but not their connections."""
 
     async def call(
         self,
@@ -52,13 +61,36 @@ class Caller:
         """
         async with asyncio.timeout(timeout):
             call = await self._begin_call(peer, handle, roles)
+            if not call.connection.stream.is_arranged:
+                return await self._ask(call, request, response_type)
+            asking = asyncio.get_running_loop().create_task(self._ask(call, request, response_type))
             try:
-                return await call.ask(request, response_type)
-            except BaseException as e:
-                self._note_failure(call, e)
+                return await asyncio.shield(asking)
+            except asyncio.CancelledError:
+                self._await_later(asking)
                 raise
-            finally:
-                self.pool.release(call.connection, reusable=call.clean)
+
+    async def _ask(self, call: Call, request: Header, response_type: type[H]) -> H:
+        try:
+            return await call.ask(request, response_type)
+        except BaseException as e:
+            self._note_failure(call, e)
+            raise
+        finally:
+            self.pool.release(call.connection, reusable=call.clean)
+
+    def _await_later(self, asking: asyncio.Task[Any]) -> None:
+        """Wait for an answer that nobody wants any more: there may be no other connection like this one."""
+        end = asyncio.get_running_loop().call_later(LATE_ANSWER_SECONDS, asking.cancel)
+
+        def forget(asking: asyncio.Task[Any]) -> None:
+            end.cancel()
+            del self.late_answers[asking]
+            if not asking.cancelled() and (error := asking.exception()) is not None:
+                logger.debug("a late answer: %r", error)
+
+        self.late_answers[asking] = None
+        asking.add_done_callback(forget)
 
     @asynccontextmanager
     async def open_call(self, peer: PeerID, handle: str, *, roles: Roles = Roles.TRAIN) -> AsyncIterator[Call]:

@@ -57,6 +57,9 @@ class Punching(Protocol):
     def is_worth_it(self, peer: PeerID) -> bool:
         """Whether this peer, as the dialler, should ask for it. If so, sessions are opened as punchable."""
 
+    def expects_success(self, peer: PeerID) -> bool:
+        """Whether the routers on both sides have let a connection through before."""
+
     async def as_dialler(
         self, peer: PeerID, reach: Reach, circuits: Sequence[Circuit], since: float
     ) -> Sequence[asyncio.Future[Stream]]:

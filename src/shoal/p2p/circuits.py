@@ -41,8 +41,15 @@ logger = logging.getLogger(__name__)
 
 REVERSE_SECONDS = 2.0
 """How long a peer that asked to be called waits, before it goes through the relay after all."""
+ANSWER_SECONDS = 2.0
+"""How long a relay has to answer on a connection that it had before; then it is asked over a new one."""
 HEAD_START = 0.5
 """How much longer a direct connection may take than the relayed one, and still be preferred."""
+PATIENCE = 0.75
+"""The same as a share of the time that everything before has taken: on busy machines both take longer."""
+SPARE = 4
+"""So many direct connections are made at least to a peer that only relays lead to. A round takes two or more, and other
+calls come meanwhile. When no relay is left, there will be no more."""
 
 
 class Circuits:
@@ -117,9 +124,11 @@ class Circuits:
         )
         try:
             punches: Sequence[asyncio.Future[Stream]] = ()
+            is_expected = False
             if wants_punch and self.punching is not None:
                 punches = await self.punching.as_dialler(target, Reach(answer.reach), circuits, began_at)
-            return await self._authenticate(circuits, target, punches)
+                is_expected = self.punching.expects_success(target)
+            return await self._authenticate(circuits, target, punches, began_at, direct_is_expected=is_expected)
         finally:
             for circuit in circuits:
                 circuit.abort()
@@ -153,6 +162,12 @@ class Circuits:
         DIRECT_ONLY.set(True)
         try:
             handle = Relay.handle_name(method, None)
+            if self._p2p.pool.count_of(relay):
+                try:
+                    return await self._p2p.call(relay, handle, request, Connected, ANSWER_SECONDS, roles=ANY_ROLE)
+                except TimeoutError:
+                    # The connection may have broken without a sign.
+                    self._p2p.pool.end_idle(relay)
             return await self._p2p.call(relay, handle, request, Connected, roles=ANY_ROLE)
         except NotAMemberError:
             raise
@@ -163,11 +178,18 @@ class Circuits:
             DIRECT_ONLY.set(before)
 
     async def _authenticate(
-        self, circuits: Sequence[Circuit], target: PeerID, punches: Sequence[asyncio.Future[Stream]]
+        self,
+        circuits: Sequence[Circuit],
+        target: PeerID,
+        punches: Sequence[asyncio.Future[Stream]],
+        began_at: float,
+        *,
+        direct_is_expected: bool,
     ) -> list[Stream]:
         """One stream of each circuit, a direct one if possible."""
         if punches:
-            finishing = [self._better_of(*pair, target) for pair in zip(circuits, punches, strict=True)]
+            pairs = zip(circuits, punches, strict=True)
+            finishing = [self._better_of(*pair, target, began_at, is_expected=direct_is_expected) for pair in pairs]
         else:
             finishing = [self._relayed(circuit, target) for circuit in circuits]
         streams = await successes(finishing)
@@ -182,15 +204,33 @@ class Circuits:
         mark_relayed(stream, place, circuit.relay)
         return stream
 
-    async def _better_of(self, circuit: Circuit, punch: asyncio.Future[Stream], target: PeerID) -> Stream:
-        """The relayed stream of a circuit, or the direct one if it comes before, or soon after."""
-        relayed = asyncio.ensure_future(self._relayed(circuit, target))
-        unused: list[asyncio.Future[Stream]] = [relayed, punch]
+    async def _better_of(
+        self,
+        circuit: Circuit,
+        punch: asyncio.Future[Stream],
+        target: PeerID,
+        began_at: float,
+        *,
+        is_expected: bool,
+    ) -> Stream:
+        """The relayed stream of a circuit, or the direct one if it comes before, or soon after.
+
+        Args:
+            began_at: when the dial began.
+            is_expected: there will be a direct one, so it is waited for first, and the relay has nothing to carry.
+        """
+        unused: list[asyncio.Future[Stream]] = [punch]
         try:
-            await asyncio.wait([relayed, punch], return_when=asyncio.FIRST_COMPLETED)
-            if not punch.done():
-                # If the circuit has failed, nothing but the punch is left to wait for.
-                await asyncio.wait([punch], timeout=HEAD_START if _has_worked(relayed) else None)
+            if is_expected:
+                await asyncio.wait([punch], timeout=_head_start(began_at))
+            if not _has_worked(punch):
+                relayed = asyncio.ensure_future(self._relayed(circuit, target))
+                unused.append(relayed)
+                await asyncio.wait([relayed, punch], return_when=asyncio.FIRST_COMPLETED)
+                if not punch.done():
+                    # If the circuit has failed, nothing but the punch is left to wait for.
+                    left = 0.0 if is_expected else _head_start(began_at)
+                    await asyncio.wait([punch], timeout=left if _has_worked(relayed) else None)
             if _has_worked(punch):
                 unused.remove(punch)
                 return punch.result()
@@ -248,17 +288,31 @@ class Circuits:
         return streams
 
     async def prepare(self, peer: PeerID, connections: int) -> None:
-        """Dial several connections at once, if only relays lead to a peer; those that are open already count.
+        """Dial several connections at once, if relays lead to a peer; those that are open already count.
 
         Raises:
             DialError, BusyError: as by :meth:`dial`.
         """
-        missing = min(connections - self._p2p.pool.count_of(peer), MAX_AT_ONCE)
-        addresses = [address for address in self._p2p.get_addresses(peer) if relay_of(address) is not None]
-        if missing <= 1 or not addresses or self._p2p.dialler.direct_addresses(peer):
+        pool, dialler = self._p2p.pool, self._p2p.dialler
+        addresses = dialler.circuits(peer)
+        if not addresses:
             return
-        for stream in await self.dial(addresses[0], peer, missing):
-            self._p2p.pool.add(self._p2p.greet(stream))
+        if dialler.direct_addresses(peer):
+            # Many homes have networks of the same number, so the first connection has to show where these lead.
+            await pool.prepare(peer, 1)
+        streams = pool.streams_to(peer)
+        if streams and not all(stream.is_relayed or stream.is_arranged for stream in streams):
+            return
+        if any(stream.is_arranged for stream in streams):
+            connections = max(connections, SPARE - len(streams) + pool.count_of(peer))
+        missing = min(connections - pool.count_of(peer), MAX_AT_ONCE)
+        if missing > 1:
+            for stream in await self.dial(addresses[0], peer, missing):
+                pool.add(self._p2p.greet(stream))
+
+
+def _head_start(began_at: float) -> float:
+    return max(HEAD_START, PATIENCE * (asyncio.get_running_loop().time() - began_at))
 
 
 def _has_worked(future: asyncio.Future[Stream]) -> bool:

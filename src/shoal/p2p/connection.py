@@ -42,6 +42,8 @@ H = TypeVar("H", bound=Header)
 # Seconds that a side which is done waits for the other side to end.
 DRAIN_TIMEOUT = 10.0
 
+_ALIVE = pack(Kind.ALIVE, None)
+
 # An unwanted payload is read in pieces of this size, to get to the next message.
 _DISCARD_BYTES = 2**16
 
@@ -172,6 +174,15 @@ class Connection:
         message = pack(kind, header, sum(map(len, payload)), end=end)
         await self._write(self._take_unsent() + message, payload)
 
+    def show_life(self) -> None:
+        """Let the other side know that the connection works, unless a message is on its way already."""
+        if self.writing_since:
+            return
+        self._unsent = self._take_unsent()
+        if self.stream.write_if_free(self._unsent + _ALIVE):
+            self._count_sent(len(self._unsent) + len(_ALIVE))
+            self._unsent = b""
+
     async def flush(self) -> None:
         """Send what waits for the first item, such as the opening of a call in which this side listens first."""
         unsent = self._take_unsent()
@@ -189,9 +200,11 @@ class Connection:
             raise
         finally:
             self.writing_since = 0.0
-        size = len(head) + sum(map(len, payload))
+        self._count_sent(len(head) + sum(map(len, payload)))
+
+    def _count_sent(self, size: int) -> None:
         self.metrics.bytes_sent += size
-        if self.stream.is_relayed:
+        if self.stream.via is not None:
             self.metrics.bytes_relayed += size
         self.metrics.bytes_sent_by_handler[self.handler] += size
 
@@ -204,8 +217,10 @@ class Connection:
                 raw = await self._receive_header(prefix.header_bytes)
             size = PREFIX_BYTES + len(raw) + prefix.payload_bytes
             self.metrics.bytes_received += size
-            if self.stream.is_relayed:
+            if self.stream.via is not None:
                 self.metrics.bytes_relayed += size
+            if prefix.kind is Kind.ALIVE and not (raw or prefix.payload_bytes):
+                continue
             if prefix.kind is not Kind.HELLO:
                 return prefix, raw
             if prefix.payload_bytes or self.hello is not None:

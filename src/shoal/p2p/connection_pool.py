@@ -213,10 +213,10 @@ class ConnectionPool:
         peer = self._peers.get(peer_id)
         return 0 if peer is None else len(peer.idle) + peer.dialling
 
-    def only_relayed(self, peer_id: PeerID) -> int:
-        """How many connections to a peer there are, if all of them lead through relays; otherwise 0."""
+    def streams_to(self, peer_id: PeerID) -> list[Stream]:
+        """What the connections to a peer run on, idle or in use."""
         peer = self._peers.get(peer_id)
-        return 0 if peer is None or peer.has_direct else len(peer.idle) + len(peer.in_use)
+        return [] if peer is None else [each.stream for each in (*peer.idle, *peer.in_use)]
 
     @property
     def dialling_count(self) -> int:
@@ -267,7 +267,7 @@ class ConnectionPool:
             turn.set_result(connection)
             return
         del peer.in_use[connection]
-        if connection.stream.is_relayed and peer.has_direct:
+        if connection.stream.via is not None and peer.has_direct:
             connection.abort()
             return
         self._keep(peer, connection)
@@ -284,7 +284,7 @@ class ConnectionPool:
             while len(peer.idle) + peer.dialling < min(count, MAX_IDLE_PER_PEER) and peer.may_dial:
                 peer.dialling += 1
                 connection = await self._dial_new(peer)
-                if connection.closed or not connection.stream.is_relayed:
+                if connection.closed or connection.stream.via is None:
                     self.release(connection, reusable=True)
                 else:  # it would not be kept beside direct ones
                     del peer.in_use[connection]
@@ -301,7 +301,7 @@ class ConnectionPool:
             turn.set_result(connection)
         else:
             self._keep(peer, connection)
-        if connection.stream.is_relayed:
+        if connection.stream.via is not None:
             self.on_relayed(connection.remote)
 
     def _check_open(self) -> None:
@@ -311,8 +311,8 @@ class ConnectionPool:
     # --- idle connections ---------------------------------------------------------------------------------------------
 
     def _keep(self, peer: PooledPeer, connection: Connection) -> None:
-        if len(peer.idle) >= MAX_IDLE_PER_PEER and not connection.stream.is_relayed:
-            self._end_idle(next((each for each in peer.idle if each.stream.is_relayed), connection))
+        if len(peer.idle) >= MAX_IDLE_PER_PEER and connection.stream.via is None:
+            self._end_idle(next((each for each in peer.idle if each.stream.via is not None), connection))
         if self._closed or len(peer.idle) >= MAX_IDLE_PER_PEER:
             connection.abort()
             self._forget_if_possible(peer)
@@ -327,9 +327,12 @@ class ConnectionPool:
     def _take_idle(self, peer: PooledPeer) -> Connection | None:
         if not peer.idle:
             return None
-        direct = [each for each in peer.idle if not each.stream.is_relayed]
-        connection = (direct or peer.idle)[-1]
-        peer.idle.remove(connection)
+        connection = peer.idle[-1]
+        if connection.stream.via is not None:
+            connection = next((each for each in reversed(peer.idle) if each.stream.via is None), connection)
+            peer.idle.remove(connection)
+        else:
+            peer.idle.pop()
         del self._idle_since[connection]
         connection.stream.on_closed(None)
         peer.in_use[connection] = None
@@ -408,7 +411,7 @@ class ConnectionPool:
             raise
         peer.dialling -= 1
         peer.in_use[connection] = None
-        if connection.stream.is_relayed:
+        if connection.stream.via is not None:
             self.on_relayed(connection.remote)
         self._let_next_dial(peer)
         if self._closed:

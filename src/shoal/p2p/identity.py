@@ -32,6 +32,12 @@ MAX_PEER_ID_BYTES = 64
 _MAX_TEXT_LENGTH = 256
 
 
+@functools.lru_cache(4096)
+def _base58_of(peer_id_bytes: bytes) -> str:
+    """Cached, because it is slow, and each connection brings an object of its own for the same peer."""
+    return base58.b58encode(peer_id_bytes).decode()
+
+
 @total_ordering
 class PeerID:
     """Identifier of a peer, hashable and ordered by its base58 text.
@@ -95,7 +101,7 @@ class PeerID:
     def to_base58(self) -> str:
         """The usual text form."""
         if self._base58 is None:
-            self._base58 = base58.b58encode(self._bytes).decode()
+            self._base58 = _base58_of(self._bytes)
         return self._base58
 
     to_string = pretty = __str__ = to_base58
@@ -166,6 +172,7 @@ def split_peer_address(address: Multiaddr) -> tuple[Multiaddr, PeerID]:
 CIRCUIT = "p2p-circuit"
 
 
+@functools.lru_cache(4096)
 def is_circuit(address: Multiaddr) -> bool:
     """Whether an address leads through a relay: its host and port are those of the relay."""
     return CIRCUIT in address

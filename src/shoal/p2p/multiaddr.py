@@ -270,7 +270,10 @@ class Multiaddr:
 
     def get(self, protocol: str) -> str | None:
         """Like ``self[protocol]``, but ``None`` where the protocol is missing."""
-        return next((value for name, value in self._items if name == protocol), None)
+        for name, value in self._items:
+            if name == protocol:
+                return value
+        return None
 
     def protocols(self) -> list[Protocol]:
         """Protocol names in order."""

@@ -24,6 +24,7 @@ from shoal.p2p.multiaddr import Multiaddr
 LOOK_AGAIN_SECONDS = 15.0
 # Other peers remember no more addresses of one peer than this.
 MAX_ANNOUNCED = 8
+MAX_PLACES_KNOWN = 1024
 
 _FAR_AWAY = {socket.AF_INET: "8.8.8.8", socket.AF_INET6: "2001:4860:4860::8888"}
 _VIRTUAL_NAME = re.compile(
@@ -138,7 +139,11 @@ class OwnAddresses:
     def __init__(self, look: Callable[[], Sequence[OwnAddress]] = look_at_interfaces) -> None:
         self._look = look
         self._looked_at = -math.inf
+        self.looks = 0
+        """How often it has looked: caches of derived data compare it."""
         self._all: list[OwnAddress] = []
+        # By IP address: whether it is inside, since the last look.
+        self._inside: dict[str, bool] = {}
         self.lost: set[str] = set()
         """Addresses that this machine no longer has."""
 
@@ -147,6 +152,13 @@ class OwnAddresses:
 
     def is_inside(self, ip: str) -> bool:
         """Whether an IP address is of this machine or of one of its networks."""
+        if ip not in self._inside:
+            if len(self._inside) >= MAX_PLACES_KNOWN:
+                self._inside.clear()
+            self._inside[ip] = self._finds_inside(ip)
+        return self._inside[ip]
+
+    def _finds_inside(self, ip: str) -> bool:
         parsed = ipaddress.ip_address(ip)
         return parsed.is_loopback or parsed.is_link_local or any(parsed in address.network for address in self._all)
 
@@ -199,7 +211,8 @@ class OwnAddresses:
         if _has_network(self._all) and not _has_network(found):
             return False
         before, told = {address.ip for address in self._all}, self.told()
-        self._all = found
+        self._all, self.looks = found, self.looks + 1
+        self._inside.clear()
         self.lost = (self.lost | before) - {address.ip for address in found}
         return not is_first and self.told() != told
 

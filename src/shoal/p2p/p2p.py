@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.clock import get_clock
@@ -40,6 +40,7 @@ from shoal.p2p.service import Gate, Handler
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import Stream, Transport
 from shoal.p2p.upgrading import Upgrades
+from shoal.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class P2P(Caller):
         """What large headers on their way in take."""
         self.dialler = Dialler(transport, self.address_book, metrics)
         """Opens connections to others."""
+        self.late_answers = {}
         self.pool = ConnectionPool(self.dial, idle_timeout)
         """Those connections."""
         self.behaviour = Behaviour(metrics, asyncio.get_running_loop().time)
@@ -276,11 +278,11 @@ class P2P(Caller):
 
     def host_of(self, peer: PeerID) -> PeerID | str:
         """What a peer has in common with others of its host, see :mod:`shoal.p2p.addresses`; from any thread."""
-        return host_of(peer, self.address_book.peek(peer))
+        return self.address_book.host_of(peer)
 
     def host_seen_of(self, peer: PeerID) -> PeerID | str:
         """Like :meth:`host_of`, but by the addresses from which the peer has connected, whatever it announces."""
-        return host_of(peer, self._addresses_seen_of(peer))
+        return host_of(peer, self.addresses_seen_of(peer))
 
     @property
     def address_changes(self) -> int:
@@ -426,13 +428,14 @@ class P2P(Caller):
 
     def address_seen_of(self, peer: PeerID) -> str:
         """The address from which a peer has connected to this one, or empty if the transport does not know it."""
-        return next(map(str, self._addresses_seen_of(peer)), "")
+        return next(map(str, self.addresses_seen_of(peer)), "")
 
-    def _addresses_seen_of(self, peer: PeerID) -> list[Multiaddr]:
+    def addresses_seen_of(self, peer: PeerID) -> Iterator[Multiaddr]:
         """Those of direct connections, the latest first: a relayed one comes from its relay."""
-        streams = [connection.stream for connection in reversed(self.connections_from(peer))]
-        found = [stream.remote_address for stream in streams if not stream.is_relayed]
-        return [address for address in found if address is not None]
+        for connection in reversed(self.connections_from(peer)):
+            stream = connection.stream
+            if stream.remote_address is not None and not stream.is_relayed:
+                yield stream.remote_address
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
@@ -465,6 +468,7 @@ class P2P(Caller):
         await self.relay.close()
         await self.transport.close()
         self.pool.close()
+        await cancel_and_wait(*self.late_answers)
         await self.dialler.close()
         await self.punching.close()
         await self.server.close()

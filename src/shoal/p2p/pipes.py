@@ -61,6 +61,13 @@ class PipeEnd(Stream):
             if self._closed:
                 raise StreamClosedError("the other side closed the connection")
 
+    def write_if_free(self, data: bytes) -> bool:
+        if self._closed or self.other._unread > WINDOW_BYTES:
+            return False
+        self.other._unread += len(data)
+        self.send(data)
+        return True
+
     def arrive(self, piece: Piece) -> None:
         """A piece has come from the other end."""
         if piece is None:
@@ -105,12 +112,17 @@ class PipeEnd(Stream):
         return head
 
     def take(self, size: int) -> bytearray | None:
-        if size and (not self.inbox or len(self.inbox[0]) < size):
+        if not size:
+            return bytearray()
+        if not self.inbox or len(self.inbox[0]) < size:
             return None
-        taken = bytearray(size)
-        if size:
-            self._take(memoryview(taken))
-        return taken
+        head = self.inbox[0]
+        if len(head) == size:
+            del self.inbox[0]
+        else:
+            self.inbox[0] = head[size:]
+        self._note_read(size)
+        return bytearray(head[:size])
 
     def _take(self, room: memoryview) -> int:
         head = self.inbox[0]

@@ -44,6 +44,8 @@ class PresenceQuery(Header):
     """Where it can be called now, if that has changed since it greeted on this connection."""
     reach: int = -1
     """Likewise, how; see :class:`~.reachability.Reach`."""
+    relay: bool = False
+    """Likewise, whether it is a relay."""
 
 
 class PresenceReply(Header):
@@ -53,6 +55,8 @@ class PresenceReply(Header):
     """Where the identity of the asking peer was last seen."""
     is_connected: bool = False
     """Another process with that identity is connected to the answering peer."""
+    relay: bool = False
+    """The answering peer is a relay."""
 
 
 class Presence(ServicerBase):
@@ -68,6 +72,7 @@ class Presence(ServicerBase):
         if request.addresses and context.remote_id != own.peer_id:
             own.address_book.replace(context.remote_id, request.addresses[:MAX_ADDRESSES_PER_PEER])
             own.reaches.note(context.remote_id, request.reach)
+            own.reservations.note_greeting(context.remote_id, request.relay)
         others = [
             connection.hello
             for connection in own.connections_from(context.remote_id)
@@ -77,13 +82,15 @@ class Presence(ServicerBase):
             instance=own.instance,
             addresses=[str(address) for address in own.get_addresses(context.remote_id)],
             is_connected=bool(others),
+            relay=own.relay.serves,
         )
 
 
 async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
     """Call peers so that they learn where this one can be reached now: each connection begins with its addresses.
 
-    Those that a relay has arranged are older than the change, so the call tells them, too.
+    Those that a relay has arranged are older than the change, so the call tells them, too. By the same call this peer
+    learns whether the others are relays now.
     """
     at_once = asyncio.Semaphore(GREETINGS_AT_ONCE)
     handle = Presence.handle_name("rpc_who_am_i", None)
@@ -92,8 +99,12 @@ async def greet_anew(p2p: P2P, peers: Sequence[PeerID]) -> None:
         try:
             async with at_once:
                 addresses = [str(address) for address in p2p.outlook.announced()]
-                query = PresenceQuery(instance=p2p.instance, addresses=addresses, reach=p2p.outlook.reach.value)
-                await p2p.call(peer, handle, query, PresenceReply, timeout=GREETING_SECONDS, roles=Presence.roles)
+                reach, relay = p2p.outlook.reach.value, p2p.relay.serves
+                query = PresenceQuery(instance=p2p.instance, addresses=addresses, reach=reach, relay=relay)
+                reply = await p2p.call(
+                    peer, handle, query, PresenceReply, timeout=GREETING_SECONDS, roles=Presence.roles
+                )
+                p2p.reservations.note_greeting(peer, reply.relay)
         except (ShoalError, ConnectionError, TimeoutError) as e:
             logger.debug("could not tell %s the new addresses of this peer: %s", peer, e)
 

@@ -48,6 +48,11 @@ class PunchPolicy:
         last = self._outcomes.get(peer)
         return last is None or self._now() >= last.not_before
 
+    def expects_success(self, peer: PeerID) -> bool:
+        """Whether the last punch towards a peer has made a connection."""
+        last = self._outcomes.get(peer)
+        return last is not None and not last.pause
+
     def note_hosts(self, peer: PeerID, hosts: Hosts) -> None:
         """Forget the outcome if one of both sides is behind another router now."""
         last = self._outcomes.get(peer)

@@ -94,6 +94,10 @@ class Puncher:
         is_late = any(whose == peer and plan.begun_at < late for plan, whose in self._unsuccessful.items())
         return not is_late and self.policy.allows(peer)
 
+    def expects_success(self, peer: PeerID) -> bool:
+        """Whether the routers on both sides have let a connection through before."""
+        return self.policy.expects_success(peer)
+
     async def close(self) -> None:
         """Give up all punches of this side as a dialler; what has come about and was not taken yet ends."""
         self._is_closed = True

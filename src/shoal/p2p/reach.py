@@ -8,7 +8,8 @@ The conclusions are those of :mod:`~.reachability`; here is where the evidence c
   after an upheaval: this machine has other addresses, or is seen at another one; all connections are gone; it slept.
 
 While nobody can dial this peer, it asks for reservations at relays. Whoever has connections to it is told of each
-change by a new greeting.
+change by a new greeting. If there are no relays any more, some peer has to become one, and the others have to hear of
+it: each checks often whether it can be dialled, and asks some others whether they are relays.
 """
 
 from __future__ import annotations
@@ -147,11 +148,10 @@ class Outlook:
 
     def far_host_of(self, peer: PeerID) -> str:
         """The IP address on the internet from which another peer has connected; empty if it is in a network nearby."""
-        seen = self._p2p.address_seen_of(peer)
-        if not seen:
+        address = next(self._p2p.addresses_seen_of(peer), None)
+        if address is None or is_private(address) or self._p2p.transport.is_inside(address):
             return ""
-        address = Multiaddr(seen)
-        return "" if is_private(address) or self._p2p.transport.is_inside(address) else address.values()[0] or ""
+        return address.values()[0] or ""
 
     def is_hopeless(self, peer: PeerID) -> bool:
         """Whether another peer cannot be dialled from here: it is far away, and all its addresses are private."""
@@ -400,12 +400,13 @@ class Outlook:
             self.update()
 
     def _look_for_relays(self) -> None:
-        """Hear from some peers again whether they are relays by now: connections that are open tell what was."""
+        """Without any relay: hear from some peers whether they are relays by now, or whether this one could be one."""
         is_due = self.now() - self._looked_for_relays_at >= LOOK_FOR_RELAYS_SECONDS
-        if self.state is not Reachability.CLIENT or not self.options.use_auto_relay or not is_due:
-            return
-        self._looked_for_relays_at = self.now()
-        self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._p2p.is_reachable))
+        reservations = self._p2p.reservations
+        if is_due and reservations.is_wanted and not reservations.held:
+            self._looked_for_relays_at = self.now()
+            self._greet(self.contacts.draw(self._rng, RELAYS_ASKED, self._p2p.is_reachable))
+            self.check_soon()
 
     def check_soon(self) -> None:
         """Let witnesses dial back soon."""

@@ -28,6 +28,7 @@ from shoal.p2p.frames import send_frame
 from shoal.p2p.identity import PeerID
 from shoal.p2p.limits import RelayLimits
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.reachability import Reach
 from shoal.p2p.relay_messages import (
     MAX_TEXT,
     Code,
@@ -79,7 +80,6 @@ class _Guest:
 
     peer: PeerID
     host: str
-    reach: int
     badge: Badge | None
     used_at: float
     """When its last circuit began or ended."""
@@ -179,8 +179,10 @@ class Relay(ServicerBase):
         if code is not Code.OK:
             await call.send(Reserved(code=code, text=text))
             return
-        guest = _Guest(context.remote_id, host, request.reach, stream.badge, self._now())
+        guest = _Guest(context.remote_id, host, stream.badge, self._now())
         self._guests[guest.peer] = guest
+        # From now on it greets anew when this changes.
+        self._p2p.reaches.note(guest.peer, request.reach)
         loop = asyncio.get_running_loop()
         end = loop.call_later(RESERVATION_SECONDS, guest.end, "it is an hour old: ask again, or elsewhere")
         try:
@@ -243,7 +245,11 @@ class Relay(ServicerBase):
                 told.cookies.append(other)
         guest.notices.put_nowait(Notice(incoming=told))
         rate = self._limits.rate or 0.0
-        return Connected(code=Code.OK, cookies=cookies, rate=rate, reach=guest.reach)
+        return Connected(code=Code.OK, cookies=cookies, rate=rate, reach=self._reach_of(guest.peer))
+
+    def _reach_of(self, peer: PeerID) -> int:
+        """How a peer says now that it is called; what it told when it reserved may be over."""
+        return max(Reach.PUBLIC, min(self._p2p.reaches.get(peer, Reach.EASY), Reach.CLIENT))
 
     def _find_guest(self, request: Connect, dialler: PeerID) -> tuple[Code, str, _Guest | None, int]:
         """The guest, and how many circuits there may be to it; or why there may be none."""

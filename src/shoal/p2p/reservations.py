@@ -36,6 +36,8 @@ WANTED = 2
 ASKED = 8
 """The number of candidates that are considered at a time, the nearest first."""
 SILENCE_SECONDS = 12.0
+# The same while something else is known to have broken without a sign. It is more than a relay is silent by itself.
+DOUBTED_SECONDS = 7.0
 ASK_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 300.0
@@ -77,8 +79,8 @@ class Reservations:
         self.answer = answer
         """Gets what relays say."""
         self._now = asyncio.get_running_loop().time
-        self.candidates: Callable[[], Sequence[PeerID]] = self._connected_relays
-        """Peers that may be relays."""
+        self.candidates: Callable[[], Sequence[PeerID]] = tuple
+        """Further peers that may be relays, beside those that have said so."""
         self.trusted: Sequence[Target] = ()
         """Relays that are asked before any other one."""
         self.reach = Reach.EASY
@@ -87,6 +89,8 @@ class Reservations:
         """Called when :meth:`addresses` has changed."""
         self.held: dict[PeerID, Held] = {}
         """The reservations, the oldest first."""
+        # By relay: when it counts as dead unless it says something, and when it has said something.
+        self._listening: dict[PeerID, tuple[asyncio.Timeout, float]] = {}
         self._is_relay: dict[PeerID, bool] = {}
         self._holding: dict[PeerID, asyncio.Task[None]] = {}
         # By relay: when it may be asked again, and how long the last pause was.
@@ -192,8 +196,10 @@ class Reservations:
         for place, relay in self.trusted:
             self._p2p.add_addresses(relay, [place])
         trusted = [relay for _, relay in self.trusted]
-        # Who has told nothing yet may be one.
-        others = [relay for relay in self.candidates() if self._is_relay.get(relay, True)]
+        # Who has told nothing yet may be one, if it can be dialled: nothing leads to a relay through another one.
+        dialled = self._p2p.dialler.direct_addresses
+        unknown = [relay for relay in self.candidates() if relay not in self._is_relay and dialled(relay)]
+        others = [*self._connected_relays(), *unknown]
         by_distance = sorted(
             filter(may_be_asked, dict.fromkeys(others)),
             key=lambda relay: (relay not in self._is_relay, self._p2p.round_trip_to(relay) or math.inf),
@@ -258,12 +264,16 @@ class Reservations:
         """Hand on what the relay says, until the reservation is over; returns why it is."""
         stream = call.connection.stream
         while True:
+            heard_at = self._now()
             try:
-                async with asyncio.timeout(SILENCE_SECONDS):
+                async with asyncio.timeout(SILENCE_SECONDS) as limit:
+                    self._listening[relay] = limit, heard_at
                     notice = await call.receive(Notice)
             except TimeoutError:
                 self._drop_via(relay)
-                return f"it has been silent for {SILENCE_SECONDS:g} s"
+                return f"it has been silent for {self._now() - heard_at:.0f} s"
+            finally:
+                del self._listening[relay]
             if notice is None:
                 return "the relay has ended the call"
             if call.payload_size:
@@ -277,9 +287,16 @@ class Reservations:
                 ipv4 = [place for place in places if "ip4" in place]
                 self.answer(relay, list(dict.fromkeys([*ipv4, *nearest, *places])), notice.incoming)
 
+    def doubt(self) -> None:
+        """A connection has fallen silent: perhaps those to relays have broken as well, so they have less time now."""
+        for limit, heard_at in self._listening.values():
+            if not limit.expired():
+                limit.reschedule(heard_at + DOUBTED_SECONDS)
+
     def _drop_via(self, relay: PeerID) -> None:
         """A relay is dead: nothing will come through its circuits any more."""
         self._p2p.dialler.note_silent(relay)
+        self._p2p.pool.end_idle(relay)
         self._p2p.pool.drop_via(relay)
         self._p2p.server.cut(lambda stream: stream.via == relay, "its relay is silent")
 

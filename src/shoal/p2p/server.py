@@ -38,7 +38,7 @@ STRANGER_BYTES = 2**16
 SWEEPS = 4
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Serving:
     """A call in progress, and when the caller last gave a sign of life."""
 
@@ -278,7 +278,7 @@ class Server:
         """The reason not to serve this call, or ``None``."""
         if name not in self.handlers:
             return Failure(code=NO_HANDLER, text=name[:MAX_NAME_CHARACTERS])
-        if self.needs_proof(connection, name):
+        if self.gate is not None and self.needs_proof(connection, name):
             self._metrics.calls_refused["not a member"] += 1
             logger.debug("%s, called by %s: it has not proven that it is a member", name, connection.remote)
             return Failure(type=PermissionError.__name__, text=MEMBERS_ONLY)

@@ -191,6 +191,11 @@ class StubBase:
         """Let the next call be made over a new connection: those that are idle may have broken without a sign."""
         self._p2p.pool.end_idle(self._peer)
 
+    def note_silence(self) -> None:
+        """A connection to the other peer has fallen silent: what else leads there, or to relays, is in doubt."""
+        self.dial_anew()
+        self._p2p.reservations.doubt()
+
     def context_of(self, method: str) -> P2PContext:
         """The context of a call, seen from the caller."""
         return P2PContext(self.servicer.handle_name(method, self._namespace), self._p2p.peer_id, self._peer)

@@ -162,9 +162,9 @@ class Strangers:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
                 context, certificate = await self.tls()
-                arrival.in_hands_of_loop = True
                 set_options(arrival.socket)
                 hurry_within_host(arrival.socket)
+                arrival.in_hands_of_loop = True
                 await asyncio.get_running_loop().connect_accepted_socket(
                     lambda: stream,
                     arrival.socket,

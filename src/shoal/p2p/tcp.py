@@ -64,6 +64,8 @@ class TcpTransport(Transport):
         self._next_look: asyncio.TimerHandle | None = None
         self.listeners: list[Listener] = []
         """Where this peer listens."""
+        # The addresses of the listeners, and what they were derived from: each greeting tells them.
+        self._reachable: tuple[tuple[int, int], list[Multiaddr]] | None = None
         self.strangers = Strangers(self, self.metrics, limits, self._note_stream)
         """Who has connected, and not proven who it is."""
 
@@ -109,7 +111,10 @@ class TcpTransport(Transport):
 
     def addresses(self, latest: bool = False) -> list[Multiaddr]:
         self._look(latest=latest)
-        return self._reachable_at(self.listeners)
+        source = self._machine.looks, len(self.listeners)
+        if self._reachable is None or self._reachable[0] != source:
+            self._reachable = source, self._reachable_at(self.listeners)
+        return list(self._reachable[1])
 
     def _keep_looking(self) -> None:
         self._look()

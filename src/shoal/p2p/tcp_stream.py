@@ -278,6 +278,12 @@ class TcpStream(Stream, asyncio.BufferedProtocol):
         if self._is_backlog_limited:
             await self._wait_until_sent()
 
+    def write_if_free(self, data: bytes) -> bool:
+        if self.closed or self.transport is None or self.write_paused:
+            return False
+        self.transport.write(data)
+        return True
+
     async def _wait_until_sent(self) -> None:
         """Wait until the kernel has sent most of what it has been given.
 

@@ -94,6 +94,13 @@ class Stream(ABC):
             StreamClosedError: the connection ended.
         """
 
+    def write_if_free(self, data: bytes) -> bool:
+        """Send a few bytes unless that would have to wait for earlier ones; returns whether they are sent.
+
+        Nobody may be writing.
+        """
+        return False
+
     @abstractmethod
     async def read_exactly_into(self, buffer: memoryview) -> None:
         """Fill the whole buffer (format ``B``, writable) with the next bytes.
@@ -314,6 +321,7 @@ class Kind(IntEnum):
     OPEN = 2  # start of a call; names the handler
     ITEM = 3  # one message of the call
     ERROR = 4  # the call has failed; ends the sender's side
+    ALIVE = 5  # nothing else is to be said at present: shows that the connection works
 
 
 _KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}

@@ -47,13 +47,13 @@ class Upgrades:
     async def _keep_trying(self, peer: PeerID) -> None:
         while True:
             await asyncio.sleep(UPGRADE_SECONDS)
-            count = self._p2p.pool.only_relayed(peer)
-            if not count:
+            streams = self._p2p.pool.streams_to(peer)
+            if not streams or not all(stream.is_relayed for stream in streams):
                 return
             punching = self._p2p.circuits.punching
             if punching is not None and punching.is_worth_it(peer):
                 try:
-                    await self._try(peer, min(count, MAX_AT_ONCE))
+                    await self._try(peer, min(len(streams), MAX_AT_ONCE))
                 except ShoalError as e:
                     logger.debug("no direct connections to %s: %s", peer, e)
 

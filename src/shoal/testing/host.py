@@ -61,58 +61,67 @@ class AccessLine:
             self._serve()
 
     def _serve(self) -> None:
-        size, seconds = self._turns[0].head_size, 0.0
-        if self.rate is not None:
-            size = min(size, max(_MIN_TURN_BYTES, int(self.rate * _TURN_SECONDS)), _MAX_TURN_BYTES)
-            seconds = size / self.rate
-        self._loop.call_later(seconds, self._served, size)
+        queue, rate = self._turns[0].queue, self.rate
+        size = len(queue[0] or b"") if queue else 0
+        if rate is None:
+            self._loop.call_later(0.0, self._served, size)
+            return
+        if size > _MIN_TURN_BYTES:  # most pieces are smaller
+            size = min(size, max(_MIN_TURN_BYTES, int(rate * _TURN_SECONDS)), _MAX_TURN_BYTES)
+        self._loop.call_later(size / rate, self._served, size)
 
     def _served(self, size: int) -> None:
         flow = self._turns.popleft()
         flow.pass_on(size)
-        if flow.head_size:
+        if flow.queue:
             self._turns.append(flow)
         if self._turns:
             self._serve()
 
 
 class Flow:
-    """What one connection sends through an :class:`AccessLine`."""
+    """What one connection sends through an :class:`AccessLine`.
 
-    __slots__ = ("_forward", "_line", "_queue")
+    Attributes:
+        queue: what has not passed yet; short, and never starts with the end of the stream or an empty piece.
+    """
+
+    __slots__ = ("_forward", "_line", "queue")
 
     def __init__(self, line: AccessLine, forward: Callable[[Piece], None]) -> None:
         self._line, self._forward = line, forward
-        self._queue: list[Piece] = []  # short, and never starts with the end of the stream
-
-    @property
-    def head_size(self) -> int:
-        """Bytes of the first piece; 0 if there is none."""
-        return len(self._queue[0] or b"") if self._queue else 0
+        self.queue: list[Piece] = []
 
     def put(self, piece: Piece) -> None:
         """Send a piece after the ones before it; a piece that needs no time goes through at once."""
-        if not self._queue and (not piece or self._line.rate is None):
+        queue = self.queue
+        if queue:
+            queue.append(piece)
+        elif not piece or self._line.rate is None:
             self._forward(piece)
-            return
-        self._queue.append(piece)
-        if len(self._queue) == 1:
+        else:
+            queue.append(piece)
             self._line.enqueue(self)
 
     def pass_on(self, size: int) -> None:
         """Forward this many bytes of the first piece, which have passed the line."""
-        if not self._queue:  # dropped in the meantime
+        queue = self.queue
+        if not queue:  # dropped in the meantime
             return
-        head = memoryview(self._queue.pop(0) or b"")
+        head = queue[0] or b""
         if size < len(head):
-            self._queue.insert(0, head[size:])
-        self._forward(head[:size])
-        while self._queue and not self._queue[0]:
-            self._forward(self._queue.pop(0))
+            rest = memoryview(head)
+            queue[0] = rest[size:]
+            self._forward(rest[:size])
+        else:
+            del queue[0]
+            self._forward(head)
+        while queue and not queue[0]:
+            self._forward(queue.pop(0))
 
     def drop(self) -> None:
         """Drop everything that has not passed yet."""
-        self._queue.clear()
+        self.queue.clear()
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-import torch
-
+from shoal.averaging.allreduce.latecomers import Latecomers
 from shoal.averaging.allreduce.members import Link, Member, Standing
-from shoal.averaging.allreduce.questions import ask_for_status
+from shoal.averaging.allreduce.questions import wait_for_return
 from shoal.averaging.allreduce.recovery import Plan, Recovery, make_plan
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.finite import all_finite
 from shoal.averaging.messages import (
     PEER_FAILURES,
-    RESUME_SECONDS,
+    RETURN_SECONDS,
     RoundKind,
     RoundMessage,
     RoundStatus,
@@ -30,7 +30,7 @@ from shoal.averaging.messages import (
     reason_of,
     show_life,
 )
-from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError, RefusedDialError, StreamClosedError
+from shoal.errors import InterruptedDialError, P2PDaemonError, ProtocolError, StreamClosedError
 from shoal.logs import counted
 from shoal.p2p import Call
 from shoal.tasks import cancel_and_wait, first_completed
@@ -84,18 +84,17 @@ class Coordination:
         self._confirmed = asyncio.Event()
         # Each waits for a member whose link broke.
         self._waiting: dict[asyncio.Task[None], None] = {}
-        # All values of the result, for members that were late.
-        self._result: asyncio.Future[list[torch.Tensor]] = asyncio.get_running_loop().create_future()
+        has_averages, is_verified = self.roster.is_sender, self._verification is not None
+        self._latecomers = Latecomers(self.vector, has_averages=has_averages, is_verified=is_verified)
         # Members that have left on purpose. They will not come back for the result.
         self._left: set[int] = set()
-        # Parts were averaged again without failed members. A failed member that comes back may hold other averages of
-        # the same parts, so it is treated as late from then on.
+        # Parts were averaged again without failed members, or another coordinator may have done that. A failed member
+        # that comes back may hold other averages of the same parts, so it is treated as late from then on.
         self._has_filled_gaps = False
 
     def close(self) -> None:
         """Release everything that waits; the round has ended here, with or without a result."""
-        if not self._result.done():
-            self._result.cancel()
+        self._latecomers.close()
         # An open call would tell the members that follow this one that the round goes on.
         if not self._committed:
             for link in self.roster.links.values():
@@ -110,12 +109,14 @@ class Coordination:
         if self._commit_message is not None and member.index in self._unconfirmed:
             await self._commit_again(call, member, self._commit_message)
             return
-        if self._committed and not self.roster.closed_early:
+        too_late = (self.roster.closed_early or self._has_filled_gaps) and member.failed
+        is_lost = too_late and self.roster.quorum is None and not self._latecomers.can_get_result
+        if is_lost or (self._committed and not self.roster.closed_early):
             await call.send(RoundMessage(kind=RoundKind.OVER), end=True)
             return
+        self.allreduce.pairs[member.index].note_life(comes_anew=member.link is not None)
         self.roster.missed = self.roster.missed or hello.missed
         self.allreduce.book.take_claim(member.index, hello.norms, b"".join(hello.statements))
-        too_late = (self.roster.closed_early or self._has_filled_gaps) and member.failed
         link = Link(SharedCall(call), handler, self.group.limited(member.index, hello.weight))
         await link.shared.send(RoundMessage(kind=RoundKind.ALIVE))
         if member.link is not None:
@@ -128,8 +129,9 @@ class Coordination:
             await link.shared.send(RoundMessage(kind=RoundKind.LATE))
         alive = asyncio.ensure_future(show_life(link.shared, self._silence))
         try:
-            while await self._serve_message(link, member):
-                pass
+            with self.allreduce.pairs[member.index].link.watching(call):
+                while await self._serve_message(link, member):
+                    pass
         except BaseException as e:
             if member.link is link and not self._committed:
                 self._note_broken(member, link, e)
@@ -148,7 +150,7 @@ class Coordination:
                 self._note_confirmed(member)
                 return False
             if message.kind == RoundKind.LATE and member.late:
-                await self._send_result(link)
+                await self._latecomers.send_result(link)
             if message.kind == RoundKind.PART:
                 await self._receive_for_plan(link, member, message)
         if message.kind == RoundKind.REPORT and not member.late:
@@ -156,7 +158,7 @@ class Coordination:
                 raise ProtocolError("malformed report")
             if self._verification is not None:
                 self._verification.take_report(member.index, message)
-            self.roster.note_told_not_finite(message.not_finite, member.index)
+            self.roster.note_told(message, member.index)
             self.allreduce.book.take_report(message.statements)
             link.held, link.obsolete = message.held, False
             self._changed.set()
@@ -182,20 +184,16 @@ class Coordination:
         waiting.add_done_callback(self._waiting.pop)
 
     async def _wait_for_return(self, member: Member, link: Link) -> None:
-        reason = "its connection broke, and it did not come back"
-        try:
-            async with asyncio.timeout(RESUME_SECONDS):
-                if member.mode is not AveragingMode.CLIENT:  # which cannot be called
-                    stub = self.allreduce.get_stub(member.peer_id)
-                    status = await ask_for_status(stub, self.allreduce.round_id)
-                    if status in (RoundStatus.UNKNOWN, RoundStatus.LEFT):
-                        raise ProtocolError("has left the round")
-                await link.replaced.wait()
-        except (RefusedDialError, ProtocolError) as e:
-            reason = reason_of(e)
-        except TimeoutError as e:
-            logger.debug("%s: %r", member.peer_id, e)
-        self._lost(member, link, reason)
+        is_client = member.mode is AveragingMode.CLIENT  # which cannot be called
+        reason = await wait_for_return(
+            None if is_client else self.allreduce.get_stub(member.peer_id),
+            StatusRequest(round_id=self.allreduce.round_id, is_link_broken=True),
+            link.replaced,
+            self.allreduce.pairs[member.index],
+            lambda status: status in (RoundStatus.UNKNOWN, RoundStatus.LEFT),
+        )
+        if reason is not None:
+            self._lost(member, link, reason)
 
     async def _commit_again(self, call: Call, member: Member, commit: RoundMessage) -> None:
         """Tell a member the result that was under way when its connection broke."""
@@ -214,7 +212,7 @@ class Coordination:
     async def wait_until_confirmed(self) -> None:
         """Wait until the members have confirmed the commit. Those whose connection broke have time to come back."""
         if self._unconfirmed:
-            await first_completed(self._confirmed.wait(), timeout=RESUME_SECONDS)
+            await first_completed(self._confirmed.wait(), timeout=RETURN_SECONDS)
 
     def _lost(self, member: Member, link: Link, reason: str) -> None:
         """Give a member up, unless it has come back with another link."""
@@ -240,6 +238,12 @@ class Coordination:
             if self.roster.quorum is not None:
                 background.append(asyncio.ensure_future(self._count_own_delivery()))
                 background.append(asyncio.ensure_future(self._close_at_quorum()))
+        elif self._latecomers.can_get_result:
+            # What another coordinator has committed may differ from what these members hold, which it has lost.
+            self._has_filled_gaps = True
+            if lost := {index for index in self.roster.punctual if self.roster.members[index].failed}:
+                self.roster.closed_early = True
+                await self._go_on_without(lost)
         try:
             await first_completed(self.allreduce.exchanged.wait(), self._resigned.wait())
             if self._resigned.is_set():
@@ -272,6 +276,9 @@ class Coordination:
         late = self.roster.close_early()
         if late:
             logger.info("the round goes on without %s that came too late", counted(len(late), "member"))
+        await self._go_on_without(late)
+
+    async def _go_on_without(self, late: Collection[int]) -> None:
         for index in sorted(late):
             self.roster.fail(index, "late", Standing.LATE)
             if (link := self.roster.members[index].link) is not None:
@@ -379,14 +386,15 @@ class Coordination:
         is_first = not self.allreduce.weights
         if is_first and self._some_may_return():
             self.roster.closed_early = True
-        if self.roster.closed_early:
-            self._result.set_result(self.vector.copy_values())
         self.allreduce.weights = self.allreduce.weights or self._final_weights()
+        if self.roster.closed_early:
+            self._latecomers.keep_result(self.allreduce.weights)
         commit = RoundMessage(
             kind=RoundKind.COMMIT,
             weights=self.allreduce.weights,
             members=sorted(self.roster.dead),
             not_finite=sorted(self.roster.seen_not_finite | self.roster.told_not_finite),
+            left_out=sorted(self.roster.left_out),
         )
         commit.untrue, commit.statements = self.allreduce.book.show_proofs()
         if self._verification is not None:
@@ -403,7 +411,7 @@ class Coordination:
         its local values instead, and nothing has to be kept for it.
         """
         missing = self.roster.dead & self.roster.seen_failing - self._left
-        return bool(missing) and self.vector.alpha == 1 and self._verification is None
+        return bool(missing) and self._latecomers.can_get_result
 
     def _final_weights(self) -> list[float]:
         weights, punctual = [0.0] * self.group.group_size, self.roster.punctual
@@ -414,15 +422,6 @@ class Coordination:
             elif member is self.roster.own or member.standing is Standing.GONE:
                 weights[index] = self.allreduce.weight_of(member)
         return weights
-
-    async def _send_result(self, link: Link) -> None:
-        """Give a late member all averages as soon as the round is over."""
-        values = await asyncio.shield(self._result)
-        for reducer, parts in enumerate(self.vector.parts):
-            for index, part in enumerate(parts):
-                encoded = part.returned.compress(part.of(values)) if self.vector.has_average(reducer, index) else None
-                await link.shared.send_part((reducer, index), encoded)
-        await link.shared.send(RoundMessage(kind=RoundKind.COMMIT, weights=self.allreduce.weights), end=True)
 
     # --- averages that differ -----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from shoal.averaging.allreduce.combining import NormClaim
+from shoal.averaging.allreduce.pair import Pair
 from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.messages import PEER_FAILURES, BeginReduce, PartMessage, Resume, open_again, open_patiently
 from shoal.errors import ProtocolError, StreamClosedError
@@ -46,6 +47,7 @@ class Delivery:
     Args:
         traffic: what is to be exchanged with the reducer.
         open_call: begins a call to the reducer.
+        pair: the two members.
         may_end: set when the calls may end: this member holds the averages of all reducers, or will get no more.
         timeout: the reducer is given up after so many seconds without the next average.
         take_signature: called with the reducer's signature over its averages; ``None``: it signs nothing.
@@ -55,13 +57,14 @@ class Delivery:
         self,
         traffic: Traffic,
         open_call: Callable[[], AbstractAsyncContextManager[Call]],
+        pair: Pair,
         *,
         may_end: asyncio.Event,
         timeout: float,
         take_signature: Callable[[bytes], None] | None = None,
     ) -> None:
         self._traffic, self._take_signature = traffic, take_signature
-        self._open_call, self._may_end, self._timeout = open_call, may_end, timeout
+        self._open_call, self._pair, self._may_end, self._timeout = open_call, pair, may_end, timeout
         self._stripes = 1
         self._is_signed = take_signature is None
         # After a connection broke: whether the reducer has told on the first call what it lacks.
@@ -96,11 +99,12 @@ class Delivery:
         if begin.resume and begin.stripe and not await asyncio.shield(self._agreement):
             return
         try:
-            async with (open_again if is_first_again else open_patiently)(self._open_call) as call:
-                await call.send(begin)
-                if begin.resume:
-                    await self._agree(call, begin)
-                await all_of(self._send_until_end(call), self._receive_averages(call))
+            async with self._open(is_again=is_first_again) as call:
+                with self._pair.lines.watching(call):
+                    await call.send(begin)
+                    if begin.resume:
+                        await self._agree(call, begin)
+                    await all_of(self._send_until_end(call), self._receive_averages(call))
         except PEER_FAILURES as e:
             # If nothing more is expected of this call, its failure does no harm. But if it broke, the reducer may wait.
             lacks_nothing = self._is_signed and not self._traffic.averages_in.missing
@@ -110,6 +114,16 @@ class Delivery:
             if is_first_again and not self._agreement.done():
                 self._agreement.set_result(False)
             logger.debug("a call to a reducer ended badly: %r", e)
+
+    def _open(self, *, is_again: bool) -> AbstractAsyncContextManager[Call]:
+        return open_again(self._open_call, self) if is_again else open_patiently(self._open_call)
+
+    def is_heard(self) -> bool:
+        """Whether the reducer is worth waiting for: not if the calls may end."""
+        return not self._may_end.is_set() and self._pair.is_heard()
+
+    def has_come_after(self, moment: float) -> bool:
+        return self._pair.has_come_after(moment)
 
     async def _agree(self, call: Call, begin: BeginReduce) -> None:
         """Hear from the reducer what it lacks."""

@@ -31,21 +31,16 @@ from shoal.averaging.allreduce.members import Member, Roster, Standing
 from shoal.averaging.allreduce.pace import Pace
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair, Superseded
 from shoal.averaging.allreduce.parts import RoundVector
-from shoal.averaging.allreduce.questions import ask_for_status, wait_until_silent
+from shoal.averaging.allreduce.questions import wait_for_return, wait_until_silent
 from shoal.averaging.allreduce.receipts import Notary
 from shoal.averaging.allreduce.reducer import PartReducer
+from shoal.averaging.allreduce.silence import Watch
 from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.allreduce.verification import LIE, Verification
 from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
-from shoal.averaging.messages import (
-    PEER_FAILURES,
-    RESUME_SECONDS,
-    BeginReduce,
-    RoundStatus,
-    reason_of,
-)
+from shoal.averaging.messages import PEER_FAILURES, BeginReduce, RoundStatus, StatusRequest, reason_of
 from shoal.compression import CompressionInfo
-from shoal.errors import AllreduceException, ProtocolError, RefusedDialError, StreamClosedError
+from shoal.errors import AllreduceException, ProtocolError, StreamClosedError
 from shoal.p2p import Call, PeerID, StubBase
 from shoal.tasks import cancel_and_wait
 
@@ -112,6 +107,8 @@ class AllReduce:
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
         self.pairs = {i: self._make_pair(i) for i in self._traffic}
         """By member: the calls between the two."""
+        self.watch = Watch(self)
+        """Looks after the calls."""
         self._exchanges: dict[int, asyncio.Task[None]] = {}
         # A dictionary used as an ordered set: the order of cancellation is the same in every run of a simulation.
         self._handlers: dict[asyncio.Task[Any], None] = {}
@@ -130,6 +127,7 @@ class AllReduce:
         local = self.vector.sound_values if roster.is_sender else None
         on_not_finite, combiner = roster.seen_not_finite.add, self.book.make_combiner()
         reducer = PartReducer(parts, senders, local, own, {own: self.weight}, on_not_finite, combiner)
+        reducer.left_out = roster.left_out
         if self.verification is not None:
             reducer.on_average = functools.partial(self.verification.note, self.own_index)
         return reducer
@@ -204,7 +202,8 @@ class AllReduce:
                 if self.vector.parts[member.index]:
                     self._exchanges[member.index] = asyncio.ensure_future(self._exchange_with(member))
         watches = [self._watch(member) for member in living if member.index in roster.coordinators]
-        background = [asyncio.ensure_future(each) for each in (self._give_up_absent_senders(), *watches)]
+        watches += [self._give_up_absent_senders(), self.watch.run()]
+        background = [asyncio.ensure_future(each) for each in watches]
         exchange = [asyncio.ensure_future(each) for each in work]
         try:
             await asyncio.gather(*exchange)
@@ -284,6 +283,7 @@ class AllReduce:
             late=roster.own.late,
             duration=duration,
             not_finite_peers=tuple(self.group.peer_ids[i] for i in sorted(not_finite)),
+            left_out_peers=tuple(self.group.peer_ids[i] for i in roster.left_out_alive),
             bytes_sent=sum(each.bytes_sent for each in self._traffic.values()),
             bytes_received=sum(each.bytes_received for each in self._traffic.values()),
         )
@@ -303,6 +303,7 @@ class AllReduce:
         delivery = Delivery(
             traffic,
             stub.rpc_reduce,
+            self.pairs[member.index],
             may_end=self._may_end,
             timeout=self.settings.reducer_timeout,
             take_signature=functools.partial(self._take_signature, member.index) if self.verification else None,
@@ -382,9 +383,12 @@ class AllReduce:
             if await pair.settle() != begin.resume:
                 raise Superseded("the exchange goes on over other connections")
             self._check_sender(begin, index)
+            pair.note_life(comes_anew=begin.resume > 0)
             intake = self.begin_stripe(index, begin)
             try:
-                await pair.run(begin.resume, intake.exchange(call))
+                call.connection.show_life()  # the first average may take a while
+                with pair.lines.watching(call):
+                    await pair.run(begin.resume, intake.exchange(call))
             except BaseException as e:
                 self._note_failure(member, begin.resume, call, e)
                 raise
@@ -395,7 +399,9 @@ class AllReduce:
             self._handlers.pop(task, None)
         if not intake.unfinished:
             self.reducer.delivered_everything(index)
-        if await intake.wait_for_end(call, self.ended):
+        with pair.lines.watching(call):
+            has_ended = await intake.wait_for_end(call, self.ended)
+        if has_ended:
             self.roster.note_complete(index)
 
     def _note_failure(self, member: Member, generation: int, call: Call, error: BaseException) -> None:
@@ -417,7 +423,8 @@ class AllReduce:
             pair.lost = generation
             pair.returned.clear()
             self.get_stub(member.peer_id).dial_anew()
-            if member.index in self.reducer.waiting_for:
+            # If this member does not call it anyway, it may not know yet.
+            if member.index in self.reducer.waiting_for or not pair.is_calling:
                 waiting = asyncio.ensure_future(self._wait_for_return(member, generation))
                 self._waiting[waiting] = None
                 waiting.add_done_callback(self._waiting.pop)
@@ -427,20 +434,18 @@ class AllReduce:
 
     async def _wait_for_return(self, member: Member, generation: int) -> None:
         """Give a sender up whose connection broke, if it is dead or does not come back in time."""
-        pair, reason = self.pairs[member.index], "its connection broke, and it did not come back"
-        try:
-            async with asyncio.timeout(RESUME_SECONDS):
-                # If this member calls it anyway, that shows whether it is dead. A client cannot be called.
-                if not pair.is_calling and member.mode is not AveragingMode.CLIENT:
-                    status = await ask_for_status(self.get_stub(member.peer_id), self.round_id)
-                    if status is not RoundStatus.RUNNING and pair.traffic.parts_in.missing:
-                        raise ProtocolError("has left the round")
-                await pair.returned.wait()
-        except (RefusedDialError, ProtocolError) as e:
-            reason = reason_of(e)
-        except TimeoutError as e:
-            logger.debug("%s: %r", member.peer_id, e)
-        if pair.lost == generation and not pair.returned.is_set():
+        pair = self.pairs[member.index]
+        # If this member calls it anyway, that shows whether it is dead. A client cannot be called.
+        is_asked = not pair.is_calling and member.mode is not AveragingMode.CLIENT
+        reason = await wait_for_return(
+            self.get_stub(member.peer_id) if is_asked else None,
+            StatusRequest(round_id=self.round_id, resume=generation + 1),
+            pair.returned,
+            pair,
+            lambda status: status is not RoundStatus.RUNNING and bool(pair.traffic.parts_in.missing),
+        )
+        is_waited_for = pair.lost == generation and member.index in self.reducer.waiting_for
+        if reason is not None and is_waited_for and not pair.returned.is_set():
             self.roster.fail(member.index, reason)
 
     def _check_member(self, begin: BeginReduce, sender: PeerID) -> int:

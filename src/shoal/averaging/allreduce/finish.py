@@ -111,7 +111,7 @@ class Participation:
                     self._check_seals(message, coordinator)
                     self._drop(message.members)
                     self.allreduce.weights = self._check_weights(message.weights)
-                    self.roster.note_told_not_finite(message.not_finite, coordinator)
+                    self.roster.note_told(message, coordinator)
                     self.allreduce.book.take_proofs(message.untrue, message.statements)
                     if self.allreduce.notary is not None:
                         self.allreduce.notary.take_commit(message, self.allreduce.round_id, self.group, coordinator)
@@ -218,9 +218,9 @@ class Participation:
         await self._report(shared)
 
     async def _report(self, shared: SharedCall) -> None:
-        left_out = sorted(self.roster.seen_not_finite)
-        statements = self.allreduce.book.report()
-        report = RoundMessage(kind=RoundKind.REPORT, held=self.vector.held, not_finite=left_out, statements=statements)
+        report = RoundMessage(kind=RoundKind.REPORT, held=self.vector.held)
+        report.not_finite, report.left_out = sorted(self.roster.seen_not_finite), sorted(self.roster.left_out)
+        report.statements = self.allreduce.book.report()
         if self.allreduce.verification is not None:
             self.allreduce.verification.complete_report(report)
         await shared.send(report)
@@ -318,7 +318,7 @@ class Completion:
         else:
             # Nobody has joined this member, and it got no averages. The others may have finished without it, and may
             # hold the result for it.
-            has_results = any(self.allreduce.vector.held)
+            has_results = any(self.allreduce.vector.held) or not self.roster.is_sender  # an auxiliary never gets any
             is_late = self._quorum is not None and bool(self.roster.failed) and not has_results
         if is_late:
             await self.allreduce.abandon()
@@ -342,10 +342,12 @@ class Completion:
         reason, loop = "", asyncio.get_running_loop()
         deadline = loop.time() + self.allreduce.settings.sender_timeout
         stub, dials, breaks = self.allreduce.get_stub(coordinator.peer_id), 0, 0
+        pair = self.allreduce.pairs[coordinator.index]
         while breaks <= MAX_RESUMES:
             try:
-                async with open_again(stub.rpc_complete) if breaks else stub.rpc_complete() as call:
-                    await self._participation.run(call)
+                async with open_again(stub.rpc_complete, pair) if breaks else stub.rpc_complete() as call:
+                    with pair.link.watching(call):
+                        await self._participation.run(call)
                     await call.send_end()
                 return True
             except Resigned as e:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.averaging.control import AveragingMode, GroupInfo
-from shoal.averaging.messages import SharedCall
+from shoal.averaging.messages import RoundMessage, SharedCall
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,8 @@ class Roster:
         """Members that have sent this one values that are not finite."""
         self.told_not_finite: set[int] = set()
         """Members of which others say so."""
+        self.left_out: set[int] = set()
+        """Members without whose values some parts were averaged, here or, as others say, elsewhere."""
         self.overstating: dict[int, float] = {}
         """Members that have claimed a larger weight than counts, and which."""
         self.seen_failing: set[int] = set()
@@ -188,12 +190,18 @@ class Roster:
         if not self._incomplete and self._reduces and not self.own.late:
             self.all_complete.set()
 
-    def note_told_not_finite(self, indices: Collection[int], reporter: int) -> None:
-        """Note that a member reports others for values that are not finite.
+    def note_told(self, message: RoundMessage, reporter: int) -> None:
+        """Note what a report or a commit says about members: whose values are not finite, and who was left out.
 
-        What is said about this member, or by the reporter about itself, is ignored.
+        Of the former, what is said about this member, or by the reporter about itself, is ignored.
         """
-        self.told_not_finite |= set(indices) & set(range(len(self.members))) - {self.own.index, reporter}
+        self.told_not_finite |= set(message.not_finite) & set(range(len(self.members))) - {self.own.index, reporter}
+        self.left_out |= set(message.left_out) & set(self.senders)
+
+    @property
+    def left_out_alive(self) -> list[int]:
+        """Members that were left out of some averages, but have stayed to the end."""
+        return [index for index in self.senders if index in self.left_out and not self.members[index].failed]
 
     # --- failure and lateness -----------------------------------------------------------------------------------------
 

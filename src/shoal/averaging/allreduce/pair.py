@@ -10,18 +10,21 @@ From then on both send what the other one lacks, and nothing else. The lists are
 so nothing comes twice, and nothing is lost. Who hears of a newer generation from the other member follows at once; a
 call of an older one is cut. If both make calls, each begins its own ones anew.
 
-A reducer that makes no calls to the sender can only wait for it. It asks whether the sender lives: if its machine
-answers that the program is gone, the sender has failed at once. Otherwise it has ``RESUME_SECONDS`` to come back.
+A reducer that makes no calls to the sender can only wait for it. It asks whether the sender lives, and tells it what is
+broken: if its machine answers that the program is gone, the sender has failed at once. Otherwise it has
+``RESUME_SECONDS`` to come back, and ``RETURN_SECONDS`` if it answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from shoal.averaging.allreduce.silence import Lines
 from shoal.averaging.allreduce.traffic import Traffic
-from shoal.averaging.messages import REDIAL_PAUSE
+from shoal.averaging.messages import REDIAL_PAUSE, RESUME_SECONDS
 from shoal.errors import ShoalError, StreamClosedError
 from shoal.tasks import cancel_and_wait
 
@@ -51,9 +54,30 @@ class Pair:
         """The other member has made a call of a newer generation than the lost one."""
         self.is_calling = False
         """This member makes calls to the other one, and makes them again if they break."""
+        self._came_at = -math.inf
+        self.lines = Lines()
+        """The calls of both."""
+        self.link = Lines()
+        """The call with which one of both follows the other one as its coordinator."""
         # What is done on the calls of the present generation.
         self._work: dict[asyncio.Future[None], None] = {}
         self._cutting: asyncio.Future[None] | None = None
+
+    def note_life(self, *, comes_anew: bool) -> None:
+        """The other member lives.
+
+        Args:
+            comes_anew: it shows that over a new connection, while another one has broken.
+        """
+        now = asyncio.get_running_loop().time()
+        self.traffic.heard_at, self._came_at = now, now if comes_anew else self._came_at
+
+    def has_come_after(self, moment: float) -> bool:
+        return self._came_at > moment
+
+    def is_heard(self) -> bool:
+        heard_at = max(self.traffic.heard_at, self.lines.heard_at, self.link.heard_at)
+        return heard_at > asyncio.get_running_loop().time() - RESUME_SECONDS
 
     async def run(self, generation: int, work: Coroutine[Any, Any, None]) -> None:
         """Do something on a call of a generation; it is cut when the next generation begins.

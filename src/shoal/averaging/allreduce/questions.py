@@ -11,8 +11,13 @@ from shoal.averaging.messages import (
     ALIVE_PER_TIMEOUT,
     PEER_FAILURES,
     REDIAL_PAUSE,
+    RESUME_SECONDS,
+    RETURN_SECONDS,
+    Life,
     RoundStatus,
     StatusRequest,
+    may_be_dead,
+    reason_of,
 )
 from shoal.errors import P2PHandlerError, RefusedDialError
 from shoal.p2p import StubBase
@@ -51,23 +56,63 @@ async def wait_until_silent(stub: StubBase, round_id: bytes, heard_at: Callable[
             last_sign = now()
         except PEER_FAILURES as e:
             logger.debug("asked a member whether it lives: %r", e)
+            stub.dial_anew()
             await asyncio.sleep(asked + patience - now())
             unanswered = unanswered + 1 if heard_at() < asked else 0
 
 
-async def ask_for_status(stub: StubBase, round_id: bytes) -> RoundStatus:
-    """Ask a member whose connection broke about the round, over a new connection, until it answers.
+async def wait_for_return(
+    stub: StubBase | None,
+    question: StatusRequest,
+    returned: asyncio.Event,
+    life: Life,
+    has_left: Callable[[RoundStatus], bool],
+) -> str | None:
+    """Wait for a member whose connection broke, for longer if it shows in some other way that it lives.
+
+    Args:
+        stub: calls the member; ``None``: there is no need to ask, or no way.
+        question: tells the member, which may not know it, what is broken.
+        returned: set when it has come back.
+        life: tells whether it lives.
+        has_left: judges by its answer whether it will not come.
+
+    Returns:
+        Why it is given up; ``None``: it has come back.
+    """
+    now = asyncio.get_running_loop().time
+    begun = now()
+    if stub is not None:
+        stub.dial_anew()
+    while now() < begun + RETURN_SECONDS:
+        has_answered = False
+        try:
+            async with asyncio.timeout(RESUME_SECONDS):
+                if stub is not None:
+                    if has_left(await _ask_for_status(stub, question, life, begun)):
+                        return "has left the round"
+                    has_answered = True
+                await returned.wait()
+                return None
+        except RefusedDialError as e:
+            return reason_of(e)
+        except TimeoutError:
+            if not (has_answered or life.is_heard()):
+                break
+    return None if returned.is_set() else "its connection broke, and it did not come back"
+
+
+async def _ask_for_status(stub: StubBase, question: StatusRequest, life: Life, since: float) -> RoundStatus:
+    """Ask a member about a round until it answers.
 
     Raises:
         RefusedDialError: it is dead.
     """
-    stub.dial_anew()
     while True:
         try:
-            reply = await stub.rpc_round_status(StatusRequest(round_id=round_id))
-            return RoundStatus(reply.status)
-        except RefusedDialError:
-            raise
+            return RoundStatus((await stub.rpc_round_status(question)).status)
         except PEER_FAILURES as e:
+            if isinstance(e, RefusedDialError) and may_be_dead(e, life, since):
+                raise
             logger.debug("asked a member whose connection broke about the round: %r", e)
         await asyncio.sleep(REDIAL_PAUSE)

@@ -117,9 +117,11 @@ class PartReducer:
         combiner: Combiner | None = None,
     ) -> None:
         self._parts, self._on_not_finite, self._combiner = parts, on_not_finite, combiner
-        self._expects_others = bool(senders)
+        self._senders = frozenset(senders)
         self.waiting_for = set(senders)
         """Senders that still have something to deliver and have not been given up."""
+        self.left_out: set[int] = set()
+        """Senders without whose values some parts were averaged, here or, as other reducers say, there."""
         self.banned: dict[int, str] = {}
         """Why each sender was given up that had not delivered everything."""
         self.finished = asyncio.Event()
@@ -307,7 +309,8 @@ class PartReducer:
         senders, part = sorted(state.values), self._parts[index]
         state.is_complete = True
         state.takers = {*senders, self._local_index} if self._own_values is not None else set(senders)
-        state.is_shared = bool(senders) or not self._expects_others
+        state.is_shared = bool(senders) or not self._senders
+        self.left_out |= self._senders.difference(senders)
         if isinstance(part.codec, Relayed):
             self._note_messages(state, index, part.codec)
             return

@@ -11,7 +11,7 @@ half idle meanwhile. With slices all connections end together.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from shoal.averaging.messages import DescribedPart, PartMessage
 from shoal.errors import ProtocolError
@@ -41,6 +41,7 @@ class Outgoing:
         is_average: whether these are averages, rather than parts to reduce.
         is_urgent: tells whether the part with a given index must go before everything else.
         held: tells how many averages of the receiver this member holds, see :class:`PartMessage`.
+        left_out: tells whose values averages lack, see there, too.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Outgoing:
         is_average: bool,
         is_urgent: Callable[[int], bool] = lambda index: False,
         held: Callable[[], int] = lambda: 0,
+        left_out: Callable[[], Iterable[int]] = lambda: (),
     ) -> None:
-        self._is_average, self._is_urgent, self._held = is_average, is_urgent, held
+        self._is_average, self._is_urgent, self._held, self._left_out = is_average, is_urgent, held, left_out
         self._sizes = sizes
         self.count = len(sizes)
         """The number of all parts."""
@@ -109,7 +111,7 @@ class Outgoing:
             self._pieces.extend(pieces)
             self._pieces_per_part = len(pieces)
         message, payload = self._pieces.popleft()
-        message.held = self._held()
+        message.held, message.left_out = self._held(), sorted(self._left_out())
         self._under_way += 1
         await call.send(message, *payload)
         self._under_way -= 1

@@ -351,23 +351,9 @@ class GroupSession:
 
     @property
     def result(self) -> RoundResult:
-        """The result of all phases. Who failed in one has failed; of weights and shares the smallest counts."""
+        """The result of all phases together."""
         assert self._phases, "no all-reduce has been run in this group"
-        failed = {peer for phase in self._phases for peer in phase.failed_peers}
-        not_finite = {peer for phase in self._phases for peer in phase.not_finite_peers}
-        return RoundResult(
-            group_id=self.group.group_id,
-            peers=self.group.peer_ids,
-            failed_peers=tuple(peer for peer in self.group.peer_ids if peer in failed),
-            weights=tuple(map(min, zip(*(self._main_weights or [self._phases[0].weights]), strict=True))),
-            share_averaged=min(phase.share_averaged for phase in self._phases),
-            auxiliaries=self._phases[0].auxiliaries,
-            late=any(phase.late for phase in self._phases),
-            duration=sum(phase.duration for phase in self._phases),
-            not_finite_peers=tuple(peer for peer in self.group.peer_ids if peer in not_finite),
-            bytes_sent=sum(phase.bytes_sent for phase in self._phases),
-            bytes_received=sum(phase.bytes_received for phase in self._phases),
-        )
+        return RoundResult.of_phases(self._phases, self._main_weights or [self._phases[0].weights])
 
     async def check_values(self, tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> bool:
         """Whether all values of this member are finite; if not, its weight in this step is 0 from now on.

@@ -210,6 +210,7 @@ class Traffic:
             on_sent=lambda: None,
             is_average=True,
             is_urgent=reducer.is_crowded,
+            left_out=lambda: reducer.left_out,
         )
         self._count = max(1, len(theirs) + len(ours))
         self.parts_in, self.averages_in = Incoming(vector, ours), Incoming(vector, [each.returned for each in theirs])
@@ -374,6 +375,8 @@ class Traffic:
     def _take(self, message: PartMessage, complete: Averages) -> None:
         if complete and message.is_average and self._is_over:
             raise ProtocolError("sent an average that is not waited for any more")
+        if message.is_average:
+            self._reducer.left_out.update(index for index in message.left_out if index < len(self.vector.parts))
         for index, (header, values) in enumerate(zip(message.parts, complete, strict=False), message.index):
             if message.is_average:
                 self._check_finite(values)

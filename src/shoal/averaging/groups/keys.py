@@ -33,6 +33,12 @@ logger = logging.getLogger(__name__)
 
 GroupKey = str
 GROUP_PATTERN = re.compile(r"^(([^.])+)[.]0b[01]*$")
+# The keys of averagers have so many bits less than those of progress, whose records stand there all the time. Averagers
+# look for a group only for some seconds, and come to the end of an epoch one after the other: among as many as share a
+# key of progress, there are too few at once for a full group.
+_BITS_LESS = 2
+# Each node is asked for the averagers of so many full groups at most: others need not be known to find one.
+_GROUPS_READ = 4
 # One node more than hold a record by default.
 _FEW_NODES = 6
 
@@ -94,10 +100,12 @@ class GroupKeyManager:
         """The key for the next search.
 
         Args:
-            depth: the number of random bits; ignored if this peer was given bits.
+            depth: of the keys of progress, which decides the number of random bits; ignored if this peer was given
+                bits.
         """
-        if self._draws_bits and (depth or self._drawn):
-            self.group_bits = self._drawn = any_place(depth, self._p2p.rng)
+        bits = max(0, depth - _BITS_LESS)
+        if self._draws_bits and (bits or self._drawn):
+            self.group_bits = self._drawn = any_place(bits, self._p2p.rng)
         return self.current_key
 
     async def find_more(self, key: GroupKey, count: int) -> GroupKey:
@@ -168,8 +176,9 @@ class GroupKeyManager:
         return await (work if self._portal is None else self._portal.submit(work))
 
     async def _find(self, group_key: GroupKey, only_active: bool, quickly: bool) -> list[tuple[PeerID, DHTExpiration]]:
-        beam_size = _FEW_NODES if quickly else None
-        found = await self._node.get(group_key, latest=True, beam_size=beam_size, keep_copies=False)
+        how: dict[str, Any] = {"beam_size": _FEW_NODES if quickly else None, "keep_copies": False}
+        most = _GROUPS_READ * (self.target_group_size or 0)
+        found = await self._node.get(group_key, latest=True, most_entries=most, **how)
         if found is None or not isinstance(found.value, dict):
             return []
         averagers = []

@@ -32,6 +32,7 @@ from shoal.optim.outer.slot_tracker import SlotTracker
 from shoal.optim.outer.weights import Staleness
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.synchronization import Retries
 from shoal.optim.training_setup import Parameters, ParamGroups, SchedulerFactory
 from shoal.optim.training_state import OWN
 
@@ -166,6 +167,7 @@ class DiLoCo(JointOptimizer):
         self.inner_steps = 0
         """Inner steps of this peer."""
         self._has_looked = False
+        self._retries = Retries(self._closing)
         factory = outer_optimizer or default_outer_optimizer(average, is_sparse=settings.is_sparse)
         self._fragments = [
             FragmentUpdates(
@@ -317,8 +319,9 @@ class DiLoCo(JointOptimizer):
         self._catching_up.keep_up()
         if not self._catching_up.is_needed():
             return False
-        logger.info("this peer is at slot %d, the swarm at %d", self.local_epoch, self.tracker.global_epoch)
-        self._catching_up.run()
+        if self._retries.is_time():
+            logger.info("this peer is at slot %d, the swarm at %d", self.local_epoch, self.tracker.global_epoch)
+            self._retries.note(succeeded=self._catching_up.run())
         return True
 
     def load_state_from_peers(self, **options: Any) -> bool:

@@ -1,0 +1,53 @@
+"""Whatever breaks in a round: a result says whose values are in the averages, and nothing is counted twice or lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.simulation.breaking import AUX, NODE, Broken
+from tests.simulation.cutting import KINDS, check, own_values
+
+SEEDS = 4
+
+
+@pytest.mark.parametrize("with_deaths", [False, True], ids=["nobody dies", "some die"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_what_they_say(kind: str, with_deaths: bool) -> None:
+    """``python -m tests.simulation.cutting`` tries more seeds."""
+    ways: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        ways += check(kind, seed, with_deaths=with_deaths)
+    assert ways["content"] + ways["with losses"] > 0
+
+
+def test_a_member_out_of_reach_of_a_reducer_that_is_lost_itself() -> None:
+    """The reducer does not get to tell the coordinator whom it has left out, but has told it with its averages."""
+    check("many calls", 14)
+
+
+@pytest.mark.parametrize("seed", [103, 105])
+def test_who_moves_half_of_the_way_never_moves_to_the_values_of_a_coordinator(seed: int) -> None:
+    """In these rounds a member comes back that the coordinator has lost, when its parts were averaged again."""
+    check("half of the way", seed)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_an_auxiliary_has_no_result_for_who_is_late(seed: int) -> None:
+    """Its own tensors are none. It ends as the others do."""
+
+    def slow_down(broken: Broken) -> None:
+        broken.host_of(3).uplink = 1000.0
+
+    modes = (AUX, NODE, NODE, NODE)
+    tensors = [own_values(index) for index in range(len(modes))]
+    broken = Broken(slow_down, seed=seed, tensors=tensors, modes=modes, quorum=2, quorum_grace=0.5)
+    position = broken.group.index(broken.nodes[0].p2p.peer_id)
+    for tensor, result in zip(tensors[1:], broken.results[1:], strict=True):
+        if result.share_averaged == 1:
+            assert torch.equal(tensor, tensors[2] if broken.results[1].late else tensors[1])
+        else:
+            assert (result.late, result.share_averaged, position) == (True, 0, 0)
+    assert torch.equal(tensors[0], own_values(0))
