@@ -169,7 +169,8 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path, *, is_wide: bool)
     figure = Figure(figsize=(11, 8), layout="constrained")
     FigureCanvasAgg(figure)
     by_bytes, by_time = figure.subplots(2, 1)
-    for (name, runs), colour, marker in zip(results.items(), COLOURS * 9, MARKERS * 9, strict=False):
+    colours, markers = (*COLOURS, "#000000", "#8c510a"), (*MARKERS, "*", "<")
+    for (name, runs), colour, marker in zip(results.items(), colours, markers, strict=False):
         run = runs[0]
         steps, sent, losses = zip(*run["curve"], strict=True)
         style = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.2, "label": name}
@@ -180,6 +181,7 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path, *, is_wide: bool)
         whole = run["seconds"] if is_wide else run["estimate"]
         by_time.plot([whole * step / steps[-1] for step in steps], losses, **style)
     by_bytes.set_xscale("log")
+    by_time.set_xscale("log")
     by_bytes.set_xlabel("megabytes that a peer has sent")
     by_time.set_xlabel("seconds" if is_wide else "seconds on a wide area, estimated")
     for axes in (by_bytes, by_time):

@@ -334,14 +334,10 @@ class StatusReply(Header):
 MAX_OTHER_DONORS = 4
 
 
-# A request for a part of the state names it with at most so many bytes.
-MAX_PART_NAME_BYTES = 1024
-
-
 class DownloadRequest(Header):
     """Asks for this averager's state; requests for chunks follow."""
 
-    part: Annotated[bytes, Meta(max_length=MAX_PART_NAME_BYTES)] = b""
+    part: Annotated[bytes, Meta(max_length=1024)] = b""
     """Names a part of the state, in a way that averagers of one kind agree on; empty: all of it."""
 
 
