@@ -8,8 +8,8 @@ DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 	$(addprefix tests/averaging/test_,averager.py compressed_rounds.py default_device.py rounds.py state_sharing.py) \
 	$(addprefix tests/optim/test_,comparison.py grad_averager.py grad_scaler.py low_rank.py optimizer_state.py) \
 	$(addprefix tests/optim/test_,state_averager.py training_averager.py optimizer.py::test_peers_stay_identical)
-# Tests wait more than they compute: three processes keep two cores busy.
-PYTEST_OPTIONS := --numprocesses 3 --dist loadgroup
+# Tests wait more than they compute: four processes keep two cores busy.
+PYTEST_OPTIONS := --numprocesses 4 --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
 # Where much is tested already, what differs shows up soon: few examples, nothing that takes long.

@@ -11,6 +11,7 @@ import torch
 from shoal.averaging.allreduce.reducer import PartReducer
 from shoal.averaging.control import AveragingMode
 from shoal.averaging.groups.leading import SEEN_SEARCHES
+from shoal.averaging.messages import PartStatus
 from shoal.averaging.node import average_once
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, Uniform8BitQuantization
 from tests.averaging.swarm import Swarm, make_control
@@ -326,7 +327,7 @@ async def test_a_difference_is_refused_where_there_can_be_none(monkeypatch):
 
     async def spoilt_reply(self, index, sender, reply=PartReducer.reply):
         encoded, _ = await reply(self, index, sender)
-        return encoded, True
+        return encoded, PartStatus.DELTA
 
     monkeypatch.setattr(PartReducer, "reply", spoilt_reply)
     for control, (tensor,) in zip(await run_round(swarm), tensors, strict=True):
