@@ -30,7 +30,7 @@ PUBLIC_KEY_BYTES = 32
 # Enough for any kind of key; shoal's ids take 38.
 MAX_PEER_ID_BYTES = 64
 _MAX_TEXT_LENGTH = 256
-_MAX_INTERNED = 2**14
+MAX_INTERNED = 2**14
 
 
 @total_ordering
@@ -60,7 +60,7 @@ class PeerID:
             raise ValueError(f"a peer id has at most {MAX_PEER_ID_BYTES} bytes, got {len(peer_id_bytes)}")
         self = super().__new__(cls)
         self._bytes, self._base58 = bytes(peer_id_bytes), None
-        if len(_interned) >= _MAX_INTERNED:
+        if len(_interned) >= MAX_INTERNED:
             _interned.clear()
         return _interned.setdefault(self._bytes, self)
 
