@@ -144,8 +144,8 @@ def test_ids_of_one_peer_are_one_object_as_long_as_there_is_room() -> None:
     assert PeerID(b"first peer") is first is pickle.loads(pickle.dumps(first)) is copy.deepcopy(first)
     for number in range(MAX_INTERNED):
         assert PeerID(b"%d" % number) != first
-    assert PeerID(b"first peer") is not first, "strangers make up as many as they like"
     again = PeerID(b"first peer")
+    assert again is not first, "others have taken the room"
     assert again == first
     assert hash(again) == hash(first)
     assert {first: 1}[again] == 1

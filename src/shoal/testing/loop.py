@@ -19,7 +19,7 @@ import random
 import threading
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shoal.clock import SwarmClock
@@ -83,42 +83,6 @@ class Machine:
         return _machine.get()
 
 
-class _Handle(asyncio.Handle):
-    """A callback, without what the base class does for debugging: large simulations make hundreds of millions."""
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        callback: Callable[..., object],
-        args: Sequence[Any],
-        loop: asyncio.AbstractEventLoop,
-        context: contextvars.Context | None,
-    ) -> None:
-        self._context = contextvars.copy_context() if context is None else context
-        self._loop, self._callback, self._args = loop, callback, args
-        self._cancelled = False
-        self._repr = self._source_traceback = None
-
-
-class _TimerHandle(_Handle, asyncio.TimerHandle):
-    """A timer, likewise."""
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: Sequence[Any],
-        loop: asyncio.AbstractEventLoop,
-        context: contextvars.Context | None,
-    ) -> None:
-        _Handle.__init__(self, callback, args, loop, context)
-        self._when = when
-        self._scheduled = True  # cancel() then calls _timer_handle_cancelled of the loop
-
-
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """The loop. :func:`run` makes one; construct it yourself to drive it step by step.
 
@@ -170,7 +134,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, context)
+        handle = asyncio.Handle(callback, args, self, context)
         self._soon.append(handle)
         return handle
 
@@ -188,7 +152,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         *args: Unpack[Ts],
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        timer = _TimerHandle(when, callback, args, self, context)
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer._scheduled = True  # type: ignore[attr-defined]  # as BaseEventLoop does; cancel() then calls _timer_handle_cancelled
         heapq.heappush(self.timers, (when, next(self._timer_numbers), timer))
         return timer
 
