@@ -33,12 +33,6 @@ _MAX_TEXT_LENGTH = 256
 MAX_INTERNED = 2**14
 
 
-@functools.lru_cache(4096)
-def _base58_of(peer_id_bytes: bytes) -> str:
-    """Cached, because it is slow, and each connection brings an object of its own for the same peer."""
-    return base58.b58encode(peer_id_bytes).decode()
-
-
 @total_ordering
 class PeerID:
     """Identifier of a peer, hashable and ordered by its base58 text.
@@ -112,7 +106,7 @@ class PeerID:
     def to_base58(self) -> str:
         """The usual text form."""
         if self._base58 is None:
-            self._base58 = _base58_of(self._bytes)
+            self._base58 = base58.b58encode(self._bytes).decode()
         return self._base58
 
     to_string = pretty = __str__ = to_base58
