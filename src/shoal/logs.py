@@ -35,6 +35,7 @@ import reprlib
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable
 from enum import Enum
 from types import NoneType
@@ -99,7 +100,7 @@ class Seldom:
         self._log, self._seconds = log, seconds
         # By kind (a text with places for values): when a line about each peer was logged, and how many lines were left
         # out since the last one.
-        self.told: dict[str, dict[Hashable, float]] = {}
+        self.told: dict[str, dict[Hashable, tuple[object, float]]] = {}
         self._left_out: dict[str, int] = {}
 
     def __call__(self, kind: str, *values: object, about: Hashable = None) -> None:
@@ -108,26 +109,33 @@ class Seldom:
         Args:
             about: the subject of the line, such as a peer.
         """
-        now = _now()
+        clock, now = _now()
         # No lock: at worst two threads log one line too many, and a forked child never finds a held lock.
-        # Simulations have clocks of their own, so a time may lie far in the future.
-        told = {whom: at for whom, at in self.told.get(kind, {}).items() if abs(now - at) < self._seconds}
+        told = {
+            whom: (by, at)
+            for whom, (by, at) in self.told.get(kind, {}).items()
+            if by is clock and now - at < self._seconds
+        }
         left_out = self._left_out.get(kind, 0)
         if about in told or len(told) >= MOST_LINES_OF_A_KIND:
             self._left_out[kind] = left_out + 1
             return
-        self.told[kind], self._left_out[kind] = {**told, about: now}, 0
+        self.told[kind], self._left_out[kind] = {**told, about: (clock, now)}, 0
         if left_out:
             kind, values = f"{kind} (and %d more like this before)", (*values, left_out)
         self._log(kind, *values)
 
 
-def _now() -> float:
-    """Seconds of the caller's event loop, which may be those of a simulation; elsewhere those of the machine."""
+def _now() -> tuple[object, float]:
+    """A clock, and its seconds: that of the simulation in which the caller is, or that of the machine, ``None``.
+
+    Each simulation begins at the same time, so what one has logged says nothing about the next one.
+    """
     try:
-        return asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
     except RuntimeError:
-        return time.monotonic()
+        return None, time.monotonic()
+    return (weakref.ref(loop) if hasattr(loop, "swarm_clock") else None), loop.time()
 
 
 class HandlerMode(Enum):
