@@ -246,6 +246,51 @@ def test_two_peers_end_with_the_same_model(make: Make, pl: ModuleType, tmp_path:
     assert not torch.equal(weights(models[0]), weights(make_model(pl)))
 
 
+def test_the_guide_is_true(pl: ModuleType) -> None:
+    """Its program runs, and it names every argument that keeps its place."""
+    guide = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text(encoding="utf-8")
+    section = guide.partition("\n## Over slow lines\n")[2].partition("\n## ")[0]
+    _, program, text = section.replace("```python", "```").split("```")
+    with mock.patch("shoal.DHT", autospec=True):
+        exec(program, {})
+    for name in ("run_id", "matchmaking_time", "averaging_timeout", "averager_opts", "verbose", "batch_size"):
+        assert f"`{name}`" in text
+
+
+@pytest.mark.parametrize("resumes", [False, True], ids=["newcomer", "with a checkpoint"])
+def test_who_comes_late_begins_where_the_others_are(make: Make, pl: ModuleType, tmp_path: Path, resumes: bool) -> None:
+    """Whether it is new, or has a checkpoint of which the others know nothing any more."""
+    options = {"matchmaking_time": 2.0, "low_communication": {"sync_every": 4}}
+    first, late = make(None, **options), []
+    models, path = [make_model(pl, adam_with_decay) for _ in range(2)], tmp_path / "early.ckpt"
+    trainer = make_trainer(pl, tmp_path, strategy=first)
+    notes, is_done, is_there = models[0].on_train_batch_end, threading.Event(), threading.Event()
+
+    def on_train_batch_end(outputs: Any, batch: Any, batch_idx: int) -> None:
+        notes()
+        if batch_idx == 2:
+            trainer.save_checkpoint(path)
+        if batch_idx == 7:
+            is_there.set()
+            assert is_done.wait(60)
+
+    def come() -> None:
+        assert is_there.wait(60)
+        late.append(make(None, initial_peers=list(map(str, first.dht.get_visible_maddrs())), **options))
+        given = {"ckpt_path": path} if resumes else {}
+        try:
+            make_trainer(pl, tmp_path, strategy=late[0], max_steps=5 if resumes else 2).fit(models[1], data(), **given)
+        finally:
+            is_done.set()
+
+    models[0].on_train_batch_end = on_train_batch_end
+    in_parallel(lambda: trainer.fit(models[0], data()), come)
+    assert models[0].epochs[-1] == 2
+    assert models[1].epochs[0] == 2
+    assert models[1].rates[0] == pytest.approx(0.1 * 0.5**8)
+    torch.testing.assert_close(weights(models[1]), weights(models[0]))
+
+
 # --- wrong use --------------------------------------------------------------------------------------------------------
 
 EVERY = {"sync_every": 4}

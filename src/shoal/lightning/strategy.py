@@ -372,7 +372,8 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         if self._checkpoint is not None:
             optimizer.load_state_dict(self._checkpoint)
             self._checkpoint = None
-        optimizer.load_state_from_peers()
+        if not isinstance(optimizer, shoal.DiLoCo):  # that looks by itself, and takes nothing from who is behind
+            optimizer.load_state_from_peers()
 
     def _wrap_schedulers(self, optimizer: SwarmOptimizer) -> None:
         configs: list[Any] = self.lr_scheduler_configs
