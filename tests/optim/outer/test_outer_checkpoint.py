@@ -13,7 +13,7 @@ from shoal.compression import Blockwise4BitQuantization, BlockwiseQuantization, 
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
 from shoal.optim.outer.diloco import DiLoCo
 from shoal.optim.outer.schedule import Schedule
-from tests.optim.conftest import backward, in_parallel, make_model, values
+from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
 from tests.optim.outer.quadratic import A
 from tests.optim.outer.test_diloco import Trainer, check_same, introduce, train_until_all_agree
 from tests.optim.outer.test_fragment_updates import Peer
@@ -46,6 +46,9 @@ class Alone:
 
     def train(self, until):
         while self.steps < until:
+            if (tracker := self.opt.tracker).local_progress.samples_accumulated:
+                # It looks for others in the background before its first slot ends: how long that takes must not matter.
+                wait_until(lambda: tracker.is_introduced, "the peer has looked for others")
             batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(self.steps))
             self.opt.zero_grad()
             backward(self.model, batch.to(next(self.model.parameters()).dtype))
