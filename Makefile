@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
-LIGHTNING_TESTS := tests/lightning/test_strategy.py tests/lightning/test_strategy_misuse.py tests/lightning/test_equivalence.py
+LIGHTNING_TESTS := $(addprefix tests/lightning/test_,strategy.py strategy_misuse.py low_communication.py equivalence.py)
 # The fake device takes all of tests/averaging and tests/optim; these are the ones where it is most likely to matter.
 DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 	$(addprefix tests/averaging/test_,averager.py compressed_rounds.py default_device.py rounds.py state_sharing.py) \

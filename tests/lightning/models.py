@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shoal.optim import Optimizer
+from shoal.optim import DiLoCo, Optimizer
 from tests.device import DEVICE_TYPE, chosen_device
 from tests.optim.conftest import wait_until
 
@@ -75,7 +75,7 @@ def make_model(pl: ModuleType, configure: MakeOptimizers = sgd) -> Any:
 
 def await_introduction(optimizer: Any) -> None:
     """A peer with samples looks for others before the first step, which takes some time in the background."""
-    if isinstance(optimizer, Optimizer) and optimizer.local_progress.samples_accumulated > 0:
+    if isinstance(optimizer, (DiLoCo, Optimizer)) and optimizer.tracker.local_progress.samples_accumulated > 0:
         wait_until(lambda: optimizer.tracker.is_introduced, "the peer has looked for others")
 
 

@@ -19,6 +19,7 @@ import shoal
 from shoal.lightning.distributed import current_rank
 from shoal.lightning.flavours import flavour_of, in_flavour
 from shoal.lightning.local_processes import LocalProcesses
+from shoal.lightning.options import check_delays, check_names, outer_options
 from shoal.lightning.training_loop import (
     GradientClipping,
     HiveMindScheduler,
@@ -26,8 +27,8 @@ from shoal.lightning.training_loop import (
     forget_schedule,
     joint_schedule,
     move_optimizer,
+    progress_of,
 )
-from shoal.optim import Optimizer
 
 INITIAL_PEERS_ENV = "PL_INITIAL_PEERS"
 # Read if the other one is not set.
@@ -62,12 +63,10 @@ def _is_loopback(address: str) -> bool:
 
 __all__ = ["HiveMindScheduler", "HivemindStrategy"]
 
-SwarmOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer"]
+SwarmOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer", "shoal.DiLoCo"]
 
 DEFAULT_AVERAGER_OPTS = {"request_timeout": 1.0}
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
-# Options of the swarm's optimizer that the strategy fills in itself.
-GIVEN_BY_THE_STRATEGY = frozenset({"self", "dht", "optimizer", "params", "scheduler", "batch_size_per_step"})
 
 
 class _OfTheUsersLightning(ABCMeta):
@@ -94,10 +93,14 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
     processes, started by Lightning or by ``torchrun``; the first one talks to the swarm, see
     :class:`shoal.MultiProcessOptimizer`.
 
+    With ``low_communication`` each peer makes steps of its own, and they exchange parameters now and then, see
+    :class:`shoal.DiLoCo`. The outer parameters are in the model while it is validated, and when ``fit`` has ended.
+
     The peer leaves the run when ``fit`` ends. Another ``fit`` joins again, under another address.
 
     Args:
-        target_batch_size: samples that all peers together gather for a step.
+        target_batch_size: samples that all peers together gather for a step; with ``low_communication``, between two
+            exchanges. ``None`` if that has ``sync_every`` instead.
         run_id: name of the run; peers with the same name train together.
         batch_size: samples per step of this process' optimizer; default: counted in the batches.
         delay_state_averaging: average parameters in the background.
@@ -117,6 +120,8 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             ``PL_INITIAL_PEERS`` overrides it. Without any, the peer begins a run and prints how others can join.
         use_ipfs, wait_timeout, bootstrap_timeout, use_relay, use_auto_relay, identity_path, token: as for
             :class:`shoal.DHT`.
+        low_communication: options of :class:`shoal.DiLoCo` by name, such as ``{"sync_every": 50}``. Those that are
+            arguments of this class keep their place and their defaults there.
         optimizer_kwargs: further options of :class:`shoal.Optimizer`.
 
     Raises:
@@ -131,7 +136,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
 
     def __init__(
         self,
-        target_batch_size: int,
+        target_batch_size: int | None,
         run_id: str = "lightning_run",
         batch_size: int | None = None,
         delay_state_averaging: bool = False,
@@ -154,36 +159,46 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         identity_path: str | None = None,
         *,
         token: str | os.PathLike[str] | None = None,
+        low_communication: dict[str, Any] | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         super().__init__()
-        _check_names(optimizer_kwargs)
-        _check_delays(delay_grad_averaging, delay_state_averaging, delay_optimizer_step, offload_optimizer)
-        if batch_size is not None and batch_size <= 0:
-            raise ValueError(f"batch_size must be positive, got {batch_size}")
-        if target_batch_size <= 0:
-            raise ValueError(f"target_batch_size must be positive, got {target_batch_size}")
-        if delay_grad_averaging and delay_optimizer_step is None:
-            delay_optimizer_step = True
-        # The swarm's optimizer gets parameters and a function instead of an optimizer.
-        self._makes_optimizer = bool(delay_optimizer_step or delay_state_averaging or offload_optimizer)
-        self._scheduler_fn = scheduler_fn
-        self._reuse_grad_buffers = reuse_grad_buffers
-        self._batch_size = batch_size
-        self._optimizer_options: dict[str, Any] = {
+        for name, samples in {"batch_size": batch_size, "target_batch_size": target_batch_size}.items():
+            if samples is not None and samples <= 0:
+                raise ValueError(f"{name} must be positive, got {samples}")
+        joint: dict[str, Any] = {
+            "delay_state_averaging": delay_state_averaging,
+            "delay_optimizer_step": delay_optimizer_step,
+            "delay_grad_averaging": delay_grad_averaging,
+            "offload_optimizer": offload_optimizer,
+            "reuse_grad_buffers": reuse_grad_buffers,
+        }
+        shared: dict[str, Any] = {
             "run_id": run_id,
             "target_batch_size": target_batch_size,
             "matchmaking_time": matchmaking_time,
             "averaging_timeout": averaging_timeout,
-            "delay_optimizer_step": delay_optimizer_step,
-            "delay_grad_averaging": delay_grad_averaging,
-            "delay_state_averaging": delay_state_averaging,
-            "offload_optimizer": bool(delay_optimizer_step) if offload_optimizer is None else offload_optimizer,
-            "reuse_grad_buffers": reuse_grad_buffers,
             "averager_opts": dict(DEFAULT_AVERAGER_OPTS) if averager_opts is None else averager_opts,
             "verbose": verbose,
-            **optimizer_kwargs,
         }
+        self._steps_alone = low_communication is not None
+        if low_communication is not None:
+            self._optimizer_options = outer_options(low_communication, shared, optimizer_kwargs, joint)
+        else:
+            check_names(optimizer_kwargs)
+            check_delays(delay_grad_averaging, delay_state_averaging, delay_optimizer_step, offload_optimizer)
+            if target_batch_size is None:
+                raise ValueError("target_batch_size=None needs low_communication={'sync_every': …}: give a number")
+            if delay_grad_averaging and delay_optimizer_step is None:
+                joint["delay_optimizer_step"] = True
+            if offload_optimizer is None:
+                joint["offload_optimizer"] = bool(joint["delay_optimizer_step"])
+            self._optimizer_options = {**shared, **joint, **optimizer_kwargs}
+        # The swarm's optimizer gets parameters and a function instead of an optimizer.
+        self._makes_optimizer = bool(delay_state_averaging or joint["offload_optimizer"])
+        self._scheduler_fn = scheduler_fn
+        self._reuse_grad_buffers = reuse_grad_buffers
+        self._batch_size = batch_size
         self._initial_peers = initial_peer_addresses(initial_peers)
         self._dht_options: dict[str, Any] = {
             "host_maddrs": host_maddrs,
@@ -200,6 +215,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         self._is_training = self._zero_grad_is_off = False
         self._checkpoint: Mapping[str, Any] | None = None
         self._batch_samples = self._samples_since_step = 0
+        self._samples_of_step = batch_size or 0
         # Whether a batch since the last step had a loss.
         self._has_gradients = False
         self.dht: shoal.DHT | None = self._start_dht() if current_rank() == 0 else None
@@ -221,21 +237,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
 
     def swarm_progress(self) -> dict[str, float]:
         """What is shown while training: peers, steps made by the swarm, and this peer's samples per second."""
-        if self._optimizer is None:
-            return {}
-        if isinstance(self._optimizer, shoal.MultiProcessOptimizer):
-            news = self._optimizer.news
-            return {
-                "peers": news.num_peers,
-                "global_epoch": news.global_epoch,
-                "samples/s": news.samples_per_second,
-            }
-        tracker = self._optimizer.tracker
-        return {
-            "peers": max(1, tracker.global_progress.num_peers),
-            "global_epoch": max(tracker.global_epoch, self._optimizer.local_epoch),
-            "samples/s": tracker.local_progress.samples_per_second,
-        }
+        return {} if self._optimizer is None else progress_of(self._optimizer, self._samples_of_step)
 
     # --- before training ----------------------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         """Prepare the model, and refuse early any configuration that cannot work.
 
         Raises:
-            MisconfigurationException: more than one optimizer, nothing to train, or a precision that is not supported.
+            MisconfigurationException: not one optimizer, nothing to train, or a precision or processes that do not fit.
             ValueError: a scheduler that cannot follow the swarm.
         """
         self.model_to_device()
@@ -252,6 +254,11 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         self._is_training = trainer.state.fn == "fit"
         if not self._is_training:
             return
+        if self._steps_alone and self.world_size > 1:
+            raise self._flavour.misconfigured(
+                f"with low_communication a peer is one process, and this one has {self.world_size}: use "
+                "Trainer(devices=1) in each of several peers"
+            )
         self._check_precision()
         self._check_optimizers()
         self._install_scaler()
@@ -344,6 +351,8 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             forget_schedule(torch_optimizer)
         factory = functools.partial(move_optimizer, torch_optimizer)
         make_optimizer: Any = shoal.Optimizer if self.world_size == 1 else shoal.MultiProcessOptimizer
+        if self._steps_alone:
+            make_optimizer = shoal.DiLoCo
         optimizer: SwarmOptimizer = make_optimizer(
             dht=self.dht,
             batch_size_per_step=self._batch_size,
@@ -354,21 +363,25 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         )
         self._optimizer = optimizer
         self.optimizers = [optimizer]
-        self._clipping = GradientClipping(self.precision_plugin)
-        self._clipping.install(optimizer.opt)
+        if not isinstance(optimizer, shoal.DiLoCo):  # that steps whenever Lightning has clipped
+            self._clipping = GradientClipping(self.precision_plugin)
+            self._clipping.install(optimizer.opt)
         self._wrap_schedulers(optimizer)
         if self._reuse_grad_buffers:
             self._disable_zero_grad()
         if self._checkpoint is not None:
             optimizer.load_state_dict(self._checkpoint)
             self._checkpoint = None
-        optimizer.load_state_from_peers()
+        if not isinstance(optimizer, shoal.DiLoCo):  # that looks by itself, and takes nothing from who is behind
+            optimizer.load_state_from_peers()
 
     def _wrap_schedulers(self, optimizer: SwarmOptimizer) -> None:
         configs: list[Any] = self.lr_scheduler_configs
         if self._scheduler_fn is not None and configs:
             del configs[1:]
-            configs[0].scheduler = optimizer.scheduler
+            configs[0].scheduler = (
+                optimizer.schedulers[0] if isinstance(optimizer, shoal.DiLoCo) else optimizer.scheduler
+            )
         for config in configs:
             config.scheduler = HiveMindScheduler(optimizer, config.scheduler)
 
@@ -396,6 +409,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._batch_size is None:
             kwargs.setdefault("batch_size", self._samples_since_step or self._batch_samples)
+            self._samples_of_step = kwargs["batch_size"]
         try:
             return super().optimizer_step(optimizer, functools.partial(self._run, closure), model, **kwargs)
         except _NoLossError:
@@ -425,18 +439,32 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         """Whether Lightning calls ``backward``; otherwise the module does, and need not return a loss."""
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
+    def on_validation_start(self) -> None:
+        """Validate what all peers agree on, if each makes steps of its own."""
+        super().on_validation_start()
+        if isinstance(self._optimizer, shoal.DiLoCo):
+            self._optimizer.show_outer_parameters()
+
+    def on_validation_end(self) -> None:
+        """Train on with the parameters of this peer."""
+        super().on_validation_end()
+        if isinstance(self._optimizer, shoal.DiLoCo):
+            self._optimizer.show_own_parameters()
+
     def on_train_end(self) -> None:
         """Apply unfinished background work to the model, in all processes of this peer."""
         super().on_train_end()
         if isinstance(self._optimizer, shoal.MultiProcessOptimizer):
             self._optimizer.finish_background_work()
+        elif isinstance(self._optimizer, shoal.DiLoCo):
+            self._optimizer.show_outer_parameters()
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restore the optimizer: from a swarm's checkpoint when training begins, from any other checkpoint at once."""
         (state,) = checkpoint["optimizer_states"]
-        if "local_epoch" in state["state"]:
+        if "local_epoch" in state["state"] or "shoal" in state:
             self._checkpoint = state
         else:
             super().load_optimizer_state_dict(checkpoint)
@@ -470,31 +498,3 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 class _NoLossError(Exception):
     """``training_step`` has returned ``None``."""
-
-
-def _check_names(options: Mapping[str, Any]) -> None:
-    """Check the names of options here; otherwise a wrong one would show only with the first batch.
-
-    Raises:
-        TypeError: an option does not exist.
-    """
-    known = inspect.signature(Optimizer.__init__).parameters.keys() - GIVEN_BY_THE_STRATEGY
-    if unknown := sorted(options.keys() - known):
-        raise TypeError(
-            f"HivemindStrategy has no options {unknown}: beside its own, it takes those of shoal.Optimizer, except for "
-            f"{', '.join(sorted(GIVEN_BY_THE_STRATEGY - {'self'}))}, which it finds itself"
-        )
-
-
-def _check_delays(grads: bool, state: bool, step: bool | None, offload: bool | None) -> None:
-    """Check that the options agree here; otherwise it would show only with the first batch.
-
-    Raises:
-        ValueError: two of them contradict each other.
-    """
-    if grads and step is False:
-        raise ValueError("delay_grad_averaging=True needs delay_optimizer_step=True: the step needs the gradients")
-    if grads and not (step or state or offload):
-        raise ValueError("delay_grad_averaging=True needs delay_optimizer_step=True and offload_optimizer=True")
-    if (grads or step) and offload is False:
-        raise ValueError("delay_optimizer_step=True needs offload_optimizer=True")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from shoal.optim import MultiProcessOptimizer
+from shoal.optim.outer.slot_tracker import SlotTracker
 from shoal.optim.schedules import catch_up
 
 if TYPE_CHECKING:
@@ -22,14 +24,15 @@ else:
 class HiveMindScheduler:
     """Wraps a scheduler so that it moves only when the swarm has made a step, however often Lightning steps it.
 
-    The learning rate is always that of ``optimizer.local_epoch``. All other attributes are read from the scheduler.
+    The learning rate is always that of ``optimizer.local_epoch``. A ``DiLoCo`` with ``sync_every`` moves it with its
+    inner steps by itself. All other attributes are read from the scheduler.
 
     Args:
         optimizer: its ``local_epoch`` counts.
         scheduler: a torch scheduler.
     """
 
-    def __init__(self, optimizer: shoal.Optimizer | shoal.MultiProcessOptimizer, scheduler: Any) -> None:
+    def __init__(self, optimizer: shoal.Optimizer | shoal.MultiProcessOptimizer | shoal.DiLoCo, scheduler: Any) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
 
     def step(self, epoch: int | None = None) -> None:
@@ -119,6 +122,27 @@ class GradientClipping:
             torch.nn.utils.clip_grad_value_(parameters, self._value)
         else:
             torch.nn.utils.clip_grad_norm_(parameters, self._value)
+
+
+def progress_of(
+    optimizer: shoal.Optimizer | shoal.MultiProcessOptimizer | shoal.DiLoCo, samples_of_step: int
+) -> dict[str, float]:
+    """What is shown while training.
+
+    Args:
+        samples_of_step: of the latest step of this peer's optimizer.
+    """
+    if isinstance(optimizer, MultiProcessOptimizer):
+        news = optimizer.news
+        return {"peers": news.num_peers, "global_epoch": news.global_epoch, "samples/s": news.samples_per_second}
+    tracker, speed = optimizer.tracker, optimizer.tracker.local_progress.samples_per_second
+    if isinstance(tracker, SlotTracker):  # what it counts are steps
+        speed *= samples_of_step
+    return {
+        "peers": max(1, tracker.global_progress.num_peers),
+        "global_epoch": max(tracker.global_epoch, optimizer.local_epoch),
+        "samples/s": speed,
+    }
 
 
 class SwarmProgress(Callback):

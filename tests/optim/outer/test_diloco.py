@@ -382,4 +382,15 @@ def test_outer_parameters_for_evaluation(make_dhts, make_trainers):
     own = values(trainer.model)
     with trainer.opt.use_outer_parameters():
         assert torch.equal(values(trainer.model), values(make_model()))
+        with trainer.opt.use_outer_parameters():
+            assert torch.equal(values(trainer.model), values(make_model()))
+        assert torch.equal(values(trainer.model), values(make_model()))
+        with pytest.raises(RuntimeError, match=r"holds the outer parameters.* before step\(\)"):
+            trainer.step()
+    assert torch.equal(values(trainer.model), own)
+    for _ in range(2):
+        trainer.opt.show_outer_parameters()
+    assert torch.equal(values(trainer.model), values(make_model()))
+    for _ in range(2):
+        trainer.opt.show_own_parameters()
     assert torch.equal(values(trainer.model), own)

@@ -13,7 +13,7 @@ from shoal.compression import Blockwise4BitQuantization, BlockwiseQuantization, 
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
 from shoal.optim.outer.diloco import DiLoCo
 from shoal.optim.outer.schedule import Schedule
-from tests.optim.conftest import backward, in_parallel, make_model, values
+from tests.optim.conftest import backward, in_parallel, make_model, values, wait_until
 from tests.optim.outer.quadratic import A
 from tests.optim.outer.test_diloco import Trainer, check_same, introduce, train_until_all_agree
 from tests.optim.outer.test_fragment_updates import Peer
@@ -46,6 +46,9 @@ class Alone:
 
     def train(self, until):
         while self.steps < until:
+            if (tracker := self.opt.tracker).local_progress.samples_accumulated:
+                # It looks for others in the background before its first slot ends: how long that takes must not matter.
+                wait_until(lambda: tracker.is_introduced, "the peer has looked for others")
             batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(self.steps))
             self.opt.zero_grad()
             backward(self.model, batch.to(next(self.model.parameters()).dtype))
@@ -224,6 +227,30 @@ def test_what_messages_have_left_out_is_kept_and_its_loss_is_told(make_dhts, clo
     assert not caplog.text
     plain.opt.load_state_dict(saved)
     assert "there was error feedback and is none" in caplog.text
+
+
+def test_a_checkpoint_that_is_saved_while_the_model_holds_the_outer_parameters(make_dhts, closing):
+    """Such as in a validation: the model that is saved is the one to publish, and training goes on all the same."""
+    (dht,) = make_dhts(1)
+    peer, resumed = Alone(dht, "run", fragments=2), Alone(dht, "again", fragments=2, seed=5)
+    for opt in (peer.opt, resumed.opt):
+        closing(opt)
+    peer.train(7)
+    with peer.opt.use_outer_parameters():
+        saved, published = peer.save(), values(peer.model)
+    assert not torch.equal(published, values(peer.model))
+    resumed.model.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True)["model"])
+    assert torch.equal(values(resumed.model), published)
+    resumed.load(saved)
+    check_equal(resumed.everything, peer.everything)
+    for each in (peer, resumed):
+        each.train(STEPS)
+    check_equal(resumed.everything, peer.everything)
+    broken = torch.load(io.BytesIO(saved), weights_only=True)["optimizer"]
+    broken["shoal"]["model"].pop()
+    with pytest.raises(ValueError, match="it is of another model"):
+        resumed.opt.load_state_dict(broken)
+    check_equal(resumed.everything, peer.everything)
 
 
 def test_a_checkpoint_of_a_plain_optimizer_brings_its_statistics(make_dhts, closing):

@@ -166,6 +166,10 @@ class DiLoCo(JointOptimizer):
         self._counter, lock = SlotCounter(self.schedule), threading.RLock()
         self.inner_steps = 0
         """Inner steps of this peer."""
+        self.schedulers = self._inner.schedulers
+        """The schedule of each inner optimizer; empty if there are none."""
+        # The model's own parameters, one vector for each fragment, while it holds the outer ones.
+        self._set_aside: list[torch.Tensor] | None = None
         self._has_looked = False
         self._retries = Retries(self._closing)
         factory = outer_optimizer or default_outer_optimizer(average, is_sparse=settings.is_sparse)
@@ -261,8 +265,16 @@ class DiLoCo(JointOptimizer):
 
         Returns:
             The result of the closure.
+
+        Raises:
+            RuntimeError: the model holds the outer parameters.
         """
         self._check_open()
+        if self._set_aside is not None:
+            raise RuntimeError(
+                "the model holds the outer parameters, which only exchanges may change: leave use_outer_parameters(), "
+                "or call show_own_parameters(), before step()"
+            )
         batch_size = self.settings.batch_size(batch_size)
         if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
             raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
@@ -347,16 +359,35 @@ class DiLoCo(JointOptimizer):
     @contextlib.contextmanager
     def use_outer_parameters(self) -> Iterator[None]:
         """Inside this context the model holds the outer parameters, for evaluation and for publishing."""
-        self._rounds.begin_run()
-        self._rounds.end_flights()
-        own = [each.fragment.read() for each in self._fragments]
-        for each in self._fragments:
-            each.fragment.write(each.state.values)
+        if self._set_aside is not None:
+            yield
+            return
+        self.show_outer_parameters()
         try:
             yield
         finally:
-            for each, values in zip(self._fragments, own, strict=True):
-                each.fragment.write(values)
+            self.show_own_parameters()
+
+    def show_outer_parameters(self) -> None:
+        """Put the outer parameters into the model, until :meth:`show_own_parameters`.
+
+        For where a context does not fit, such as callbacks.
+        """
+        if self._set_aside is not None:
+            return
+        self._rounds.begin_run()
+        self._rounds.end_flights()
+        self._set_aside = [each.fragment.read() for each in self._fragments]
+        for each in self._fragments:
+            each.fragment.write(each.state.values)
+
+    def show_own_parameters(self) -> None:
+        """Put this peer's own parameters back into the model, with which it trains on."""
+        if self._set_aside is None:
+            return
+        for each, values in zip(self._fragments, self._set_aside, strict=True):
+            each.fragment.write(values)
+        self._set_aside = None
 
     def outer_versions(self) -> list[tuple[Link, bytes]]:
         """Of each fragment the link of its outer parameters, and a hash of their bits. Peers that tell the same link
@@ -378,15 +409,18 @@ class DiLoCo(JointOptimizer):
 
         It is the state of the inner optimizer; with a list of them, ``"optimizers"`` has the state of each. Under
         ``"shoal"`` it has the outer parameters with all that belongs to them, and the schedules. Nothing is waited for:
-        an exchange under way is not in it, and counts as missed when it is loaded.
+        an exchange under way is not in it, and counts as missed when it is loaded. While the model holds the outer
+        parameters, its own ones are in it.
         """
         self._rounds.begin_run()
         own = {"outer": self._rounds.dump_checkpoint(self.inner_steps), "schedulers": self._inner.dump_schedules()}
+        if self._set_aside is not None:
+            own["model"] = self._set_aside
         return {**self._inner.state_dict(), OWN: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a checkpoint from :meth:`state_dict`. The argument is not changed, and neither is the model: load
-        that, too.
+        that first. Only if it held the outer parameters when it was saved, its own ones are put into it here.
 
         The checkpoint of plain torch optimizers works, too: then the outer parameters stay as they are. If the swarm is
         ahead of the checkpoint, the next step downloads what this peer lacks.
@@ -396,11 +430,19 @@ class DiLoCo(JointOptimizer):
         """
         own = state_dict.get(OWN) or {}
         saved = self._rounds.parse_checkpoint(own["outer"]) if "outer" in own else None
+        lengths, model = [each.fragment.length for each in self._fragments], own.get("model")
+        if model is not None and [values.numel() for values in model] != lengths:
+            raise ValueError(
+                f"the checkpoint's model has fragments of {[values.numel() for values in model]} values, and this "
+                f"peer's has {lengths}: it is of another model"
+            )
         self._inner.load_state_dict(state_dict, own.get("schedulers") if saved is not None else None)
         if saved is not None:
             self._rounds.restore(saved, self._shutdown_timeout)
             self.inner_steps = saved.position.inner_steps
             self._inner.move_schedules(self._counter.position)
+            self._set_aside = model
+            self.show_own_parameters()
 
     def __repr__(self) -> str:
         return f"DiLoCo(run_id={self.run_id!r}, slot={self.local_epoch}, inner={self._inner.optimizers!r})"
