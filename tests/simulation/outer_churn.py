@@ -124,10 +124,16 @@ class Peer:
 
 
 class Churn:
-    """A run of peers that come and go."""
+    """A run of peers that come and go.
 
-    def __init__(self, kind: str, seed: int, *, verbose: bool = False) -> None:
-        self.kind, self.verbose = kind, verbose
+    Args:
+        kind: one of :data:`KINDS`.
+        seconds: of virtual time, for so long there is no peace.
+        verbose: print all that happens.
+    """
+
+    def __init__(self, kind: str, seed: int, *, seconds: float = CHURN_SECONDS, verbose: bool = False) -> None:
+        self.kind, self.seconds, self.verbose = kind, seconds, verbose
         self.rng = random.Random(seed)
         self.peers: list[Peer] = []
         self.addresses: dict[Peer, Any] = {}
@@ -179,7 +185,7 @@ class Churn:
                 task.result()
 
     async def _disturb(self) -> None:
-        ends = self.loop.time() + CHURN_SECONDS
+        ends = self.loop.time() + self.seconds
         await asyncio.sleep(12)
         while self.loop.time() < ends:
             await asyncio.sleep(self.rng.uniform(1, 8))
