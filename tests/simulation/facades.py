@@ -85,16 +85,16 @@ class VirtualThread:
 
     def go_on(self) -> Wait | None:
         """Called by the loop: run until the thread blocks, or ends; returns what it waits for."""
-        owner = self._loop._owner
+        owner = self._loop.owner
         if self._thread.ident is None:
             self._thread.start()
         assert self._thread.ident is not None
-        self._loop._owner = self._thread.ident
+        self._loop.owner = self._thread.ident
         try:
             self._turn.release()
             self._loop_turn.acquire()
         finally:
-            self._loop._owner = owner
+            self._loop.owner = owner
         return self._wait
 
     def block(self, wait: Wait) -> None:
@@ -188,7 +188,7 @@ class _VirtualReactor:
         self.loop, self.pid = loop, os.getpid()
         self.portals: weakref.WeakSet[Any] = weakref.WeakSet()
         self.portal_numbers = itertools.count()
-        self.thread = SimpleNamespace(is_alive=lambda: not loop.is_closed(), ident=loop._owner)
+        self.thread = SimpleNamespace(is_alive=lambda: not loop.is_closed(), ident=loop.owner)
 
     def in_loop_thread(self) -> bool:
         return _current.thread is None

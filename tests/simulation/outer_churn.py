@@ -113,9 +113,8 @@ class Peer:
                 self.log.append((now, fragment, link.version))
                 self.churn.links.setdefault((fragment, link.version), {}).setdefault(link.hash, []).append(self.number)
                 if self.churn.verbose:
-                    print(
-                        f"{now:.2f} s, {self.host.index}: {fragment=} {link.version=} {link.hash.hex()[:4]} {self.opt.last_round}"
-                    )
+                    what = f"version {link.version} of fragment {fragment} is {link.hash.hex()[:4]}"
+                    print(f"{now:.2f} s, {self.host.index}: {what}, {self.opt.last_round}", flush=True)
                 self.longest_pause = max(self.longest_pause, now - max(self.updated_at, self.churn.peace_at))
                 self.updated_at = now
 

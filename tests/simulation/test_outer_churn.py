@@ -1,4 +1,4 @@
-"""Runs of DiLoCo whose peers come and go: they stay one run, with the same bits; ``outer_churn.py`` tries more seeds."""
+"""Runs of DiLoCo whose peers come and go stay one run, with the same bits; ``outer_churn.py`` tries more seeds."""
 
 from __future__ import annotations
 
