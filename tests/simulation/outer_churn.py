@@ -128,11 +128,20 @@ class Churn:
     Args:
         kind: one of :data:`KINDS`.
         seconds: of virtual time, for so long there is no peace.
+        peace: for so many seconds afterwards there is.
         verbose: print all that happens.
     """
 
-    def __init__(self, kind: str, seed: int, *, seconds: float = CHURN_SECONDS, verbose: bool = False) -> None:
-        self.kind, self.seconds, self.verbose = kind, seconds, verbose
+    def __init__(
+        self,
+        kind: str,
+        seed: int,
+        *,
+        seconds: float = CHURN_SECONDS,
+        peace: float = PEACE_SECONDS,
+        verbose: bool = False,
+    ) -> None:
+        self.kind, self.seconds, self.peace, self.verbose = kind, seconds, peace, verbose
         self.rng = random.Random(seed)
         self.peers: list[Peer] = []
         self.addresses: dict[Peer, Any] = {}
@@ -163,7 +172,7 @@ class Churn:
                 await asyncio.sleep(0.5)
             await self._disturb()
             self.peace_at = self.loop.time()
-            await asyncio.sleep(PEACE_SECONDS)
+            await asyncio.sleep(self.peace)
             self.check()
             for peer in self.living:
                 peer.leaves = True
@@ -204,7 +213,7 @@ class Churn:
         for peer in self.living:
             pause = max(peer.longest_pause, now - peer.updated_at)
             assert pause < LONGEST_PAUSE_SECONDS, f"{peer} had no update for {pause:.1f} s although nothing happened"
-        quiet = self.peace_at + PEACE_SECONDS / 2
+        quiet = self.peace_at + self.peace / 2
         for peer in self.living:
             for moment, fragment, version in peer.log:
                 if moment > quiet:
