@@ -115,7 +115,8 @@ class Peer:
                 if self.churn.verbose:
                     what = f"version {link.version} of fragment {fragment} is {link.hash.hex()[:4]}"
                     print(f"{now:.2f} s, {self.host.index}: {what}, {self.opt.last_round}", flush=True)
-                self.longest_pause = max(self.longest_pause, now - max(self.updated_at, self.churn.peace_at))
+                if self.churn.peace_at:
+                    self.longest_pause = max(self.longest_pause, now - max(self.updated_at, self.churn.peace_at))
                 self.updated_at = now
 
     def __repr__(self) -> str:
