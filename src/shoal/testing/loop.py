@@ -107,7 +107,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._task_numbers = itertools.count()
         self._cancelled_timers = 0
         self._rounds_at_this_moment = 0
-        self._owner = threading.get_ident()
+        self.owner = threading.get_ident()
+        """The thread that runs this loop, or that works while the loop stands still."""
         self._clock = SwarmClock(self.true_time, self.time)
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        if threading.get_ident() != self._owner:
+        if threading.get_ident() != self.owner:
             raise SimulationError("a loop with virtual time has no threads: run heavy work with run_in_executor")
         return self.call_soon(callback, *args, context=context)
 

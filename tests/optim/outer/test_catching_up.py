@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from shoal.compression import NoCompression
+from shoal.compression import Blockwise4BitQuantization, NoCompression
 from shoal.optim.outer.chain import HASH_BYTES
 from shoal.optim.outer.diloco import DiLoCo
 from shoal.optim.outer.fragment_updates import Standing
@@ -125,7 +125,7 @@ def test_updates_travel_as_plain_values():
     metadata = MSGPackSerializer.loads(MSGPackSerializer.dumps(state.metadata))
     found = parse_answer(metadata, state.tensors, [100, 5, 5])
     assert list(found) == [0]
-    assert [each[:-1] for each in found[0]] == [(3, LINK, b"a", 1), (4, LINK, b"b", 2)]
+    assert [each[:4] for each in found[0]] == [(3, LINK, b"a", 1), (4, LINK, b"b", 2)]
     assert torch.equal(unpacked(found[0][0].tensors, 100), MEANS["sparse"])
     assert parse_request(request_for({1: 7, 0: 2}), 2) == {0: 2, 1: 7}
 
@@ -144,14 +144,15 @@ def test_nothing_is_given_for_a_request_that_makes_no_sense(part):
     [
         None,
         {"updates": 3},
-        {"updates": [[1, 1, LINK, b"a", 1, 1]]},
-        {"updates": [[0, 1, b"short", b"a", 1, 1]]},
-        {"updates": [[0, 1, LINK, bytes(200), 1, 1]]},
-        {"updates": [[0, 1, LINK, b"a", 1, 3]]},
-        {"updates": [[0, 1, LINK, b"a", 1, 1], [0, 3, LINK, b"a", 1, 1]]},
-        {"updates": [[0, n, LINK, b"a", 1, 1] for n in (1, 2, 3)]},
+        {"updates": [[1, 1, LINK, b"a", 1, b"", 1]]},
+        {"updates": [[0, 1, b"short", b"a", 1, b"", 1]]},
+        {"updates": [[0, 1, LINK, bytes(200), 1, b"", 1]]},
+        {"updates": [[0, 1, LINK, b"a", 1, b"", 3]]},
+        {"updates": [[0, 1, LINK, b"a", 1, bytes(2**16 + 1), 1]]},
+        {"updates": [[0, 1, LINK, b"a", 1, b"", 1], [0, 3, LINK, b"a", 1, b"", 1]]},
+        {"updates": [[0, n, LINK, b"a", 1, b"", 1] for n in (1, 2, 3)]},
     ],
-    ids=["none", "no list", "fragment", "hash", "round", "three tensors", "a gap", "too few tensors"],
+    ids=["none", "no list", "fragment", "hash", "round", "three tensors", "names", "a gap", "too few tensors"],
 )
 def test_an_answer_that_makes_no_sense_is_refused(metadata):
     with pytest.raises(ValueError, match="update"):
@@ -194,6 +195,47 @@ def test_who_comes_to_a_round_without_the_update_before_keeps_its_result():
     assert b.updates.standing is Standing.GOOD
     assert torch.equal(a.outer, b.outer)
     assert a.updates.chain.newest == b.updates.chain.newest
+
+
+@pytest.mark.parametrize("codec", [None, Blockwise4BitQuantization()], ids=["all", "4 bits"])
+@pytest.mark.parametrize(("mixing", "delay"), [(0.0, 0), ("rebase", 3), (0.5, 0)], ids=["at once", "later", "half"])
+def test_a_message_that_has_counted_does_not_count_again_although_its_round_has_failed_here(mixing, delay, codec):
+    a, b = (Peer(target, mixing=mixing, delay=delay, codec=codec) for target in (A, B))
+    for peer in (a, b):
+        peer.train()
+    weights, mean = begin(0, [a, b])
+    next(land([a, b], weights, mean))
+    sent, left = b.model, None if codec is None else b.updates.flight.outgoing.left.clone()
+    b.updates.give_up()
+    b.train(1)
+    before = b.model
+    kept = a.updates.kept.since(0)
+    described = answer({0: kept})
+    assert b.updates.make_up(parse_answer(described.metadata, described.tensors, [2])[0]) == 1
+    assert torch.equal(a.outer, b.outer)
+    assert b.updates.effort.steps == 1
+    assert b.updates.age == 0
+    torch.testing.assert_close(b.model, a.outer + before - sent)
+    if codec is not None:
+        assert torch.equal(b.updates.compressor.error, left)
+    b.train(1)
+    a.train()
+    alone(1, a)
+    assert b.updates.make_up(a.updates.kept.since(1)) == 1  # this one has nothing of it
+    assert (b.updates.effort.steps, b.updates.age) == (2, 1)
+
+
+def test_a_message_that_came_too_late_for_others_counts_next_time():
+    a, b = Peer(A), Peer(B)
+    for peer in (a, b):
+        peer.train()
+    weights, mean = begin(0, [a, b])
+    next(land([a, b], weights, mean, late=[b]))
+    b.updates.give_up()
+    before, outer = b.model, b.outer
+    assert b.updates.make_up(a.updates.kept.since(0)) == 1
+    assert (b.updates.effort.steps, b.updates.age) == (2, 1)
+    torch.testing.assert_close(b.model, before + a.outer - outer)
 
 
 def test_updates_of_another_lineage_are_left_out():

@@ -38,8 +38,19 @@ class Peer:
         lock = threading.RLock()
         compressor = None if codec is None else Compressor(codec, fragment.length)
         self.updates = FragmentUpdates(
-            0, fragment, state, Mixing(mixing), average, usual_staleness, 4, lock, compressor, check_every=2
+            0,
+            fragment,
+            state,
+            Mixing(mixing),
+            average,
+            usual_staleness,
+            4,
+            lock,
+            compressor,
+            check_every=2,
+            own=self.id.to_bytes(),
         )
+        self.group_id = b""
         self.vector = fragment.new_vector()
 
     def train(self, steps=2, samples=1):
@@ -58,13 +69,14 @@ class Peer:
 
 def begin(slot, peers, expected=None):
     """All begin a round; returns their weights, and the mean of what they would send."""
-    statements, weights = [], []
+    statements, weights, group_id = [], [], os.urandom(20)
     for peer in peers:
+        peer.group_id = group_id
         flight = peer.updates.begin(slot, peer.vector, peer.delay, "batch")
         weights.append(flight.weight)
         statements.append(peer.updates.statement(expected or len(peers)))
     for index, peer in enumerate(peers):
-        counts, factor = peer.updates.judge(statements, index)
+        counts, factor = peer.updates.judge(statements, index, group_id)
         weights[index] *= counts
         peer.vector *= factor
     total = sum(weight * peer.vector for weight, peer in zip(weights, peers, strict=True))
@@ -72,11 +84,10 @@ def begin(slot, peers, expected=None):
 
 
 def land(peers, weights, mean, late=(), share=1.0):
-    group_id = os.urandom(20)
     for peer in peers:
         told = tuple(0.0 if each in late else w for each, w in zip(peers, weights, strict=True))
         ids = tuple(each.id for each in peers)
-        result = RoundResult(group_id, ids, (), told, share, (), peer in late, 0.1)
+        result = RoundResult(peer.group_id, ids, (), told, share, (), peer in late, 0.1)
         peer.vector.copy_(mean)
         yield peer.updates.land(peer.vector, result, peer.id)
 

@@ -185,6 +185,7 @@ class DiLoCo(JointOptimizer):
                 lock,
                 settings.compressor(part.length),
                 check_every,
+                dht.peer_id.to_bytes(),
             )
             for number, part in enumerate(parts)
         ]

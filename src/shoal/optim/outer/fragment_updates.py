@@ -20,7 +20,7 @@ from shoal.logs import Seldom
 from shoal.optim.outer.chain import Chain, Link, Statement, has_other_bits, hash_of, parse_links, settle, steps_between
 from shoal.optim.outer.compressor import Compressor, Outgoing
 from shoal.optim.outer.fragments import Fragment
-from shoal.optim.outer.kept import Kept, KeptResults, packed, unpacked
+from shoal.optim.outer.kept import Kept, KeptResults, packed, unpacked, who_counted
 from shoal.optim.outer.mixing import Mixing, shift
 from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.weights import Effort, Staleness, discount
@@ -70,6 +70,8 @@ class Flight:
     """The outer parameters that the round updates."""
     factor: float | None = None
     """By which the message was made smaller; ``None``: it is not decided yet."""
+    attempts: set[bytes] = field(default_factory=set)
+    """The ids of the groups in which the message may have counted."""
     saved_result: RoundResult | None = None
     """The result, from a checkpoint."""
 
@@ -124,6 +126,7 @@ class FragmentUpdates:
         lock: held while outer parameters change, so that newcomers get whole states.
         compressor: keeps what messages leave out; ``None``: that is lost.
         check_every: members compare the bits of their outer parameters after so many updates; 0: never.
+        own: id of this peer.
     """
 
     def __init__(
@@ -138,10 +141,11 @@ class FragmentUpdates:
         lock: threading.RLock,
         compressor: Compressor | None = None,
         check_every: int = 0,
+        own: bytes = b"",
     ) -> None:
         self.number, self.fragment, self.state, self._mixing = number, fragment, state, mixing
         self._average, self._staleness, self._max_staleness = average, staleness, max_staleness
-        self._lock, self._check_every = lock, check_every
+        self._lock, self._check_every, self._own = lock, check_every, own
         self.compressor = compressor
         """Keeps what messages have left out; ``None``: nobody does."""
         self.chain = Chain.begin(state.values, max_staleness + 1)
@@ -161,6 +165,8 @@ class FragmentUpdates:
         self._later: dict[int, Kept] = {}
         # Others have this version.
         self._known = 0
+        # A round that has failed here. Its message may have counted all the same: the others' update tells that.
+        self._unsure: Flight | None = None
 
     def count(self, samples: int) -> None:
         """An inner step has been made with so many samples; 0: it has not moved the model."""
@@ -212,12 +218,13 @@ class FragmentUpdates:
         digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
         return Statement(self.chain.links, self.effort.steps, self.effort.samples, expected, digest)
 
-    def judge(self, statements: Sequence[Statement | None], own: int) -> tuple[bool, float]:
+    def judge(self, statements: Sequence[Statement | None], own: int, group_id: bytes = b"") -> tuple[bool, float]:
         """Decide how this peer's message counts. Called in the event loop when the group is complete.
 
         Args:
             statements: of all members.
             own: position of this peer.
+            group_id: of the group.
 
         Returns:
             Whether it counts, and the factor by which it is to be made smaller now.
@@ -250,6 +257,7 @@ class FragmentUpdates:
             flight.standing = Standing.LOST
         if flight.standing is not Standing.GOOD:
             return False, 1.0
+        flight.attempts.add(group_id)
         if flight.factor is not None:  # this is another attempt, with the same vector
             return True, 1.0
         flight.factor = discount(self._staleness, self.age)
@@ -262,6 +270,9 @@ class FragmentUpdates:
         flight, self.flight = self.flight, None
         if flight is not None and flight.standing is not Standing.GOOD:
             self.standing = flight.standing
+        elif flight is not None and flight.attempts and flight.weight:
+            self._unsure = flight
+            flight.sent = flight.sent if flight.steps_since else self.fragment.read()
 
     @torch.no_grad()
     def land(self, vector: torch.Tensor, result: RoundResult | None, own: PeerID) -> OuterRound | None:
@@ -287,21 +298,19 @@ class FragmentUpdates:
                 self.make_up()  # it may have what it lacked by now
             return None
         if result is None:
-            contributed, round_id, samples = (
-                flight.weight > 0,
-                own.to_bytes() + flight.slot.to_bytes(8),
-                flight.effort.samples,
-            )
+            round_id, samples, names = own.to_bytes() + flight.slot.to_bytes(8), flight.effort.samples, b""
+            contributed = flight.weight > 0
         else:
             weight = dict(zip(result.peers, weights, strict=True))[own]
-            contributed, round_id, samples = weight > 0 and not result.late, result.group_id, flight.samples
+            round_id, samples, names = result.group_id, flight.samples, who_counted(result)
+            contributed = weight > 0 and not result.late
         mean = self.state.values - vector if self._average == PARAMETERS else vector
         norm = float(torch.linalg.vector_norm(mean))
         with self._lock:
             if contributed and self.compressor is not None and flight.outgoing is not None:
                 self._note_sent(self.compressor, flight.outgoing, is_alone=result is None)
             before = None if contributed else self.fragment.rounded(self.state.values)
-            self._step(mean, round_id, samples)
+            self._step(mean, round_id, samples, names)
             told_age = self.age
             if before is None:
                 self._mix(flight)
@@ -326,9 +335,11 @@ class FragmentUpdates:
             0 if result is None else result.bytes_received,
         )
 
-    def _step(self, mean: torch.Tensor, round_id: bytes, samples: int) -> None:
+    def _step(self, mean: torch.Tensor, round_id: bytes, samples: int, names: bytes) -> None:
+        self._unsure = None
         if self._average != PARAMETERS:
-            self.kept.add(Kept(self.state.version + 1, self.chain.newest.hash, round_id, samples, packed(mean)))
+            version, after = self.state.version + 1, self.chain.newest.hash
+            self.kept.add(Kept(version, after, round_id, samples, packed(mean), names))
         with torch.enable_grad():
             self.state.step(mean)
         self.chain.extend(round_id, samples)
@@ -349,7 +360,7 @@ class FragmentUpdates:
     def reset_model(self) -> None:
         """Put the outer parameters into the model; what this peer has done since is lost."""
         self.fragment.write(self.state.values)
-        self.effort, self.age = Effort(), 0
+        self.effort, self.age, self._unsure = Effort(), 0, None
         if self.compressor is not None:
             self.compressor.forget()
 
@@ -409,7 +420,7 @@ class FragmentUpdates:
                 self.is_fresh = True
             else:
                 shift(self.fragment, self.fragment.rounded(self.state.values), before)
-                self.age += missed
+                self.age, self._unsure = self.age + missed, None
         return given_up
 
     @property
@@ -431,22 +442,33 @@ class FragmentUpdates:
             How many were made.
         """
         before = self.state.version
-        outer = self.fragment.rounded(self.state.values)
         self._later.update((each.version, each) for each in updates)
         while (each := self._later.pop(self.state.version + 1, None)) and each.after == self.chain.newest.hash:
             mean = unpacked(each.tensors, self.fragment.length)
             with self._lock:
-                self._step(mean, each.round_id, each.samples)
+                self._follow(each, mean)
         self._later = {version: each for version, each in self._later.items() if version > self.state.version}
-        if made := self.state.version - before:
-            if self.effort.steps:
-                shift(self.fragment, self.fragment.rounded(self.state.values), outer)
-                self.age += made
-            else:
-                self.fragment.write(self.state.values)
         if self.standing is Standing.BEHIND and self.state.version >= self._known:
             self.standing = Standing.GOOD
-        return made
+        return self.state.version - before
+
+    def _follow(self, update: Kept, mean: torch.Tensor) -> None:
+        """Make an update of others."""
+        unsure, outer = self._unsure, self.fragment.rounded(self.state.values)
+        self._step(mean, update.round_id, update.samples, update.names)
+        if unsure is not None and update.round_id in unsure.attempts and update.counts(self._own):
+            if self.compressor is not None and unsure.outgoing is not None:
+                self.compressor.counted(unsure.outgoing)
+            if unsure.sent is None:
+                self._mix(unsure)
+            else:  # the model has moved on since, whatever the mixing rule is
+                shift(self.fragment, self.fragment.rounded(self.state.values), unsure.sent)
+                self.effort, self.age = self.effort - unsure.effort, 0
+        elif self.effort.steps:
+            shift(self.fragment, self.fragment.rounded(self.state.values), outer)
+            self.age += 1
+        else:
+            self.fragment.write(self.state.values)
 
     def _keep_for_later(self, flight: Flight, mean: torch.Tensor | None, result: RoundResult | None) -> None:
         """This peer has come to a round without what the round updates: keep the result until it has that."""
@@ -454,7 +476,9 @@ class FragmentUpdates:
         self._known = flight.base.version
         if mean is not None and result is not None:
             self._known += 1
-            kept = Kept(self._known, flight.base.hash, result.group_id, flight.samples, packed(mean))
+            kept = Kept(
+                self._known, flight.base.hash, result.group_id, flight.samples, packed(mean), who_counted(result)
+            )
             self._later[kept.version] = kept
             for version in sorted(self._later)[: -self._max_staleness - 1]:
                 del self._later[version]
@@ -472,5 +496,5 @@ class FragmentUpdates:
             self.chain = Chain(parse_links(metadata["chain"]), self._max_staleness + 1)
             self.kept.clear()
         self.effort, self.age, self.is_fresh = effort, age, is_fresh
-        self.flight, self.standing, self._known = None, Standing.GOOD, 0
+        self.flight, self.standing, self._known, self._unsure = None, Standing.GOOD, 0, None
         self._later.clear()

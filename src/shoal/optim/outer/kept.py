@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shoal.averaging import RoundResult
 from shoal.averaging.finite import all_finite
 from shoal.averaging.state.download import OwnedState
-from shoal.optim.outer.chain import HASH_BYTES
+from shoal.optim.outer.chain import HASH_BYTES, hash_of
 from shoal.serializer import MSGPackSerializer
 
+# Members of a round are named by so many bytes of a hash, and there are at most so many bytes of names.
+_NAME_BYTES, _MOST_BYTES_OF_NAMES = 8, 2**16
 # A round is named by so many bytes at most.
 _MOST_BYTES_OF_ROUND = 128
 _MOST = 2**62
@@ -36,10 +39,27 @@ class Kept(NamedTuple):
     samples: int
     tensors: tuple[torch.Tensor, ...]
     """The mean, see :func:`packed`."""
+    names: bytes = b""
+    """Whose messages have counted, see :func:`who_counted`."""
+
+    def counts(self, peer: bytes) -> bool:
+        """Whether the message of a peer has counted."""
+        name = _name(peer)
+        return any(self.names[n : n + _NAME_BYTES] == name for n in range(0, len(self.names), _NAME_BYTES))
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def who_counted(result: RoundResult) -> bytes:
+    """Short names of the members whose messages are in a result, in a row; the same at all members."""
+    weights = zip(result.peers, result.weights, strict=True)
+    return b"".join(_name(peer.to_bytes()) for peer, weight in weights if weight)[:_MOST_BYTES_OF_NAMES]
+
+
+def _name(peer: bytes) -> bytes:
+    return hash_of(peer)[:_NAME_BYTES]
 
 
 def packed(mean: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -144,7 +164,7 @@ def parse_request(part: bytes, fragments: int) -> dict[int, int]:
 def answer(found: Mapping[int, Iterable[Kept]]) -> OwnedState:
     """Updates of some fragments, as a part of the state."""
     listed = [(fragment, each) for fragment, kept in sorted(found.items()) for each in kept]
-    described = [[n, *each[:-1], len(each.tensors)] for n, each in listed]
+    described = [[n, *each[:4], each.names, len(each.tensors)] for n, each in listed]
     return OwnedState({"updates": described}, [tensor for _, each in listed for tensor in each.tensors])
 
 
@@ -166,15 +186,16 @@ def parse_answer(metadata: Any, tensors: Sequence[torch.Tensor], lengths: Sequen
     left, found = list(tensors), dict[int, list[Kept]]()
     for each in described:
         match each:
-            case [int(fragment), int(version), bytes(after), bytes(round_id), int(samples), 1 | 2 as count] if (
+            case [int(fragment), int(version), bytes(after), bytes(of), int(samples), bytes(names), 1 | 2 as count] if (
                 0 <= fragment < len(lengths)
                 and 0 < version <= _MOST
                 and 0 <= samples <= _MOST
-                and len(round_id) <= _MOST_BYTES_OF_ROUND
+                and len(of) <= _MOST_BYTES_OF_ROUND
                 and len(after) == HASH_BYTES
+                and len(names) <= _MOST_BYTES_OF_NAMES
                 and count <= len(left)
             ):
-                kept = Kept(version, after, round_id, samples, tuple(left[:count]))
+                kept = Kept(version, after, of, samples, tuple(left[:count]), names)
                 del left[:count]
                 found.setdefault(fragment, []).append(kept)
             case _:

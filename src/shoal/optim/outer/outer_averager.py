@@ -19,10 +19,10 @@ from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.outer.chain import Statement
 from shoal.serializer import MSGPackSerializer
 
-Judge = Callable[[Sequence[Statement | None], int], tuple[bool, float]]
-"""Looks at what all members of a group have said, this peer's own position among them, and decides whether its message
-counts and by which factor it is made smaller. Called in the event loop. May raise ``AllreduceException``: there is no
-round then."""
+Judge = Callable[[Sequence[Statement | None], int, bytes], tuple[bool, float]]
+"""Looks at what all members of a group have said, this peer's own position among them, and the group's id. Decides
+whether its message counts and by which factor it is made smaller. Called in the event loop. May raise
+``AllreduceException``: there is no round then."""
 
 
 def tag_of(fragment: int) -> str:
@@ -68,7 +68,7 @@ class OuterAverager(DecentralizedAverager):
         (vector,) = tensors
         number = next(number for number, each in enumerate(self.vectors) if each is vector)
         statements = [_read(packed) for packed in session.group.gathered]
-        counts, factor = self._judges[number](statements, session.own_index)
+        counts, factor = self._judges[number](statements, session.own_index, session.group.group_id)
         if not counts:
             session.weight = 0.0
         elif factor != 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
-from shoal.optim.epochs import last_epoch_in_first_round
+from shoal.optim.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
 from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates, OuterRound
 from shoal.optim.outer.inner import InnerOptimizers
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from shoal.dht import DHT
 
 logger = logging.getLogger(__name__)
+
+# Later than all slots.
+ANY_SLOT = 2**62
 
 
 @dataclass
@@ -57,7 +60,10 @@ class Rounds:
             self.tracker.declare_epoch_over(self.settings.straggler_patience)
             expected, group = self.whom_to_expect(), self._draw_group(each.number)
             last = self._last_slot if overlaps or group is not None else None
-            self._take_off(each, slot, expected if group is None else group, last, is_drawn=group is not None)
+            coming = expected if group is None else group
+            # If there are others, but none that comes, an update would be one that nobody else has.
+            if coming or self.settings.average == PARAMETERS or not self._others_are_there(slot):
+                self._take_off(each, slot, coming, last, is_drawn=group is not None)
             if not overlaps:
                 self._land(each)
             self.go_to(slot + 1, expected)
@@ -71,6 +77,17 @@ class Rounds:
     def whom_to_expect(self) -> set[PeerID]:
         """Other peers that will come to the round at the end of this slot."""
         return self.tracker.expected_members(until_epoch=self._last_slot)
+
+    def _others_are_there(self, slot: int) -> bool:
+        """Whether others train, who do not come to the round that ends this slot, but make updates before or after."""
+        tracker = self.tracker
+        if tracker.expected_members(until_epoch=ANY_SLOT):
+            return True
+        # Where rounds overlap with training, this peer may be ahead of those with whom it has been in the last round.
+        earliest = slot - EPOCHS_AHEAD if self.settings.overlaps else slot
+        records = tracker.board.companions_to_call(get_dht_time())
+        near = {PeerID(record.peer_id): ANY_SLOT for record in records if record.epoch >= earliest}
+        return bool(tracker.still_expected(near))
 
     def _draw_group(self, fragment: int) -> set[PeerID] | None:
         """Whom this peer meets at the end of this slot; ``None``: all others."""
@@ -193,7 +210,7 @@ class Rounds:
                 flight.control.result(self.settings.averaging_timeout)
             except Exception as e:  # whatever has failed, training goes on
                 flight.control.cancel()
-                if flight.control.began_allreduce or self.tracker.expected_members(until_epoch=flight.slot + 2):
+                if flight.control.began_allreduce or self._others_are_there(flight.slot):
                     log_failure("the round of slot %d has failed (%s): it is made up for", flight.slot, e)
                     each.give_up()
                     return

@@ -1,0 +1,127 @@
+"""When a peer to whose round nobody comes makes an update alone: not while there are others, who would not have it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shoal.averaging import StepControl
+from shoal.errors import AllreduceException
+from shoal.optim.outer.rounds import ANY_SLOT, Rounds
+from shoal.optim.outer.schedule import Schedule, SlotCounter
+from shoal.optim.outer.settings import OuterSettings
+from tests.optim.outer.quadratic import A
+from tests.optim.outer.test_fragment_updates import Peer
+
+OPTIONS = {
+    "average": "pseudo_gradients",
+    "averager_opts": None,
+    "fragment_sync_delay": 0,
+    "sync_every": 2,
+    "load_state_compression": None,
+    "max_staleness": 4,
+    "check_every": 10,
+    "batch_size_per_step": 1,
+    "straggler_patience": None,
+    "matchmaking_time": 1.0,
+    "averaging_timeout": 5.0,
+    "compression": None,
+    "return_compression": None,
+    "sparse_mean": "senders",
+    "error_feedback": None,
+    "fragment_update_alpha": None,
+    "weighting": "batch",
+    "staleness": None,
+}
+
+
+class Tracker:
+    """Knows others only by the slots at which they are."""
+
+    def __init__(self, slots, dead):
+        self.slots, self.own, self.dead = [slot for slot in slots if slot not in dead], 0, dead
+        records = [SimpleNamespace(epoch=slot, peer_id=bytes([slot % 256])) for slot in slots]
+        self.board = SimpleNamespace(companions_to_call=lambda now: records, batch_time=None)
+
+    def expected_members(self, until_epoch):
+        return {slot for slot in self.slots if self.own <= slot <= until_epoch}
+
+    def still_expected(self, last_epochs):
+        return {peer for peer in last_epochs if peer.to_bytes()[0] not in self.dead}
+
+    def pause_updates(self):
+        return nullcontext()
+
+    def declare_epoch_over(self, patience):
+        pass
+
+    def update_epoch(self, epoch, members):
+        self.own = epoch
+
+
+def rounds_with(slots, own, dead=(), **options):
+    peer = Peer(A)
+    averager = SimpleNamespace(vectors=[peer.vector], client_mode=True, group_size=None)
+    settings = OuterSettings.resolve({**OPTIONS, **options})
+    counter, tracker = SlotCounter(Schedule(1, 2)), Tracker(slots, dead)
+    counter.go_to(own)
+    tracker.own = own
+    dht = SimpleNamespace(peer_id=peer.id)
+    inner = SimpleNamespace(forget_what_is_not_finite=None)
+    lock = threading.RLock()
+    rounds = Rounds(dht, settings, counter, [peer.updates], inner, tracker, averager, lock, 1.0, logging.DEBUG)
+    peer.train()
+    return rounds, peer
+
+
+@pytest.mark.parametrize(
+    ("slots", "own", "options", "makes_one"),
+    [
+        ([], 5, {}, True),
+        ([6], 5, {}, False),
+        ([4], 5, {}, True),
+        ([9], 5, {"fragment_sync_delay": None}, False),
+        ([3], 5, {"fragment_sync_delay": None}, False),
+        ([2], 5, {"fragment_sync_delay": None}, True),
+        ([5], 5, {"dead": [5]}, True),
+        ([6], 5, {"average": "parameters"}, True),
+    ],
+    ids=[
+        "nobody",
+        "ahead",
+        "behind",
+        "far ahead",
+        "behind where rounds overlap",
+        "standing still",
+        "dead",
+        "parameters of its own",
+    ],
+)
+def test_who_expects_nobody_makes_an_update_only_if_nobody_is_there(slots, own, options, makes_one):
+    rounds, peer = rounds_with(slots, own, **options)
+    before = peer.model
+    rounds.end_slot()
+    rounds.end_flights()
+    assert peer.updates.chain.newest.version == int(makes_one)
+    assert rounds.counter.slot == own + 1
+    if not makes_one:
+        assert torch.equal(peer.model, before)
+        assert peer.updates.effort.steps == 2  # they count in the next round
+
+
+@pytest.mark.parametrize(
+    ("slots", "makes_one"), [([], True), ([ANY_SLOT], False), ([9], False)], ids=["nobody", "anywhere", "ahead"]
+)
+def test_to_whose_round_nobody_has_come_makes_an_update_only_if_nobody_is_there(slots, makes_one):
+    rounds, peer = rounds_with(slots, 5)
+    flight = peer.updates.begin(5, peer.vector, 0, "batch")
+    flight.control = StepControl(0.0)
+    flight.control.set_exception(AllreduceException("nobody came"))
+    rounds.end_flights()
+    assert peer.updates.chain.newest.version == int(makes_one)
+    assert peer.updates.flight is None
