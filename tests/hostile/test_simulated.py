@@ -65,9 +65,10 @@ def test_a_reducer_that_lies_is_caught_with_the_option_for_it() -> None:
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
-        ("claims_all_the_weight", 1),
+        # With other seeds it may have no share to withhold, or none of its claims counts: then nobody is told.
+        ("claims_all_the_weight", 3),
         ("withholds_averages", 1),
-        ("withholds_averages", 2),
+        ("withholds_averages", 3),
         ("sends_what_is_not_finite", 1),
         ("says_that_it_comes_and_never_does", 1),
     ],

@@ -14,6 +14,7 @@ import torch
 
 from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.control import GroupInfo
+from shoal.averaging.messages import PartStatus
 from shoal.averaging.node import AveragerNode, Lane
 from shoal.p2p.transport import MOST
 
@@ -65,7 +66,7 @@ def gives_everybody_another_average(node: AveragerNode) -> None:
         async def reply(index: int, sender: int) -> Any:
             await honest(index, sender)
             part = allreduce.vector.parts[allreduce.own_index][index]
-            return part.compress(torch.full((part.length,), float(sender))), False
+            return part.compress(torch.full((part.length,), float(sender))), PartStatus.VALUES
 
         allreduce.reducer.reply = reply  # type: ignore[method-assign]
 
