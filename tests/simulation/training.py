@@ -347,10 +347,8 @@ class Trainer:
         self.record.held += loop.time() - began
 
     def _is_awaited(self) -> bool:
-        now = asyncio.get_running_loop().time()
-        return awaits_newcomers(
-            self.tracker, self.epoch, self.epoch, self.averager.state_sharing.places.on_their_way(now)
-        )
+        newcomers = self.averager.state_sharing.places.on_their_way(asyncio.get_running_loop().time())
+        return awaits_newcomers(self.tracker, self.epoch, self.epoch, newcomers)
 
     async def _average(self, own_mean: torch.Tensor) -> set[PeerID] | None:
         """Average with others; returns them, or ``None`` if it came to nothing."""
