@@ -56,7 +56,7 @@ async def seconds_to_first_round(newcomer: Trainer, most: float = 120.0) -> floa
     return loop.time() - began
 
 
-@pytest.mark.parametrize(("uplink", "bar"), [(FAST, 8.0), (SLOW, 30.0)], ids=["a second", "twelve seconds"])
+@pytest.mark.parametrize(("uplink", "bar"), [(FAST, 5.0), (SLOW, 40.0)], ids=["a second", "twelve seconds"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_newcomer_reaches_a_lone_peer_whose_epochs_are_shorter_than_its_download(
     uplink: float, bar: float, seed: int
@@ -103,7 +103,8 @@ def test_a_newcomer_that_dies_during_its_download_is_waited_for_once(silently: b
         await asyncio.sleep(0.3)
         swarm.remove(newcomer, silently=silently)
         await asyncio.sleep(LONGEST_HOLD)
-        assert alone.record.held < LONGEST_HOLD + 1.0
+        # It had asked for all chunks, so it might have been there in a moment.
+        assert alone.record.held < (LONGEST_HOLD + 1.0 if silently else 12.0)
         before = alone.epoch
         await asyncio.sleep(60.0)
         assert alone.epoch - before > 0.9 * 60.0 / EPOCH_SECONDS

@@ -30,7 +30,7 @@ _PART_OF_SHARE = 0.25
 # The most newcomers that are remembered as holders of the state, and for how many seconds.
 _MAX_HOLDERS, _HOLDER_SECONDS = 4, 300.0
 # Within so many seconds, a newcomer that has got the state tells others that it takes part.
-_ARRIVAL_SECONDS = 5.0
+_ARRIVAL_SECONDS = 10.0
 # A newcomer that finds no place is told to come again after so many seconds, at least and at most.
 _SOONEST, _LATEST = 1.0, 30.0
 
