@@ -104,10 +104,10 @@ def lie(monkeypatch, liar, victims):
         reply, encode = self.reducer.reply, self.vector.encode
 
         async def spoilt_reply(index, sender):
-            encoded, is_delta = await reply(index, sender)
+            encoded, status = await reply(index, sender)
             if encoded is not None and peers[sender] in victims:
                 encoded = spoilt(self.vector.parts[self.own_index][index])
-            return encoded, is_delta
+            return encoded, status
 
         def spoilt_encode(part):
             index = self.vector.parts[part.reducer].index(part)

@@ -63,7 +63,7 @@ def spoil(allreduce: AllReduce, liar: Liar, victims) -> None:
     digests: dict[int, dict[int, bytes]] = {}
 
     async def different_reply(index, sender):
-        encoded, is_delta = await reply(index, sender)
+        encoded, status = await reply(index, sender)
         part = allreduce.vector.parts[own][index]
         values = part.codec.extract(encoded).clone()
         if peers[sender] in victims:
@@ -71,7 +71,7 @@ def spoil(allreduce: AllReduce, liar: Liar, victims) -> None:
             values += 1 + sender
             encoded = part.compress(values)
         digests.setdefault(sender, {})[index] = blake3(bytes(2) + bytes(bytes_of(values))).digest()
-        return encoded, is_delta
+        return encoded, status
 
     def sign_for(sender: int) -> bytes:
         known = digests[sender]

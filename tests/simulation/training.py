@@ -33,6 +33,7 @@ from shoal.dht import DHTNode
 from shoal.dht.crypto import PrivateKey, SignatureValidator
 from shoal.dht.validation import AcceptedRecords, CompositeValidator
 from shoal.errors import ShoalError, SimulationError
+from shoal.optim.hold import SECONDS_BETWEEN_LOOKS, Hold, awaits_newcomers
 from shoal.optim.lineage import Lineage
 from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
@@ -89,6 +90,8 @@ class Record:
     downloads: int = 0
     failed_downloads: int = 0
     group_sizes: Counter[int] = field(default_factory=Counter)
+    held: float = 0.0
+    """Seconds in which it waited for newcomers."""
     round_seconds: float = 0.0
     """From the end of the last batch of an epoch to the first one of the next, in all."""
 
@@ -139,6 +142,7 @@ class Trainer:
         self.record = Record()
         self._sum = torch.zeros(self.course.values)
         self._control: StepControl | None = None
+        self._hold = Hold(asyncio.get_running_loop().time())
         self.tracker = self._make_tracker()
         self.averager = self._make_averager()
         is_one_group = not self.course.group_size
@@ -325,6 +329,7 @@ class Trainer:
     async def _make_global_step(self) -> None:
         course, tracker = self.course, self.tracker
         with tracker.pause_updates():
+            await self._wait_for_newcomers()
             tracker.declare_epoch_over(course.matchmaking_time)
             own_mean = self._sum / max(1, self.samples)
             mates = await self._average(own_mean)
@@ -334,6 +339,16 @@ class Trainer:
             self.samples = 0
             tracker.update_epoch(self.epoch, members=mates or ())
         self.averager.state_sharing.set(priority=self.epoch)
+
+    async def _wait_for_newcomers(self) -> None:
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        while self._hold.lasts(loop.time(), has_reason=self._is_awaited()):
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+        self.record.held += loop.time() - began
+
+    def _is_awaited(self) -> bool:
+        newcomers = self.averager.state_sharing.places.on_their_way(asyncio.get_running_loop().time())
+        return awaits_newcomers(self.tracker, self.epoch, self.epoch, newcomers)
 
     async def _average(self, own_mean: torch.Tensor) -> set[PeerID] | None:
         """Average with others; returns them, or ``None`` if it came to nothing."""

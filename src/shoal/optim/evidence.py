@@ -52,7 +52,7 @@ _ROUNDS_TO_LOSE_TRUST = 3
 # The user is warned after this many steps in a row without others: a single one may be chance.
 _ROUNDS_ALONE = 2
 # The share of its time that this peer may lose by waiting for peers that were in no round yet.
-_SHARE_WASTED = 0.05
+SHARE_WASTED = 0.05
 # Before this share of an epoch has passed, by its own estimate, this peer believes no claim that the epoch is over.
 _LEAST_SHARE_OF_EPOCH = 0.5
 # Lower bound of all durations, because rates are divided by them.
@@ -213,7 +213,7 @@ class Evidence:
         strangers = [peer for peer in peers if not self.is_proven(peer)]
         if not strangers or seconds <= 0:
             return
-        self._admits_again_at = max(self._admits_again_at, now + seconds / _SHARE_WASTED)
+        self._admits_again_at = max(self._admits_again_at, now + seconds / SHARE_WASTED)
         for peer in strangers:
             self._tell_once(
                 self._failed,
@@ -228,7 +228,7 @@ class Evidence:
             return
         strangers = [peer for peer in awaited if peer not in members and not self.is_proven(peer)]
         if strangers:
-            self._waits_again_at = now + min(now - since, patience) / _SHARE_WASTED
+            self._waits_again_at = now + min(now - since, patience) / SHARE_WASTED
         for peer in members:
             if peer in self._deeds:
                 self._deeds[peer].missed = 0
@@ -285,7 +285,7 @@ class Evidence:
 
     def note_vain_attempt(self, now: float, seconds: float) -> None:
         """This newcomer lost so many seconds because no peer gave it a later state. So it votes, too, for a while."""
-        self._counts_itself_until = now + seconds / _SHARE_WASTED
+        self._counts_itself_until = now + seconds / SHARE_WASTED
 
     def note_testimony(self, samples: Mapping[bytes, float]) -> None:
         """A peer that this one has met vouches for what others have brought to a round without this peer."""

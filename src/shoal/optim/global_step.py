@@ -5,13 +5,16 @@
     declare the epoch over ─► round of gradients ─► optimizer step ─► round of parameters ─► announce the next epoch
 
 Depending on the settings, the step and the rounds run in the background of the next epoch. A round that fails costs no
-step: this peer goes on with its own gradients, or its own parameters.
+step: this peer goes on with its own gradients, or its own parameters. A peer that trains alone first waits for others
+that download its state (:mod:`shoal.optim.hold`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,8 +23,10 @@ import torch
 
 from shoal.averaging import AveragingStage, RoundResult, StepControl
 from shoal.clock import get_dht_time
+from shoal.logs import Seldom
 from shoal.optim.devices import copy_all
 from shoal.optim.epochs import last_epoch_in_first_round, last_epoch_in_second_round
+from shoal.optim.hold import SECONDS_BETWEEN_LOOKS, Hold, awaits_newcomers
 from shoal.optim.progress_tracker import ProgressTracker, RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure, usable
 from shoal.p2p import PeerID
@@ -46,11 +51,14 @@ class GlobalStep:
     """``None``: the optimizer steps with local gradients, and only parameters are averaged."""
     tracker: ProgressTracker
     comparison: PeerComparison
+    closing: threading.Event
+    """Set when the optimizer shuts down."""
     scheduled_grads: StepControl | None = None
     scheduled_state: StepControl | None = None
 
     def __post_init__(self) -> None:
         self.state_averager.on_averaged = self._note_averaged_parameters
+        self._hold, self._tell_seldom = Hold(time.monotonic()), Seldom(logger.info)
 
     # --- in advance ---------------------------------------------------------------------------------------------------
 
@@ -116,6 +124,7 @@ class GlobalStep:
             grad_scaler: knows whether the gradients are finite. They have been unscaled already.
         """
         with self.tracker.pause_updates():
+            self._wait_for_newcomers()
             self.tracker.declare_epoch_over(self.settings.matchmaking_time)
             if self.settings.delay_optimizer_step:
                 # The previous step may still be reading the averaged gradients, which the next round overwrites.
@@ -143,6 +152,17 @@ class GlobalStep:
             if self.grad_averager is not None and trigger is None:
                 self.grad_averager.reset_accumulated_grads_()
             self.tracker.update_epoch(self.state_averager.local_epoch, members=mates)
+
+    def _wait_for_newcomers(self) -> None:
+        """Alone, end no epoch while somebody downloads this peer's state: before that has arrived, it would be old."""
+        while self._hold.lasts(time.monotonic(), has_reason=self._awaits_newcomers()):
+            self._tell_seldom("this peer, which trains alone, waits for one that downloads its state")
+            if self.closing.wait(SECONDS_BETWEEN_LOOKS):
+                return
+
+    def _awaits_newcomers(self) -> bool:
+        newcomers = self.state_averager.newcomers()
+        return awaits_newcomers(self.tracker, self.state_averager.local_epoch, self._last_epoch, newcomers)
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 

@@ -205,7 +205,9 @@ class Optimizer(JointOptimizer):
             self.tracker.compare_rounds()
             self.state_averager.lineage_keeper = self.tracker
         self._comparison = PeerComparison(self.state_averager, remainder, not settings.use_local_updates)
-        self.global_step = GlobalStep(settings, self.state_averager, self.grad_averager, self.tracker, self._comparison)
+        self.global_step = GlobalStep(
+            settings, self.state_averager, self.grad_averager, self.tracker, self._comparison, self._closing
+        )
         averagers = self.state_averager, self.grad_averager
         self._auxiliary = Auxiliary(*averagers, self.tracker, averaging_timeout) if auxiliary else None
         timeouts = self.averaging_timeout, load_state_timeout

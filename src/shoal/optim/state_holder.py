@@ -243,6 +243,10 @@ class StateHolder(DecentralizedAverager):
                 self._setup, self.extra_tensors, self._buffers(), self._stepped_epoch, self.node.group_bits, lineage
             )
 
+    def newcomers(self) -> set[PeerID]:
+        """Peers that are downloading this peer's state, or have just got all of it."""
+        return self.node.state_sharing.places.on_their_way(self._portal.reactor.loop.time())
+
     def _buffers(self) -> list[torch.Tensor]:
         return [] if self.shared_buffers is None else self.shared_buffers.get_buffers()
 

@@ -29,6 +29,8 @@ _FAST, _SECONDS_TO_BE_FAST = 2e7, 1.0
 _PART_OF_SHARE = 0.25
 # The most newcomers that are remembered as holders of the state, and for how many seconds.
 _MAX_HOLDERS, _HOLDER_SECONDS = 4, 300.0
+# Within so many seconds, a newcomer that has got the state tells others that it takes part.
+_ARRIVAL_SECONDS = 10.0
 # A newcomer that finds no place is told to come again after so many seconds, at least and at most.
 _SOONEST, _LATEST = 1.0, 30.0
 
@@ -182,6 +184,12 @@ class Places:
     def holders(self, now: float) -> list[PeerID]:
         """Newcomers that have lately got the whole state of this donor, the latest first."""
         return list(dict.fromkeys(peer for peer, since in reversed(self._holders) if now - since <= _HOLDER_SECONDS))
+
+    def on_their_way(self, now: float) -> set[PeerID]:
+        """Newcomers that are downloading, or have just got the whole state. This may be called in any thread."""
+        places = [place for sharing in list(self.sharings) for place in list(sharing.places)]
+        arriving = {peer for peer, since in list(self._holders) if now - since <= _ARRIVAL_SECONDS}
+        return arriving.union(place.peer for place in places)
 
     def again_in(self, now: float) -> float:
         """The seconds after which a newcomer that found no place should come again."""
