@@ -76,7 +76,10 @@ def make_model(pl: ModuleType, configure: MakeOptimizers = sgd) -> Any:
 def await_introduction(optimizer: Any) -> None:
     """A peer with samples looks for others before the first step, which takes some time in the background."""
     if isinstance(optimizer, (DiLoCo, Optimizer)) and optimizer.tracker.local_progress.samples_accumulated > 0:
-        wait_until(lambda: optimizer.tracker.is_introduced, "the peer has looked for others")
+        tracker = optimizer.tracker  # who finds others that are ahead joins them before it is introduced
+        wait_until(
+            lambda: tracker.is_introduced or tracker.global_epoch > optimizer.local_epoch, "it has looked around"
+        )
 
 
 def data(batches: int = 8, batch_size: int = BATCH) -> DataLoader:
