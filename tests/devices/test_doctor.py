@@ -59,6 +59,7 @@ def test_a_kernel_that_is_not_there(fake: FakeDevice, monkeypatch: pytest.Monkey
     assert "NotImplementedError: the operator 'aten::tanh'" in found["training"].text
 
 
+@pytest.mark.usefixtures("fake")
 def test_what_is_available() -> None:
     assert available_devices() == ["cpu", "fake", "fake:0", "fake:1"]
     assert find_device("fake:1") == torch.device("fake:1")
