@@ -44,4 +44,24 @@ def owner_of(swarm: Swarm, vector: RoundVector) -> AveragerNode:
     raise AssertionError("nobody averages these values now")
 
 
-__all__ = ["Swarm", "make_control", "owner_of", "until"]
+async def average_while_one_dies(swarm: Swarm) -> list[StepControl]:
+    """One round, until all but the first member have its result: the first one is dead by then."""
+    controls = [make_control(node, expected_group_size=4, allow_retries=False) for node in swarm.nodes]
+    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
+    await asyncio.gather(*running[1:])
+    running[0].cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    return controls
+
+
+async def average_while_one_is_late(swarm: Swarm) -> list[StepControl]:
+    """One round with a quorum, which the first member joins when the others have its result."""
+    controls = [make_control(node, expected_group_size=4, triggered=i != 0) for i, node in enumerate(swarm.nodes)]
+    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
+    await asyncio.gather(*running[1:])
+    controls[0].allow_allreduce()
+    await running[0]
+    return controls
+
+
+__all__ = ["Swarm", "average_while_one_dies", "average_while_one_is_late", "make_control", "owner_of", "until"]

@@ -20,7 +20,7 @@ from shoal.compression import (
     TopKCompression,
 )
 from shoal.compression.one_result import OneResult, Relayed
-from tests.averaging.swarm import Swarm, make_control
+from tests.averaging.swarm import Swarm, average_while_one_dies, average_while_one_is_late, make_control
 from tests.averaging.test_rounds import Fault
 from tests.compression.codecs import info_of
 from tests.dht.virtual_time import alone_in_virtual_time
@@ -90,11 +90,7 @@ async def test_all_members_have_the_bits_that_can_be_known_before(codec, number,
 async def test_survivors_have_the_same_bits(monkeypatch, codec, kind):
     swarm, tensors = await start(codec, part_size_bytes=100, sender_timeout=0.5, reducer_timeout=1.0)
     Fault(monkeypatch, swarm, kind, (0,))
-    controls = [make_control(node, expected_group_size=4, allow_retries=False) for node in swarm.nodes]
-    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
-    await asyncio.gather(*running[1:])
-    running[0].cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+    controls = await average_while_one_dies(swarm)
     assert all(controls[i].round.share_averaged == 1 for i in (1, 2, 3))
     assert all(torch.equal(tensors[i], tensors[1]) for i in (2, 3))
     await swarm.close()
@@ -104,11 +100,7 @@ async def test_survivors_have_the_same_bits(monkeypatch, codec, kind):
 @alone_in_virtual_time
 async def test_who_is_late_gets_the_same_bits(codec):
     swarm, tensors = await start(codec, quorum=3, quorum_grace=0.1)
-    controls = [make_control(node, expected_group_size=4, triggered=i != 0) for i, node in enumerate(swarm.nodes)]
-    running = [asyncio.ensure_future(node.run_step(c)) for node, c in zip(swarm.nodes, controls, strict=True)]
-    await asyncio.gather(*running[1:])
-    controls[0].allow_allreduce()
-    await running[0]
+    controls = await average_while_one_is_late(swarm)
     assert controls[0].round.late
     assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
     await swarm.close()
