@@ -1,13 +1,16 @@
 """Plain counters of what this process did, in one place, for monitoring.
 
 Every peer owns one :class:`Metrics`. Its fields are plain numbers. The code that counts an event writes them, nearly
-always in the event loop; anybody may read them. Most only grow.
+always in the event loop; anybody may read them. Most only grow. :func:`serve_prometheus` shows them to Prometheus.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 class Fading:
@@ -109,6 +112,8 @@ class Metrics:
     """Averaging rounds that brought a result, complete or partial."""
     rounds_failed: int = 0
     """Averaging rounds that brought no result."""
+    last_failure: str = ""
+    """Why the last one of these has failed."""
     seconds_averaging: float = 0.0
     """Time spent in the all-reduce of successful rounds."""
     states_refused: int = 0
@@ -145,3 +150,81 @@ class Metrics:
     strangers: dict[str, Demands] = field(default_factory=dict)
     """By public network (/24 in IPv4, /48 in IPv6), or by peer id where there is none: what those have taken who have
     connected, and whom this peer neither calls nor knows from rounds; the last few hundred."""
+
+    def __post_init__(self) -> None:
+        _of_this_process[id(self)] = self
+
+
+_of_this_process: weakref.WeakValueDictionary[int, Metrics] = weakref.WeakValueDictionary()
+
+Sample = tuple[str, str, dict[str, str], float]
+"""A figure for Prometheus: its name, what it means, its labels, its value."""
+
+
+class PrometheusEndpoint:
+    """A server that Prometheus asks. It runs in a thread of its own until it is closed."""
+
+    def __init__(self, url: str, close: Callable[[], None]) -> None:
+        self.url = url
+        """Where the figures are."""
+        self.close = close
+
+
+def serve_prometheus(port: int, host: str = "127.0.0.1") -> PrometheusEndpoint:
+    """Show the counters of all peers in this process to Prometheus, added up. Needs ``pip install 'shoal[prometheus]'``.
+
+    Args:
+        port: 0 = any free one.
+        host: where to listen; by default only programs of this machine can ask.
+
+    Raises:
+        ModuleNotFoundError: ``prometheus-client`` is not installed.
+        OSError: the port is taken.
+    """
+    return start_prometheus(port, lambda: samples_of(list(_of_this_process.values())), host)
+
+
+def samples_of(all_metrics: Iterable[Metrics]) -> Iterator[Sample]:
+    """The counters of several peers, added up. A counter by reason is one figure with a label; texts are left out."""
+    sums: Counter[tuple[str, str]] = Counter()
+    for metrics in all_metrics:
+        for each in fields(metrics):
+            value = getattr(metrics, each.name)
+            if isinstance(value, Counter):
+                for reason, count in list(value.items()):
+                    sums[each.name, str(reason)] += count
+            elif isinstance(value, (int, float)):
+                sums[each.name, ""] += value  # type: ignore[assignment]
+    for (name, reason), value in sums.items():
+        yield f"shoal_{name}", name.replace("_", " "), {"by": reason} if reason else {}, float(value)
+
+
+def start_prometheus(port: int, collect: Callable[[], Iterable[Sample]], host: str) -> PrometheusEndpoint:
+    """Answer Prometheus with what ``collect`` returns whenever it asks; as :func:`serve_prometheus`."""
+    try:
+        import prometheus_client
+        from prometheus_client.core import GaugeMetricFamily
+    except ModuleNotFoundError as e:
+        text = "prometheus-client is not installed: pip install 'shoal[prometheus]'"
+        raise ModuleNotFoundError(text, name=e.name) from None
+
+    class Figures:
+        def collect(self) -> Iterator[Any]:
+            families: dict[tuple[str, tuple[str, ...]], Any] = {}
+            for name, meaning, labels, value in collect():
+                key = name, tuple(labels)
+                if key not in families:
+                    families[key] = GaugeMetricFamily(name, meaning, labels=list(labels))
+                families[key].add_metric(list(labels.values()), value)
+            yield from families.values()
+
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(Figures())  # type: ignore[arg-type]
+    server, thread = prometheus_client.start_http_server(port, host, registry)
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return PrometheusEndpoint(f"http://{host}:{server.server_port}/metrics", close)

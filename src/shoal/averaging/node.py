@@ -235,6 +235,7 @@ class AveragerNode(ServicerBase):
             raise
         except Exception as e:
             self.p2p.metrics.rounds_failed += 1
+            self.p2p.metrics.last_failure = str(e) or type(e).__name__
             if not control.done():
                 control.set_exception(e)
         else:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import shoal
-from shoal.cli import dht, token
+from shoal.cli import dht, monitor, token
 from shoal.cli.demo import command as demo
 from shoal.cli.doctor import command as doctor
 
@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_parser(subparsers)
     dht.add_parser(subparsers)
     doctor.add_parser(subparsers)
+    monitor.add_parser(subparsers)
     token.add_parser(subparsers)
     return parser
 

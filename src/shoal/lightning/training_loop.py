@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from shoal.optim import MultiProcessOptimizer
+from shoal.optim.joint_optimizer import JointOptimizer
 from shoal.optim.outer.slot_tracker import SlotTracker
 from shoal.optim.schedules import catch_up
 
@@ -146,7 +147,10 @@ def progress_of(
 
 
 class SwarmProgress(Callback):
-    """A callback that logs ``peers``, ``global_epoch`` and this peer's ``samples/s`` after each batch."""
+    """A callback that logs ``peers``, ``global_epoch`` and this peer's ``samples/s`` after each batch.
+
+    It also reports the loss of the module's ``training_step`` to those who watch the run with ``shoal monitor``.
+    """
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the progress of the swarm."""
@@ -155,3 +159,12 @@ class SwarmProgress(Callback):
         pl_module.log_dict(
             {name: float(value) for name, value in values.items()}, prog_bar=True, on_step=True, on_epoch=False
         )
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        for optimizer in strategy.optimizers:
+            # To read a loss means to wait for the device, so only those are read that are published.
+            if isinstance(optimizer, (JointOptimizer, MultiProcessOptimizer)) and optimizer.report_is_due:
+                if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                    # Lightning has divided it by the number of batches whose gradients are added up.
+                    optimizer.report(loss=loss.detach() * trainer.accumulate_grad_batches)
+                else:
+                    optimizer.report()

@@ -13,6 +13,7 @@ from shoal.facade import Facade
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
+    from shoal.optim.report import Reporting
 
 
 class JointOptimizer(Facade, torch.optim.Optimizer):
@@ -24,6 +25,7 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
     kind: ClassVar[str]
     """Its name in errors."""
     dht: DHT
+    _reporting: Reporting
     # Torch's base class fills this list in its constructor; ``None`` afterwards.
     _groups_under_construction: list[dict[str, Any]] | None
     _closing: threading.Event
@@ -72,6 +74,31 @@ class JointOptimizer(Facade, torch.optim.Optimizer):
         if self._groups_under_construction is None:
             raise ValueError("parameters cannot be added to a run in progress: all peers must have the same ones")
         super().add_param_group(param_group)
+
+    # --- to those who watch -------------------------------------------------------------------------------------------
+
+    def report(self, **metrics: Any) -> None:
+        """Show figures of this peer, such as ``loss=loss``, to those who watch the run with ``shoal monitor``.
+
+        Call it after each step. Every five seconds at most, the means since the last time are published, together with
+        what this peer has counted: samples, bytes, rounds, the time from step to step, failures. Until it is called
+        for the first time, monitors see only the progress of this peer.
+
+        Args:
+            metrics: a number each, or a tensor with one number; at most 24 of them, with names of 48 characters at
+                most. Reading a tensor waits for its device; see :attr:`report_is_due`.
+
+        Raises:
+            TypeError: a figure is not one number.
+            ValueError: there are too many figures, or a name is too long.
+        """
+        self._check_open()
+        self._reporting.report(metrics)
+
+    @property
+    def report_is_due(self) -> bool:
+        """Whether :meth:`report` would publish something now. A program may ask before it computes what is costly."""
+        return self._reporting.is_due
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

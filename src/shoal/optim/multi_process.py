@@ -99,7 +99,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         self.news = Word(Command.CARRY_ON)
         """The last word of the first process; the same in all processes."""
         self._is_shut_down = False
-        self.swarm: Optimizer | None = None
+        self.swarm: _FirstProcess | None = None
         """Only in the first process."""
         if self._processes.is_first:
             with self._deciding():
@@ -169,6 +169,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             self._accumulator.samples += total - samples
             if self.swarm.grad_averager is not None:
                 # The samples have been counted above already.
+                self.swarm.note_samples(total)
                 self.swarm.step(batch_size=0, grad_scaler=scaler)
             elif total > 0:
                 self._fetch_gradients()
@@ -347,6 +348,18 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         with self._deciding():
             self.swarm.load_state_dict(state_dict)
 
+    # --- to those who watch -------------------------------------------------------------------------------------------
+
+    def report(self, **metrics: Any) -> None:
+        """As :meth:`shoal.Optimizer.report`: the figures of the first process count, those of the others do not."""
+        if self.swarm is not None:
+            self.swarm.report(**metrics)
+
+    @property
+    def report_is_due(self) -> bool:
+        """As :attr:`shoal.Optimizer.report_is_due`; never in processes other than the first one."""
+        return self.swarm is not None and self.swarm.report_is_due
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
@@ -368,6 +381,10 @@ class _FirstProcess(Optimizer):
     def __init__(self, fetch_gradients: Callable[[], None], **options: Any) -> None:
         self._fetch_gradients = fetch_gradients
         super().__init__(**options)
+
+    def note_samples(self, samples: int) -> None:
+        """All processes together have accumulated so many more samples, of which :meth:`step` is not told."""
+        self._reporting.count(samples)
 
     def _make_global_step(self, scaler: GradScaler | None) -> None:
         if self.grad_averager is not None:

@@ -23,6 +23,7 @@ from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, avera
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
+from shoal.optim.report import Reporting
 from shoal.optim.state_averager import ZERO_GRAD_SET_TO_NONE_DEFAULT, CheckState, TrainingStateAverager
 from shoal.optim.synchronization import Synchronization
 from shoal.optim.training_setup import (
@@ -212,6 +213,7 @@ class Optimizer(JointOptimizer):
         self._auxiliary = Auxiliary(*averagers, self.tracker, averaging_timeout) if auxiliary else None
         timeouts = self.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
+        self._reporting = Reporting(dht, run_id, self.tracker, self._last_group_size)
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         self._become_torch_optimizer(dict(self.opt.defaults))
         self._begin()
@@ -281,7 +283,8 @@ class Optimizer(JointOptimizer):
         if not self._synchronization.is_needed():
             return False
         if self._synchronization.is_time():
-            self.load_state_from_peers()
+            with self._reporting.joint_work():
+                self.load_state_from_peers()
         return True
 
     def _count_samples(self, batch_size: int, scaler: GradScaler | None) -> bool:
@@ -295,6 +298,7 @@ class Optimizer(JointOptimizer):
             progress = self.tracker.local_progress
             samples = batch_size + (progress.samples_accumulated if progress.epoch == self.local_epoch else 0)
         self._batches.launched_one()
+        self._reporting.count(batch_size if is_used else 0)
         self.tracker.report_local_progress(self.local_epoch, samples)
         return is_used
 
@@ -312,14 +316,20 @@ class Optimizer(JointOptimizer):
 
     def _make_global_step(self, scaler: GradScaler | None) -> None:
         # This peer is about to tell others that it is ready, so the device must have finished its batches.
-        self._batches.finish()
+        self._batches.finish()  # until here it computes
         groups = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         scaler = None if self.grad_averager is None else self._scaling.before_global_step(self, scaler)
-        self.global_step.run(scaler)
+        with self._reporting.joint_work():
+            self.global_step.run(scaler)
+        self._reporting.note_step()
         after = [[id(parameter) for parameter in group["params"]] for group in self.opt.param_groups]
         assert groups == after, "the parameters of the optimizer were exchanged during a global step"
         self._synchronization.begin_epoch()
         logger.log(self.status_loglevel, "epoch %d begins", self.local_epoch)
+
+    def _last_group_size(self) -> int:
+        averager = self.state_averager if self.grad_averager is None else self.grad_averager
+        return 0 if averager.last_round is None else len(averager.last_round.peers)
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import pydantic
 
-from shoal.dht.crypto import PrivateKey, SignatureValidator
+from shoal.dht.crypto import PrivateKey, SignatureValidator, peer_of
 from shoal.dht.schema import BytesWithPublicKey, SchemaValidator
 from shoal.optim.progress import LocalTrainingProgress, endorse, is_endorsed, parse_record
+from shoal.optim.report import parse_report
 
 __all__ = ["LocalTrainingProgress", "TrainingProgressSchema", "endorse", "progress_validators"]
 
@@ -25,6 +26,19 @@ def _check(records: dict[bytes, Any]) -> dict[bytes, Any]:
     return records
 
 
+def _check_reports(records: dict[bytes, Any]) -> dict[bytes, Any]:
+    for owner_tag, value in records.items():
+        peer_of(owner_tag)
+        parse_report(value)
+    return records
+
+
+class ReportsSchema(pydantic.BaseModel):
+    """A :class:`~shoal.optim.report.PeerReport` of every peer that reports, by the owner tag of its identity."""
+
+    reports: Annotated[dict[BytesWithPublicKey, Any], pydantic.AfterValidator(_check_reports)]
+
+
 class TrainingProgressSchema(pydantic.BaseModel):
     """A :class:`LocalTrainingProgress` of every peer, by owner tag; ``None`` if the peer has left."""
 
@@ -32,5 +46,7 @@ class TrainingProgressSchema(pydantic.BaseModel):
 
 
 def progress_validators(prefix: str, private_key: PrivateKey) -> tuple[SchemaValidator, SignatureValidator]:
-    """The validators for the records of one run; the second one also signs this peer's own records."""
-    return SchemaValidator(TrainingProgressSchema, prefix=prefix), SignatureValidator(private_key)
+    """The validators for the records of one run; the second one also signs this peer's own records of progress."""
+    schema = SchemaValidator(TrainingProgressSchema, prefix=prefix)
+    schema.merge_with(SchemaValidator(ReportsSchema, prefix=prefix))
+    return schema, SignatureValidator(private_key)

@@ -32,6 +32,7 @@ from shoal.optim.outer.slot_tracker import SlotTracker
 from shoal.optim.outer.weights import Staleness
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.report import Reporting
 from shoal.optim.synchronization import Retries
 from shoal.optim.training_setup import Parameters, ParamGroups, SchedulerFactory
 from shoal.optim.training_state import OWN
@@ -227,6 +228,7 @@ class DiLoCo(JointOptimizer):
             logging.INFO if verbose else logging.DEBUG,
         )
         self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state)
+        self._reporting = Reporting(dht, run_id, self.tracker, self._last_group_size)
         self._become_torch_optimizer({})
         self._begin()
 
@@ -288,15 +290,20 @@ class DiLoCo(JointOptimizer):
             return loss
         if batch_size:
             self._make_inner_step(batch_size, scaler)
-        if self._slot_is_over() and not self._catching_up.is_needed_before_round():
-            self._rounds.end_slot()
-        self._rounds.apply_what_is_due()
+        slot = self.local_epoch
+        with self._reporting.joint_work():
+            if self._slot_is_over() and not self._catching_up.is_needed_before_round():
+                self._rounds.end_slot()
+            self._rounds.apply_what_is_due()
+        if self.local_epoch != slot:
+            self._reporting.note_step()
         return loss
 
     def _make_inner_step(self, batch_size: int, scaler: Any) -> None:
         with self._rounds.lock:
             samples = batch_size if self._inner.step(self, scaler) else 0
         self.inner_steps += 1
+        self._reporting.count(samples)
         self._counter.count(samples)
         for each in self._fragments:
             each.count(samples)
@@ -354,6 +361,9 @@ class DiLoCo(JointOptimizer):
     def last_round(self) -> OuterRound | None:
         """The outer update that was applied last."""
         return self._rounds.last
+
+    def _last_group_size(self) -> int:
+        return 0 if self.last_round is None else len(self.last_round.peers)
 
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 

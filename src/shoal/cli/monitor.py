@@ -1,0 +1,186 @@
+"""The ``shoal monitor`` command: shows a run, in the terminal, as a page, or to other programs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shoal.cli import add_option
+from shoal.cli.token import add_token_option
+from shoal.dht import DHT
+from shoal.errors import BootstrapError, ShoalError, ValidationError
+from shoal.optim.optimizer_settings import check_run_id
+
+if TYPE_CHECKING:
+    from shoal.monitor.exporters import Exporter
+    from shoal.monitor.run import RunView
+
+DESCRIPTION = """\
+Shows a run while it trains: its peers, how fast they are, their losses if they report them, what has failed and why.
+It joins as an observer for whom nobody waits, and changes nothing.
+"""
+EPILOG = """\
+Peers report their own figures with optimizer.report(loss=loss). Without that, only their progress is seen.
+"""
+WEB_PORT = 7463
+SECONDS_BETWEEN_LOOKS = 1.0
+
+T = TypeVar("T")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``monitor`` to the subcommands."""
+    parser = subparsers.add_parser("monitor", help="watch a run", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("addresses", nargs="*", metavar="ADDRESS", help="of one or more peers of the run")
+    add_option(parser, "initial-peers", nargs="*", default=[], metavar="ADDRESS", help="the same, as an option")
+    parser.add_argument("--run", dest="run_id", required=True, metavar="NAME", help="the run_id of the run")
+    add_token_option(parser)
+    add_option(
+        parser,
+        "identity-path",
+        type=Path,
+        metavar="FILE",
+        help="file with the key of this peer, if the token is a badge",
+    )
+    parser.add_argument(
+        "--web",
+        nargs="?",
+        type=_port,
+        const=WEB_PORT,
+        metavar="PORT",
+        help=f"show a page instead, at this port of this machine (default: {WEB_PORT}; 0 = any)",
+    )
+    add_option(
+        parser,
+        "web-host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="listen there for those who want to see the page; with 0.0.0.0, everybody who can reach this machine sees it",
+    )
+    parser.add_argument("--tensorboard", metavar="DIR", help="write the figures of the swarm there, for TensorBoard")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log the figures of the swarm to Weights & Biases")
+    parser.add_argument("--prometheus", type=_port, metavar="PORT", help="show the figures to Prometheus at this port")
+    parser.set_defaults(run=run)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) >= 2**16:
+        raise argparse.ArgumentTypeError(f"must be the number of a port, from 0 to 65535, got {text}")
+    return int(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Watch until SIGINT or SIGTERM and return the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        with ExitStack() as stack:
+            _watch(arguments, stack)
+    except KeyboardInterrupt:
+        return 0
+    except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"shoal monitor: {error}", file=sys.stderr)
+        if isinstance(error, (BootstrapError, ValidationError)):
+            print("More about each address: shoal doctor ADDRESS", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
+    addresses = [*arguments.addresses, *arguments.initial_peers]
+    if not addresses:
+        raise ValueError("give the address of at least one peer of the run, such as the one that shoal dht prints")
+    check_run_id(arguments.run_id)
+    dht = stack.enter_context(
+        DHT(
+            addresses,
+            start=True,
+            client_mode=True,
+            token=arguments.token,
+            identity_path=arguments.identity_path,
+        )
+    )
+    # Loaded here, because it loads torch, which takes longer than to find out that nobody answers.
+    from shoal.monitor.observer import Monitor
+
+    monitor = stack.enter_context(Monitor(dht, arguments.run_id))
+    footer = _show_page(arguments, monitor.view, stack)
+    exporters = _exporters(arguments, monitor.view, stack)
+    screen: Any = stack.enter_context(_screen(footer, is_page=arguments.web is not None))
+    pause = threading.Event()
+    while True:
+        # Short waits, because a wait for an event ignores Ctrl-C on Windows.
+        pause.wait(SECONDS_BETWEEN_LOOKS)
+        monitor.check()
+        for exporter in exporters:
+            exporter.note(monitor.view)
+        screen.show(monitor.view)
+
+
+def _show_page(arguments: argparse.Namespace, view: RunView, stack: ExitStack) -> str:
+    """Start the page if it is wanted; returns a line that tells where it is."""
+    if arguments.web is None:
+        return ""
+    page = start_page(view, arguments.web, arguments.web_host, is_chosen=arguments.web != WEB_PORT)
+    stack.enter_context(closing(page))
+    line = f"Watch {arguments.run_id} at {page.url}"
+    print(line, flush=True)
+    return line
+
+
+def start_page(view: RunView, port: int, host: str = "127.0.0.1", *, is_chosen: bool = True) -> Any:
+    """Serve the page of a run.
+
+    Args:
+        is_chosen: the user wants this port and no other.
+
+    Raises:
+        ModuleNotFoundError: packages are missing; the text says which.
+        OSError: the port is taken.
+    """
+    try:
+        from shoal.monitor.page import PageServer
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError(f"the page needs {e.name}: pip install 'shoal[monitor]'", name=e.name) from None
+    try:
+        return PageServer(view, port, host)
+    except OSError as e:
+        if not is_chosen:
+            return PageServer(view, 0, host)
+        reason = e.strerror or os.strerror(e.errno or 0)
+        raise OSError(f"cannot listen at {host}, port {port} ({reason}): choose another one, or --web 0") from None
+
+
+def _exporters(arguments: argparse.Namespace, view: RunView, stack: ExitStack) -> list[Exporter]:
+    from shoal.monitor.exporters import Prometheus, TensorBoard, Wandb
+
+    wanted: list[tuple[Any, Callable[[Any], Exporter]]] = [
+        (arguments.tensorboard, TensorBoard),
+        (arguments.wandb, lambda project: Wandb(project, arguments.run_id)),
+        (arguments.prometheus, lambda port: Prometheus(view, port)),
+    ]
+    exporters = [make(argument) for argument, make in wanted if argument is not None]
+    for exporter in exporters:
+        stack.callback(exporter.close)
+        if isinstance(exporter, Prometheus):
+            print(f"For Prometheus: {exporter.url}", flush=True)
+    return exporters
+
+
+def _screen(footer: str, *, is_page: bool) -> Any:
+    from shoal.monitor.terminal import Lines, Screen
+
+    if is_page or not sys.stdout.isatty():
+        return Lines()
+    try:
+        return Screen(footer)
+    except ModuleNotFoundError:
+        print("For a live table: pip install 'shoal[monitor]'", file=sys.stderr)
+        return Lines()

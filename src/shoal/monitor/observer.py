@@ -1,0 +1,216 @@
+"""Reads what the peers of a run publish, one key of the table after the other, for ever.
+
+The records of a large swarm are divided over many keys (:mod:`shoal.dht.spread`). The observer begins at the first one,
+which holds a sample of all peers, and goes down wherever peers say that they are deeper::
+
+    run_progress ─► run_progress.0 ─► run_progress.01 ─► …     and beside each the reports:  run_reports.01
+                  ─► run_progress.1
+
+Each key is read again after a while that grows with what it has brought, so that the peers that hold it send an
+observer two kilobytes per second at most. All keys together have a limit, too, and there are never more than
+:data:`MAX_KEYS` of them, whatever depth peers claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
+from shoal.dht.crypto import peer_of
+from shoal.dht.spread import MAX_DEPTH, key_at, path_of
+from shoal.dht.validation import is_short_lived
+from shoal.errors import ShoalError
+from shoal.facade import Facade
+from shoal.monitor.run import RunView
+from shoal.optim.progress import HOLDERS_READ, ProgressRecord, is_endorsed, parse_record
+from shoal.optim.progress_exchange import MOST_READ, Table
+from shoal.optim.report import key_of_reports, parse_report
+from shoal.p2p import PeerID
+from shoal.reactor import Portal
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+logger = logging.getLogger(__name__)
+
+# Least seconds between two readings of a key.
+PERIOD = 5.0
+# Of a key, and of all together. A home that sends 3 Mbit/s sends 375 kB in a second.
+BYTES_PER_SECOND, BYTES_PER_SECOND_IN_ALL = 2_000.0, 200_000.0
+BYTES_OF_RECORD = 600.0
+MAX_KEYS = 1024
+MAX_PEERS_REMEMBERED = 50_000
+TICK_SECONDS = 1.0
+
+
+@dataclass
+class _Place:
+    """A key: the bits that it stands for, and when it is read again."""
+
+    bits: str
+    due: float
+    was_read: bool = False
+
+
+class Observer:
+    """Keeps a view of a run up to date.
+
+    Args:
+        table: a node of the DHT.
+        view: what is known of the run.
+        period: least seconds between two readings of a key.
+    """
+
+    def __init__(self, table: Table, view: RunView, *, period: float = PERIOD) -> None:
+        self.view, self._table, self._period = view, table, period
+        self._progress, self._reports = f"{view.run}_progress", key_of_reports(view.run)
+        self._places = {"": _Place("", 0.0)}
+        # Whose tags were checked: signatures take a while.
+        self._peers_by_tag: dict[bytes, PeerID] = {}
+        self.bytes_read = 0.0
+        """An estimate, by the number of records."""
+
+    async def watch(self) -> None:
+        """Read until cancelled."""
+        while True:
+            await asyncio.sleep(max(0.0, self.next_due - get_dht_time()))
+            before = self.bytes_read
+            await self.read_next()
+            await asyncio.sleep((self.bytes_read - before) / BYTES_PER_SECOND_IN_ALL)
+
+    @property
+    def next_due(self) -> float:
+        """DHT time of the next reading."""
+        return min(place.due for place in self._places.values())
+
+    async def read_next(self) -> None:
+        """Read the key that is due first: the progress of peers, and their reports."""
+        place = min(self._places.values(), key=lambda place: place.due)
+        records, read = await self._read_progress(place.bits)
+        if any(record.depth <= len(place.bits) for record in records):
+            read += await self._read_reports(place.bits)
+        self.bytes_read += read * BYTES_OF_RECORD
+        place.due = get_dht_time() + max(self._period, read * BYTES_OF_RECORD / BYTES_PER_SECOND)
+        place.was_read = True
+        self._go_down(place, records)
+        if all(each.was_read for each in self._places.values()):
+            self.view.is_complete = True
+
+    def _go_down(self, place: _Place, records: list[ProgressRecord]) -> None:
+        below = [place.bits + bit for bit in "01"]
+        if len(place.bits) < MAX_DEPTH and any(record.depth > len(place.bits) for record in records):
+            for bits in below:
+                if bits not in self._places and len(self._places) < MAX_KEYS:
+                    self._places[bits] = _Place(bits, place.due - self._period)
+        elif place.bits and not records and not any(bits in self._places for bits in below):
+            del self._places[place.bits]  # it is found again from above, if somebody comes
+
+    async def _get(self, key: str) -> dict[Any, Any]:
+        """The entries under a key; none if there are none, or it cannot be read."""
+        how: dict[str, Any] = {"beam_size": HOLDERS_READ, "num_workers": 1, "most_entries": MOST_READ}
+        try:
+            found = await self._table.get(key, latest=True, keep_copies=False, **how)
+        except ShoalError as e:
+            logger.warning("could not read %s: %s", key, e)
+            return {}
+        entries = found.value if found is not None and isinstance(found.value, dict) else {}
+        return {tag: entry for tag, entry in entries.items() if is_short_lived(entry.expiration_time)}
+
+    async def _read_progress(self, bits: str) -> tuple[list[ProgressRecord], int]:
+        """The records under a key that are valid, and the number of all that were read."""
+        entries, now = await self._get(key_at(self._progress, bits)), get_dht_time()
+        valid: list[tuple[ProgressRecord, float]] = []
+        gone: list[PeerID] = []
+        for tag, entry in entries.items():
+            if entry.value is None:
+                if tag in self._peers_by_tag:
+                    gone.append(self._peers_by_tag[tag])
+                continue
+            try:
+                valid.append((self._check(entry.value, tag, bits, now), float(entry.expiration_time)))
+            except ValueError as e:
+                logger.debug("skipped a malformed record of progress: %s", e)
+        with self.view.lock:
+            for record, expiration in valid:
+                self.view.hear_progress(record, expiration, now)
+            # A peer that has begun anew may have another tag: its former record is withdrawn, and it is there.
+            for peer in set(gone) - {PeerID(record.peer_id) for record, _ in valid}:
+                self.view.hear_goodbye(peer, now)
+        return [record for record, _ in valid], len(entries)
+
+    def _check(self, value: object, tag: object, bits: str, now: float) -> ProgressRecord:
+        """Check one record.
+
+        Raises:
+            ValueError: it has another form, is of another time, key or peer, or its numbers cannot be.
+        """
+        record = parse_record(value)
+        if record.time > now + MAX_DHT_TIME_DISCREPANCY_SECONDS:
+            raise ValueError("a record from the future")
+        if not isinstance(tag, bytes) or not path_of(tag).startswith(bits):
+            raise ValueError("a record under a key where it does not belong")
+        peer = PeerID(record.peer_id)
+        if self._peers_by_tag.get(tag) != peer:
+            if not is_endorsed(record, tag):
+                raise ValueError("a record in the name of another peer")
+            if len(self._peers_by_tag) >= MAX_PEERS_REMEMBERED:
+                self._peers_by_tag.clear()
+            self._peers_by_tag[tag] = peer
+        return record
+
+    async def _read_reports(self, bits: str) -> int:
+        """Read the reports under a key; returns how many there were."""
+        entries, now = await self._get(key_at(self._reports, bits)), get_dht_time()
+        with self.view.lock:
+            for tag, entry in entries.items():
+                try:
+                    self.view.hear_report(peer_of(tag), parse_report(entry.value), now)
+                except ValueError as e:
+                    logger.debug("skipped a malformed report: %s", e)
+        return len(entries)
+
+
+class Monitor(Facade):
+    """Watches a run in the background, for as long as it is not shut down.
+
+    Args:
+        dht: a client of the table is enough.
+        run_id: name of the run.
+        on_tick: called after each second with the state of the swarm, inside the background loop.
+    """
+
+    def __init__(self, dht: DHT, run_id: str, on_tick: Callable[[RunView], object] | None = None) -> None:
+        self.dht, self.view = dht, RunView(run_id)
+        self._on_tick, self._portal = on_tick, Portal(f"monitor of {run_id}")
+        observer = Observer(dht.node, self.view)
+        self._watching = self._portal.submit(self._watch(observer))
+
+    async def _watch(self, observer: Observer) -> None:
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(TICK_SECONDS)
+                with self.view.lock:
+                    self.view.tick(get_dht_time())
+                if self._on_tick is not None:
+                    self._on_tick(self.view)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(observer.watch())
+            tasks.create_task(tick())
+
+    def is_alive(self) -> bool:
+        """Whether it watches."""
+        return not self._portal.closed and not self._watching.done()
+
+    def check(self) -> None:
+        """Raise the error that has ended it, if there was one."""
+        if self._watching.done() and not self._watching.cancelled():
+            self._watching.result()
+
+    def shutdown(self) -> None:
+        """Stop watching. Idempotent; the DHT goes on."""
+        self._portal.close(None)

@@ -1,0 +1,209 @@
+"""The page: a small web server that shows a run, live.
+
+It has four addresses, all of them for reading: the page and its files, ``/history`` with the figures over time, and
+``/events``, a stream (server-sent events) that begins with the whole state of the run and goes on with what changes
+each second. Whatever browsers ask for at the same moment is encoded once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal.monitor.run import COLUMNS, MAX_EVENTS, RunView
+
+STATIC = Path(__file__).parent / "static"
+FILES = {
+    "page.js": "text/javascript",
+    "page.css": "text/css",
+    "uPlot.iife.min.js": "text/javascript",
+    "uPlot.min.css": "text/css",
+}
+LOOPBACK = "127.0.0.1"
+# Browsers that may follow a run at the same time.
+MAX_STREAMS = 64
+SECONDS_BETWEEN_NEWS = 1.0
+EVENTS_AT_FIRST = 200
+STOP_SECONDS = 5.0
+# Nothing from elsewhere is loaded, nothing is sent elsewhere, and no other page can frame this one.
+SECURITY = {
+    b"content-security-policy": b"default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+    b"cache-control": b"no-store",
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Secured:
+    """Adds the headers of :data:`SECURITY` to every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_secured(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *SECURITY.items()]
+            await send(message)
+
+        await self._app(scope, receive, send_secured)
+
+
+class Page:
+    """The content of the page.
+
+    Args:
+        view: the run; something else keeps it up to date.
+        is_public: other machines may ask for it by any name. Otherwise only names of this machine are answered, so that
+            a web site which the user visits cannot read the page under a name of its own.
+    """
+
+    def __init__(self, view: RunView, *, is_public: bool = False) -> None:
+        self._view = view
+        self._streams = 0
+        self._news: tuple[tuple[int, int, int], bytes] = ((-1, -1, -1), b"")
+        self.closing = False
+        hosts = ["*"] if is_public else [LOOPBACK, "localhost"]
+        self.app = Starlette(
+            routes=[
+                Route("/", self._index),
+                Route("/events", self._events),
+                Route("/history", self._history),
+                Route("/{name}", self._file),
+            ],
+            middleware=[Middleware(_Secured), Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+        )
+
+    async def _index(self, request: Request) -> Response:
+        return FileResponse(STATIC / "index.html", media_type="text/html")
+
+    async def _file(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in FILES:
+            return PlainTextResponse("there is no such page", status_code=404)
+        return FileResponse(STATIC / name, media_type=FILES[name])
+
+    async def _history(self, request: Request) -> Response:
+        level = request.query_params.get("level", "0")
+        if level not in [str(number) for number in range(len(self._view.history.spans))]:
+            return PlainTextResponse(f"there is no level {level[:20]!r}", status_code=404)
+        with self._view.lock:
+            columns = self._view.history.columns(int(level))
+        return Response(_encode(columns), media_type="application/json")
+
+    async def _events(self, request: Request) -> Response:
+        if self._streams >= MAX_STREAMS:
+            return PlainTextResponse(f"{MAX_STREAMS} browsers follow this run already", status_code=503)
+        return StreamingResponse(self._stream(), media_type="text/event-stream")
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        self._streams += 1
+        try:
+            with self._view.lock:
+                change, number = self._view.change, self._view.number_of_events
+                told = self._message(self._everything())
+            yield told
+            while not self.closing:
+                await asyncio.sleep(SECONDS_BETWEEN_NEWS)
+                with self._view.lock:
+                    told = self._news_since(change, number)
+                    change, number = self._view.change, self._view.number_of_events
+                yield told
+        finally:
+            self._streams -= 1
+
+    @staticmethod
+    def _message(content: dict[str, Any]) -> bytes:
+        return b"data: " + _encode(content) + b"\n\n"
+
+    def _everything(self) -> dict[str, Any]:
+        view = self._view
+        return {
+            "run": view.run,
+            "columns": COLUMNS,
+            "spans": view.history.spans,
+            "rows": view.rows_since(0),
+            "events": view.events_since(max(0, view.number_of_events - min(EVENTS_AT_FIRST, MAX_EVENTS))),
+            "summary": view.summary,
+            "point": None if view.summary is None else view.summary.values(),
+        }
+
+    def _news_since(self, change: int, number: int) -> bytes:
+        view = self._view
+        key = change, number, view.change
+        if self._news[0] != key:
+            content = {
+                "rows": view.rows_since(change),
+                "gone": [peer for when, peer in view.removed if when >= change],
+                "events": view.events_since(number),
+                "summary": view.summary,
+                "point": None if view.summary is None else view.summary.values(),
+            }
+            self._news = key, self._message(content)
+        return self._news[1]
+
+
+class PageServer:
+    """Serves the page in a thread of its own.
+
+    Args:
+        view: the run.
+        port: 0 = any free one.
+        host: the address to listen at. By default only programs of this machine can see the page.
+
+    Raises:
+        OSError: the port is taken, or the address is not one of this machine.
+    """
+
+    def __init__(self, view: RunView, port: int = 0, host: str = LOOPBACK) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, port))
+        except BaseException:
+            self._socket.close()
+            raise
+        is_local = host == LOOPBACK
+        self._page = Page(view, is_public=not is_local)
+        shown = f"[{host}]" if family is socket.AF_INET6 else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/"
+        """Where the page is."""
+        config = uvicorn.Config(
+            self._page.app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            loop="asyncio",
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="monitor page", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        self._page.closing = self._server.should_exit = True
+        self._thread.join(STOP_SECONDS)
+        self._socket.close()

@@ -1,0 +1,167 @@
+"""A run in the terminal: the swarm in a few lines, a table of peers, and what has happened last."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from shoal.logs import counted
+from shoal.monitor.run import Event, PeerState, PeerView, RunView, Summary
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+COLUMNS = ("peer", "state", "epoch", "samples/s", "loss", "sent", "received", "step", "averaging", "failed", "link")
+STATE_COLOURS = {
+    PeerState.TRAINING: "green",
+    PeerState.BEHIND: "yellow",
+    PeerState.SILENT: "yellow",
+    PeerState.LOST: "red",
+    PeerState.LEFT: "dim",
+}
+EVENT_COLOURS = {"lost": "red", "failed": "red", "trouble": "yellow", "joined": "green", "returned": "green"}
+# Lines that are not rows of the table, and the most of them that are events.
+LINES_AROUND, EVENT_LINES = 8, 8
+LEAST_ROWS = 3
+
+
+def size(count: float) -> str:
+    """A number of bytes in words."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def cells(view: PeerView) -> tuple[str, ...]:
+    """One peer's cells, in the order of ``COLUMNS``."""
+    report, loss = view.report, view.loss
+    told = view.name, view.state.value, str(view.epoch), f"{view.samples_per_second:,.1f}"
+    if report is None:
+        return (*told, *["–"] * 6, view.link)
+    return (
+        *told,
+        "–" if loss is None else f"{loss:.4g}",
+        size(report.bytes_sent),
+        size(report.bytes_received),
+        f"{report.step_seconds:.1f} s" if report.step_seconds else "–",
+        f"{report.averaging_seconds:.1f} s" if report.step_seconds else "–",
+        str(report.rounds_failed),
+        view.link,
+    )
+
+
+def headline(run: str, summary: Summary | None) -> str:
+    """The swarm in one line, with what is known of it."""
+    if summary is None or not summary.peers:
+        return f"{run}: no peer has been seen yet"
+    parts = [f"{run}: epoch {summary.epoch}", counted(summary.peers, "peer"), f"{summary.throughput:,.1f} samples/s"]
+    parts += [f"{name} {mean:.4g}" for name, mean in summary.means.items()]
+    if not math.isnan(summary.step):
+        parts.append(
+            f"{summary.step:.1f} s from step to step ({summary.computing:.1f} computing, {summary.waiting:.1f} waiting, "
+            f"{summary.averaging:.1f} averaging)"
+        )
+        parts.append(f"{size(summary.sent)}/s sent")
+    if len(summary.versions) > 1:
+        parts.append("versions " + ", ".join(f"{name} ({count})" for name, count in summary.versions.items()))
+    return "  |  ".join(parts)
+
+
+def line_of(event: Event) -> str:
+    """An event as a line of text."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {event.text}"
+
+
+def order_of(view: PeerView) -> tuple[Any, ...]:
+    """Peers in trouble come first, as they are few, and then the fastest."""
+    trouble = (PeerState.SILENT, PeerState.LOST, PeerState.BEHIND, PeerState.TRAINING, PeerState.LEFT)
+    return trouble.index(view.state), -view.samples_per_second, str(view.peer)
+
+
+def table_of(view: RunView, rows: int) -> Table:
+    """The table of peers, at most so many of them."""
+    from rich.table import Table
+
+    table = Table(expand=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("peer", "state", "link") else "right", no_wrap=True)
+    peers = sorted(view.peers.values(), key=order_of)
+    for peer in peers[:rows]:
+        told = list(cells(peer))
+        told[1] = f"[{STATE_COLOURS[peer.state]}]{told[1]}[/]"
+        table.add_row(*told)
+    if len(peers) > rows:
+        table.caption = f"and {len(peers) - rows} more"
+    return table
+
+
+def render(view: RunView, height: int, footer: str = "") -> RenderableType:
+    """All that is shown.
+
+    Args:
+        height: lines that there are.
+        footer: one more line, such as the address of the page.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    with view.lock:
+        events = list(view.events)[-EVENT_LINES:]
+        rows = max(LEAST_ROWS, height - LINES_AROUND - len(events))
+        # Texts of peers are shown as they are: what looks like markup in them is none.
+        lines = [Text(line_of(event), style=EVENT_COLOURS.get(event.kind, "")) for event in events]
+        parts: list[RenderableType] = [Text(headline(view.run, view.summary), style="bold"), table_of(view, rows)]
+    return Group(*parts, *lines, Text(footer, style="dim"))
+
+
+class Screen:
+    """Shows a run in the terminal, in place. A context manager."""
+
+    def __init__(self, footer: str = "") -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console, self._footer = Console(highlight=False), footer
+        self._live = Live(console=self._console, auto_refresh=False, screen=True)
+
+    def __enter__(self) -> Screen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def show(self, view: RunView) -> None:
+        """Show how the run is now."""
+        self._live.update(render(view, self._console.height, self._footer), refresh=True)
+
+
+class Lines:
+    """Tells of a run in lines of text, for logs: each event, and the state of the swarm now and then."""
+
+    EVERY_SECONDS = 10.0
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._told = 0
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """There is nothing to end."""
+
+    def show(self, view: RunView) -> None:
+        """Print what is new."""
+        with view.lock:
+            events, self._told = view.events_since(self._told), view.number_of_events
+            line = headline(view.run, view.summary)
+        for event in events:
+            print(line_of(event), flush=True)
+        if view.is_complete and time.monotonic() >= self._next:
+            self._next = time.monotonic() + self.EVERY_SECONDS
+            print(line, flush=True)

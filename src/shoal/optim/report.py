@@ -1,0 +1,258 @@
+"""What a peer tells of itself to those who watch the run: its loss and other figures, bytes, rounds, and its failures.
+
+A program calls :meth:`Optimizer.report <shoal.Optimizer.report>` as often as it likes. The means of what it gives are
+published every few seconds, in one record with what the peer has counted itself. Nobody but monitors reads it::
+
+    report(loss=...)  ──►  Reporting: means, samples, time of a step  ──►  {run}_reports  ──►  shoal monitor
+
+The record stands under the owner tag of the peer, so that nobody else can write it. In a large swarm it stands under
+the key with the bits of the peer's record of progress, see :mod:`shoal.dht.spread`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import numbers
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+import shoal
+from shoal.clock import get_dht_time
+from shoal.dht.crypto import tag_of
+from shoal.dht.spread import key_at
+from shoal.errors import ShoalError
+from shoal.logs import one_line
+from shoal.optim.progress import Speed
+from shoal.p2p.transport import MOST, Count, Moment
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+    from shoal.optim.progress_tracker import ProgressTracker
+
+logger = logging.getLogger(__name__)
+
+# Least seconds between two records of a peer, times one more than the depth of the keys in a large swarm.
+PERIOD = 5.0
+# Seconds for which a record is valid.
+LIFETIME = 120.0
+MAX_METRICS, MAX_NAME_CHARACTERS = 24, 48
+MAX_TROUBLES, MAX_TROUBLE_CHARACTERS = 16, 64
+MAX_REASON_CHARACTERS, MAX_WORD_CHARACTERS = 200, 32
+
+_Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+_Word = Annotated[str, Meta(max_length=MAX_WORD_CHARACTERS)]
+# JSON and msgpack can carry larger numbers, but no honest figure needs them, and sums of them would be infinite.
+LARGEST = 1e30
+Figure = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+
+
+class PeerReport(msgspec.Struct, array_like=True, frozen=True):
+    """A peer's figures as they stand in the table. All but ``metrics`` it has counted itself."""
+
+    time: Moment
+    """DHT time of the record."""
+    epoch: Count
+    samples: Count
+    """That the peer has processed since it began."""
+    recent_samples: Count
+    """Of these, since its record before this one: the weight of its ``metrics`` in means over peers."""
+    samples_per_second: Speed
+    """Over the same time, waiting included."""
+    metrics: Annotated[
+        dict[Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)], Figure], Meta(max_length=MAX_METRICS)
+    ] = {}
+    """The user's figures by name, such as ``loss``: means since the record before this one."""
+    step_seconds: _Seconds = 0.0
+    """From the last but one joint step to the last one; 0 if there were no two."""
+    joint_seconds: _Seconds = 0.0
+    """Of these, how long this peer did not compute, but looked for others, waited for them and averaged."""
+    averaging_seconds: _Seconds = 0.0
+    """How long all-reduces took meanwhile; they may run in the background."""
+    group_size: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    """Of the last round; 0 if there was none."""
+    rounds: Count = 0
+    rounds_failed: Count = 0
+    failure: Annotated[str, Meta(max_length=MAX_REASON_CHARACTERS)] = ""
+    """Why the last one of these has failed."""
+    troubles: Annotated[
+        dict[Annotated[str, Meta(max_length=MAX_TROUBLE_CHARACTERS)], Count], Meta(max_length=MAX_TROUBLES)
+    ] = {}
+    """Warnings by kind, see :attr:`shoal.metrics.Metrics.troubles`."""
+    bytes_sent: Count = 0
+    bytes_received: Count = 0
+    link: _Word = ""
+    """How others call it, see :attr:`shoal.metrics.Metrics.reachability`."""
+    version: _Word = ""
+    """Of shoal."""
+
+
+def parse_report(value: object) -> PeerReport:
+    """Decode and check a record that came from another peer.
+
+    Raises:
+        ValueError: it has another form, is too large, or has numbers that cannot be.
+    """
+    try:
+        return msgspec.convert(value, PeerReport, strict=True, builtin_types=(bytes,))
+    except msgspec.ValidationError as e:
+        raise ValueError(str(e)) from None
+
+
+def key_of_reports(run_id: str) -> str:
+    """The key under which reports stand, or in a large swarm the beginning of these keys."""
+    return f"{run_id}_reports"
+
+
+def figure(name: str, value: object) -> float:
+    """Check one figure of the user's, and return it as a float.
+
+    Raises:
+        TypeError: it is not a number, or a tensor with one number.
+        ValueError: its name is too long.
+    """
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
+        raise ValueError(f"names of figures have 1 to {MAX_NAME_CHARACTERS} characters, got {name!r}")
+    if hasattr(value, "detach"):
+        value = value.detach()
+    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or hasattr(value, "item")):
+        raise TypeError(f"{name} must be a number or a tensor with one number, got a {type(value).__name__}")
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be one number, got {type(value).__name__} with several: take its mean") from None
+
+
+class Reporting:
+    """What one peer reports. Used by the training thread alone.
+
+    Args:
+        dht: where the record is published.
+        run_id: name of the run.
+        tracker: knows this peer's epoch, and how the keys of the swarm are divided.
+        group_size: returns the number of members of the last round.
+        clock: of seconds; tests move it.
+    """
+
+    def __init__(
+        self,
+        dht: DHT,
+        run_id: str,
+        tracker: ProgressTracker,
+        group_size: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dht, self._key, self._tracker = dht, key_of_reports(run_id), tracker
+        self._group_size, self._clock = group_size, clock
+        self._samples = self._told_samples = 0
+        self._told_at = clock()
+        self._next = -math.inf
+        # By name: the sum of the values, each times its weight, and the sum of the weights.
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._samples_at_call = 0
+        self._joint = self._step = self._joint_of_step = self._averaging_of_step = 0.0
+        self._step_began: float | None = None
+        self._averaging_before = 0.0
+        self._publication: Future[bool] | None = None
+
+    # --- counting -----------------------------------------------------------------------------------------------------
+
+    def count(self, samples: int) -> None:
+        """This peer has processed so many more samples."""
+        self._samples += samples
+
+    @contextlib.contextmanager
+    def joint_work(self) -> Iterator[None]:
+        """Time inside this context is spent with others, not on computing."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._joint += self._clock() - began
+
+    def note_step(self) -> None:
+        """A joint step is over."""
+        now, averaging = self._clock(), self._dht.p2p.metrics.seconds_averaging
+        if self._step_began is not None:
+            self._step, self._joint_of_step = now - self._step_began, self._joint
+            self._averaging_of_step = averaging - self._averaging_before
+        self._step_began, self._joint, self._averaging_before = now, 0.0, averaging
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a report would be published now."""
+        return self._clock() >= self._next and (self._publication is None or self._publication.done())
+
+    def report(self, figures: Mapping[str, Any]) -> None:
+        """Add the user's figures, and publish all if it is time.
+
+        Raises:
+            TypeError, ValueError: a figure is not a number, or there are too many of them.
+        """
+        checked = {name: figure(name, value) for name, value in figures.items()}
+        if len({*self._sums, *checked}) > MAX_METRICS:
+            raise ValueError(f"at most {MAX_METRICS} figures can be reported, got also {', '.join(checked)[:200]}")
+        weight = max(1, self._samples - self._samples_at_call)
+        self._samples_at_call = self._samples
+        for name, value in checked.items():
+            # A loss that overflows is a fact of training, which other figures show: a mean of it would say nothing.
+            if abs(value) <= LARGEST:
+                total, weights = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + weight * value, weights + weight)
+        if self.is_due:
+            self._publish()
+
+    def _publish(self) -> None:
+        exchange = self._tracker.exchange
+        if exchange is None:
+            return
+        self._note_outcome()
+        spread, now = exchange.spread, self._clock()
+        report = self._make_report(now)
+        self._next = now + PERIOD * (1 + spread.depth)
+        self._told_at, self._told_samples, self._sums = now, self._samples, {}
+        key, tag = key_at(self._key, spread.place), tag_of(self._dht.peer_id)
+        value, expiration = msgspec.to_builtins(report), report.time + LIFETIME
+        self._publication = self._dht.store(key, value, expiration, subkey=tag, return_future=True)
+
+    def _note_outcome(self) -> None:
+        """That a record was not accepted matters to nobody but who looks for the reason why none is seen."""
+        if self._publication is None:
+            return
+        try:
+            if not self._publication.result():
+                logger.debug("the report of this peer was not accepted by the DHT")
+        except ShoalError as e:
+            logger.debug("the report of this peer was not published: %s", e)
+
+    def _make_report(self, now: float) -> PeerReport:
+        metrics, seconds = self._dht.p2p.metrics, max(1e-3, now - self._told_at)
+        recent = self._samples - self._told_samples
+        return PeerReport(
+            time=get_dht_time(),
+            epoch=self._tracker.local_progress.epoch,
+            samples=self._samples,
+            recent_samples=recent,
+            samples_per_second=recent / seconds,
+            metrics={name: total / weights for name, (total, weights) in self._sums.items()},
+            step_seconds=self._step,
+            joint_seconds=self._joint_of_step,
+            averaging_seconds=self._averaging_of_step,
+            group_size=self._group_size(),
+            rounds=metrics.rounds_succeeded,
+            rounds_failed=metrics.rounds_failed,
+            failure=one_line(metrics.last_failure)[:MAX_REASON_CHARACTERS],
+            troubles=dict(metrics.troubles.most_common(MAX_TROUBLES)),
+            bytes_sent=min(metrics.bytes_sent, MOST - 1),
+            bytes_received=min(metrics.bytes_received, MOST - 1),
+            link=metrics.reachability,
+            version=shoal.__version__[:MAX_WORD_CHARACTERS],
+        )
