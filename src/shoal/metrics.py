@@ -171,7 +171,7 @@ class PrometheusEndpoint:
 
 
 def serve_prometheus(port: int, host: str = "127.0.0.1") -> PrometheusEndpoint:
-    """Show the counters of all peers in this process to Prometheus, added up. Needs ``pip install 'shoal[prometheus]'``.
+    """Show the counters of all peers in this process to Prometheus, added up. It needs ``shoal[prometheus]``.
 
     Args:
         port: 0 = any free one.
@@ -219,7 +219,7 @@ def start_prometheus(port: int, collect: Callable[[], Iterable[Sample]], host: s
             yield from families.values()
 
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
-    registry.register(Figures())  # type: ignore[arg-type]
+    registry.register(Figures())
     server, thread = prometheus_client.start_http_server(port, host, registry)
 
     def close() -> None:

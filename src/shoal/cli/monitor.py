@@ -16,7 +16,6 @@ from shoal.cli import add_option
 from shoal.cli.token import add_token_option
 from shoal.dht import DHT
 from shoal.errors import BootstrapError, ShoalError, ValidationError
-from shoal.optim.optimizer_settings import check_run_id
 
 if TYPE_CHECKING:
     from shoal.monitor.exporters import Exporter
@@ -62,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
         "web-host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="listen there for those who want to see the page; with 0.0.0.0, everybody who can reach this machine sees it",
+        help="show it at this address of the machine; with 0.0.0.0, everybody who can reach the machine sees it",
     )
     parser.add_argument("--tensorboard", metavar="DIR", help="write the figures of the swarm there, for TensorBoard")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the figures of the swarm to Weights & Biases")
@@ -97,7 +96,6 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
     addresses = [*arguments.addresses, *arguments.initial_peers]
     if not addresses:
         raise ValueError("give the address of at least one peer of the run, such as the one that shoal dht prints")
-    check_run_id(arguments.run_id)
     dht = stack.enter_context(
         DHT(
             addresses,
@@ -109,6 +107,9 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
     )
     # Loaded here, because it loads torch, which takes longer than to find out that nobody answers.
     from shoal.monitor.observer import Monitor
+    from shoal.optim.optimizer_settings import check_run_id
+
+    check_run_id(arguments.run_id)
 
     monitor = stack.enter_context(Monitor(dht, arguments.run_id))
     footer = _show_page(arguments, monitor.view, stack)

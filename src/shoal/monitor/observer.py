@@ -87,6 +87,11 @@ class Observer:
         """DHT time of the next reading."""
         return min(place.due for place in self._places.values())
 
+    @property
+    def keys(self) -> int:
+        """How many keys are read in turn."""
+        return len(self._places)
+
     async def read_next(self) -> None:
         """Read the key that is due first: the progress of peers, and their reports."""
         place = min(self._places.values(), key=lambda place: place.due)

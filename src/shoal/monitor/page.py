@@ -41,7 +41,8 @@ EVENTS_AT_FIRST = 200
 STOP_SECONDS = 5.0
 # Nothing from elsewhere is loaded, nothing is sent elsewhere, and no other page can frame this one.
 SECURITY = {
-    b"content-security-policy": b"default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    b"content-security-policy": b"default-src 'self'; img-src data:; style-src 'self' 'unsafe-inline'; "
+    b"frame-ancestors 'none'",
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"no-referrer",
     b"cache-control": b"no-store",

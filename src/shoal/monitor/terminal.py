@@ -62,8 +62,8 @@ def headline(run: str, summary: Summary | None) -> str:
     parts += [f"{name} {mean:.4g}" for name, mean in summary.means.items()]
     if not math.isnan(summary.step):
         parts.append(
-            f"{summary.step:.1f} s from step to step ({summary.computing:.1f} computing, {summary.waiting:.1f} waiting, "
-            f"{summary.averaging:.1f} averaging)"
+            f"{summary.step:.1f} s from step to step ({summary.computing:.1f} computing, "
+            f"{summary.waiting:.1f} waiting, {summary.averaging:.1f} averaging)"
         )
         parts.append(f"{size(summary.sent)}/s sent")
     if len(summary.versions) > 1:

@@ -38,6 +38,7 @@ from shoal.cli.demo.messages import (
     Wrote,
     end_all,
 )
+from shoal.cli.demo.page import show_page
 from shoal.cli.demo.report import Viewer, succeeded, ten_lines, viewer_for, write_report
 from shoal.errors import end_at_once
 
@@ -66,6 +67,8 @@ class DemoConfig:
     """Folder for the report and the peers' logs."""
     method: str = SYNCHRONOUS
     """How the peers train together."""
+    web: int | None = None
+    """The port of a page that shows the run; 0 = any free one, ``None`` = no page."""
 
     def __post_init__(self) -> None:
         if self.peers < 2:
@@ -89,6 +92,7 @@ class Demo:
         self._heard: queue.Queue[Heard] = queue.Queue()
         self._addresses: list[str] = []
         self._zero = time.monotonic()
+        self._watching = contextlib.ExitStack()
 
     def run(self) -> Story:
         """Carry out the whole run.
@@ -107,7 +111,10 @@ class Demo:
                 process.tell(Leave())
             grace = LEAVE_TIMEOUT
         finally:
-            end_all(self._processes.values(), grace)
+            try:
+                self._watching.close()
+            finally:
+                end_all(self._processes.values(), grace)
         return self.story
 
     # The phases
@@ -120,6 +127,9 @@ class Demo:
         self._viewer.say("Peer 1 starts the swarm; the others are given its address and nothing else.")
         self._processes[1].tell(Connect([]))
         self._wait(lambda: bool(self._addresses), CONNECT_TIMEOUT, "start the swarm")
+        if self.config.web is not None:
+            url = show_page(self._addresses, self.config.web, self._watching)
+            self._viewer.say(f"An observer, for whom nobody waits, shows the run at {url}")
         for number in range(2, self.config.peers + 1):
             self._processes[number].tell(Connect(self._addresses))
         self._wait(lambda: self._all_are(PeerState.DOWNLOADING), CONNECT_TIMEOUT, "join the swarm")
@@ -288,13 +298,21 @@ def add_parser(subparsers: Any) -> None:
         help="average gradients for each step; or exchange progress rarely, in 4 bits per value (diloco) or only the "
         "largest values (sparse) (default: %(default)s)",
     )
+    parser.add_argument(
+        "--web",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="PORT",
+        help="show the run as a page, too, at this port of this machine (default: any free one)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and return the exit status: 0 if it showed what it is meant to show."""
     try:
-        config = DemoConfig(arguments.peers, arguments.seconds, arguments.folder, arguments.method)
+        config = DemoConfig(arguments.peers, arguments.seconds, arguments.folder, arguments.method, arguments.web)
     except ValueError as error:
         print(f"shoal demo: {error}", file=sys.stderr)
         return 2
@@ -304,7 +322,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with contextlib.closing(viewer_for(sys.stdout)) as viewer:
             story = Demo(config, viewer).run()
-    except DemoError as error:
+    except (DemoError, ModuleNotFoundError, OSError) as error:
         print(f"shoal demo: {error}", file=sys.stderr)
         return 1
     print()

@@ -46,13 +46,13 @@ from shoal.cli.demo.messages import (
     to_line,
 )
 from shoal.cli.demo.model import Corpus, load_corpus
+from shoal.cli.demo.page import RUN_ID
 from shoal.compression import Blockwise4BitQuantization, CompressionBase, TopKCompression
 from shoal.dht import DHT
 from shoal.optim import Optimizer
 from shoal.optim.outer.diloco import DiLoCo
 from shoal.optim.outer.outer_optimizer import OuterOptimizerFactory
 
-RUN_ID = "shoal_demo"
 # Windows of text that the whole swarm gathers for a step.
 TARGET_BATCH_SIZE = 256
 # The same between two exchanges, with the methods that exchange little.
@@ -154,6 +154,7 @@ class Trainer:
         self.optimizer.step()
         seconds = time.monotonic() - started
         self._losses.append(float(loss.detach()))
+        self.optimizer.report(loss=self._losses[-1])
         self._pending += BATCH_SIZE
         if self.epoch > epoch:
             self._note_epoch(seconds)

@@ -1,0 +1,206 @@
+"""What a peer reports of itself: means of the user's figures, what it has counted, and what it refuses from others."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from shoal.dht.crypto import PrivateKey, SignatureValidator, tag_of
+from shoal.dht.routing import DHTID
+from shoal.dht.validation import CompositeValidator, DHTRecord
+from shoal.metrics import Metrics
+from shoal.optim.progress_schema import progress_validators
+from shoal.optim.report import (
+    LARGEST,
+    MAX_METRICS,
+    MAX_NAME_CHARACTERS,
+    MAX_REASON_CHARACTERS,
+    MAX_TROUBLES,
+    PERIOD,
+    PeerReport,
+    Reporting,
+    key_of_reports,
+    parse_report,
+)
+from shoal.p2p import Identity
+from shoal.serializer import MSGPackSerializer
+from tests.optim.conftest import wait_until
+
+GOOD = PeerReport(1e9, 3, 100, 20, 5.0, {"loss": 2.5}, failure="nobody came", troubles={"alone": 2}, version="0.1.0")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Shelf:
+    """Takes what is stored."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self.metrics, self.peer_id = Metrics(), Identity.generate().peer_id
+        self.p2p, self.stored = SimpleNamespace(metrics=self.metrics), []
+        place = "01"[:depth]
+        self.tracker = SimpleNamespace(
+            exchange=SimpleNamespace(spread=SimpleNamespace(depth=depth, place=place)),
+            local_progress=SimpleNamespace(epoch=7),
+        )
+
+    def store(self, key, value, expiration, subkey, return_future):
+        self.stored.append((key, parse_report(value), subkey))
+        return SimpleNamespace(done=lambda: True, result=lambda: True)
+
+
+def make(depth: int = 0) -> tuple[Reporting, Shelf, Clock]:
+    shelf, clock = Shelf(depth), Clock()
+    return Reporting(shelf, "run", shelf.tracker, lambda: 4, clock), shelf, clock
+
+
+def test_means_are_weighted_by_samples_and_published_every_few_seconds():
+    reporting, shelf, clock = make()
+    reporting.report({"loss": 9.0})
+    for samples, loss in ((10, 1.0), (30, 2.0)):
+        clock.now += 1
+        reporting.count(samples)
+        reporting.report({"loss": torch.tensor(loss), "accuracy": loss / 10})
+        assert len(shelf.stored) == 1, "the first one goes at once, the others wait"
+        assert not reporting.is_due
+    clock.now = PERIOD
+    reporting.report({})
+    key, report, subkey = shelf.stored[1]
+    assert (key, subkey) == (key_of_reports("run"), tag_of(shelf.peer_id))
+    assert report.metrics == pytest.approx({"loss": 1.75, "accuracy": 0.175})
+    assert (report.samples, report.recent_samples, report.epoch, report.group_size) == (40, 40, 7, 4)
+    assert report.samples_per_second == pytest.approx(40 / PERIOD)
+    clock.now = 2 * PERIOD
+    reporting.report({})
+    assert shelf.stored[2][1].metrics == {}, "figures count once"
+
+
+def test_in_a_large_swarm_reports_are_rarer_and_stand_with_the_progress():
+    reporting, shelf, clock = make(depth=2)
+    reporting.report({})
+    clock.now = 2.9 * PERIOD
+    reporting.report({})
+    clock.now = 3 * PERIOD
+    reporting.report({})
+    assert [key for key, _, _ in shelf.stored] == ["run_reports.01"] * 2
+
+
+def test_the_time_of_a_step_is_told_in_parts():
+    reporting, shelf, clock = make()
+    for _ in range(3):
+        clock.now += 10
+        with reporting.joint_work():
+            clock.now += 3
+        shelf.metrics.seconds_averaging += 2
+        reporting.note_step()
+    reporting.report({})
+    report = shelf.stored[0][1]
+    assert (report.step_seconds, report.joint_seconds, report.averaging_seconds) == (13, 3, 2)
+
+
+def test_what_the_peer_has_counted_is_told_within_bounds():
+    reporting, shelf, _ = make()
+    shelf.metrics.rounds_failed, shelf.metrics.last_failure = 2, "line\n" + "x" * 1000
+    shelf.metrics.troubles.update({f"kind {number}": number for number in range(100)})
+    shelf.metrics.bytes_sent = 2**60
+    reporting.report({"loss": math.nan, "large": 1e300})
+    report = shelf.stored[0][1]
+    assert report.failure.startswith("line x")
+    assert len(report.failure) == MAX_REASON_CHARACTERS
+    assert len(report.troubles) == MAX_TROUBLES
+    assert "kind 99" in report.troubles
+    assert report.metrics == {}, "what is not finite is in no mean"
+
+
+def test_what_is_no_figure_is_refused():
+    reporting, _, _ = make()
+    for value, error, text in (
+        ("2", TypeError, "must be a number"),
+        (None, TypeError, "must be a number"),
+        (True, TypeError, "must be a number"),
+        (torch.zeros(2), TypeError, "take its mean"),
+    ):
+        with pytest.raises(error, match=text):
+            reporting.report({"loss": value})
+    with pytest.raises(ValueError, match="1 to 48 characters"):
+        reporting.report({"x" * (MAX_NAME_CHARACTERS + 1): 1.0})
+    with pytest.raises(ValueError, match=f"at most {MAX_METRICS}"):
+        reporting.report({f"figure {number}": 1.0 for number in range(MAX_METRICS + 1)})
+
+
+def hostile() -> list[object]:
+    good = msgspec.to_builtins(GOOD)
+    fields = {name: index for index, name in enumerate(PeerReport.__struct_fields__)}
+
+    def spoilt(name: str, value: object) -> list[object]:
+        return [*good[: fields[name]], value, *good[fields[name] + 1 :]]
+
+    return [
+        *(None, b"", {}, [], "text", good[:3]),
+        *(spoilt("time", value) for value in (math.nan, math.inf, -1.0, "now")),
+        *(spoilt("samples", value) for value in (-1, 2**53, 1.5)),
+        *(spoilt("samples_per_second", value) for value in (math.nan, -1.0, 1e300)),
+        *(spoilt("metrics", {"loss": value}) for value in (math.nan, math.inf, 10 * LARGEST, "1", None, [1.0])),
+        spoilt("metrics", {"x" * (MAX_NAME_CHARACTERS + 1): 1.0}),
+        spoilt("metrics", {"": 1.0}),
+        spoilt("metrics", {b"loss": 1.0}),
+        spoilt("metrics", {str(number): 1.0 for number in range(MAX_METRICS + 1)}),
+        spoilt("troubles", {str(number): 1 for number in range(MAX_TROUBLES + 1)}),
+        spoilt("failure", "x" * (MAX_REASON_CHARACTERS + 1)),
+        spoilt("version", "x" * 33),
+        spoilt("group_size", -1),
+    ]
+
+
+@pytest.mark.parametrize("value", hostile(), ids=lambda value: repr(value)[:40])
+def test_what_cannot_be_is_refused(value):
+    with pytest.raises(ValueError, match="."):
+        parse_report(value)
+
+
+def test_nodes_of_the_run_keep_only_good_reports_of_their_owners():
+    assert parse_report(MSGPackSerializer.loads(MSGPackSerializer.dumps(msgspec.to_builtins(GOOD)))) == GOOD
+    identity = Identity.generate()
+    node = CompositeValidator([*progress_validators("run", PrivateKey())])
+    own = CompositeValidator([SignatureValidator(PrivateKey(identity.private_key))])
+    key = DHTID.generate("run_reports").to_bytes()
+
+    def record(value, tag) -> DHTRecord:
+        packed = MSGPackSerializer.dumps(value)
+        unsigned = DHTRecord(key, MSGPackSerializer.dumps(tag), packed, 1e10)
+        return DHTRecord(key, unsigned.subkey, own.sign_value(unsigned), 1e10)
+
+    assert node.validate(record(msgspec.to_builtins(GOOD), tag_of(identity.peer_id)))
+    assert not node.validate(record([1, 2, 3], tag_of(identity.peer_id)))
+    assert not node.validate(record(msgspec.to_builtins(GOOD), tag_of(Identity.generate().peer_id)))
+    assert not node.validate(record(msgspec.to_builtins(GOOD), b"no owner"))
+
+
+def test_an_optimizer_reports(make_trainers):
+    (trainer,) = make_trainers(1, target=32)
+    for _ in range(9):
+        trainer.step()
+    assert trainer.opt.report_is_due
+    trainer.opt.report(loss=torch.tensor(0.5))
+    assert not trainer.opt.report_is_due
+
+    def found():
+        return trainer.opt.dht.get(key_of_reports(trainer.opt.run_id), latest=True)
+
+    wait_until(found, "the report stands in the table")
+    ((tag, entry),) = found().value.items()
+    report = parse_report(entry.value)
+    assert tag == tag_of(trainer.opt.dht.peer_id)
+    assert (report.samples, report.metrics, report.epoch) == (72, {"loss": 0.5}, 2)
+    assert report.step_seconds > 0
+    trainer.opt.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        trainer.opt.report(loss=1.0)

@@ -1,0 +1,150 @@
+"""Observers of a swarm: they see all of it, also where its records are divided, and cost it nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from shoal.clock import get_dht_time
+from shoal.dht.crypto import tag_of
+from shoal.dht.spread import key_at, places_to_write
+from shoal.monitor.observer import BYTES_PER_SECOND, MAX_KEYS, Observer
+from shoal.monitor.run import RunView
+from shoal.optim.progress import ProgressRecord, endorse
+from shoal.optim.report import LIFETIME, PERIOD, PeerReport, key_of_reports
+from shoal.p2p import Identity
+from shoal.testing import Network, SharedTable, run, start_dht_node
+from tests.simulation.training import LINK, RUN, Course, Swarm, Trainer
+
+PEERS, SPEED, EPOCH_SECONDS = 8, 50.0, 20.0
+
+
+class Reporter(Trainer):
+    """Publishes its loss every five seconds."""
+
+    reported = 0.0
+
+    def report(self) -> None:
+        super().report()
+        now = get_dht_time()
+        if now - self.reported >= PERIOD:
+            self.reported = now
+            value = PeerReport(now, self.epoch, self.record.made, 250, SPEED, {"loss": self.loss})
+            key, tag = key_of_reports(RUN), tag_of(self.node.peer_id)
+            self.host.spawn(self.node.store(key, msgspec.to_builtins(value), now + LIFETIME, subkey=tag))
+
+
+async def train(observers: int) -> tuple[float, list[Observer]]:
+    """The goodput of a swarm whose peers can send 3 Mbit/s, after ten epochs, and its observers."""
+    network = Network(LINK)
+    swarm = Swarm(network, Course(target_batch_size=round(PEERS * SPEED * EPOCH_SECONDS), values=20_000))
+
+    def limit(host):
+        host.uplink, host.downlink = 3e6 / 8, 25e6 / 8
+
+    for _ in range(PEERS):
+        await swarm.add(SPEED, make=Reporter, prepare=limit)
+    watching = []
+    for _ in range(observers):
+        host = network.add_host()
+        nodes = [trainer.node for trainer in swarm.trainers]
+        node = await start_dht_node(network, host, nodes, client_mode=True, record_validator=swarm.validator)
+        watching.append(Observer(node, RunView(RUN)))
+        host.spawn(watching[-1].watch())
+    await asyncio.sleep(2 * EPOCH_SECONDS)
+    since = swarm.forget()
+    await asyncio.sleep(10 * EPOCH_SECONDS)
+    goodput = swarm.goodput(since=since)
+    for observer in watching:
+        observer.view.tick(get_dht_time())
+    await swarm.close()
+    return goodput, watching
+
+
+@pytest.mark.timeout(300)
+def test_five_observers_cost_a_swarm_nothing():
+    alone, _ = run(train(0), seed=3)
+    observed, observers = run(train(5), seed=3)
+    assert observed > 0.99 * alone
+    for observer in observers:
+        summary = observer.view.summary
+        assert summary.peers == summary.reporting == PEERS
+        assert 9 <= summary.epoch <= 13
+        assert summary.means["loss"] < 1
+        assert observer.bytes_read < 12 * EPOCH_SECONDS * 2 * BYTES_PER_SECOND
+
+
+def put(table: SharedTable, identity: Identity, depth: int, now: float, **changes) -> None:
+    """Store a peer's records, as it would, under keys of this depth."""
+    tag = tag_of(identity.peer_id)
+    record = ProgressRecord(
+        **{
+            **dict(peer_id=identity.peer_id.to_bytes(), epoch=5, samples_accumulated=0, samples_per_second=1.0, time=now),
+            **dict(client_mode=False, endorsement=endorse(identity, tag), depth=depth),
+            **changes,
+        }
+    )
+    places = places_to_write(tag, depth)
+    for place in places:
+        entries = table.records.setdefault(key_at("run_progress", place), {})
+        entries[tag] = type("Entry", (), {"value": record.to_dict(), "expiration_time": now + 60})()
+    report = msgspec.to_builtins(PeerReport(now, 5, 10, 10, 2.0, {"loss": 1.0}))
+    entries = table.records.setdefault(key_at("run_reports", places[0]), {})
+    entries[tag] = type("Entry", (), {"value": report, "expiration_time": now + 60})()
+
+
+def test_divided_records_are_all_found():
+    async def main() -> None:
+        network, table, view = Network(LINK), SharedTable(), RunView("run")
+        identities = [Identity.generate(network.rng) for _ in range(300)]
+        for number, identity in enumerate(identities):
+            put(table, identity, 2 + number % 2, get_dht_time())
+        observer = Observer(table, view)
+        while not view.is_complete:
+            await observer.read_next()
+        summary = view.tick(get_dht_time())
+        assert summary.peers == summary.reporting == 300
+        assert summary.throughput == 600
+
+    run(main(), seed=1)
+
+
+def test_liars_lead_an_observer_nowhere():
+    async def main() -> None:
+        network, table, view = Network(LINK), SharedTable(), RunView("run")
+        for _ in range(40):
+            put(table, Identity.generate(network.rng), 20, get_dht_time())
+        victim, thief = Identity.generate(network.rng), Identity.generate(network.rng)
+        put(table, thief, 0, get_dht_time(), peer_id=victim.peer_id.to_bytes())  # in the name of another peer
+        put(table, Identity.generate(network.rng), 0, get_dht_time() + 1e6)  # from the future
+        for junk in (b"", "text", 7, [1, 2], {"peer_id": b"x"}, {1: 2}, [[]] * 18):
+            for key in ("run_progress", "run_reports"):
+                table.records[key][f"junk {junk!r}".encode()] = type(
+                    "Entry", (), {"value": junk, "expiration_time": get_dht_time() + 60}
+                )()
+        observer = Observer(table, view)
+        for _ in range(3 * MAX_KEYS):
+            await observer.read_next()
+        assert victim.peer_id not in view.peers
+        assert len(view.peers) == 40
+        assert observer.keys <= MAX_KEYS
+
+    run(main(), seed=1)
+
+
+def test_what_is_read_is_limited():
+    """However many records there are under a key, it is read so rarely that those who hold it send little."""
+
+    async def main() -> None:
+        network, table, view = Network(LINK), SharedTable(), RunView("run")
+        for _ in range(100):
+            put(table, Identity.generate(network.rng), 0, get_dht_time())
+        observer, began = Observer(table, view), get_dht_time()
+        for _ in range(5):
+            await asyncio.sleep(observer.next_due - get_dht_time())
+            await observer.read_next()
+        assert observer.bytes_read / (get_dht_time() - began) < 1.3 * BYTES_PER_SECOND
+
+    run(main(), seed=1)
