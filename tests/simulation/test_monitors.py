@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
 
 from shoal.clock import get_dht_time
+from shoal.dht import ValueWithExpiration
 from shoal.dht.crypto import tag_of
-from shoal.dht.spread import key_at, places_to_write
+from shoal.dht.spread import key_at, path_of, places_to_write
 from shoal.monitor.observer import BYTES_PER_SECOND, MAX_KEYS, Observer
 from shoal.monitor.run import RunView
 from shoal.optim.progress import ProgressRecord, endorse
@@ -76,23 +78,26 @@ def test_five_observers_cost_a_swarm_nothing():
         assert observer.bytes_read < 12 * EPOCH_SECONDS * 2 * BYTES_PER_SECOND
 
 
-def put(table: SharedTable, identity: Identity, depth: int, now: float, **changes) -> None:
-    """Store a peer's records, as it would, under keys of this depth."""
+def put(
+    table: SharedTable, identity: Identity, depth: int, now: float, *, is_everywhere: bool = False, **changes: Any
+) -> None:
+    """Store a peer's records, as it would, under keys of this depth; a liar may store them under all keys above."""
     tag = tag_of(identity.peer_id)
-    record = ProgressRecord(
-        **{
-            **dict(peer_id=identity.peer_id.to_bytes(), epoch=5, samples_accumulated=0, samples_per_second=1.0, time=now),
-            **dict(client_mode=False, endorsement=endorse(identity, tag), depth=depth),
-            **changes,
-        }
-    )
-    places = places_to_write(tag, depth)
+    honest = {
+        **{"peer_id": identity.peer_id.to_bytes(), "epoch": 5, "samples_accumulated": 0, "samples_per_second": 1.0},
+        **{"time": now, "client_mode": False, "endorsement": endorse(identity, tag), "depth": depth},
+    }
+    record = ProgressRecord(**{**honest, **changes})
+    places = [path_of(tag)[:bits] for bits in range(depth + 1)] if is_everywhere else places_to_write(tag, depth)
     for place in places:
-        entries = table.records.setdefault(key_at("run_progress", place), {})
-        entries[tag] = type("Entry", (), {"value": record.to_dict(), "expiration_time": now + 60})()
-    report = msgspec.to_builtins(PeerReport(now, 5, 10, 10, 2.0, {"loss": 1.0}))
-    entries = table.records.setdefault(key_at("run_reports", places[0]), {})
-    entries[tag] = type("Entry", (), {"value": report, "expiration_time": now + 60})()
+        add(table, key_at("run_progress", place), tag, record.to_dict())
+    report = PeerReport(now, 5, 10, 10, 2.0, {"loss": 1.0})
+    add(table, key_at("run_reports", path_of(tag)[:depth]), tag, msgspec.to_builtins(report))
+
+
+def add(table: SharedTable, key: str, tag: bytes, value: Any) -> None:
+    entries = table.records.setdefault(key, {})
+    entries[tag] = ValueWithExpiration(value, get_dht_time() + 60)
 
 
 def test_divided_records_are_all_found():
@@ -115,21 +120,20 @@ def test_liars_lead_an_observer_nowhere():
     async def main() -> None:
         network, table, view = Network(LINK), SharedTable(), RunView("run")
         for _ in range(40):
-            put(table, Identity.generate(network.rng), 20, get_dht_time())
+            put(table, Identity.generate(network.rng), 20, get_dht_time(), is_everywhere=True)
         victim, thief = Identity.generate(network.rng), Identity.generate(network.rng)
         put(table, thief, 0, get_dht_time(), peer_id=victim.peer_id.to_bytes())  # in the name of another peer
         put(table, Identity.generate(network.rng), 0, get_dht_time() + 1e6)  # from the future
         for junk in (b"", "text", 7, [1, 2], {"peer_id": b"x"}, {1: 2}, [[]] * 18):
             for key in ("run_progress", "run_reports"):
-                table.records[key][f"junk {junk!r}".encode()] = type(
-                    "Entry", (), {"value": junk, "expiration_time": get_dht_time() + 60}
-                )()
+                add(table, key, f"junk {junk!r}".encode(), junk)
         observer = Observer(table, view)
-        for _ in range(3 * MAX_KEYS):
+        for _ in range(MAX_KEYS + 300):
             await observer.read_next()
         assert victim.peer_id not in view.peers
         assert len(view.peers) == 40
         assert observer.keys <= MAX_KEYS
+        assert view.is_complete
 
     run(main(), seed=1)
 

@@ -71,6 +71,7 @@ class Observer:
         self._places = {"": _Place("", 0.0)}
         # Whose tags were checked: signatures take a while.
         self._peers_by_tag: dict[bytes, PeerID] = {}
+        self._readings = 0
         self.bytes_read = 0.0
         """An estimate, by the number of records."""
 
@@ -102,7 +103,9 @@ class Observer:
         place.due = get_dht_time() + max(self._period, read * BYTES_OF_RECORD / BYTES_PER_SECOND)
         place.was_read = True
         self._go_down(place, records)
-        if all(each.was_read for each in self._places.values()):
+        self._readings += 1
+        # Liars could have it look for peers that are not there for ever.
+        if self._readings > MAX_KEYS or all(each.was_read for each in self._places.values()):
             self.view.is_complete = True
 
     def _go_down(self, place: _Place, records: list[ProgressRecord]) -> None:
@@ -110,7 +113,7 @@ class Observer:
         if len(place.bits) < MAX_DEPTH and any(record.depth > len(place.bits) for record in records):
             for bits in below:
                 if bits not in self._places and len(self._places) < MAX_KEYS:
-                    self._places[bits] = _Place(bits, place.due - self._period)
+                    self._places[bits] = _Place(bits, get_dht_time())
         elif place.bits and not records and not any(bits in self._places for bits in below):
             del self._places[place.bits]  # it is found again from above, if somebody comes
 

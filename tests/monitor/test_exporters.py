@@ -1,0 +1,124 @@
+"""Figures of a run for TensorBoard, Weights & Biases and Prometheus: read back as those programs would."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shoal import metrics
+from shoal.metrics import Metrics, samples_of, serve_prometheus
+from shoal.monitor.exporters import Prometheus, TensorBoard, Wandb, figures_of
+from shoal.monitor.run import RunView
+from tests.monitor.made_up import MadeUpRun
+
+
+@pytest.fixture
+def made_up() -> MadeUpRun:
+    run = MadeUpRun(RunView("run"), 3)
+    run.pass_second()
+    return run
+
+
+def ask(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def test_figures_have_names_and_are_finite(made_up):
+    figures = figures_of(made_up.view.summary)
+    assert figures["swarm/peers"] == 3
+    assert {"mean/loss", "median/accuracy", "swarm/throughput", "swarm/step"} <= figures.keys()
+    assert "swarm/loss" not in figures
+    empty = RunView("run")
+    assert "swarm/step" not in figures_of(empty.tick(0.0))
+
+
+def test_tensorboard_gets_one_point_for_each_epoch(made_up, tmp_path: Path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    exporter = TensorBoard(str(tmp_path))
+    for _ in range(40):
+        made_up.pass_second()
+        exporter.note(made_up.view)
+    exporter.close()
+    (file,) = tmp_path.iterdir()
+    data, points = file.read_bytes(), []
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        event = Event.FromString(data[12 : 12 + length])
+        points += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        data = data[16 + length :]
+    assert [step for step, tag, _ in points if tag == "swarm/peers"] == [0, 1, 2]
+    assert [value for _, tag, value in points if tag == "swarm/peers"] == [3, 3, 3]
+
+
+def test_wandb_gets_the_same(made_up, monkeypatch):
+    """Against a stand-in for its client, which would call its server; it has three functions that are used here."""
+    logged, ended = [], []
+    run = SimpleNamespace(log=logged.append, finish=lambda: ended.append(True))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda project, name: run))
+    exporter = Wandb("project", "run")
+    for _ in range(25):
+        made_up.pass_second()
+        exporter.note(made_up.view)
+    exporter.close()
+    assert [point["epoch"] for point in logged] == [0, 1]
+    assert logged[0]["swarm/peers"] == 3
+    assert ended
+
+
+@pytest.mark.parametrize("module", ["tensorboardX", "wandb"])
+def test_what_is_missing_is_named(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'shoal\[(tensorboard|wandb)\]'"):
+        _ = TensorBoard("x") if module == "tensorboardX" else Wandb("x", "y")
+
+
+def test_prometheus_gets_the_swarm_and_each_peer(made_up):
+    pytest.importorskip("prometheus_client")
+    exporter = Prometheus(made_up.view, 0)
+    try:
+        text = ask(exporter.url)
+    finally:
+        exporter.close()
+    assert 'shoal_swarm_peers{run="run"} 3.0' in text
+    assert 'shoal_swarm_figure_mean{name="loss",run="run"}' in text
+    peer = str(made_up.peers[0].peer)
+    assert f'shoal_peer_up{{peer="{peer}",run="run"}} 1.0' in text
+    assert f'shoal_peer_figure{{name="loss",peer="{peer}",run="run"}}' in text
+
+
+def test_a_peer_shows_its_counters_to_prometheus():
+    pytest.importorskip("prometheus_client")
+    mine = Metrics(bytes_sent=7, troubles=Counter(alone=2), last_failure="a text")
+    endpoint = serve_prometheus(0)
+    try:
+        mine.bytes_sent += 10**9
+        text = ask(endpoint.url)
+    finally:
+        endpoint.close()
+    (line,) = [line for line in text.splitlines() if line.startswith("shoal_bytes_sent ")]
+    assert float(line.split()[1]) >= 1e9
+    assert 'shoal_troubles{by="alone"}' in text
+    assert "a text" not in text
+
+
+def test_counters_of_several_peers_are_added_up():
+    one, other = Metrics(calls_made=1, troubles=Counter(alone=1)), Metrics(calls_made=2, troubles=Counter(alone=3, x=1))
+    found = {(name, labels.get("by", "")): value for name, _, labels, value in samples_of([one, other])}
+    assert found["shoal_calls_made", ""] == 3
+    assert found["shoal_troubles", "alone"] == 4
+    assert found["shoal_troubles", "x"] == 1
+
+
+def test_without_the_package_prometheus_is_told_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ModuleNotFoundError, match=r"shoal\[prometheus\]"):
+        metrics.serve_prometheus(0)

@@ -1,0 +1,155 @@
+"""What follows from the records of a run: who is there, what has happened, and the swarm as a whole."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from shoal.monitor.run import (
+    COLUMNS,
+    MAX_EVENTS_AT_ONCE,
+    SECONDS_SHOWN,
+    SILENT_SECONDS,
+    PeerState,
+    RunView,
+    row_of,
+)
+from tests.monitor.made_up import START, MadeUpPeer, MadeUpRun
+
+
+@pytest.fixture
+def made_up() -> MadeUpRun:
+    run = MadeUpRun(RunView("run"), 5)
+    for _ in range(60):
+        run.pass_second()
+    return run
+
+
+def kinds(view: RunView) -> list[str]:
+    return [event.kind for event in view.events if event.kind not in ("epoch", "failed", "trouble")]
+
+
+def test_the_swarm_is_the_sum_of_its_peers(made_up):
+    summary = made_up.view.summary
+    assert (summary.peers, summary.reporting, summary.epoch, summary.clients) == (5, 5, 3, 0)
+    assert summary.throughput == pytest.approx(sum(peer.speed for peer in made_up.peers), rel=0.2)
+    assert summary.states == {"training": 5}
+    assert summary.sent == pytest.approx(5 * 4e5, rel=0.01)
+    assert summary.computing + summary.waiting + summary.averaging == pytest.approx(summary.step)
+    assert set(summary.means) == set(summary.medians) == {"loss", "accuracy"}
+    assert made_up.view.history.columns()["peers"][-1] == 5
+    assert "epoch" in [event.kind for event in made_up.view.events]
+
+
+def test_means_are_weighted_by_samples():
+    view, rng = RunView("run"), random.Random(0)
+    for samples, loss in ((100, 1.0), (300, 2.0), (0, 9.0)):
+        peer = MadeUpPeer(rng, 0)
+        report = msgspec.structs.replace(peer.report(START, START, 1), recent_samples=samples, metrics={"loss": loss})
+        view.hear_progress(peer.record(START, 1), START + 60, START)
+        view.hear_report(peer.peer, report, START)
+    summary = view.tick(START)
+    assert summary.means["loss"] == pytest.approx((100 + 600 + 9) / 401)
+    assert summary.medians["loss"] == 2.0
+
+
+def test_one_liar_moves_little(made_up):
+    before, liar = made_up.view.summary, MadeUpPeer(random.Random(1), 0)
+    record = msgspec.structs.replace(liar.record(made_up.now, 10**15), samples_per_second=1e20)
+    report = liar.report(made_up.now, made_up.began, 10**15)
+    report = msgspec.structs.replace(report, samples_per_second=1e20, recent_samples=2**52, metrics={"loss": 3.0})
+    made_up.view.hear_progress(record, made_up.now + 60, made_up.now)
+    made_up.view.hear_report(liar.peer, report, made_up.now)
+    after = made_up.view.tick(made_up.now)
+    assert after.epoch == before.epoch
+    assert after.throughput < 150 * before.throughput
+    assert after.medians["loss"] == pytest.approx(before.medians["loss"], abs=0.5)
+
+
+def test_who_leaves_is_told_from_who_is_lost(made_up):
+    view, (left, lost, behind, *others) = made_up.view, made_up.peers
+    made_up.peers = others
+    view.hear_goodbye(left.peer, made_up.now)
+    view.hear_goodbye(left.peer, made_up.now)
+    assert view.peers[left.peer].state is PeerState.LEFT
+    for _ in range(int(SILENT_SECONDS) + 2):
+        made_up.pass_second()
+        view.hear_progress(behind.record(made_up.now, 0), made_up.now + 60, made_up.now)
+        view.peers[behind.peer].report = None
+    assert view.peers[lost.peer].state is PeerState.SILENT
+    made_up.pass_second()
+    assert view.peers[behind.peer].state is PeerState.BEHIND
+    for _ in range(20):
+        made_up.pass_second()
+    assert view.peers[lost.peer].state is PeerState.LOST
+    assert kinds(view) == ["left", "lost"]
+    assert view.summary.values()["gone"] == 2
+    view.hear_progress(lost.record(made_up.now, 5), made_up.now + 60, made_up.now)
+    assert kinds(view) == ["left", "lost", "returned"]
+    change = view.change
+    made_up.pass_second(SECONDS_SHOWN + 1)
+    assert left.peer not in view.peers
+    assert [peer for when, peer in view.removed if when >= change] == [str(left.peer)]
+
+
+def test_records_that_are_older_or_of_strangers_do_not_count(made_up):
+    view, peer = made_up.view, made_up.peers[0]
+    before = view.peers[peer.peer]
+    record, report = before.record, before.report
+    view.hear_progress(peer.record(made_up.now - 30, 0), made_up.now + 60, made_up.now)
+    view.hear_report(peer.peer, peer.report(made_up.now - 30, made_up.began, 0), made_up.now)
+    view.hear_report(peer.peer, peer.report(made_up.now + 1000, made_up.began, 0), made_up.now)
+    assert (view.peers[peer.peer].record, view.peers[peer.peer].report) == (record, report)
+    stranger = MadeUpPeer(random.Random(7), 0)
+    view.hear_report(stranger.peer, stranger.report(made_up.now, made_up.began, 0), made_up.now)
+    assert stranger.peer not in view.peers
+
+
+def test_failures_are_told_with_their_cause(made_up):
+    view, peer = made_up.view, made_up.peers[0]
+    made_up.now += 1
+    failed = view.peers[peer.peer].report.rounds_failed
+    report = peer.report(made_up.now, made_up.began, 3)
+    news = {"rounds_failed": failed + 2, "failure": "no\x1b[31m answer", "troubles": {"alone": 1}}
+    view.hear_report(peer.peer, msgspec.structs.replace(report, **news), made_up.now)
+    failure, trouble = list(view.events)[-2:]
+    assert (failure.kind, failure.peer) == ("failed", str(peer.peer))
+    assert failure.text.endswith("2 rounds failed: no [31m answer"), "terminal codes of others are none here"
+    assert trouble.text.endswith("alone")
+
+
+def test_a_crowd_is_told_in_few_lines(made_up):
+    view, rng = made_up.view, random.Random(2)
+    for _ in range(50):
+        peer = MadeUpPeer(rng, 0)
+        view.hear_progress(peer.record(made_up.now, 3), made_up.now + 60, made_up.now)
+    made_up.pass_second()
+    joined = [event.text for event in view.events if event.kind == "joined"]
+    assert len(joined) == MAX_EVENTS_AT_ONCE + 1
+    assert joined[-1] == f"and {50 - MAX_EVENTS_AT_ONCE} more of this kind (joined)"
+
+
+def test_rows_have_a_value_for_each_column(made_up):
+    view = made_up.view
+    peer = next(iter(view.peers.values()))
+    assert len(row_of(peer)) == len(COLUMNS) == len(row_of(replace(peer, report=None)))
+    change = view.change
+    assert view.rows_since(change) == []
+    made_up.peers = made_up.peers[:2]
+    made_up.pass_second()
+    assert len(view.rows_since(change)) == 2
+    assert len(view.rows_since(0)) == 5
+    assert view.events_since(view.number_of_events) == []
+    assert len(view.events_since(view.number_of_events - 2)) == 2
+
+
+def test_an_empty_run_is_no_error():
+    view = RunView("run")
+    summary = view.tick(START)
+    assert (summary.peers, summary.epoch, summary.throughput) == (0, 0, 0)
+    assert math.isnan(summary.step)
+    assert view.history.columns()["loss"] == [None]

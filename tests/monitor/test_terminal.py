@@ -1,0 +1,79 @@
+"""What the terminal shows of a run."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+from rich.console import Console
+
+from shoal.monitor.run import RunView
+from shoal.monitor.terminal import Lines, headline, render, size
+from tests.monitor.made_up import MadeUpRun
+
+
+def shown(view: RunView, height: int = 30) -> str:
+    console = Console(file=io.StringIO(), width=160, force_terminal=False)
+    console.print(render(view, height, "Watch it elsewhere"))
+    return console.file.getvalue()
+
+
+def test_it_shows_the_swarm_its_peers_and_what_has_happened():
+    run = MadeUpRun(RunView("run [bold]"), 30)
+    assert "no peer has been seen yet" in shown(run.view)
+    for _ in range(65):
+        run.pass_second()
+    gone = run.peers.pop()
+    run.view.hear_goodbye(gone.peer, run.now)
+    run.pass_second()
+    text = shown(run.view)
+    assert "run [bold]: epoch 3" in text, "what looks like markup is none"
+    assert "29 peers" in text
+    assert "computing" in text
+    assert f"…{str(run.peers[0].peer)[-8:]}"[1:] in shown(run.view, 100)
+    assert "has left" in text
+    assert "more" in text, "not all peers have room"
+    assert len(text.splitlines()) <= 31
+
+
+def test_peers_that_do_not_report_are_shown_too():
+    run = MadeUpRun(RunView("run"), 1)
+    peer = run.peers[0]
+    run.view.hear_progress(peer.record(run.now, 2), run.now + 60, run.now)
+    run.view.tick(run.now)
+    assert "epoch 2" in headline("run", run.view.summary)
+    assert "direct" in shown(run.view)
+
+
+def test_versions_are_told_if_they_differ():
+    run = MadeUpRun(RunView("run"), 2)
+    run.pass_second()
+    old = msgspec.structs.replace(run.peers[0].report(run.now + 1, run.began, 0), version="0.0.9")
+    run.view.hear_report(run.peers[0].peer, old, run.now + 1)
+    assert "versions" in headline("run", run.view.tick(run.now + 1))
+
+
+def test_lines_for_logs(capsys):
+    run, lines = MadeUpRun(RunView("run"), 2), Lines()
+    with lines:
+        lines.show(run.view)
+        assert capsys.readouterr().out == "", "nothing has been read yet"
+        run.pass_second()
+        run.view.hear_goodbye(run.peers[0].peer, run.now)
+        lines.show(run.view)
+        first = capsys.readouterr().out
+        assert "has left" in first
+        assert "run: epoch 0  |  2 peers" in first
+        lines.show(run.view)
+        assert capsys.readouterr().out == "", "the state of the swarm is told now and then"
+
+
+def test_sizes():
+    assert [size(count) for count in (0, 999, 1500, 2.5e6, 3e9, 4e12)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "2.5 MB",
+        "3 GB",
+        "4 TB",
+    ]
