@@ -178,6 +178,7 @@ class PageServer:
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
+            self._socket.listen()  # from now on, browsers wait until the thread has begun
         except BaseException:
             self._socket.close()
             raise

@@ -269,7 +269,10 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden) { sh
 let resizing = 0;
 addEventListener("resize", () => {
   clearTimeout(resizing);
-  resizing = setTimeout(() => charts.forEach(({plot, area}) => plot.setSize({width: Math.max(200, area.clientWidth), height: 180})), 150);
+  resizing = setTimeout(() => charts.forEach(({plot, area}) => {
+    plot.setSize({width: Math.max(200, area.clientWidth), height: 180});
+    area.parentElement.dataset.width = area.clientWidth < 500 ? "small" : "large";
+  }), 150);
 });
 makeCharts();
 follow();
