@@ -11,7 +11,10 @@ import pytest
 LIMIT_SECONDS = 270
 pytestmark = pytest.mark.timeout(300)  # importing torch is pure computing, on a busy machine very long
 
-OPTIONAL_PACKAGES = ("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning")
+OPTIONAL_PACKAGES = (
+    *("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning"),
+    *("starlette", "uvicorn", "tensorboardX", "wandb", "prometheus_client"),
+)
 
 PRELUDE = """
 import importlib, logging, multiprocessing, os, pkgutil, signal, sys, threading
@@ -77,11 +80,11 @@ def test_every_module_can_be_imported_first() -> None:
 
 
 def test_optional_packages_may_be_missing() -> None:
-    """Only the demo itself needs those that come with ``shoal[demo]``."""
+    """Only the demo needs those that come with ``shoal[demo]``, and only the page those of ``shoal[monitor]``."""
     run(f"""
         sys.modules.update(dict.fromkeys({OPTIONAL_PACKAGES}))  # importing one raises ModuleNotFoundError
         for name in all_modules():
-            if not name.startswith("shoal.cli.demo."):
+            if not name.startswith("shoal.cli.demo.") and name != "shoal.monitor.page":
                 importlib.import_module(name)
         import shoal.cli.__main__  # whatever its commands load
         from shoal.reactor import Portal
