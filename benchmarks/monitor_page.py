@@ -61,9 +61,8 @@ def measure_page(peers: int, seconds: float) -> None:
         print(
             f"monitor: {own / took:.1%} of a core, of which {(made[0] - fed) / took:.1%} to make up and take in records"
         )
-        print(
-            f"browser: {sum(spent.values()) / took:.1%} of a core, of which {max(spent.values()) / took:.1%} one process"
-        )
+        most = max(spent.values()) / took
+        print(f"browser: {sum(spent.values()) / took:.1%} of a core, of which {most:.1%} one process")
         browser.close()
     ended.set()
     feeder.join()

@@ -17,6 +17,7 @@ from torch import nn
 import shoal
 from shoal.errors import BootstrapError
 from shoal.optim.progress import PerformanceEMA
+from shoal.optim.report import Reporting
 from shoal.p2p.tokens import Token
 from tests.device import DEVICE_TYPE
 from tests.lightning.models import (
@@ -208,6 +209,24 @@ def test_optimizer_and_schedulers_while_training(make: Make, pl: ModuleType, tmp
         assert metrics["samples/s"] > 0
     columns = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"peers", "global_epoch", "samples/s", "lr-Adam"} <= set(columns)
+
+
+def test_losses_are_reported_to_those_who_watch(
+    pl: ModuleType, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    losses: list[float] = []
+    monkeypatch.setattr(Reporting, "is_due", property(lambda self: True))
+    monkeypatch.setattr(Reporting, "report", lambda self, figures: told.append(float(figures["loss"])))
+
+    class Look(pl.callbacks.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            losses.append(float(trainer.callback_metrics["loss"]))
+
+    trainer = make_trainer(pl, tmp_path, strategy=make(2 * STEP), callbacks=[Look()], accumulate_grad_batches=2)
+    trainer.fit(make_model(pl), data())
+    assert len(told) == 8
+    assert told == pytest.approx(losses), "as the module has returned them"
 
 
 @pytest.mark.usefixtures("by_count")

@@ -45,6 +45,14 @@ def test_peers_that_do_not_report_are_shown_too():
     assert "direct" in shown(run.view)
 
 
+def test_what_looks_like_markup_in_texts_of_peers_is_none():
+    run = MadeUpRun(RunView("run"), 1)
+    run.pass_second()
+    report = msgspec.structs.replace(run.peers[0].report(run.now + 1, run.began, 0), link="[red]x", version="[/]")
+    run.view.hear_report(run.peers[0].peer, report, run.now + 1)
+    assert "[red]x" in shown(run.view)
+
+
 def test_versions_are_told_if_they_differ():
     run = MadeUpRun(RunView("run"), 2)
     run.pass_second()

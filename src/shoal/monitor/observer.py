@@ -25,6 +25,7 @@ from shoal.dht.spread import MAX_DEPTH, key_at, path_of
 from shoal.dht.validation import is_short_lived
 from shoal.errors import ShoalError
 from shoal.facade import Facade
+from shoal.logs import Seldom
 from shoal.monitor.run import RunView
 from shoal.optim.progress import HOLDERS_READ, ProgressRecord, is_endorsed, parse_record
 from shoal.optim.progress_exchange import MOST_READ, Table
@@ -71,7 +72,7 @@ class Observer:
         self._places = {"": _Place("", 0.0)}
         # Whose tags were checked: signatures take a while.
         self._peers_by_tag: dict[bytes, PeerID] = {}
-        self._readings = 0
+        self._readings, self._warn_seldom = 0, Seldom(logger.warning)
         self.bytes_read = 0.0
         """An estimate, by the number of records."""
 
@@ -123,7 +124,7 @@ class Observer:
         try:
             found = await self._table.get(key, latest=True, keep_copies=False, **how)
         except ShoalError as e:
-            logger.warning("could not read %s: %s", key, e)
+            self._warn_seldom("the table cannot be read: %s", e)
             return {}
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
         return {tag: entry for tag, entry in entries.items() if is_short_lived(entry.expiration_time)}

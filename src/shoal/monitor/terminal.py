@@ -6,14 +6,27 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from shoal.logs import counted
+from shoal.logs import counted, one_line
 from shoal.monitor.run import Event, PeerState, PeerView, RunView, Summary
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-COLUMNS = ("peer", "state", "epoch", "samples/s", "loss", "sent", "received", "step", "averaging", "failed", "link")
+COLUMNS = (
+    "peer",
+    "state",
+    "epoch",
+    "samples/s",
+    "loss",
+    "sent",
+    "received",
+    "step",
+    "averaging",
+    "failed",
+    "link",
+    "version",
+)
 STATE_COLOURS = {
     PeerState.TRAINING: "green",
     PeerState.BEHIND: "yellow",
@@ -41,7 +54,7 @@ def cells(view: PeerView) -> tuple[str, ...]:
     report, loss = view.report, view.loss
     told = view.name, view.state.value, str(view.epoch), f"{view.samples_per_second:,.1f}"
     if report is None:
-        return (*told, *["–"] * 6, view.link)
+        return (*told, *["–"] * 6, view.link, "–")
     return (
         *told,
         "–" if loss is None else f"{loss:.4g}",
@@ -51,6 +64,7 @@ def cells(view: PeerView) -> tuple[str, ...]:
         f"{report.averaging_seconds:.1f} s" if report.step_seconds else "–",
         str(report.rounds_failed),
         view.link,
+        one_line(report.version),
     )
 
 
@@ -85,14 +99,18 @@ def order_of(view: PeerView) -> tuple[Any, ...]:
 def table_of(view: RunView, rows: int) -> Table:
     """The table of peers, at most so many of them."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(expand=True)
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("peer", "state", "link") else "right", no_wrap=True)
+        table.add_column(
+            name, justify="left" if name in ("peer", "state", "link", "version") else "right", no_wrap=True
+        )
     peers = sorted(view.peers.values(), key=order_of)
     for peer in peers[:rows]:
-        told = list(cells(peer))
-        told[1] = f"[{STATE_COLOURS[peer.state]}]{told[1]}[/]"
+        # Texts of peers are shown as they are: what looks like markup in them is none.
+        told = [Text(cell) for cell in cells(peer)]
+        told[1].stylize(STATE_COLOURS[peer.state])
         table.add_row(*told)
     if len(peers) > rows:
         table.caption = f"and {len(peers) - rows} more"
@@ -112,7 +130,6 @@ def render(view: RunView, height: int, footer: str = "") -> RenderableType:
     with view.lock:
         events = list(view.events)[-EVENT_LINES:]
         rows = max(LEAST_ROWS, height - LINES_AROUND - len(events))
-        # Texts of peers are shown as they are: what looks like markup in them is none.
         lines = [Text(line_of(event), style=EVENT_COLOURS.get(event.kind, "")) for event in events]
         parts: list[RenderableType] = [Text(headline(view.run, view.summary), style="bold"), table_of(view, rows)]
     return Group(*parts, *lines, Text(footer, style="dim"))
