@@ -36,7 +36,10 @@ function bytes(value) {
 
 function seconds(value) { return value === null || value === undefined ? "–" : `${number(value)} s`; }
 
-function clock(seconds) { return new Date(seconds * 1000).toLocaleTimeString("en-GB", {hour: "2-digit", minute: "2-digit"}); }
+function clock(seconds, isPrecise) {
+  const parts = {hour: "2-digit", minute: "2-digit", ...(isPrecise ? {second: "2-digit"} : {})};
+  return new Date(seconds * 1000).toLocaleTimeString("en-GB", parts);
+}
 
 // --- the swarm in figures ---
 
@@ -99,7 +102,7 @@ function makeCharts() {
       width: Math.max(200, area.clientWidth), height: 180, legend: {show: false},
       cursor: {sync: {key: "run"}, points: {size: 6}},
       scales: {y: {range: (u, low, high) => range(low, high, chart.zero)}},
-      axes: [{...axis, space: 70, values: (u, ticks) => ticks.map(clock)}, {...axis, size: 56, values: (u, ticks) => ticks.map((tick) => number(tick))}],
+      axes: [{...axis, space: 70, values: (u, ticks, axis, space, step) => ticks.map((tick) => clock(tick, step < 60))}, {...axis, size: 56, values: (u, ticks) => ticks.map((tick) => number(tick))}],
       series: [{}, ...chart.series.map(([, label, shade]) => ({label, stroke: colour(shade), width: 1.6, points: {show: false}}))],
     }, data ? chartData(chart) : [[], ...chart.series.map(() => [])], area);
     return {chart, plot, area};
