@@ -59,7 +59,7 @@ class Shelf:
 
 def make(depth: int = 0) -> tuple[Reporting, Shelf, Clock]:
     shelf, clock = Shelf(depth), Clock()
-    return Reporting(shelf, "run", shelf.tracker, lambda: 4, clock), shelf, clock
+    return Reporting(shelf, "run", shelf.tracker, lambda: SimpleNamespace(peers=range(4)), clock), shelf, clock
 
 
 def test_means_are_weighted_by_samples_and_published_every_few_seconds():

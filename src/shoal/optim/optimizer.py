@@ -213,7 +213,8 @@ class Optimizer(JointOptimizer):
         self._auxiliary = Auxiliary(*averagers, self.tracker, averaging_timeout) if auxiliary else None
         timeouts = self.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
-        self._reporting = Reporting(dht, run_id, self.tracker, self._last_group_size)
+        main_averager = self.grad_averager or self.state_averager
+        self._reporting = Reporting(dht, run_id, self.tracker, lambda: main_averager.last_round)
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         self._become_torch_optimizer(dict(self.opt.defaults))
         self._begin()
@@ -326,10 +327,6 @@ class Optimizer(JointOptimizer):
         assert groups == after, "the parameters of the optimizer were exchanged during a global step"
         self._synchronization.begin_epoch()
         logger.log(self.status_loglevel, "epoch %d begins", self.local_epoch)
-
-    def _last_group_size(self) -> int:
-        averager = self.state_averager if self.grad_averager is None else self.grad_averager
-        return 0 if averager.last_round is None else len(averager.last_round.peers)
 
     # --- keeping up with the swarm ------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ import logging
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -129,6 +129,14 @@ def figure(name: str, value: object) -> float:
         raise TypeError(f"{name} must be one number, got {type(value).__name__} with several: take its mean") from None
 
 
+class HasPeers(Protocol):
+    """A round of any kind."""
+
+    @property
+    def peers(self) -> Collection[object]:
+        """Its members."""
+
+
 class Reporting:
     """What one peer reports. Used by the training thread alone.
 
@@ -136,7 +144,8 @@ class Reporting:
         dht: where the record is published.
         run_id: name of the run.
         tracker: knows this peer's epoch, and how the keys of the swarm are divided.
-        group_size: returns the number of members of the last round.
+        last_round: returns the last round, or ``None``. It must not lead to the optimizer that has this: an optimizer
+            that is dropped shuts itself down at once.
         clock: of seconds; tests move it.
     """
 
@@ -145,11 +154,11 @@ class Reporting:
         dht: DHT,
         run_id: str,
         tracker: ProgressTracker,
-        group_size: Callable[[], int],
+        last_round: Callable[[], HasPeers | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._dht, self._key, self._tracker = dht, key_of_reports(run_id), tracker
-        self._group_size, self._clock = group_size, clock
+        self._last_round, self._clock = last_round, clock
         self._samples = self._told_samples = 0
         self._told_at = clock()
         self._next = -math.inf
@@ -235,6 +244,7 @@ class Reporting:
 
     def _make_report(self, now: float) -> PeerReport:
         metrics, seconds = self._dht.p2p.metrics, max(1e-3, now - self._told_at)
+        last = self._last_round()
         recent = self._samples - self._told_samples
         return PeerReport(
             time=get_dht_time(),
@@ -246,7 +256,7 @@ class Reporting:
             step_seconds=self._step,
             joint_seconds=self._joint_of_step,
             averaging_seconds=self._averaging_of_step,
-            group_size=self._group_size(),
+            group_size=0 if last is None else len(last.peers),
             rounds=metrics.rounds_succeeded,
             rounds_failed=metrics.rounds_failed,
             failure=one_line(metrics.last_failure)[:MAX_REASON_CHARACTERS],

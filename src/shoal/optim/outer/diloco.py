@@ -228,7 +228,8 @@ class DiLoCo(JointOptimizer):
             logging.INFO if verbose else logging.DEBUG,
         )
         self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state)
-        self._reporting = Reporting(dht, run_id, self.tracker, self._last_group_size)
+        rounds = self._rounds
+        self._reporting = Reporting(dht, run_id, self.tracker, lambda: rounds.last)
         self._become_torch_optimizer({})
         self._begin()
 
@@ -361,9 +362,6 @@ class DiLoCo(JointOptimizer):
     def last_round(self) -> OuterRound | None:
         """The outer update that was applied last."""
         return self._rounds.last
-
-    def _last_group_size(self) -> int:
-        return 0 if self.last_round is None else len(self.last_round.peers)
 
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 
