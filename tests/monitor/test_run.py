@@ -122,6 +122,15 @@ def test_failures_are_told_with_their_cause(made_up):
     assert trouble.text.endswith("alone")
 
 
+def test_names_of_figures_have_no_terminal_codes(made_up):
+    peer = made_up.peers[0]
+    report = peer.report(made_up.now + 1, made_up.began, 3)
+    made_up.view.hear_report(
+        peer.peer, msgspec.structs.replace(report, metrics={"a\x1b[2J\ud800": 1.0}), made_up.now + 1
+    )
+    assert "a [2J " in made_up.view.tick(made_up.now + 1).means
+
+
 def test_a_crowd_is_told_in_few_lines(made_up):
     view, rng = made_up.view, random.Random(2)
     for _ in range(50):

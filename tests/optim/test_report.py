@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.dht.crypto import PrivateKey, SignatureValidator, tag_of
 from shoal.dht.routing import DHTID
@@ -164,6 +166,26 @@ def hostile() -> list[object]:
 def test_what_cannot_be_is_refused(value):
     with pytest.raises(ValueError, match=r"."):
         parse_report(value)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text() | st.integers(), inner, max_size=5),
+    max_leaves=30,
+)
+
+
+@given(st.integers(0, len(PeerReport.__struct_fields__) - 1), ANYTHING)
+def test_whatever_stands_in_a_field_is_refused_or_can_be_shown(index, value):
+    fields = [*msgspec.to_builtins(GOOD)]
+    fields[index] = value
+    for hostile in (fields, value):
+        try:
+            report = parse_report(hostile)
+        except ValueError:
+            continue
+        assert all(math.isfinite(figure) for figure in report.metrics.values())
+        assert len(msgspec.msgpack.encode(report)) < 20_000
 
 
 def test_nodes_of_the_run_keep_only_good_reports_of_their_owners():

@@ -390,6 +390,7 @@ def _means_of(reports: list[PeerReport]) -> tuple[dict[str, float], dict[str, fl
     weights = _limited([float(max(1, report.recent_samples)) for report in reports])
     for name, _ in names.most_common(MAX_METRICS):
         pairs = [(r.metrics[name], w) for r, w in zip(reports, weights, strict=True) if name in r.metrics]
-        medians[name] = median(value for value, _ in pairs)
-        means[name] = sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+        shown = one_line(name)
+        medians[shown] = median(value for value, _ in pairs)
+        means[shown] = sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
     return means, medians
