@@ -57,7 +57,7 @@ function showSummary(summary) {
   ];
   for (const [name, value] of Object.entries(summary.means)) if (name !== "loss") figures.push([name, number(value, 4)]);
   const versions = Object.entries(summary.versions).map(([version, count]) => `${version || "?"} (${count})`);
-  if (versions.length) figures.push(["version", versions.length === 1 ? Object.keys(summary.versions)[0] : versions.length, versions.length === 1 ? "" : versions.join(", ")]);
+  if (versions.length) figures.push([versions.length === 1 ? "version" : "versions", versions.length === 1 ? Object.keys(summary.versions)[0] : versions.length, versions.length === 1 ? "" : versions.join(", ")]);
   const list = $("figures");
   while (list.children.length < figures.length) {
     const box = document.createElement("div");
