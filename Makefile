@@ -12,6 +12,7 @@ DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 PYTEST_OPTIONS := --numprocesses 4 --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
+RELEASE_BIN := $(subst $(VENV),$(VENV)/release,$(BIN))
 # Where much is tested already, what differs shows up soon: few examples, nothing that takes long.
 QUICK := -m "not slow" --hypothesis-profile=quick
 OLDEST_TESTS := tests/test_*.py tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim
@@ -28,7 +29,7 @@ SAME_EVERYWHERE := tests/p2p/test_wire.py tests/p2p/test_multiaddr.py \
 SYSTEMS ?= windows macos
 PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
-.PHONY: demo test test-for test-lightning test-oldest test-devices test-pretend check style types fuzz bench format install oldest clean
+.PHONY: demo test test-for test-lightning test-oldest test-devices test-pretend check style types fuzz bench dist format install oldest clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
@@ -92,6 +93,14 @@ bench: install
 	$(BIN)/python benchmarks/rpc.py
 	$(BIN)/python benchmarks/compression.py --library shoal
 
+# The packages of a release, in dist/: built, checked, and tried in an empty environment, where two peers train.
+dist: $(VENV)/release.stamp
+	rm -rf dist build
+	$(RELEASE_BIN)/python -m build --no-isolation
+	$(RELEASE_BIN)/twine check --strict dist/*
+	$(RELEASE_BIN)/check-wheel-contents dist/*.whl
+	$(PYTHON) tools/try_package.py dist/*.whl
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -130,5 +139,11 @@ $(VENV)/oldest-package.stamp: $(VENV)/oldest.stamp pyproject.toml
 	$(OLDEST_BIN)/python -m pip check
 	@touch $@
 
+$(VENV)/release.stamp: requirements-release.txt
+	rm -rf $(VENV)/release
+	$(PYTHON) -m venv $(VENV)/release
+	$(RELEASE_BIN)/python -m pip install --disable-pip-version-check -r requirements-release.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report
