@@ -80,11 +80,10 @@ def test_peers_pass_over_everything_once_and_share_it_evenly() -> None:
     run(main(), seed=1)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_everything_is_seen_though_a_peer_dies_every_five_seconds(seed: int) -> None:
+def test_everything_is_seen_though_a_peer_dies_every_five_seconds() -> None:
     async def main() -> None:
-        rng = random.Random(seed)
-        crowd = Crowd(samples=1600)
+        rng = random.Random(1)
+        crowd = Crowd(samples=400)
         for _ in range(8):
             await crowd.join()
         deaths = 0
@@ -94,13 +93,13 @@ def test_everything_is_seen_though_a_peer_dies_every_five_seconds(seed: int) -> 
             deaths += 1
             await crowd.join()
         await crowd.finish()
-        assert set(crowd.seen) == set(range(1600))
+        assert set(crowd.seen) == set(range(400))
         again = sum(count - 1 for count in crowd.seen.values())
         # What one was at, and what it had done in the half second since it last published.
         assert again <= 3 * deaths, (again, deaths)
         await crowd.close()
 
-    run(main(), seed=seed)
+    run(main(), seed=1)
 
 
 def test_the_chunks_of_a_peer_that_leaves_are_free_at_once() -> None:

@@ -34,6 +34,7 @@ from shoal.data.chunks import (
 from shoal.dht import DHTNode
 from shoal.dht.crypto import peer_of, tag_of
 from shoal.logs import Seldom, one_line
+from shoal.tasks import cancel_and_wait, wait_at_most
 
 logger = logging.getLogger(__name__)
 RecordT = TypeVar("RecordT", BlockRecord, PassRecord)
@@ -43,6 +44,8 @@ LEASE_SECONDS = 30.0
 RECORD_SECONDS = 3600.0
 # Least time between two records of one block: others repeat what is done and not published when a peer is killed.
 PUBLISH_SECONDS = 0.5
+# Between claiming and reading once more: another peer may have read before this one's claim, and claim after it.
+SETTLE_SECONDS = 0.3
 # Work that a peer holds ahead, in seconds of its own pace.
 AHEAD_SECONDS = 5.0
 # How often a peer that has nothing to do looks whether there is something, and all look at which pass the others are.
@@ -87,6 +90,7 @@ class Leases:
         self._blocks: dict[int, Block] = {}
         self._finished = 0  # bits of blocks
         self._ready: deque[int] = deque()  # chunks that are held and were not begun
+        self._claimed: list[int] = []  # not yet held: others may claim them, too
         self._begun: set[int] = set()
         self._to_publish: set[int] = set()  # blocks
         self._written: dict[int, float] = {}  # when each block in which something is held was written
@@ -185,8 +189,8 @@ class Leases:
 
     async def close(self) -> None:
         """Let go of everything: others take it at once."""
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        await cancel_and_wait(self._keeping)
+        self._claimed.clear()
         self._ready.clear()
         self._begun.clear()
         if self._node.is_alive:
@@ -198,10 +202,7 @@ class Leases:
         try:
             while not self.is_over:
                 pause = await self._turn()
-                try:
-                    await asyncio.wait_for(self._wake.wait(), pause)
-                except TimeoutError:
-                    continue
+                await wait_at_most(self._wake, pause)
                 self._wake.clear()
         except Exception as e:  # it reaches the training loop, which waits for chunks
             self._failure = e
@@ -251,12 +252,16 @@ class Leases:
                 claimed = self._choose(number, first, wanted, now)
                 if not claimed:
                     continue
-                self._ready.extend(claimed)
+                self._claimed = claimed
                 is_stored = await self._write(number)
+                await asyncio.sleep(SETTLE_SECONDS)
                 await self._read(number)
-                if not is_stored:
-                    self._ready = deque(chunk for chunk in self._ready if chunk not in claimed)
-                return any(chunk in self._ready for chunk in claimed)
+                self._claimed = []
+                got = [chunk for chunk in claimed if is_stored and not self._is_lost(chunk)]
+                self._ready.extend(got)
+                if len(got) < len(claimed):
+                    self._to_publish.add(number)
+                return bool(got)
         return False
 
     def _choose(self, number: int, first: int, wanted: int, now: float) -> list[int]:
@@ -269,11 +274,11 @@ class Leases:
         fair = max(1, len(free) // (2 * (others + 1)))
         count = min(wanted, fair, MAX_HELD - sum(0 <= index < CHUNKS_PER_BLOCK for index in mine), len(free))
         if self._in_order:
-            free = free[: 2 * count * (others + 1)]
+            free = free[: max(count, 2 * count * others)]
         return sorted(self._rng.sample(free, count)) if count > 0 else []
 
     def _held(self) -> set[int]:
-        return {*self._ready, *self._begun}
+        return {*self._claimed, *self._ready, *self._begun}
 
     def _is_lost(self, chunk: int) -> bool:
         number, index = divmod(chunk, CHUNKS_PER_BLOCK)

@@ -15,7 +15,6 @@ from shoal.data.leases import WAITING, Leases, parse_done
 from shoal.dht import DHT
 from shoal.dht.crypto import tag_of
 from shoal.dht.dht import check_dht
-from shoal.errors import ReactorError
 from shoal.facade import Facade
 from shoal.reactor import Portal
 
@@ -95,7 +94,7 @@ class SharedPass(Facade, Sampler[list[int]]):
         self._dht, self._loaded = dht, 0
         self._leases: Leases | None = None
         self.be_the_only(f"a SharedPass with run_id {run_id!r}", dht)
-        self._portal: Portal | None = Portal("SharedPass")
+        self._portal = Portal("SharedPass")
         self._portal.on_close(self._close)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ class SharedPass(Facade, Sampler[list[int]]):
     def leases(self) -> Leases:
         """What is leased of the pass that is under way; begins it if there is none."""
         if self._leases is None:
-            self._leases = self._check().call(self._begin())
+            self._leases = self._portal.call(self._begin())
         return self._leases
 
     def begin(self) -> None:
@@ -155,12 +154,12 @@ class SharedPass(Facade, Sampler[list[int]]):
             return False
         leases, self._leases, self._loaded = self._leases, None, 0
         self.number += 1
-        self._check().call(leases.close())
+        self._portal.call(leases.close())
         return True
 
     def next_chunk(self, wait: bool) -> int | None:
         """As :meth:`Leases.next`."""
-        return self._check().call(self.leases().next(wait))
+        return self._portal.call(self.leases().next(wait))
 
     def mark(self, chunks: Iterable[int]) -> None:
         """These chunks are done."""
@@ -175,7 +174,7 @@ class SharedPass(Facade, Sampler[list[int]]):
         async def run() -> None:
             function(*arguments)
 
-        self._check().call(run())
+        self._portal.call(run())
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -215,23 +214,16 @@ class SharedPass(Facade, Sampler[list[int]]):
         if self._leases is not None:
             await self._leases.close()
 
-    def _check(self) -> Portal:
-        if self._portal is None:
-            raise ReactorError("this SharedPass is shut down: create a new one")
-        self._portal.check_open()
-        return self._portal
-
     def is_alive(self) -> bool:
         """Whether it can be iterated."""
-        return self._portal is not None and not self._portal.closed
+        return not self._portal.closed
 
     def shutdown(self) -> None:
         """Let go of all chunks, so that others get them at once. Idempotent."""
-        if self._portal is not None:
-            self._portal.close(SHUTDOWN_SECONDS)
+        self._portal.close(SHUTDOWN_SECONDS)
 
     def __del__(self) -> None:
-        if getattr(self, "_portal", None) is not None and not self._portal.closed:
+        if hasattr(self, "_portal") and not self._portal.closed:  # it was refused before it had one
             self._portal.begin_close()
 
 
