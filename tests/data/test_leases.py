@@ -51,8 +51,8 @@ class Crowd:
         """Without a goodbye: nothing is let go."""
         leases, work = self.peers.pop(node)
         work.cancel()
-        leases._keeping.cancel()
-        await asyncio.gather(work, leases._keeping, return_exceptions=True)
+        leases.keeping.cancel()
+        await asyncio.gather(work, leases.keeping, return_exceptions=True)
         await self.swarm.kill(node)
 
     async def finish(self) -> None:

@@ -101,7 +101,8 @@ class Leases:
         self._is_idle = False  # others hold all that is left
         self._wake, self._news = asyncio.Event(), asyncio.Event()
         self._failure: BaseException | None = None
-        self._keeping = asyncio.ensure_future(self._keep())
+        self.keeping = asyncio.ensure_future(self._keep())
+        """Renews leases and takes others; cancelled, nothing is let go."""
 
     # --- for the training loop ----------------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class Leases:
 
     async def close(self) -> None:
         """Let go of everything: others take it at once."""
-        await cancel_and_wait(self._keeping)
+        await cancel_and_wait(self.keeping)
         self._claimed.clear()
         self._ready.clear()
         self._begun.clear()
