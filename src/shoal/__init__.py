@@ -88,7 +88,7 @@ _HOMES = {
 }
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_ROOMS = ("averaging", "compression", "dht", "optim", "p2p", "utils")
+_ROOMS = ("averaging", "compression", "data", "dht", "optim", "p2p", "utils")
 
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.averaging import DecentralizedAverager
