@@ -12,8 +12,10 @@ DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 PYTEST_OPTIONS := --numprocesses 4 --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
+# What a slow drill shows has a quick test, too. The drills show it longer, more often, or with more peers.
+DRILLS := slow_drill
 # Where much is tested already, what differs shows up soon: few examples, nothing that takes long.
-QUICK := -m "not slow" --hypothesis-profile=quick
+QUICK := -m "not slow and not $(DRILLS)" --hypothesis-profile=quick
 OLDEST_TESTS := tests/test_*.py tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim
 
 # What Windows and macOS do differently is in these rooms; what takes long there is left out.
@@ -28,16 +30,20 @@ SAME_EVERYWHERE := tests/p2p/test_wire.py tests/p2p/test_multiaddr.py \
 SYSTEMS ?= windows macos
 PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
-.PHONY: demo test test-for test-lightning test-oldest test-devices test-pretend check style types fuzz bench format install oldest clean
+.PHONY: demo test test-slow test-for test-lightning test-oldest test-devices test-pretend check style types fuzz bench format install oldest clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
 demo: install
 	$(BIN)/shoal demo
 
-# All tests. Choose some with: make test TESTS=tests/dht
+# All tests but the slow drills. Choose some with: make test TESTS=tests/dht
 test: install
-	$(PYTEST) $(TESTS)
+	$(PYTEST) -m "not $(DRILLS)" $(TESTS)
+
+# The slow drills, before a release.
+test-slow: install
+	$(PYTEST) -m $(DRILLS) $(TESTS)
 
 # The tests of one file of the source, or of a folder: make test-for FILE=src/shoal/p2p/tcp.py
 test-for: install
