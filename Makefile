@@ -12,6 +12,8 @@ DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 PYTEST_OPTIONS := --numprocesses 4 --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
+# Where Python may not keep what it has compiled, each of the many processes compiles it anew, tests and shoal.
+unexport PYTHONDONTWRITEBYTECODE
 # What a slow drill shows has a quick test, too. The drills show it longer, more often, or with more peers.
 DRILLS := slow_drill
 # Where much is tested already, what differs shows up soon: few examples, nothing that takes long.

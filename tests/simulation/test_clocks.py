@@ -285,9 +285,9 @@ def test_a_clock_that_is_put_right_while_it_is_corrected():
     run(main())
 
 
-@pytest.mark.parametrize("drift", [1e-4, -1e-4])
+@pytest.mark.parametrize("drift", [2e-4, -2e-4])
 def test_a_clock_that_drifts_is_followed_without_steps_back(drift):
-    """Eight seconds a day, for half a day."""
+    """Seventeen seconds a day, for six hours."""
 
     async def main() -> None:
         swarm = ClockSwarm()
@@ -296,7 +296,7 @@ def test_a_clock_that_drifts_is_followed_without_steps_back(drift):
         node = swarm.nodes[2]
         host = swarm.host_of(node)
         last = host.dht_time()
-        for minute in range(12 * 60):
+        for minute in range(6 * 60):
             await asyncio.sleep(60)
             host.clock_offset += 60 * drift
             if minute % 10 == 0:
