@@ -18,17 +18,23 @@ unexport PYTHONDONTWRITEBYTECODE
 DRILLS := slow_drill
 # Where much is tested already, what differs shows up soon: few examples, nothing that takes long.
 QUICK := -m "not slow and not $(DRILLS)" --hypothesis-profile=quick
-OLDEST_TESTS := tests/test_*.py tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim
+# The shape of the source is the same with all versions.
+OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim
 
 # What Windows and macOS do differently is in these rooms; what takes long there is left out.
 PRETENDING_TESTS_windows := tests/ports tests/p2p tests/dht tests/averaging tests/optim/test_optimizer.py::test_peers_stay_identical
 # macOS differs in sockets and files alone: of the rooms above them, what uses real ones.
 PRETENDING_TESTS_macos := tests/ports tests/p2p tests/dht/test_dht.py tests/dht/test_node.py tests/averaging/test_averager.py \
 	tests/averaging/test_state_sharing.py tests/optim/test_optimizer.py::test_peers_stay_identical
-# These are the same everywhere: they decode bytes, or have no network but a simulated one.
-SAME_EVERYWHERE := tests/p2p/test_wire.py tests/p2p/test_multiaddr.py \
-	$(addprefix tests/dht/test_,schema.py lookup.py traverse.py routing.py validation.py crypto.py search.py) \
-	$(addprefix tests/averaging/test_,slices.py bad_values.py compressed_rounds.py partition.py load_balancing.py aggregation.py)
+# These are the same everywhere: they decode bytes, or have no network but a simulated one, in virtual time.
+SAME_EVERYWHERE := \
+	$(addprefix tests/p2p/test_,behaviour.py fair_rate.py multiaddr.py punch_policy.py wire.py) \
+	$(addprefix tests/dht/test_,crypto.py deposits.py finding.py known.py lookup.py ownership.py protocol.py records.py) \
+	$(addprefix tests/dht/test_,routing.py schema.py search.py sharing_and_caching.py spread.py storage.py traverse.py) \
+	$(addprefix tests/dht/test_,validation.py walk_line.py) \
+	$(addprefix tests/averaging/test_,aggregation.py bad_values.py calls.py compressed_rounds.py finite.py leaving.py) \
+	$(addprefix tests/averaging/test_,load_balancing.py message_means.py one_result.py pace.py partition.py reducer.py) \
+	$(addprefix tests/averaging/test_,relaying.py robust_rounds.py sessions.py slices.py stripes.py traffic.py)
 SYSTEMS ?= windows macos
 PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.optim.hold import LEAST_HOLD, LONGEST_HOLD
 from shoal.testing import Host, Link, Network, run
+from tests.drills import mostly_drills
 from tests.simulation.training import Course, Swarm, Trainer
 
 SPEED, EPOCH_SECONDS = 3200.0, 0.08
@@ -57,7 +58,7 @@ async def seconds_to_first_round(newcomer: Trainer, most: float = 120.0) -> floa
 
 
 @pytest.mark.parametrize(("uplink", "bar"), [(FAST, 5.0), (SLOW, 40.0)], ids=["a second", "twelve seconds"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", mostly_drills([1, 2, 3]))
 def test_a_newcomer_reaches_a_lone_peer_whose_epochs_are_shorter_than_its_download(
     uplink: float, bar: float, seed: int
 ) -> None:

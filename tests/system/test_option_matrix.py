@@ -21,8 +21,8 @@ STALE_EPOCHS, STALE_LEARNING_RATE = 24, 0.02
 LOCAL_EPOCHS, LOCAL_LEARNING_RATE = 10, 0.02
 """With local updates there are many steps in each."""
 LEAST_ACCURACY = 0.85
-"""Of 360 pictures; without training it is 0.1, and one process alone gets to 0.92 in as many steps. Which batches a peer
-gets to depends on its pace."""
+"""Of 360 pictures; without training it is 0.1, and one process alone gets to 0.92 in as many steps. Which batches a
+peer gets to depends on its pace."""
 
 
 class Crew:
