@@ -9,7 +9,8 @@ DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 	$(addprefix tests/optim/test_,comparison.py grad_averager.py grad_scaler.py low_rank.py optimizer_state.py) \
 	$(addprefix tests/optim/test_,state_averager.py training_averager.py optimizer.py::test_peers_stay_identical)
 # Tests wait more than they compute: four processes keep two cores busy.
-PYTEST_OPTIONS := --numprocesses 4 --dist loadgroup
+PROCESSES ?= 4
+PYTEST_OPTIONS := --numprocesses $(PROCESSES) --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
 # Where Python may not keep what it has compiled, each of the many processes compiles it anew, tests and shoal.
@@ -38,7 +39,8 @@ SAME_EVERYWHERE := \
 SYSTEMS ?= windows macos
 PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
-.PHONY: demo test test-slow test-for test-lightning test-oldest test-devices test-pretend check style types fuzz bench format install oldest clean
+.PHONY: demo test test-slow test-for test-lightning test-oldest test-devices test-pretend
+.PHONY: collected check style types fuzz bench format install oldest clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
@@ -60,7 +62,7 @@ test-for: install
 # The Lightning strategy once more: from the other package, with the oldest versions that pyproject.toml allows. `make
 # test` has the newest of both packages; at one version they differ in their name only.
 test-lightning: install $(VENV)/lightning-oldest.stamp
-	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) $(LIGHTNING_TESTS)
+	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) -m "not $(DRILLS)" $(LIGHTNING_TESTS)
 
 # Without what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
 # Python 3.11, which is the newest for which all of these were built.
@@ -73,11 +75,14 @@ test-devices: install
 	SHOAL_TEST_DEVICE=fake $(PYTEST) $(QUICK) $(or $(TESTS),$(DEVICE_TESTS))
 
 # Tests as on Windows and on macOS, as far as shoal can see; on Linux. tests/pretend tells what that means.
-test-pretend: install
-	for system in $(SYSTEMS); do $(MAKE) pretend-$$system || exit 1; done
+test-pretend: $(addprefix pretend-,$(SYSTEMS))
 
 pretend-%: install
 	$(PRETENDING) --pretend=$* $(PRETENDING_TESTS_$*)
+
+# Only finds all tests. Whoever runs them later finds them compiled, which takes longer than many a test.
+collected: install
+	$(BIN)/python -m pytest --collect-only -qq
 
 # Style, types and the layering of the rooms. `make -j2 check` uses two cores.
 check: style types types-win32 types-darwin
