@@ -9,7 +9,7 @@ import pytest
 
 
 def mostly_drills(values: Iterable[Any], quick: int = 1) -> list[Any]:
-    """Values for ``pytest.mark.parametrize``.
+    """Values for ``pytest.mark.parametrize``, of one argument.
 
     Args:
         values: those that can show something new come first.
