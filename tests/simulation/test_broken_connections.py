@@ -16,6 +16,7 @@ from shoal.averaging.allreduce.silence import SILENT_SECONDS
 from shoal.averaging.redialling import RESUME_SECONDS
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.testing import Link
+from tests.drills import mostly_drills
 from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, Interfere, at, cuts
 
 KINDS = {
@@ -41,7 +42,7 @@ def calm(kind: str) -> Broken:
     return Broken(**KINDS[kind])
 
 
-@pytest.mark.parametrize("pair", [(0, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("pair", mostly_drills([(0, 1), (1, 2), (2, 3)], quick=2))
 def test_a_cut_at_any_moment_costs_nothing_but_time(pair):
     """Also of the connections to the coordinator, which is the first one."""
     undisturbed, moments, resumed = calm("mean"), 10, 0
@@ -83,7 +84,7 @@ def test_over_long_links_all_connections_of_a_member_are_cut():
         broken.check_like(undisturbed, 2.5)  # a handshake takes 0.6 s
 
 
-@pytest.mark.parametrize("position", [0, 1, 3])
+@pytest.mark.parametrize("position", mostly_drills([0, 1, 3], quick=2))
 def test_who_crashes_is_dead_at_once(position):
     """Its machine refuses the new connections. Also if its connections have broken before."""
     undisturbed = calm("mean")
@@ -99,7 +100,7 @@ def test_who_crashes_is_dead_at_once(position):
             assert broken.seconds < 2 * undisturbed.seconds + 0.7
 
 
-@pytest.mark.parametrize("position", [0, 1, 3])
+@pytest.mark.parametrize("position", mostly_drills([0, 1, 3], quick=2))
 def test_who_vanishes_after_a_cut_is_waited_for_no_longer_than_that(position):
     undisturbed = calm("mean")
     for part in (1, 2, 3):
@@ -168,7 +169,7 @@ def test_who_leaves_is_not_waited_for():
     assert broken.seconds < 2 * undisturbed.seconds + 0.7
 
 
-@pytest.mark.parametrize("kind", ["mean", "one call each"])
+@pytest.mark.parametrize("kind", mostly_drills(["mean", "one call each"]))
 @pytest.mark.parametrize("end_that_knows", [0, 1])
 def test_a_call_that_only_one_side_knows_to_be_broken(kind, end_that_knows):
     """The handler of the old call still lives when the sender begins anew, or the caller when its handler has died."""
@@ -194,7 +195,7 @@ def sever(broken: Broken, one: int, other: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mean", "one call each", "verified", "client", "auxiliary", "two"])
-@pytest.mark.parametrize("pair", [(0, 1), (1, 2), (0, 2)])
+@pytest.mark.parametrize("pair", mostly_drills([(0, 1), (1, 2), (0, 2)], quick=2))
 def test_connections_that_fall_silent_cost_some_seconds_and_no_member(kind, pair):
     """Nobody is told, as when a router forgets them. Those to the coordinator, the first one, are among them."""
     if max(pair) >= len(KINDS[kind].get("modes", range(SIZE))):

@@ -326,8 +326,10 @@ class StatusRequest(Header, omit_defaults=True):
     """The call with which one of the two follows the other one as its coordinator is broken."""
 
 
-class StatusReply(Header):
+class StatusReply(Header, omit_defaults=True):
     status: int
+    has_given_up: bool = False
+    """The one who answers exchanges nothing more with the asker in this round."""
 
 
 # A full donor names at most so many other donors.

@@ -174,6 +174,26 @@ class Delivery:
         self._traffic.end(own=True)
 
 
+def check_beginning(begin: BeginReduce, known: Intake | None) -> None:
+    """Check how a sender begins on one of its connections.
+
+    Args:
+        known: what is known from its other connections.
+
+    Raises:
+        ProtocolError: that cannot be, or contradicts what is known.
+    """
+    if not 0 <= begin.weight < float("inf"):
+        raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
+    if not 0 <= begin.stripe < begin.stripes <= MAX_STRIPES:
+        raise ProtocolError(f"stripe {begin.stripe} of {begin.stripes} does not exist")
+    if known is not None and known.generation == begin.resume and begin.stripe in known.begun:
+        raise ProtocolError("this member has begun before")
+    stripes = begin.stripes if known is None or known.generation < begin.resume else known.stripes
+    if known is not None and (known.weight, stripes) != (begin.weight, begin.stripes):
+        raise ProtocolError("the stripes of this member contradict each other")
+
+
 class Intake:
     """The reducer's side, for one sender.
 

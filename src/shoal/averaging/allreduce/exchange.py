@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging.allreduce.combining import NormBook
-from shoal.averaging.allreduce.delivery import MAX_STRIPES, Delivery, Intake, stripes_for
+from shoal.averaging.allreduce.delivery import Delivery, Intake, check_beginning, stripes_for
 from shoal.averaging.allreduce.members import Member, Roster, Standing
 from shoal.averaging.allreduce.pace import Pace
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair, Superseded
@@ -38,7 +38,7 @@ from shoal.averaging.allreduce.silence import Watch
 from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.allreduce.verification import LIE, Verification
 from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
-from shoal.averaging.messages import PEER_FAILURES, BeginReduce, RoundStatus, StatusRequest, reason_of
+from shoal.averaging.messages import PEER_FAILURES, BeginReduce, RoundStatus, StatusReply, StatusRequest, reason_of
 from shoal.compression import CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError, StreamClosedError
 from shoal.p2p import Call, PeerID, StubBase
@@ -379,7 +379,9 @@ class AllReduce:
             pair.advance(begin.resume)
             if await pair.settle() != begin.resume:
                 raise Superseded("the exchange goes on over other connections")
-            self._check_sender(begin, index)
+            check_beginning(begin, self.intakes.get(index))
+            self.book.take_claim(index, begin.norms, begin.statement)
+            self._check_member(begin, sender)  # again: time has passed
             pair.note_life(comes_anew=begin.resume > 0)
             intake = self.begin_stripe(index, begin)
             try:
@@ -432,18 +434,28 @@ class AllReduce:
     async def _wait_for_return(self, member: Member, generation: int) -> None:
         """Give a sender up whose connection broke, if it is dead or does not come back in time."""
         pair = self.pairs[member.index]
-        # If this member calls it anyway, that shows whether it is dead. A client cannot be called.
-        is_asked = not pair.is_calling and member.mode is not AveragingMode.CLIENT
+        is_client = member.mode is AveragingMode.CLIENT  # which cannot be called
+
+        def why_not(reply: StatusReply) -> str | None:
+            if reply.has_given_up:
+                return "has given this member up"
+            has_left = reply.status != RoundStatus.RUNNING and bool(pair.traffic.parts_in.missing)
+            return "has left the round" if has_left else None
+
         reason = await wait_for_return(
-            self.get_stub(member.peer_id) if is_asked else None,
+            None if is_client else self.get_stub(member.peer_id),
             StatusRequest(round_id=self.round_id, resume=generation + 1),
             pair.returned,
             pair,
-            lambda status: status is not RoundStatus.RUNNING and bool(pair.traffic.parts_in.missing),
+            why_not,
         )
         is_waited_for = pair.lost == generation and member.index in self.reducer.waiting_for
         if reason is not None and is_waited_for and not pair.returned.is_set():
             self.roster.fail(member.index, reason)
+
+    def has_given_up(self, member: Member) -> bool:
+        """Whether nothing more will be exchanged with a member."""
+        return member.failed or self.roster.own.late
 
     def _check_member(self, begin: BeginReduce, sender: PeerID) -> int:
         """The position of a caller that may call now."""
@@ -452,26 +464,12 @@ class AllReduce:
         index = self.group.peer_ids.index(sender)
         # It may lack averages although it has delivered everything.
         member = self.roster.members[index]
-        is_known = begin.resume > 0 and index in self.intakes and not (member.failed or self.roster.own.late)
+        is_known = begin.resume > 0 and index in self.intakes and not self.has_given_up(member)
         if index not in self.reducer.waiting_for and not is_known:
             raise ProtocolError("nothing is expected from this member: it began before, was given up, or is no sender")
         if begin.resume > MAX_RESUMES:
             raise ProtocolError(f"has begun anew {begin.resume} times, more than {MAX_RESUMES}")
         return index
-
-    def _check_sender(self, begin: BeginReduce, index: int) -> None:
-        if not 0 <= begin.weight < float("inf"):
-            raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
-        if not 0 <= begin.stripe < begin.stripes <= MAX_STRIPES:
-            raise ProtocolError(f"stripe {begin.stripe} of {begin.stripes} does not exist")
-        known = self.intakes.get(index)
-        if known is not None and known.generation == begin.resume and begin.stripe in known.begun:
-            raise ProtocolError("this member has begun before")
-        stripes = begin.stripes if known is None or known.generation < begin.resume else known.stripes
-        if known is not None and (known.weight, stripes) != (begin.weight, begin.stripes):
-            raise ProtocolError("the stripes of this member contradict each other")
-        self.book.take_claim(index, begin.norms, begin.statement)
-        self._check_member(begin, self.group.peer_ids[index])  # again: time has passed
 
     def begin_stripe(self, sender: int, begin: BeginReduce) -> Intake:
         """Note that a sender has begun on one of its connections; returns its intake, new on the first connection."""
