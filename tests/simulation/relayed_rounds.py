@@ -22,7 +22,7 @@ import torch
 from shoal.dht import DHTNode
 from shoal.p2p.reachability import Reachability
 from shoal.tasks import await_cancelled
-from shoal.testing import Host, Network, run, start_averager, start_step
+from shoal.testing import Host, Link, Network, run, start_averager, start_step
 from tests.simulation.rounds import Member, own_value, when_all_average
 from tests.simulation.routers import ANYWHERE, KINDS, Internet
 
@@ -127,7 +127,13 @@ WHAT: dict[str, Interfere] = {
 
 
 def run_round(
-    seed: int, kinds: Sequence[str], interfere: Interfere = nothing, *, relays: int = RELAYS, after: float = 0.7
+    seed: int,
+    kinds: Sequence[str],
+    interfere: Interfere = nothing,
+    *,
+    relays: int = RELAYS,
+    after: float = 0.7,
+    link: Link = ANYWHERE,
 ) -> Round:
     """A round of one member behind each kind of router.
 
@@ -135,10 +141,11 @@ def run_round(
         interfere: called in the middle of it.
         relays: how many public peers there are, which do not average.
         after: seconds from the moment when everybody averages.
+        link: between any two.
     """
 
     async def main() -> Round:
-        internet = Internet(ANYWHERE)
+        internet = Internet(link)
         network, loop = internet.network, asyncio.get_running_loop()
         for _ in range(relays):
             await internet.start()
