@@ -144,7 +144,7 @@ def _shuffled(data: bytes) -> str:
 
 def _relayed(texts: list[str]) -> str:
     """What a peer says of its relays: nothing leads through two of them, or to somebody else."""
-    book = AddressBook(RELAY)
+    book = AddressBook()
     book.replace(PEER, texts)
     relays = [relay for each in book.get(PEER) if (relay := relay_of(each)) is not None]
     assert all("p2p-circuit" not in place for place, _ in relays)

@@ -117,7 +117,7 @@ class Dialler:
                         self._addresses.prefer(peer, address)
                         self._metrics.dials_direct += not is_circuit(address)
                         return task.result()
-                    errors.append(error)
+                    errors.append(self._addresses.judged(peer, address, error))
                     if isinstance(error, NoReservationError):
                         self._addresses.forget(peer, address)
         finally:
