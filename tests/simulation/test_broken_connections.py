@@ -243,20 +243,24 @@ def test_who_does_not_answer_either_keeps_its_connections():
     assert not broken.resumed
 
 
-def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken():
-    """The auxiliary makes no calls itself. Its end of a call is gone, and the sender writes into the void."""
+@pytest.mark.parametrize("part", [0.4, 0.6, 0.8])
+def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken(part):
+    """The auxiliary makes no calls itself. Its end of a call is gone, and the sender writes into the void, or waits for
+    averages that were on their way."""
     undisturbed = calm("auxiliary")
+    missing = []
 
     def break_one_end(broken):
         position = broken.rounds[0].group.modes.index(AUX)
         host, other = broken.host_of(position), broken.host_of((position + 1) % SIZE)
-        assert broken.round_of(position).pairs[(position + 1) % SIZE].traffic.parts_in.missing
+        missing.append(bool(broken.round_of(position).pairs[(position + 1) % SIZE].traffic.parts_in.missing))
         for stream in [stream for stream in host.streams if stream.other.host is other]:
             stream.vanish()
 
-    broken = Broken(at(0.4 * undisturbed.seconds, break_one_end), **KINDS["auxiliary"])
+    broken = Broken(at(part * undisturbed.seconds, break_one_end), **KINDS["auxiliary"])
     broken.check_like(undisturbed, 2.0)
     assert broken.resumed > 0
+    assert missing == [part < 0.5], "parts, or averages alone"
 
 
 def test_who_begins_anew_again_and_again_gets_no_further_than_the_limit(monkeypatch):

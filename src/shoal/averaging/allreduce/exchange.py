@@ -105,7 +105,8 @@ class AllReduce:
         self._pace = Pace() if settings.quorum is None else None
         # By member: what is exchanged with it.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
-        self.pairs = {i: self._make_pair(i) for i in self._traffic}
+        is_awaited = self.reducer.waiting_for.__contains__
+        self.pairs = {i: Pair(each, functools.partial(is_awaited, i)) for i, each in self._traffic.items()}
         """By member: the calls between the two."""
         self.watch = Watch(self)  # looks after the calls
         self._exchanges: dict[int, asyncio.Task[None]] = {}
@@ -116,9 +117,6 @@ class AllReduce:
         self._timers: list[asyncio.TimerHandle] = []
         # Each waits for a sender whose connection broke.
         self._waiting: dict[asyncio.Task[None], None] = {}
-
-    def _make_pair(self, member: int) -> Pair:
-        return Pair(self._traffic[member], lambda: member in self.reducer.waiting_for)
 
     def _make_reducer(self) -> PartReducer:
         own, parts, roster = self.own_index, self.vector.parts[self.own_index], self.roster
@@ -397,7 +395,8 @@ class AllReduce:
         if not intake.unfinished:
             self.reducer.delivered_everything(index)
         with pair.lines.watching(call):
-            has_ended = await intake.wait_for_end(call, self.ended)
+            on_break = functools.partial(self._resumes, member, begin.resume)
+            has_ended = await intake.wait_for_end(call, self.ended, None if pair.is_calling else on_break)
         if has_ended:
             self.roster.note_complete(index)
 
