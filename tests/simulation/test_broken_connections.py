@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from shoal.averaging import CenteredClip, ClipToMedianNorm
+from shoal.averaging.allreduce.delivery import Delivery
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair
 from shoal.averaging.allreduce.recovery import Recovery
 from shoal.averaging.allreduce.silence import SILENT_SECONDS
 from shoal.averaging.redialling import RESUME_SECONDS
 from shoal.compression import Float16Compression, Uniform8BitQuantization
+from shoal.errors import DialError
 from shoal.testing import Link
 from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, Interfere, at, cuts
 
@@ -261,6 +263,46 @@ def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken(part):
     broken.check_like(undisturbed, 2.0)
     assert broken.resumed > 0
     assert missing == [part < 0.5], "parts, or averages alone"
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_sender_that_has_nothing_to_come_back_for_is_not_lost(monkeypatch, lives):
+    """It has delivered everything and holds all averages, but its last word was lost, and it finds no way back."""
+    send_parts, open_call = Delivery.send_parts, Delivery._open
+    traffics, told = [], []
+
+    async def withhold_the_last_word(self, call):
+        if self._traffic not in traffics:
+            return await send_parts(self, call)
+        await self._traffic.send(call, self._traffic.parts_out, self._stripes)
+        await asyncio.Event().wait()
+
+    def find_no_way(self, *, is_again):
+        if self._traffic in traffics and is_again:
+            raise DialError("no relay knows it")
+        return open_call(self, is_again=is_again)
+
+    monkeypatch.setattr(Delivery, "send_parts", withhold_the_last_word)
+    monkeypatch.setattr(Delivery, "_open", find_no_way)
+
+    def cut_when_all_is_there(broken):
+        vector, reducer = broken.round_of(1).vector, broken.round_of(2).reducer
+        if vector.held[2] < len(vector.parts[2]):
+            asyncio.get_running_loop().call_later(0.01, cut_when_all_is_there, broken)
+            return
+        told.append(1 in reducer.waiting_for)
+        broken.network.break_connections(broken.host_of(1), broken.host_of(2))
+        if not lives:
+            broken.host_of(1).crash()
+
+    def begin(broken):
+        traffics.append(broken.round_of(1).pairs[2].traffic)
+        cut_when_all_is_there(broken)
+
+    broken = Broken(begin)
+    assert told == [True]
+    assert [len(result.failed_peers) for result in broken.results] == ([0] * SIZE if lives else [1] * (SIZE - 1))
+    assert all(result.share_averaged == 1 for result in broken.results)
 
 
 def test_who_begins_anew_again_and_again_gets_no_further_than_the_limit(monkeypatch):

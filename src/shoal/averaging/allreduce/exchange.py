@@ -115,8 +115,7 @@ class AllReduce:
         self.intakes: dict[int, Intake] = {}
         """By sender: what it sends to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
-        # Each waits for a sender whose connection broke.
-        self._waiting: dict[asyncio.Task[None], None] = {}
+        self._waiting: dict[asyncio.Task[None], None] = {}  # for senders whose connections broke
 
     def _make_reducer(self) -> PartReducer:
         own, parts, roster = self.own_index, self.vector.parts[self.own_index], self.roster
@@ -260,8 +259,7 @@ class AllReduce:
         """
         roster = self.roster
         share = self.vector.share_averaged if roster.is_sender else 1.0
-        # A part may be held without an average, when its reducer says that nobody has contributed. That is a result,
-        # too; here not even that has come.
+        # A part that is held without an average is a result, too: its reducer says that nobody has contributed.
         has_nothing = share == 0 and not any(self.vector.held)
         if has_nothing and roster.failed:
             reasons = "; ".join(f"{member.peer_id}: {member.reason}" for member in roster.failed)
@@ -431,18 +429,21 @@ class AllReduce:
     async def _wait_for_return(self, member: Member, generation: int) -> None:
         """Give a sender up whose connection broke, if it is dead or does not come back in time."""
         pair = self.pairs[member.index]
-        # If this member calls it anyway, that shows whether it is dead. A client cannot be called.
-        is_asked = not pair.is_calling and member.mode is not AveragingMode.CLIENT
+        # If this member calls it anyway, for what is missing, that shows whether it is dead. A client cannot be called.
+        is_called = pair.is_calling and pair.traffic.is_incomplete()
         reason = await wait_for_return(
-            self.get_stub(member.peer_id) if is_asked else None,
+            None if is_called or member.mode is AveragingMode.CLIENT else self.get_stub(member.peer_id),
             StatusRequest(round_id=self.round_id, resume=generation + 1),
             pair.returned,
             pair,
-            lambda status: status is not RoundStatus.RUNNING and bool(pair.traffic.parts_in.missing),
+            lambda status: status is not RoundStatus.RUNNING,
+            pair.traffic.is_incomplete,
         )
-        is_waited_for = pair.lost == generation and member.index in self.reducer.waiting_for
-        if reason is not None and is_waited_for and not pair.returned.is_set():
-            self.roster.fail(member.index, reason)
+        if pair.lost == generation and member.index in self.reducer.waiting_for and not pair.returned.is_set():
+            if reason is None or (pair.is_heard() and not pair.traffic.is_incomplete()):
+                self.reducer.delivered_everything(member.index)  # it lives, and has nothing to come back for
+            else:
+                self.roster.fail(member.index, reason)
 
     def _check_member(self, begin: BeginReduce, sender: PeerID) -> int:
         """The position of a caller that may call now."""
