@@ -29,7 +29,7 @@ from shoal.p2p import Header, Identity
 from shoal.p2p.badges import ANY_ROLE, RevocationList, Roles, encode_badge
 from shoal.p2p.candidates import CandidateHost, Candidates, Go
 from shoal.p2p.connection import Failure, Hello, Open
-from shoal.p2p.presence import PresenceReply
+from shoal.p2p.presence import PresenceQuery, PresenceReply
 from shoal.p2p.relay_messages import (
     Connect,
     Connected,
@@ -148,6 +148,7 @@ HEADERS: list[Header] = [
         contacts=[CONTACT, CONTACT],
         node_id=_NODE_ID,
     ),
+    PresenceQuery(instance=bytes(16), addresses=ADDRESSES[:2], reach=1),
     PresenceReply(instance=bytes(16), addresses=ADDRESSES[:2]),
     Reserve(reach=2),
     Reserved(code=0, seen_at=ADDRESSES[0], rate=6.25e6, circuits=256),
