@@ -14,7 +14,7 @@ from shoal.averaging.allreduce.delivery import Delivery
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair
 from shoal.averaging.allreduce.recovery import Recovery
 from shoal.averaging.allreduce.silence import SILENT_SECONDS
-from shoal.averaging.redialling import RESUME_SECONDS
+from shoal.averaging.redialling import RESUME_SECONDS, open_again
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from shoal.errors import DialError
 from shoal.testing import Link
@@ -268,22 +268,22 @@ def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken(part):
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_sender_that_has_nothing_to_come_back_for_is_not_lost(monkeypatch, lives):
     """It has delivered everything and holds all averages, but its last word was lost, and it finds no way back."""
-    send_parts, open_call = Delivery.send_parts, Delivery._open
-    traffics, told = [], []
+    send_parts, traffics, stranded, told = Delivery.send_parts, [], [], []
 
     async def withhold_the_last_word(self, call):
         if self._traffic not in traffics:
             return await send_parts(self, call)
+        stranded.append(self)
         await self._traffic.send(call, self._traffic.parts_out, self._stripes)
         await asyncio.Event().wait()
 
-    def find_no_way(self, *, is_again):
-        if self._traffic in traffics and is_again:
+    def find_no_way(open_call, life):
+        if life in stranded:
             raise DialError("no relay knows it")
-        return open_call(self, is_again=is_again)
+        return open_again(open_call, life)
 
     monkeypatch.setattr(Delivery, "send_parts", withhold_the_last_word)
-    monkeypatch.setattr(Delivery, "_open", find_no_way)
+    monkeypatch.setattr("shoal.averaging.allreduce.delivery.open_again", find_no_way)
 
     def cut_when_all_is_there(broken):
         vector, reducer = broken.round_of(1).vector, broken.round_of(2).reducer
