@@ -255,10 +255,16 @@ class Intake:
         """Send the averages that belong on this stripe."""
         await self._traffic.send(call, self._traffic.averages_out, self.stripes)
 
-    async def wait_for_end(self, call: Call, round_ended: asyncio.Event) -> bool:
+    async def wait_for_end(
+        self, call: Call, round_ended: asyncio.Event, on_break: Callable[[], object] | None = None
+    ) -> bool:
         """Wait until the sender ends its side of a stripe, which it does when it holds all averages.
 
         When the round is over, the sender has to end within the time limit.
+
+        Args:
+            on_break: called if the connection breaks before: perhaps not all averages have come there, and the sender
+                does not know that nothing more comes.
 
         Returns:
             Whether the sender has now ended all its stripes.
@@ -272,6 +278,10 @@ class Intake:
             async with asyncio.timeout(self._timeout):
                 if await end is not None:
                     raise ProtocolError("more parts than agreed")
+        except (StreamClosedError, asyncio.CancelledError):  # the end of a connection cancels its handler
+            if on_break is not None and call.connection.closed and not round_ended.is_set():
+                on_break()
+            raise
         finally:
             await cancel_and_wait(end)
         self.open -= 1

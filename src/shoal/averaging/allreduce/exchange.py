@@ -105,7 +105,8 @@ class AllReduce:
         self._pace = Pace() if settings.quorum is None else None
         # By member: what is exchanged with it.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
-        self.pairs = {i: self._make_pair(i) for i in self._traffic}
+        is_awaited = self.reducer.waiting_for.__contains__
+        self.pairs = {i: Pair(each, functools.partial(is_awaited, i)) for i, each in self._traffic.items()}
         """By member: the calls between the two."""
         self.watch = Watch(self)  # looks after the calls
         self._exchanges: dict[int, asyncio.Task[None]] = {}
@@ -114,11 +115,7 @@ class AllReduce:
         self.intakes: dict[int, Intake] = {}
         """By sender: what it sends to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
-        # Each waits for a sender whose connection broke.
-        self._waiting: dict[asyncio.Task[None], None] = {}
-
-    def _make_pair(self, member: int) -> Pair:
-        return Pair(self._traffic[member], lambda: member in self.reducer.waiting_for)
+        self._waiting: dict[asyncio.Task[None], None] = {}  # for senders whose connections broke
 
     def _make_reducer(self) -> PartReducer:
         own, parts, roster = self.own_index, self.vector.parts[self.own_index], self.roster
@@ -262,8 +259,7 @@ class AllReduce:
         """
         roster = self.roster
         share = self.vector.share_averaged if roster.is_sender else 1.0
-        # A part may be held without an average, when its reducer says that nobody has contributed. That is a result,
-        # too; here not even that has come.
+        # A part that is held without an average is a result, too: its reducer says that nobody has contributed.
         has_nothing = share == 0 and not any(self.vector.held)
         if has_nothing and roster.failed:
             reasons = "; ".join(f"{member.peer_id}: {member.reason}" for member in roster.failed)
@@ -399,7 +395,8 @@ class AllReduce:
         if not intake.unfinished:
             self.reducer.delivered_everything(index)
         with pair.lines.watching(call):
-            has_ended = await intake.wait_for_end(call, self.ended)
+            on_break = functools.partial(self._resumes, member, begin.resume)
+            has_ended = await intake.wait_for_end(call, self.ended, None if pair.is_calling else on_break)
         if has_ended:
             self.roster.note_complete(index)
 
@@ -439,8 +436,7 @@ class AllReduce:
         def why_not(reply: StatusReply) -> str | None:
             if reply.has_given_up:
                 return "has given this member up"
-            has_left = reply.status != RoundStatus.RUNNING and bool(pair.traffic.parts_in.missing)
-            return "has left the round" if has_left else None
+            return "has left the round" if reply.status != RoundStatus.RUNNING else None
 
         reason = await wait_for_return(
             None if is_client else self.get_stub(member.peer_id),
@@ -448,10 +444,13 @@ class AllReduce:
             pair.returned,
             pair,
             why_not,
+            pair.traffic.is_incomplete,
         )
-        is_waited_for = pair.lost == generation and member.index in self.reducer.waiting_for
-        if reason is not None and is_waited_for and not pair.returned.is_set():
-            self.roster.fail(member.index, reason)
+        if pair.lost == generation and member.index in self.reducer.waiting_for and not pair.returned.is_set():
+            if reason is None or (pair.is_heard() and not pair.traffic.is_incomplete()):
+                self.reducer.delivered_everything(member.index)  # it lives, and has nothing to come back for
+            else:
+                self.roster.fail(member.index, reason)
 
     def has_given_up(self, member: Member) -> bool:
         """Whether nothing more will be exchanged with a member."""

@@ -57,6 +57,7 @@ async def wait_for_return(
     returned: asyncio.Event,
     life: Life,
     why_not: Callable[[StatusReply], str | None],
+    is_missed: Callable[[], bool] = lambda: True,
 ) -> str | None:
     """Wait for a member whose connection broke, for longer if it shows in some other way that it lives.
 
@@ -66,9 +67,10 @@ async def wait_for_return(
         returned: set when it has come back.
         life: tells whether it lives.
         why_not: tells from its answer why it will not come; ``None``: it may come.
+        is_missed: whether it has something to come back for, as far as this member knows.
 
     Returns:
-        Why it is given up; ``None``: it has come back.
+        Why it is given up; ``None``: it has come back, or it lives and is not missed.
     """
     now = asyncio.get_running_loop().time
     begun = now()
@@ -79,7 +81,10 @@ async def wait_for_return(
         try:
             async with asyncio.timeout(RESUME_SECONDS):
                 if stub is not None:
-                    if reason := why_not(await _ask_for_status(stub, question, life, begun)):
+                    reply = await _ask_for_status(stub, question, life, begun)
+                    if not is_missed():
+                        return None
+                    if reason := why_not(reply):
                         return reason
                     has_answered = True
                 await returned.wait()
