@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from crew import Crew
+from crew import JoinedCrew
 from wide_area import WideArea
 
 FOUR_BITS = {"sync_every": 30, "compression": "4 bits", "outer": (0.9, 0.5)}
@@ -70,13 +70,11 @@ REPORT_EVERY = 60
 BYTES_PER_SECOND, ROUND_TRIP, SECONDS_PER_STEP, TRIPS_PER_ROUND = 12.5e6, 0.060, 0.02, 4
 
 
-class LanguageCrew(Crew):
+class LanguageCrew(JoinedCrew):
     """Peers that know each other when the block begins."""
 
     def _get_ready(self) -> None:
         super()._get_ready()
-        [address] = self.ask("open", to=self.processes[:1])
-        self.ask("join", address)
         self.ask("appear")
         self.ask("meet")
 
