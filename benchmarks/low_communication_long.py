@@ -216,7 +216,8 @@ def main() -> None:
     for method, outer, inner, result in rows:
         excess, fewer = result["loss"] / base["loss"] - 1, base["payload"] / result["payload"]
         line = (
-            f"  {method:<15} inner rate x {inner:<4g} outer {outer}  loss {result['loss']:.4f} ({100 * excess:+.2f} %)  "
+            f"  {method:<15} inner rate x {inner:<4g} outer {outer}  "
+            f"loss {result['loss']:.4f} ({100 * excess:+.2f} %)  "
             f"payload {result['payload'] / 1e6:8.2f} MB ({fewer:.0f} x fewer)  {result['rounds']:.0f} rounds  "
             f"{result['seconds']:.0f} s on a wide area"
         )
