@@ -138,21 +138,27 @@ class LowCommunicationPeer(LanguagePeer):
         while self.step < until:
             self.optimizer.zero_grad()
             loss = self.compute_gradients()
+            stepped = time.monotonic()
             self.optimizer.step()
+            stepped = time.monotonic() - stepped
             if self.kind == "alone":
                 self.scheduler.step()
             self.losses.append(loss)
-            self._note_round()
+            self._note_round(stepped)
         return {"rounds": self.rounds[known:], "seconds": time.monotonic() - began}
 
-    def _note_round(self) -> None:
+    def _note_round(self, stepped: float = 0.0) -> None:
+        """Keep what is known of a round, if there is one since the last step, which took so many seconds."""
         if self.kind == "alone":
             return
         last = self.optimizer.grad_averager.last_round if self.kind == "synchronous" else self.optimizer.last_round
         if last is None or last is self._last:
             return
         self._last = last
-        self.rounds.append({"peers": len(last.peers), "bytes": last.bytes_sent})
+        noted = {"peers": len(last.peers), "bytes": last.bytes_sent, "step": stepped}
+        if self.kind == "diloco":
+            noted["seconds"] = last.seconds
+        self.rounds.append(noted)
 
     def measure(self, is_end: bool) -> dict[str, Any]:
         """The loss on text that nobody has trained on, in nats per byte."""
