@@ -6,7 +6,7 @@ import pytest
 
 from tests.system import outer_churn
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_one_run_with_the_same_bits_while_peers_are_killed_and_replaced() -> None:
