@@ -172,8 +172,8 @@ def _agree(churn: OuterChurn) -> Event | None:
         late = {each for each in set.intersection(*had) if each[0] > churn.at_last_kill + LAST_VERSIONS}
         if late:
             return dict(zip(("version", "link", "bits"), min(late), strict=True))
-        # Something new comes with each event; so long nothing is missed.
-        newest = max(each[0] for each in had[0])
+        # Nothing changes without news.
+        newest = max((each[0] for each in had[0]), default=0)
         churn.survivors[0].wait_for("version", END_LIMIT_SECONDS, lambda event: event["version"] > newest)  # noqa: B023
     return None
 
