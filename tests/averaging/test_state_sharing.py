@@ -13,10 +13,10 @@ import torch
 
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk, StateHeader
 from shoal.averaging.state import donor as state_sharing
+from shoal.averaging.state.arrivals import Arrivals
 from shoal.averaging.state.donor import WITHDRAWAL_SECONDS, StateSharing
 from shoal.averaging.state.download import (
     MIN_CHUNK_BYTES,
-    Arrivals,
     Chunks,
     Download,
     OwnedState,
