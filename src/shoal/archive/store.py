@@ -15,6 +15,8 @@ otherwise left alone: there is room for what later versions keep beside the stat
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import re
@@ -221,7 +223,7 @@ class Store:
         with self._fs.open(self._path(folder, name), "wb") as file:
             file.write(data)
             file.flush()
-            if hasattr(file, "fileno"):
+            with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # of files that are elsewhere
                 os.fsync(file.fileno())
         return File(len(data), _hash_of(data))
 
@@ -275,7 +277,7 @@ class Store:
                 raise ValueError("its state is of another epoch")
         except (TypeError, KeyError, ValueError, RuntimeError) as e:
             raise ArchiveError(f"{self._named(folder)} cannot be read: {VALUES}: {e!r}") from e
-        return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(names))
+        return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)))
 
     def _get(self, folder: str, name: str, told: File) -> bytes:
         try:
