@@ -231,6 +231,19 @@ async def test_what_one_donor_is_stuck_with_comes_from_another_one_at_once():
     assert_is_state(download.result(), 5)
 
 
+async def test_a_download_takes_no_more_in_a_second_than_it_may():
+    snapshot, loop = await Snapshot.take(lambda: state_of(5), NoCompression()), asyncio.get_running_loop()
+    header = StateHeader(
+        allowed=True, metadata=snapshot.metadata, tensors=snapshot.tensors, tensor_bytes=snapshot.tensor_bytes
+    )
+    # All of it at once is what comes in a second. The donor is as fast as memory, so the rest takes this long.
+    seconds, total = 0.4, snapshot.chunks.total_bytes
+    download, began_at = Download(header, snapshot.hashes, math.inf, rate=total / seconds), loop.time()
+    await download.fetch_from(Donor(snapshot, gets_stuck=False), Arrivals(began_at))
+    assert loop.time() - began_at >= seconds * 0.9
+    assert_is_state(download.result(), 5)
+
+
 async def test_donors_of_a_large_swarm_are_found_whatever_each_believes_about_its_size():
     swarm = Swarm()
     donors = await add_donors(swarm, [lambda: state_of(5, (3,))] * 2)
