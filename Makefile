@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
 # Where much is tested already, what differs shows up soon: few examples, nothing that takes long.
 QUICK := -m "not slow" --hypothesis-profile=quick
-OLDEST_TESTS := tests/test_*.py tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim
+OLDEST_TESTS := tests/test_*.py tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim tests/archive
 
 # What Windows and macOS do differently is in these rooms; what takes long there is left out.
 PRETENDING_TESTS_windows := tests/ports tests/p2p tests/dht tests/averaging tests/optim/test_optimizer.py::test_peers_stay_identical

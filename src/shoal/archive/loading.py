@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -102,7 +103,7 @@ def _load_statistics(archive: Archive, optimizer: torch.optim.Optimizer) -> None
     if archive.kind == "Optimizer":
         described, statistics = metadata["optimizer_metadata"], tensors[sum(metadata["tensors"].values()) :]
     else:
-        inner = metadata.get("inner") or ()
+        inner: list[Any] = list(metadata.get("inner") or ())
         if len(inner) != 1:
             raise ValueError(f"{archive.path} has the statistics of {len(inner)} inner optimizers, not of one")
         described, statistics = inner[0], tensors[sum(each["tensors"] for each in metadata["fragments"]) :]

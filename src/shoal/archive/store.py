@@ -15,8 +15,6 @@ otherwise left alone: there is room for what later versions keep beside the stat
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 import os
 import re
@@ -41,9 +39,10 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST, VALUES = "manifest.json", "state.msgpack"
-# A file is copied in memory before it is written, so a large state is kept in several ones.
+# Away from this machine a file is copied in memory before it is written, so a large state is kept in several ones.
 MOST_BYTES_OF_FILE = 2**28
 _WRITERS = 4
+_PIECE_BYTES = 2**20
 _MANIFEST_BYTES = 2**24
 _FOLDER = re.compile(r"(\d{6,12})-epoch-(\d{1,19})")
 
@@ -117,9 +116,12 @@ class Store:
         try:
             import fsspec
             import safetensors.torch
+            from fsspec.implementations.local import LocalFileSystem
 
             self._safetensors: Any = safetensors.torch
+            self._error: type[Exception] = safetensors.SafetensorError
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
+            self._is_local = isinstance(self._fs, LocalFileSystem)
         except ImportError as e:
             raise ArchiveError(f"archives need one more package: pip install 'shoal[archive]' ({e})") from e
         except ValueError as e:
@@ -216,14 +218,27 @@ class Store:
 
     def _write_tensors(self, folder: str, name: str, pieces: Sequence[Piece]) -> File:
         tensors = {piece.name: piece.tensor.detach().contiguous() for piece in pieces}
-        return self._put(folder, name, self._safetensors.save(tensors))
+        if not self._is_local:
+            return self._put(folder, name, self._safetensors.save(tensors))
+        path = self._path(folder, name)
+        try:
+            self._safetensors.save_file(tensors, path)  # without a copy in memory
+        except self._error as e:
+            raise OSError(str(e)) from e
+        with open(path, "rb", buffering=0) as file:
+            digest, piece, total = blake3(), memoryview(bytearray(_PIECE_BYTES)), 0
+            while size := file.readinto(piece):
+                digest.update(piece[:size])
+                total += size
+            os.fsync(file.fileno())
+        return File(total, digest.hexdigest())
 
     def _put(self, folder: str, name: str, data: bytes) -> File:
         """Write a file. On a disk of this machine it is there for good when this returns."""
         with self._fs.open(self._path(folder, name), "wb") as file:
             file.write(data)
-            file.flush()
-            with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # of files that are elsewhere
+            if self._is_local:
+                file.flush()
                 os.fsync(file.fileno())
         return File(len(data), _hash_of(data))
 
