@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from shoal import DiLoCo, Optimizer, load_archive
+from shoal import DHT, DiLoCo, Optimizer, load_archive
 from shoal.archive.keeping import Archiver
 from shoal.archive.reviving import Revival
 from shoal.archive.store import Store
 from shoal.compression import NoCompression
-from shoal.errors import ArchiveError
+from shoal.errors import ArchiveError, NotAMemberError
+from shoal.p2p.badges import ROLES_BY_NAME
+from shoal.p2p.tokens import DAY, Token
 from tests.archive.states import small_state
 from tests.optim.conftest import in_parallel, values, wait_until
 
@@ -197,6 +200,15 @@ def test_nobody_trains_yet_or_any_more(make_dhts, tmp_path) -> None:
             archiver.write_one()
     finally:
         archiver.close()
+
+
+def test_in_a_private_run_a_token_must_allow_to_train(tmp_path) -> None:
+    secret = Token.new_run("friends")
+    monitor = secret.invite(ROLES_BY_NAME["monitor"], int(time.time() + DAY)).text
+    with DHT(start=True, token=secret.text) as first:
+        with DHT(first.get_visible_maddrs(), start=True, token=monitor, client_mode=True) as dht:
+            with pytest.raises(NotAMemberError, match="token of this peer allows: monitor. This call needs: train"):
+                Archiver(dht, RUN, Store(tmp_path))
 
 
 def test_an_archiver_writes_again_when_there_is_something_new(make_dhts, closing, tmp_path) -> None:

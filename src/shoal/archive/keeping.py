@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 SILENCE_SECONDS = 30.0
 # How often an archiver looks whether there is something new, once it is time, and whether a run has begun.
 SECONDS_BETWEEN_LOOKS = 2.0
+# After an attempt that has failed, the next one comes so many seconds later, or when it is due if that is sooner.
+SECONDS_TO_RETRY = 10.0
 # In one attempt so many donors may give something that is no good.
 MOST_BAD = 3
 LEAST_RATE = 1e5
@@ -106,7 +108,7 @@ class Archiver:
                 # While nobody trains, one line is enough.
                 if str(e) != told:
                     self._say(f"no archive: {e}")
-                told, due = str(e), began_at + min(self._every, SECONDS_BETWEEN_LOOKS)
+                told, due = str(e), time.monotonic() + min(self._every, SECONDS_TO_RETRY)
                 continue
             total, seconds = sum(file.bytes for file in latest.files.values()), time.monotonic() - began_at
             self._say(f"archive of epoch {latest.epoch}: {total / 1e6:.1f} MB in {seconds:.1f} s")

@@ -112,7 +112,7 @@ class Store:
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.url = os.fspath(url)
+        self.url = _with_slashes(url)
         try:
             import fsspec
             import safetensors.torch
@@ -211,6 +211,7 @@ class Store:
             manifest = Manifest(FORMAT, kind, run_id, epoch, has_names(kind, state.metadata), written, files)
             manifest = msgspec.structs.replace(manifest, check=manifest.hash)
             self._put(folder, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+            self._make_lasting(self._path(folder), self._root)
         except OSError as e:
             self._remove(folder)
             raise ArchiveError(f"epoch {epoch} could not be written to {self.url} ({e}); {self.last_good()}") from e
@@ -241,6 +242,17 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
         return File(len(data), _hash_of(data))
+
+    def _make_lasting(self, *folders: str) -> None:
+        """What stands in these folders is there even if the power goes now."""
+        if not self._is_local or os.name == "nt":  # there folders cannot be opened
+            return
+        for path in folders:
+            opened = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest archives, and what older attempts have left.
@@ -312,7 +324,7 @@ class Store:
         Raises:
             ArchiveError: there is none, or the single one is not good; the text names the last good one beside it.
         """
-        text = os.fspath(path).rstrip("/")
+        text = _with_slashes(path).rstrip("/")
         above, _, folder = text.rpartition("/")
         if _FOLDER.fullmatch(folder):
             store = cls(above or ".")
@@ -344,6 +356,11 @@ class Store:
 
     def _told(self, folder: str, manifest: Manifest) -> str:
         return f"{folder} of {manifest.written} UTC"
+
+
+def _with_slashes(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    return text if "://" in text else text.replace(os.sep, "/")
 
 
 def _number_of(folder: str) -> int:
