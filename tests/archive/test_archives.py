@@ -205,10 +205,12 @@ def test_nobody_trains_yet_or_any_more(make_dhts, tmp_path) -> None:
 def test_in_a_private_run_a_token_must_allow_to_train(tmp_path) -> None:
     secret = Token.new_run("friends")
     monitor = secret.invite(ROLES_BY_NAME["monitor"], int(time.time() + DAY)).text
-    with DHT(start=True, token=secret.text) as first:
-        with DHT(first.get_visible_maddrs(), start=True, token=monitor, client_mode=True) as dht:
-            with pytest.raises(NotAMemberError, match="token of this peer allows: monitor. This call needs: train"):
-                Archiver(dht, RUN, Store(tmp_path))
+    with (
+        DHT(start=True, token=secret.text) as first,
+        DHT(first.get_visible_maddrs(), start=True, token=monitor, client_mode=True) as dht,
+        pytest.raises(NotAMemberError, match=r"token of this peer allows: monitor\. This call needs: train"),
+    ):
+        Archiver(dht, RUN, Store(tmp_path))
 
 
 def test_an_archiver_writes_again_when_there_is_something_new(make_dhts, closing, tmp_path) -> None:
@@ -231,6 +233,32 @@ def test_an_archiver_writes_again_when_there_is_something_new(make_dhts, closing
     assert len(set(epochs)) == len(epochs), "an epoch was kept twice"
     assert len(store.folders()) == 2
     assert Store.open(tmp_path).epoch == 4
+
+
+def test_what_cannot_be_written_is_not_downloaded_again_before_it_is_due(
+    make_dhts, closing, tmp_path, monkeypatch
+) -> None:
+    [dht], model, lines, stop = make_dhts(1), make_model(), [], threading.Event()
+    opt, attempts = closing(make_optimizer(dht, model)), []
+    train_until(opt, model, 1)
+
+    def write(self: Store, *_: object) -> None:
+        attempts.append(self)
+        raise ArchiveError("the disk is full")
+
+    monkeypatch.setattr(Store, "write", write)
+    archiver = Archiver(make_dhts(1, clients=1)[0], RUN, Store(tmp_path), every=3600.0, say=lines.append)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(archiver.run, stop)
+        try:
+            wait_until(lambda: lines, "the failure is told")
+            train_until(opt, model, 3)
+        finally:
+            stop.set()
+            running.result()
+            archiver.close()
+    assert lines == ["no archive: the disk is full"]
+    assert len(attempts) == 1
 
 
 def test_a_peer_that_trains_alone_does_not_wait_for_an_archiver(make_dhts, closing, tmp_path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,12 +38,16 @@ logger = logging.getLogger(__name__)
 SILENCE_SECONDS = 30.0
 # How often an archiver looks whether there is something new, once it is time, and whether a run has begun.
 SECONDS_BETWEEN_LOOKS = 2.0
-# After an attempt that has failed, the next one comes so many seconds later, or when it is due if that is sooner.
+# If nobody gives the state, the next attempt comes so many seconds later, or when it is due if that is sooner.
 SECONDS_TO_RETRY = 10.0
 # In one attempt so many donors may give something that is no good.
 MOST_BAD = 3
 LEAST_RATE = 1e5
 """Bytes per second: a donor would take a slower archiver for one that is gone."""
+
+
+class _NobodyGives(ArchiveError):
+    """No donor was found, or none has delivered."""
 
 
 class Archiver:
@@ -97,18 +102,21 @@ class Archiver:
     def run(self, stop: threading.Event) -> None:
         """Write archives until ``stop`` is set. What goes wrong is told, and tried again at the next time."""
         due, told = -math.inf, ""
-        while not stop.wait(max(0.0, min(due - time.monotonic(), SECONDS_BETWEEN_LOOKS))):
-            if time.monotonic() < due or not self._is_news():
-                stop.wait(0.1)
+        pause = min(SECONDS_BETWEEN_LOOKS, self._every)
+        while not stop.is_set():
+            left = due - time.monotonic()
+            if left > 0 or not self._is_news():
+                stop.wait(min(left, pause) if left > 0 else pause)
                 continue
             began_at = time.monotonic()
             try:
                 latest = self.write_one()
             except (ShoalError, OSError) as e:
-                # While nobody trains, one line is enough.
-                if str(e) != told:
+                if str(e) != told:  # while nobody trains, one line is enough
                     self._say(f"no archive: {e}")
-                told, due = str(e), time.monotonic() + min(self._every, SECONDS_TO_RETRY)
+                # What could not be written was downloaded: donors are not to give it again and again.
+                is_cheap = isinstance(e, _NobodyGives)
+                told, due = str(e), began_at + (min(self._every, SECONDS_TO_RETRY) if is_cheap else self._every)
                 continue
             total, seconds = sum(file.bytes for file in latest.files.values()), time.monotonic() - began_at
             self._say(f"archive of epoch {latest.epoch}: {total / 1e6:.1f} MB in {seconds:.1f} s")
@@ -141,7 +149,7 @@ class Archiver:
                 self._store.prune(self._keep)
                 return self.latest
             else:
-                raise ArchiveError(f"nobody gives the state of run {self._run_id!r}; {self._store.last_good()}")
+                raise _NobodyGives(f"nobody gives the state of run {self._run_id!r}; {self._store.last_good()}")
         raise ArchiveError(f"{MOST_BAD} donors have given a state that is no good; {self._store.last_good()}")
 
 
@@ -180,8 +188,7 @@ def sharing_of(dht: DHT, run_id: str, kind: str, *, trains: bool, rate: float = 
 
 def memory_of_this_machine() -> int:
     """Its bytes; no state can be larger. Where the system does not tell, a terabyte."""
-    names: dict[str, int] = getattr(os, "sysconf_names", {})
-    if {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= names.keys():
+    if sys.platform != "win32" and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 2**40
 
