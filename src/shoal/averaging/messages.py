@@ -341,6 +341,8 @@ class DownloadRequest(Header):
 
     part: Annotated[bytes, Meta(max_length=1024)] = b""
     """Names a part of the state, in a way that averagers of one kind agree on; empty: all of it."""
+    trains: bool = True
+    """Whether the asker is going to train with it; an archive only keeps it."""
 
 
 class StateHeader(Header):

@@ -481,4 +481,4 @@ class AveragerNode(ServicerBase):
     @patient
     async def rpc_download_state(self, call: Call, context: P2PContext) -> None:
         request = await call.receive(DownloadRequest)
-        await self.state_sharing.serve(call, b"" if request is None else request.part)
+        await self.state_sharing.serve(call, DownloadRequest() if request is None else request)
