@@ -19,14 +19,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # What a slow drill shows has a quick test, too. The drills show it longer, more often, or with more peers.
 DRILLS := slow_drill
 # Where much is tested already, what differs shows up soon: few examples, nothing that takes long.
-<<<<<<< HEAD
 QUICK := -m "not slow and not $(DRILLS)" --hypothesis-profile=quick
 # The shape of the source is the same with all versions.
-OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim
-=======
-QUICK := -m "not slow" --hypothesis-profile=quick
-OLDEST_TESTS := tests/test_*.py tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim tests/archive
->>>>>>> archive
+OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim \
+	tests/archive
 
 # What Windows and macOS do differently is in these rooms; what takes long there is left out.
 PRETENDING_TESTS_windows := tests/ports tests/p2p tests/dht tests/averaging tests/optim/test_optimizer.py::test_peers_stay_identical
