@@ -12,7 +12,7 @@ LIMIT_SECONDS = 270
 pytestmark = pytest.mark.timeout(300)  # importing torch is pure computing, on a busy machine very long
 
 OPTIONAL_PACKAGES = (
-    *("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning"),
+    *("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning", "safetensors"),
     *("starlette", "uvicorn", "tensorboardX", "wandb", "prometheus_client"),
 )
 

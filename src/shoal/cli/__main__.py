@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import shoal
-from shoal.cli import dht, monitor, token
+from shoal.cli import archive, dht, monitor, token
 from shoal.cli.demo import command as demo
 from shoal.cli.doctor import command as doctor
 
@@ -26,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_parser(subparsers)
     monitor.add_parser(subparsers)
     token.add_parser(subparsers)
+    archive.add_parsers(subparsers)
     return parser
 
 

@@ -338,7 +338,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         return samples
 
     def _join_run(self) -> None:
-        (torch_optimizer,) = self.optimizers
+        (torch_optimizer,), module = self.optimizers, self.lightning_module
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         if self._makes_optimizer and self._scheduler_fn is None:
             warnings.warn(
@@ -349,20 +349,20 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             )
         if self._scheduler_fn is not None:
             forget_schedule(torch_optimizer)
-        factory = functools.partial(move_optimizer, torch_optimizer)
+        assert module is not None
         make_optimizer: Any = shoal.Optimizer if self.world_size == 1 else shoal.MultiProcessOptimizer
         if self._steps_alone:
             make_optimizer = shoal.DiLoCo
         optimizer: SwarmOptimizer = make_optimizer(
             dht=self.dht,
             batch_size_per_step=self._batch_size,
-            optimizer=factory if self._makes_optimizer else torch_optimizer,
+            optimizer=functools.partial(move_optimizer, torch_optimizer) if self._makes_optimizer else torch_optimizer,
             params=torch_optimizer.param_groups if self._makes_optimizer else None,
             scheduler=self._scheduler_fn or joint_schedule(schedulers),
             **self._optimizer_options,
         )
-        self._optimizer = optimizer
-        self.optimizers = [optimizer]
+        optimizer.name_parameters(module)
+        self._optimizer, self.optimizers = optimizer, [optimizer]
         if not isinstance(optimizer, shoal.DiLoCo):  # that steps whenever Lightning has clipped
             self._clipping = GradientClipping(self.precision_plugin)
             self._clipping.install(optimizer.opt)

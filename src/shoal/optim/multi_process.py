@@ -130,6 +130,11 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             trained = [p for p in self.swarm.state_averager.main_parameters if p.requires_grad]
             self._accumulator = GradientAccumulator(trained)
 
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """See :meth:`Optimizer.name_parameters <shoal.optim.optimizer.Optimizer.name_parameters>`."""
+        if self.swarm is not None:
+            self.swarm.name_parameters(model)
+
     # --- training -----------------------------------------------------------------------------------------------------
 
     def step(

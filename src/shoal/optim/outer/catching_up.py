@@ -22,6 +22,7 @@ from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
 from shoal.optim.epochs import usual_lag
 from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates, Standing
+from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.kept import Kept, answer, parse_answer, parse_request, request_for
 from shoal.optim.outer.schedule import SlotCounter
@@ -48,13 +49,22 @@ class Giving:
     inner: InnerOptimizers
     shares_inner_state: bool
 
+    def _layout_of(self, fragment: Fragment) -> list[list[Any]]:
+        """The number of each parameter of a fragment, where it begins and its shape, for archives."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self.inner.parameters)}
+        places = zip(fragment.parameters, fragment.offsets, strict=True)
+        return [[numbers[id(parameter)], offset, list(parameter.shape)] for parameter, offset in places]
+
     def everything(self) -> OwnedState:
         """The state for newcomers: outer parameters and what belongs to them, all of one moment."""
         with self.lock:
             found = [each.dump() for each in self.fragments]
             tensors = copies_of([tensor for _, own in found for tensor in own])
-            described = [{**metadata, "tensors": len(own)} for metadata, own in found]
-            return OwnedState({"slot": self.counter.slot, "fragments": described}, tensors)
+            layouts = [self._layout_of(each.fragment) for each in self.fragments]
+            parts = zip(found, layouts, strict=True)
+            described = [{**metadata, "tensors": len(own), "layout": layout} for (metadata, own), layout in parts]
+            names = list(self.inner.names)
+            return OwnedState({"slot": self.counter.slot, "fragments": described, "names": names}, tensors)
 
     def part(self, part: bytes) -> OwnedState:
         """The statistics of the inner optimizers; or updates that another peer asks for, as far as they are here."""
@@ -181,7 +191,7 @@ class CatchingUp:
             found = self._tried(lambda: rounds.averager.load_state_from_peers(**options))
             if found is not None:
                 try:
-                    self._take_over(*found[:2])
+                    self._take_over(*found[:2], is_new=is_new)
                 except ValueError as e:
                     logger.warning("could not take over the state of another peer: %s", e)
                 else:
@@ -226,8 +236,29 @@ class CatchingUp:
         rounds.go_to(max(rounds.tracker.global_epoch, rounds.counter.slot))
         rounds.inner.move_schedules(rounds.counter.position)
 
-    def _take_over(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def adopt(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Go on from a state that may be followed by the statistics of inner optimizers, as archives keep it.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        rounds = self.rounds
+        rounds.end_flights()
+        with rounds.tracker.pause_updates():
+            used = self._take_over(metadata, tensors, is_new=True)
+            if metadata.get("inner") is not None:
+                with rounds.lock:
+                    rounds.inner.load_statistics(metadata["inner"], tensors[used:])
+            rounds.inner.move_schedules(rounds.counter.position)
+
+    def _take_over(self, metadata: Any, tensors: Sequence[torch.Tensor], *, is_new: bool) -> int:
         """Put a downloaded state in place.
+
+        Args:
+            is_new: what this peer has done counts for nothing.
+
+        Returns:
+            How many of the tensors are in it.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.
@@ -247,8 +278,9 @@ class CatchingUp:
             del left[:count]
             each.check(own, parts[-1][2])
         with rounds.lock:
-            lost = [each.take_over(own, theirs, is_new=not rounds.has_trained) for each, own, theirs in parts]
+            lost = [each.take_over(own, theirs, is_new=is_new) for each, own, theirs in parts]
         if any(lost):
             logger.warning("the swarm goes on from other parameters: up to %d updates of this peer are lost", max(lost))
         rounds.go_to(max(slot, rounds.counter.slot))
         rounds.has_trained = True
+        return len(tensors) - len(left)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.averaging.state.download import State
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
@@ -357,6 +358,18 @@ class DiLoCo(JointOptimizer):
             Whether there was a donor whose state fits.
         """
         return self._catching_up.download(**options)
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Let archives of the run know the parameters by their names in this model, unless they came with names."""
+        self._inner.name_parameters(model)
+
+    def load_state(self, state: State) -> None:
+        """Go on from a state as another peer would have given it, such as one from an archive.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        self._catching_up.adopt(*state[:2])
 
     @property
     def last_round(self) -> OuterRound | None:

@@ -76,7 +76,8 @@ class SlotBoard(ProgressBoard):
         """All other peers that are known and can be reached, whatever slot they are at."""
         with self._lock:
             self._drop_expired(now)
-            return {peer for peer, companion in self._companions.items() if companion.is_reachable(now)}
+            present = {peer: companion for peer, companion in self._companions.items() if companion.is_reachable(now)}
+            return {peer for peer, companion in present.items() if not companion.record.is_donor}
 
     def begin_update(self, now: float, patience: float) -> None:
         super().begin_update(now, patience)
