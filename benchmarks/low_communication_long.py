@@ -1,7 +1,7 @@
 """Whether low-communication training reaches the loss of synchronous training, if it is long and its rates are tuned.
 
     python benchmarks/low_communication_long.py --store long.jsonl
-    python benchmarks/low_communication_long.py --steps 320 --tuning-steps 80 --methods "H=80, 4 bits"
+    python benchmarks/low_communication_long.py --steps 180 --tuning-steps 90 --methods "H=90, 4 bits"
 
 Four peers train a byte-level transformer like that of the demo, half as large, each on its own share of the text. They
 are in one process: the peers, their messages and all bytes are real, only the network and the clock are not. It has
@@ -38,7 +38,7 @@ from tests.simulation.facades import facades_in_virtual_time, in_virtual_thread,
 
 PEERS = 4
 SIZE, BATCH_SIZE, HELD_OUT_WINDOWS = ModelSize(context=32, width=64), 16, 1024
-STEPS, TUNING_STEPS = 5120, 1280
+STEPS, TUNING_STEPS = 5040, 1260
 """Of a whole run, and of one that finds the inner rate: the last step of all methods is one with an exchange."""
 FIRST_FACTOR = 2.0
 BYTES_PER_SECOND, ROUND_TRIP, SECONDS_PER_STEP = 12.5e6, 0.060, 0.02
@@ -47,11 +47,11 @@ BYTES_OF_HALF = 2
 GOAL, FEWER = 0.02, 200
 
 WITH_MOMENTUM = ((0.9, 0.5), (0.7, 0.9))
-FOUR_BITS = {"sync_every": 80, "compression": "4 bits"}
+FOUR_BITS = {"sync_every": 90, "compression": "4 bits"}
 Outer = tuple[float, float]
 METHODS: dict[str, tuple[dict[str, Any], tuple[Outer, ...]]] = {
-    "H=80, 4 bits": (FOUR_BITS, WITH_MOMENTUM),
-    "streaming H=80": ({**FOUR_BITS, "fragments": 4, "fragment_sync_delay": 15}, WITH_MOMENTUM),
+    "H=90, 4 bits": (FOUR_BITS, WITH_MOMENTUM),
+    "streaming H=90": ({**FOUR_BITS, "fragments": 3, "fragment_sync_delay": 15}, WITH_MOMENTUM),
     "sparse H=10": ({"sync_every": 10, "compression": "top-k"}, ((0.7, 0.0), (1.0, 0.0))),
 }
 """Options of DiLoCo, and rates and momentums of the outer optimizer; the first one is for finding the inner rate."""
@@ -198,7 +198,7 @@ def find_best(loss_at: Callable[[float], float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a whole run; best a multiple of 80")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a whole run; best a multiple of 90")
     parser.add_argument("--tuning-steps", type=int, default=TUNING_STEPS, help="of a run that finds an inner rate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--store", type=Path, help="runs are kept in this file, and not made again")
