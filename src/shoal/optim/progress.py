@@ -400,7 +400,7 @@ class Companion:
 
     def is_reachable(self, now: float) -> bool:
         """Whether it is still there, as far as this peer knows."""
-        return self.is_valid(now) and self.unreachable_since is None
+        return self.unreachable_since is None and (self.expiration >= now or self.kept_until >= now)
 
 
 def expected_members(

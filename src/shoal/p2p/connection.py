@@ -33,8 +33,8 @@ from shoal.p2p.transport import (
     decode_header,
     pack,
     pieces_of,
+    parse_prefix,
     read_new,
-    read_prefix,
 )
 
 H = TypeVar("H", bound=Header)
@@ -211,13 +211,18 @@ class Connection:
     async def receive(self) -> tuple[Prefix, bytearray]:
         """The next message's prefix and header; its payload, if any, is still to be read."""
         while True:
-            prefix = await read_prefix(self.stream)
-            raw = self.stream.take(prefix.header_bytes)
+            stream = self.stream
+            raw = stream.take(PREFIX_BYTES)
+            if raw is None:
+                raw = bytearray(PREFIX_BYTES)
+                await stream.read_exactly_into(memoryview(raw))
+            prefix = parse_prefix(raw)
+            raw = stream.take(prefix.header_bytes)
             if raw is None:
                 raw = await self._receive_header(prefix.header_bytes)
             size = PREFIX_BYTES + len(raw) + prefix.payload_bytes
             self.metrics.bytes_received += size
-            if self.stream.via is not None:
+            if stream.via is not None:
                 self.metrics.bytes_relayed += size
             if prefix.kind is Kind.ALIVE and not (raw or prefix.payload_bytes):
                 continue

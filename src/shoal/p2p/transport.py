@@ -332,6 +332,9 @@ class Flag(IntEnum):
     END = 1  # the sender's last message of this call
 
 
+_END = int(Flag.END)  # arithmetic with members of an enum is slow
+
+
 class Prefix(NamedTuple):
     kind: Kind
     is_end: bool
@@ -408,17 +411,12 @@ def pieces_of(head: bytes, payload: Sequence[Buffer]) -> Iterator[Sequence[Buffe
         yield waiting
 
 
-async def read_prefix(stream: Stream) -> Prefix:
-    """Receive and check the next prefix.
+def parse_prefix(raw: bytes | bytearray) -> Prefix:
+    """Check a prefix.
 
     Raises:
         ProtocolError: the bytes are no message of this protocol.
-        StreamClosedError: the connection ended.
     """
-    raw = stream.take(PREFIX_BYTES)
-    if raw is None:
-        raw = bytearray(PREFIX_BYTES)
-        await stream.read_exactly_into(memoryview(raw))
     version, kind, flags, header_bytes, payload_bytes = _PREFIX.unpack(raw)
     if version != VERSION:
         raise ProtocolError(f"message of protocol version {version}, this peer speaks version {VERSION}")
@@ -427,7 +425,7 @@ async def read_prefix(stream: Stream) -> Prefix:
         raise ProtocolError(f"message of unknown kind {kind}")
     if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise ProtocolError(f"message of {header_bytes} + {payload_bytes} bytes is over the limits")
-    return Prefix(known, bool(flags & Flag.END), header_bytes, payload_bytes)
+    return Prefix(known, bool(flags & _END), header_bytes, payload_bytes)
 
 
 async def read_new(stream: Stream, size: int, take_memory: Callable[[int], object] | None = None) -> bytearray:
