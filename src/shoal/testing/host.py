@@ -36,6 +36,8 @@ T = TypeVar("T")
 _TURN_SECONDS = 0.001
 _MIN_TURN_BYTES = 1500
 _MAX_TURN_BYTES = 2**16
+# Small pieces pass in the order in which they were sent, without turns, while the last one waits for at most this long.
+_QUEUE_SECONDS = 0.01
 
 
 class AccessLine:
@@ -49,6 +51,26 @@ class AccessLine:
         self.rate = rate
         self._loop = asyncio.get_running_loop()
         self._turns: deque[Flow] = deque()  # the first one is being served
+        self.busy_until = 0.0
+        """Loop time at which all that was sent by :meth:`pass_at_once` will have passed."""
+
+    def pass_at_once(self, size: int) -> float | None:
+        """Loop time at which a small piece, sent now, will have passed; ``None`` if it has to wait for its turn.
+
+        Nearly all pieces are small and find no turns to wait for, so they need no turn either.
+        """
+        rate, now = self.rate, self._loop.time()
+        if rate is None or size > _MIN_TURN_BYTES or self._turns or self.busy_until > now + _QUEUE_SECONDS:
+            return None
+        self.busy_until = max(self.busy_until, now) + size / rate
+        return self.busy_until
+
+    def pass_after_all(self, forward: Callable[[Piece], None], piece: Piece) -> None:
+        """Forward a piece that needs no time, but does not overtake those of :meth:`pass_at_once`."""
+        if self.busy_until > self._loop.time():
+            self._loop.call_at(self.busy_until, forward, piece)
+        else:
+            forward(piece)
 
     def flow(self, forward: Callable[[Piece], None]) -> Flow:
         """A connection's share of the line; data that has passed goes to ``forward``."""
@@ -64,11 +86,14 @@ class AccessLine:
         queue, rate = self._turns[0].queue, self.rate
         size = len(queue[0] or b"") if queue else 0
         if rate is None:
-            self._loop.call_later(0.0, self._served, size)
+            self._loop.call_at(self._begin_of_turn(), self._served, size)
             return
         if size > _MIN_TURN_BYTES:  # most pieces are smaller
             size = min(size, max(_MIN_TURN_BYTES, int(rate * _TURN_SECONDS)), _MAX_TURN_BYTES)
-        self._loop.call_later(size / rate, self._served, size)
+        self._loop.call_at(self._begin_of_turn() + size / rate, self._served, size)
+
+    def _begin_of_turn(self) -> float:
+        return max(self.busy_until, self._loop.time())
 
     def _served(self, size: int) -> None:
         flow = self._turns.popleft()
@@ -92,13 +117,17 @@ class Flow:
         self._line, self._forward = line, forward
         self.queue: list[Piece] = []
 
+    def pass_at_once(self, piece: Piece) -> float | None:
+        """Loop time at which a piece will have passed, if it goes at once; ``None`` if it must be :meth:`put`."""
+        return None if self.queue or not piece else self._line.pass_at_once(len(piece))
+
     def put(self, piece: Piece) -> None:
         """Send a piece after the ones before it; a piece that needs no time goes through at once."""
         queue = self.queue
         if queue:
             queue.append(piece)
         elif not piece or self._line.rate is None:
-            self._forward(piece)
+            self._line.pass_after_all(self._forward, piece)
         else:
             queue.append(piece)
             self._line.enqueue(self)
@@ -396,12 +425,17 @@ class SimulatedStream(PipeEnd):
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, piece: Piece) -> None:
-        if self.host.is_up:
+        if not self.host.is_up:
+            return
+        passed = self._outgoing.pass_at_once(piece)
+        if passed is None:
             self._outgoing.put(piece)
+        else:
+            self._travel(piece, passed)
 
-    def _travel(self, piece: Piece) -> None:
+    def _travel(self, piece: Piece, departure: float | None = None) -> None:
         path = self._path
-        arrival = self._loop.time() + path.delay
+        arrival = (self._loop.time() if departure is None else departure) + path.delay
         if path.jitter:
             arrival += path.jitter * self._rng.random()
         self._arrival = max(self._arrival, arrival)
@@ -449,6 +483,8 @@ class SimulatedStream(PipeEnd):
             self._held.append(piece)
         elif self.host.is_off or self._is_severed:
             self.other.begin_to_doubt()
+        elif (passed := self._incoming.pass_at_once(piece)) is not None:
+            self._loop.call_at(passed, self.arrive, piece)
         else:
             self._incoming.put(piece)
 
