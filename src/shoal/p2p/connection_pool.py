@@ -9,6 +9,7 @@ through relays, which end when there are direct ones.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -30,10 +31,13 @@ from shoal.p2p.connection import Connection
 from shoal.p2p.identity import PeerID, is_circuit, relay_of
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pooled_peer import BARREN_SECONDS, PooledPeer, Turn
-from shoal.p2p.transport import Stream, Transport
+from shoal.p2p.transport import ON_ANSWER, Stream, Transport
 
 # Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
 DIAL_STAGGER = 0.25
+# The same after the peer's machine has answered at an address: what takes long then is the handshake of two busy
+# machines, and another one would only make it longer.
+HANDSHAKE_STAGGER = 2.0
 # The same for the next relay of a peer, because each needs a few round trips.
 CIRCUIT_STAGGER = 1.5
 CIRCUIT_SECONDS = 10.0
@@ -102,14 +106,17 @@ class Dialler:
     async def _dial_first(self, peer: PeerID, addresses: Sequence[Multiaddr]) -> Stream:
         dials: dict[asyncio.Task[Stream], Multiaddr] = {}
         errors: list[BaseException] = []
-        waiting = list(addresses)
+        waiting, answered = list(addresses), set[Multiaddr]()
         try:
             while waiting or dials:
                 if waiting:
                     address = waiting.pop(0)
-                    dials[self._start(peer, address)] = address
+                    dials[self._start(peer, address, answered)] = address
                 stagger = CIRCUIT_STAGGER if is_circuit(address) else DIAL_STAGGER
                 await asyncio.wait(dials, timeout=stagger if waiting else None, return_when=asyncio.FIRST_COMPLETED)
+                if waiting and address in answered and not any(task.done() for task in dials):
+                    left = HANDSHAKE_STAGGER - stagger
+                    await asyncio.wait(dials, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in dials if task.done()]:
                     address = dials.pop(task)
                     error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -136,16 +143,20 @@ class Dialler:
             raise refusal
         raise _kind_of(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
 
-    def _start(self, peer: PeerID, address: Multiaddr) -> asyncio.Task[Stream]:
+    def _start(self, peer: PeerID, address: Multiaddr, answered: set[Multiaddr]) -> asyncio.Task[Stream]:
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
         if is_circuit(address) and self.dial_circuit is not None:
             task = asyncio.ensure_future(self.dial_circuit(address, peer))
         else:
-            task = asyncio.ensure_future(self._transport.dial(address, peer))
+            task = asyncio.ensure_future(self._dial_directly(peer, address, answered))
         self.tasks[task] = None
         task.add_done_callback(self.tasks.pop)
         return task
+
+    async def _dial_directly(self, peer: PeerID, address: Multiaddr, answered: set[Multiaddr]) -> Stream:
+        ON_ANSWER.set(functools.partial(answered.add, address))
+        return await self._transport.dial(address, peer)
 
     async def close(self) -> None:
         """Give up every dial in progress."""

@@ -22,6 +22,7 @@ import secrets
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -181,6 +182,14 @@ class Session(ABC):
     @abstractmethod
     def abort(self) -> None:
         """End the connection now. Does nothing to a session that has been taken over."""
+
+
+def _ignore() -> None:
+    """Nobody is interested."""
+
+
+ON_ANSWER: ContextVar[Callable[[], object]] = ContextVar("ON_ANSWER", default=_ignore)
+"""Called by :meth:`Transport.dial` when a machine has answered at the address, so that only the handshake is left."""
 
 
 class Throttle(ABC):
