@@ -32,8 +32,8 @@ from shoal.p2p.transport import (
     Stream,
     decode_header,
     pack,
-    pieces_of,
     parse_prefix,
+    pieces_of,
     read_new,
 )
 

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -383,9 +383,10 @@ def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:
         ProtocolError: the data is not such a header.
     """
     try:
-        return cast("H", _decoder(header_type).decode(data))
+        header: H = _decoder(header_type).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ProtocolError(f"invalid {header_type.__name__}: {e}") from None
+    return header
 
 
 def pack(kind: Kind, header: Header | None, payload_bytes: int = 0, *, end: bool = False) -> bytes:
