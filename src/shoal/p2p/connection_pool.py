@@ -335,7 +335,7 @@ class ConnectionPool:
             self._end_idle(next(iter(self._idle_since)))
         peer.idle.append(connection)
         self._idle_since[connection] = asyncio.get_running_loop().time()
-        connection.stream.on_closed(lambda: self._end_idle(connection))
+        connection.stream.on_closed(functools.partial(self._end_idle, connection))
         self._schedule_sweep()
 
     def _take_idle(self, peer: PooledPeer) -> Connection | None:
