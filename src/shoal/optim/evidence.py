@@ -308,10 +308,8 @@ class Evidence:
 
     def is_proven(self, peer: bytes) -> bool:
         """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
-        if not self._deeds:
-            return True
-        deeds = self._known_deeds(peer)
-        return deeds is not None and deeds.missed < _ROUNDS_TO_LOSE_TRUST
+        deeds = self._known_deeds(peer) if self._deeds else None
+        return not self._deeds or (deeds is not None and deeds.missed < _ROUNDS_TO_LOSE_TRUST)
 
     def has_time_for(self, peer: bytes, now: float) -> bool:
         """Whether a peer may join or lead a group: it is proven, or newcomers have not used up the time for them."""
@@ -414,12 +412,8 @@ class Evidence:
         if self._knows_nothing:
             return 0
         present = [peer for peer, c in companions.items() if c.is_reachable(now)]
-        # With so few peers none is counted as a liar, whatever their hosts are.
-        if len(present) < PEERS_PER_LIAR:
-            return 0
-        all_speak = self._believes_strangers  # as _has_a_say, which is asked for one peer
-        hosts = {self._host_of(peer) for peer in present if all_speak or self.is_proven(peer)}
-        return len(hosts) // PEERS_PER_LIAR
+        all_speak = self._believes_strangers  # as in _has_a_say, once for all
+        return len({self._host_of(peer) for peer in present if all_speak or self.is_proven(peer)}) // PEERS_PER_LIAR
 
     def _earliest_end(self, own_estimate: float) -> float:
         """DHT time before which the epoch does not end, whatever others say."""
@@ -449,8 +443,7 @@ class Evidence:
         voters = {peer: c for peer, c in companions.items() if not c.record.client_mode and c.is_reachable(now)}
         # In a large swarm a record is old when it is read, and its peer has gone on meanwhile.
         pace = self._usual_epoch if self._is_large and self._epochs else math.inf
-        epochs = {peer: c.record.epoch if pace == math.inf else c.epoch_by_now(now, pace) for peer, c in voters.items()}
-        votes = votes_by_host(epochs, self._host_of)
+        votes = votes_by_host({peer: c.epoch_by_now(now, pace) for peer, c in voters.items()}, self._host_of)
         last = max(self._epoch_of_most(votes, own, now), self._epoch_within_reach(votes, own, now))
         rest = {peer: c for peer, c in companions.items() if peer not in leading or c.record.epoch <= last}
         ahead = {peer: c for peer, c in leading.items() if peer not in rest}

@@ -17,13 +17,12 @@ from contextvars import ContextVar
 from shoal.errors import (
     BusyError,
     DialError,
-    IdentityMismatchError,
     NoRelayError,
     NoReservationError,
     NotAMemberError,
     P2PDaemonError,
-    RefusedDialError,
     ShoalError,
+    kind_of_dial_errors,
 )
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook, Notes
@@ -35,8 +34,7 @@ from shoal.p2p.transport import ON_ANSWER, Stream, Transport
 
 # Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
 DIAL_STAGGER = 0.25
-# The same after the peer's machine has answered at an address: what takes long then is the handshake of two busy
-# machines, and another one would only make it longer.
+# The same after a machine has answered there: the handshake of two busy machines takes long, and two take longer.
 HANDSHAKE_STAGGER = 2.0
 # The same for the next relay of a peer, because each needs a few round trips.
 CIRCUIT_STAGGER = 1.5
@@ -115,8 +113,7 @@ class Dialler:
                 stagger = CIRCUIT_STAGGER if is_circuit(address) else DIAL_STAGGER
                 await asyncio.wait(dials, timeout=stagger if waiting else None, return_when=asyncio.FIRST_COMPLETED)
                 if waiting and address in answered and not any(task.done() for task in dials):
-                    left = HANDSHAKE_STAGGER - stagger
-                    await asyncio.wait(dials, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(dials, timeout=HANDSHAKE_STAGGER - stagger, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in dials if task.done()]:
                     address = dials.pop(task)
                     error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -141,7 +138,7 @@ class Dialler:
             )
         if len(errors) == 1 or isinstance(refusal, NotAMemberError):
             raise refusal
-        raise _kind_of(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
+        raise kind_of_dial_errors(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
 
     def _start(self, peer: PeerID, address: Multiaddr, answered: set[Multiaddr]) -> asyncio.Task[Stream]:
         if self._closed:
@@ -165,14 +162,6 @@ class Dialler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _kind_of(errors: Sequence[BaseException]) -> type[ShoalError]:
-    """The class that stands for all these errors."""
-    for kind in (IdentityMismatchError, NoReservationError, RefusedDialError, BusyError):
-        if all(isinstance(error, kind) for error in errors):
-            return kind
-    return DialError
 
 
 def _abort_late(task: asyncio.Task[Stream]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -36,8 +37,7 @@ T = TypeVar("T")
 _TURN_SECONDS = 0.001
 _MIN_TURN_BYTES = 1500
 _MAX_TURN_BYTES = 2**16
-# Small pieces pass in the order in which they were sent, without turns, while the last one waits for at most this long.
-_QUEUE_SECONDS = 0.01
+_QUEUE_SECONDS = 0.01  # the longest wait of small pieces that pass in the order in which they were sent, without turns
 
 
 class AccessLine:
@@ -55,10 +55,7 @@ class AccessLine:
         """Loop time at which all that was sent by :meth:`pass_at_once` will have passed."""
 
     def pass_at_once(self, size: int) -> float | None:
-        """Loop time at which a small piece, sent now, will have passed; ``None`` if it has to wait for its turn.
-
-        Nearly all pieces are small and find no turns to wait for, so they need no turn either.
-        """
+        """Loop time at which a small piece will have passed, as most are; ``None`` if it has to wait for a turn."""
         rate, now = self.rate, self._loop.time()
         if rate is None or size > _MIN_TURN_BYTES or self._turns or self.busy_until > now + _QUEUE_SECONDS:
             return None
@@ -66,11 +63,9 @@ class AccessLine:
         return self.busy_until
 
     def pass_after_all(self, forward: Callable[[Piece], None], piece: Piece) -> None:
-        """Forward a piece that needs no time, but does not overtake those of :meth:`pass_at_once`."""
-        if self.busy_until > self._loop.time():
-            self._loop.call_at(self.busy_until, forward, piece)
-        else:
-            forward(piece)
+        """Forward what takes no time, but does not overtake what :meth:`pass_at_once` has accepted."""
+        is_busy = self.busy_until > self._loop.time()
+        self._loop.call_at(self.busy_until, forward, piece) if is_busy else forward(piece)
 
     def flow(self, forward: Callable[[Piece], None]) -> Flow:
         """A connection's share of the line; data that has passed goes to ``forward``."""
@@ -83,17 +78,11 @@ class AccessLine:
             self._serve()
 
     def _serve(self) -> None:
-        queue, rate = self._turns[0].queue, self.rate
+        queue, rate = self._turns[0].queue, math.inf if self.rate is None else self.rate
         size = len(queue[0] or b"") if queue else 0
-        if rate is None:
-            self._loop.call_at(self._begin_of_turn(), self._served, size)
-            return
-        if size > _MIN_TURN_BYTES:  # most pieces are smaller
+        if size > _MIN_TURN_BYTES and rate < math.inf:
             size = min(size, max(_MIN_TURN_BYTES, int(rate * _TURN_SECONDS)), _MAX_TURN_BYTES)
-        self._loop.call_at(self._begin_of_turn() + size / rate, self._served, size)
-
-    def _begin_of_turn(self) -> float:
-        return max(self.busy_until, self._loop.time())
+        self._loop.call_at(max(self.busy_until, self._loop.time()) + size / rate, self._served, size)
 
     def _served(self, size: int) -> None:
         flow = self._turns.popleft()
@@ -118,7 +107,7 @@ class Flow:
         self.queue: list[Piece] = []
 
     def pass_at_once(self, piece: Piece) -> float | None:
-        """Loop time at which a piece will have passed, if it goes at once; ``None`` if it must be :meth:`put`."""
+        """When a piece will have passed, in the time of the loop; ``None``: it must be :meth:`put`."""
         return None if self.queue or not piece else self._line.pass_at_once(len(piece))
 
     def put(self, piece: Piece) -> None:
@@ -425,13 +414,10 @@ class SimulatedStream(PipeEnd):
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, piece: Piece) -> None:
-        if not self.host.is_up:
-            return
-        passed = self._outgoing.pass_at_once(piece)
-        if passed is None:
-            self._outgoing.put(piece)
-        else:
+        if self.host.is_up and (passed := self._outgoing.pass_at_once(piece)) is not None:
             self._travel(piece, passed)
+        elif self.host.is_up:
+            self._outgoing.put(piece)
 
     def _travel(self, piece: Piece, departure: float | None = None) -> None:
         path = self._path
