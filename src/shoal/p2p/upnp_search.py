@@ -1,7 +1,6 @@
 """Searching for a router that speaks UPnP. What speaks to it then (:mod:`.upnp`) is loaded only if one has answered.
 
-That takes a third of a second of processor time and 20 MB, which most peers would pay for nothing: they have no such
-router.
+That takes a fifth of a second of processor time and 13 MB, and many peers have no such router.
 """
 
 from __future__ import annotations
