@@ -36,7 +36,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 from shoal.errors import set_the_clock
 
@@ -367,10 +367,6 @@ def _agreement(votes: Sequence[_Vote], needed: int) -> float | None:
     return near[-1].offset
 
 
-class _LoopWithClock(Protocol):
-    def swarm_clock(self) -> SwarmClock: ...
-
-
 class ProcessClock(SwarmClock):
     """The clock of a process, whose readings always increase.
 
@@ -417,8 +413,10 @@ def get_clock() -> SwarmClock:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         return clock_of_process
-    kind: Hashable = cast("Hashable", type(loop))  # mypy takes the hash of an instance for that of the class
-    return cast("_LoopWithClock", loop).swarm_clock() if _has_clock(kind) else clock_of_process
+    if not _has_clock(type(loop)):  # type: ignore[arg-type]  # mypy takes the hash of an instance for that of the class
+        return clock_of_process
+    clock: SwarmClock = loop.swarm_clock()  # type: ignore[attr-defined]
+    return clock
 
 
 def get_dht_time() -> float:

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 
 def _list_verdicts(verdicts: dict[str, str]) -> str:
@@ -187,6 +188,14 @@ class ProcessGroupError(ShoalError, RuntimeError):
 
 class SimulationError(ShoalError, RuntimeError):
     """A simulation in virtual time cannot go on, or a machine in it was asked for something that it cannot do."""
+
+
+def kind_of_dial_errors(errors: Sequence[BaseException]) -> type[ShoalError]:
+    """The class that stands for all these errors."""
+    for kind in (IdentityMismatchError, NoReservationError, RefusedDialError, BusyError):
+        if all(isinstance(error, kind) for error in errors):
+            return kind
+    return DialError
 
 
 def set_the_clock() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -108,6 +109,23 @@ async def test_upnp_comes_last() -> None:
             assert list(mapping.verdicts) == ["PCP", "NAT-PMP", "UPnP"]
             assert list(router.mappings) == [PORT]
         assert not router.mappings
+
+
+async def test_what_speaks_upnp_is_loaded_only_if_a_router_answers() -> None:
+    program = (
+        "import asyncio, sys\n"
+        "from shoal.p2p.routers import Gateway, NoMappingError\n"
+        "from shoal.p2p.upnp_search import UpnpIfFound\n"
+        "async def main():\n"
+        "    try:\n"
+        "        await UpnpIfFound(Gateway('127.0.0.1', '127.0.0.1', ssdp_port=9), 1).ask(60)\n"
+        "    except NoMappingError:\n"
+        "        print('async_upnp_client' in sys.modules or 'aiohttp' in sys.modules)\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    said, _ = await process.communicate()
+    assert said.split() == [b"False"]
 
 
 async def test_a_router_that_refuses_is_left_alone() -> None:

@@ -10,7 +10,8 @@ from tests import pretend
 
 pytest.importorskip("async_upnp_client")
 
-from shoal.p2p.upnp import MAX_ANSWER_BYTES, Upnp, find_description, is_of_host, location_in
+from shoal.p2p.upnp import MAX_ANSWER_BYTES, Upnp
+from shoal.p2p.upnp_search import find_description, is_of_host, location_in
 from tests.p2p.fake_routers import LOOPBACK, OUTER_IP, Igd
 
 pytestmark = pytest.mark.skipif(pretend.system == "windows", reason="the pretended loop has no datagrams")

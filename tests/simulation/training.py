@@ -17,6 +17,7 @@ the squared distance from a vector of ones: whether a swarm has learned somethin
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -155,7 +156,9 @@ class Trainer:
 
     def _make_tracker(self) -> SimulatedTracker:
         node, course, loop = self.node, self.course, asyncio.get_running_loop()
-        signatures = SignatureValidator(PrivateKey())
+        # From the seed, like all else: the place of a record follows from its owner's key.
+        key = PrivateKey.from_bytes(hashlib.sha256(node.peer_id.to_bytes()).digest())
+        signatures = SignatureValidator(key)
         node.protocol.record_validator.extend([signatures])  # type: ignore[union-attr]
         ema = PerformanceEMA(alpha=0.1, clock=loop.time)
         board = ProgressBoard(

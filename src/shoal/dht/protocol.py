@@ -218,7 +218,8 @@ class DHTProtocol(ServicerBase):
 
     def _note_caller(self, node_id: bytes | None, context: P2PContext, *, is_news: bool = True) -> None:
         """Like :meth:`note_alive`. A peer that may not keep records is no node, whatever it says."""
-        self.note_alive(node_id if context.roles & KEEPERS else None, context.remote_id, is_news=is_news)
+        is_keeper = context.roles is ANY_ROLE or context.roles & KEEPERS  # in open runs all are, and this is quick
+        self.note_alive(node_id if is_keeper else None, context.remote_id, is_news=is_news)
 
     def _note_silence(self, peer: PeerID, asked_at: float, *, is_walk: bool) -> None:
         """A peer did not answer, perhaps for reasons that lie with this machine."""

@@ -308,8 +308,8 @@ class Evidence:
 
     def is_proven(self, peer: bytes) -> bool:
         """Whether a peer takes part in rounds, as far as this one can know. Before its own first round, all do."""
-        deeds = self._known_deeds(peer)
-        return not self.knows_rounds or (deeds is not None and deeds.missed < _ROUNDS_TO_LOSE_TRUST)
+        deeds = self._known_deeds(peer) if self._deeds else None
+        return not self._deeds or (deeds is not None and deeds.missed < _ROUNDS_TO_LOSE_TRUST)
 
     def has_time_for(self, peer: bytes, now: float) -> bool:
         """Whether a peer may join or lead a group: it is proven, or newcomers have not used up the time for them."""
@@ -324,9 +324,10 @@ class Evidence:
         return peer in self._deeds
 
     def _known_deeds(self, peer: bytes) -> _Deeds | None:
-        met, (known_since, told) = self._deeds.get(peer), self.testimony.get(peer, (-math.inf, None))
-        if told is None or known_since < self._rounds - _ROUNDS_OF_TESTIMONY:
+        met, testimony = self._deeds.get(peer), self.testimony.get(peer)
+        if testimony is None or testimony[0] < self._rounds - _ROUNDS_OF_TESTIMONY:
             return met
+        told = testimony[1]
         return told if met is None or told.weight > met.weight else met
 
     def whom_to_wait_for(self, peers: set[bytes], now: float) -> set[bytes]:
@@ -410,8 +411,9 @@ class Evidence:
         """How many of the hosts that have a say may be liars: if more say the same, one of them is honest."""
         if self._knows_nothing:
             return 0
-        speakers = [peer for peer, c in companions.items() if c.is_reachable(now) and self._has_a_say(peer)]
-        return len({self._host_of(peer) for peer in speakers}) // PEERS_PER_LIAR
+        present = [peer for peer, c in companions.items() if c.is_reachable(now)]
+        all_speak = self._believes_strangers  # as in _has_a_say, once for all
+        return len({self._host_of(peer) for peer in present if all_speak or self.is_proven(peer)}) // PEERS_PER_LIAR
 
     def _earliest_end(self, own_estimate: float) -> float:
         """DHT time before which the epoch does not end, whatever others say."""

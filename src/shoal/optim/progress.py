@@ -391,7 +391,12 @@ class Companion:
 
     def epoch_by_now(self, now: float, seconds_per_epoch: float) -> int:
         """The epoch that it has probably reached since it made its record."""
-        return self.record.epoch + int(max(0.0, now - self.record.time) / seconds_per_epoch)
+        record = self.record
+        return (
+            record.epoch
+            if seconds_per_epoch == math.inf
+            else record.epoch + int(max(0.0, now - record.time) / seconds_per_epoch)
+        )
 
     def as_at_the_beginning(self, epoch: int, began_at: float) -> Companion:
         """This peer as it was at the beginning of an epoch that it has ended by now; its speed stands for the rest."""
@@ -400,7 +405,7 @@ class Companion:
 
     def is_reachable(self, now: float) -> bool:
         """Whether it is still there, as far as this peer knows."""
-        return self.is_valid(now) and self.unreachable_since is None
+        return self.unreachable_since is None and (self.expiration >= now or self.kept_until >= now)
 
 
 def expected_members(

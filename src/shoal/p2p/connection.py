@@ -32,9 +32,9 @@ from shoal.p2p.transport import (
     Stream,
     decode_header,
     pack,
+    parse_prefix,
     pieces_of,
     read_new,
-    read_prefix,
 )
 
 H = TypeVar("H", bound=Header)
@@ -120,8 +120,8 @@ class Connection:
         self.stream = stream
         self.metrics = metrics
         self.remote = stream.remote
-        self.hello: Hello | None = None
-        """The other side's greeting, once it has arrived."""
+        self.instance: bytes | None = None
+        """That of the other side's greeting; ``None`` until that has arrived. The rest of it is not kept."""
         self.round_trip: float | None = None
         """Seconds that the greetings spent on the network, if this side began the exchange."""
         self.writing_since = 0.0
@@ -211,25 +211,31 @@ class Connection:
     async def receive(self) -> tuple[Prefix, bytearray]:
         """The next message's prefix and header; its payload, if any, is still to be read."""
         while True:
-            prefix = await read_prefix(self.stream)
-            raw = self.stream.take(prefix.header_bytes)
+            stream = self.stream
+            raw = stream.take(PREFIX_BYTES)
+            if raw is None:
+                raw = bytearray(PREFIX_BYTES)
+                await stream.read_exactly_into(memoryview(raw))
+            prefix = parse_prefix(raw)
+            raw = stream.take(prefix.header_bytes)
             if raw is None:
                 raw = await self._receive_header(prefix.header_bytes)
             size = PREFIX_BYTES + len(raw) + prefix.payload_bytes
             self.metrics.bytes_received += size
-            if self.stream.via is not None:
+            if stream.via is not None:
                 self.metrics.bytes_relayed += size
             if prefix.kind is Kind.ALIVE and not (raw or prefix.payload_bytes):
                 continue
             if prefix.kind is not Kind.HELLO:
                 return prefix, raw
-            if prefix.payload_bytes or self.hello is not None:
+            if prefix.payload_bytes or self.instance is not None:
                 raise ProtocolError("a greeting with a payload, or a second one")
-            self.hello = decode_header(raw, Hello)
+            hello = decode_header(raw, Hello)
+            self.instance = hello.instance
             self._was_greeted_at = self._now()
-            if self._greeted_at is not None and self.hello.waited is not None:
-                self.round_trip = self._was_greeted_at - self._greeted_at - self.hello.waited
-            self._on_hello(self, self.hello)
+            if self._greeted_at is not None and hello.waited is not None:
+                self.round_trip = self._was_greeted_at - self._greeted_at - hello.waited
+            self._on_hello(self, hello)
 
     async def _receive_header(self, size: int) -> bytearray:
         self.header_since, taken = self._now(), 0

@@ -9,6 +9,7 @@ through relays, which end when there are direct ones.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -16,13 +17,12 @@ from contextvars import ContextVar
 from shoal.errors import (
     BusyError,
     DialError,
-    IdentityMismatchError,
     NoRelayError,
     NoReservationError,
     NotAMemberError,
     P2PDaemonError,
-    RefusedDialError,
     ShoalError,
+    kind_of_dial_errors,
 )
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import AddressBook, Notes
@@ -30,10 +30,12 @@ from shoal.p2p.connection import Connection
 from shoal.p2p.identity import PeerID, is_circuit, relay_of
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pooled_peer import BARREN_SECONDS, PooledPeer, Turn
-from shoal.p2p.transport import Stream, Transport
+from shoal.p2p.transport import ON_ANSWER, Stream, Transport
 
 # Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
 DIAL_STAGGER = 0.25
+# The same after a machine has answered there: the handshake of two busy machines takes long, and two take longer.
+HANDSHAKE_STAGGER = 2.0
 # The same for the next relay of a peer, because each needs a few round trips.
 CIRCUIT_STAGGER = 1.5
 CIRCUIT_SECONDS = 10.0
@@ -102,14 +104,16 @@ class Dialler:
     async def _dial_first(self, peer: PeerID, addresses: Sequence[Multiaddr]) -> Stream:
         dials: dict[asyncio.Task[Stream], Multiaddr] = {}
         errors: list[BaseException] = []
-        waiting = list(addresses)
+        waiting, answered = list(addresses), set[Multiaddr]()
         try:
             while waiting or dials:
                 if waiting:
                     address = waiting.pop(0)
-                    dials[self._start(peer, address)] = address
+                    dials[self._start(peer, address, answered)] = address
                 stagger = CIRCUIT_STAGGER if is_circuit(address) else DIAL_STAGGER
                 await asyncio.wait(dials, timeout=stagger if waiting else None, return_when=asyncio.FIRST_COMPLETED)
+                if waiting and address in answered and not any(task.done() for task in dials):
+                    await asyncio.wait(dials, timeout=HANDSHAKE_STAGGER - stagger, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in dials if task.done()]:
                     address = dials.pop(task)
                     error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -134,18 +138,22 @@ class Dialler:
             )
         if len(errors) == 1 or isinstance(refusal, NotAMemberError):
             raise refusal
-        raise _kind_of(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
+        raise kind_of_dial_errors(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
 
-    def _start(self, peer: PeerID, address: Multiaddr) -> asyncio.Task[Stream]:
+    def _start(self, peer: PeerID, address: Multiaddr, answered: set[Multiaddr]) -> asyncio.Task[Stream]:
         if self._closed:
             raise P2PDaemonError("this peer is shut down")
         if is_circuit(address) and self.dial_circuit is not None:
             task = asyncio.ensure_future(self.dial_circuit(address, peer))
         else:
-            task = asyncio.ensure_future(self._transport.dial(address, peer))
+            task = asyncio.ensure_future(self._dial_directly(peer, address, answered))
         self.tasks[task] = None
         task.add_done_callback(self.tasks.pop)
         return task
+
+    async def _dial_directly(self, peer: PeerID, address: Multiaddr, answered: set[Multiaddr]) -> Stream:
+        ON_ANSWER.set(functools.partial(answered.add, address))
+        return await self._transport.dial(address, peer)
 
     async def close(self) -> None:
         """Give up every dial in progress."""
@@ -154,14 +162,6 @@ class Dialler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _kind_of(errors: Sequence[BaseException]) -> type[ShoalError]:
-    """The class that stands for all these errors."""
-    for kind in (IdentityMismatchError, NoReservationError, RefusedDialError, BusyError):
-        if all(isinstance(error, kind) for error in errors):
-            return kind
-    return DialError
 
 
 def _abort_late(task: asyncio.Task[Stream]) -> None:
@@ -324,7 +324,7 @@ class ConnectionPool:
             self._end_idle(next(iter(self._idle_since)))
         peer.idle.append(connection)
         self._idle_since[connection] = asyncio.get_running_loop().time()
-        connection.stream.on_closed(lambda: self._end_idle(connection))
+        connection.stream.on_closed(functools.partial(self._end_idle, connection))
         self._schedule_sweep()
 
     def _take_idle(self, peer: PooledPeer) -> Connection | None:

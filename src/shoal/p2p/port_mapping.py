@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 import importlib.util
 import ipaddress
 import logging
@@ -22,6 +21,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pcp import TRIES, NatPmp, Pcp
 from shoal.p2p.reachability import is_global
 from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError, find_gateways
+from shoal.p2p.upnp_search import UpnpIfFound
 from shoal.tasks import cancel_and_wait, run_in_worker, wait_at_most
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class PortMapping:
         if not gateway.is_ipv6:
             found.append(NatPmp(gateway, port, self._pace.tries))
             if has_upnp():
-                found.append(importlib.import_module("shoal.p2p.upnp").Upnp(gateway, port))
+                found.append(UpnpIfFound(gateway, port))
         return found
 
 

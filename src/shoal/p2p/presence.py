@@ -73,15 +73,11 @@ class Presence(ServicerBase):
             own.address_book.replace(context.remote_id, request.addresses[:MAX_ADDRESSES_PER_PEER])
             own.reaches.note(context.remote_id, request.reach)
             own.reservations.note_greeting(context.remote_id, request.relay)
-        others = [
-            connection.hello
-            for connection in own.connections_from(context.remote_id)
-            if connection.hello is not None and connection.hello.instance != request.instance
-        ]
+        instances = {connection.instance for connection in own.connections_from(context.remote_id)}
         return PresenceReply(
             instance=own.instance,
             addresses=[str(address) for address in own.get_addresses(context.remote_id)],
-            is_connected=bool(others),
+            is_connected=bool(instances - {None, request.instance}),
             relay=own.relay.serves,
         )
 

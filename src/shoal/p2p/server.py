@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shoal.errors import NotAMemberError, P2PDaemonError, ProtocolError, ShoalError, StreamClosedError
@@ -169,7 +170,7 @@ class Server:
             self._refuse(stream, reason.partition(":")[0], self._tell_refusal(connection, reason))
             return
         self._by_peer.setdefault(connection.remote, {})[connection] = None
-        self._tasks[connection] = self._start(stream, self.serve(connection), lambda: self._forget(connection))
+        self._tasks[connection] = self._start(stream, self.serve(connection), partial(self._forget, connection))
         self._schedule_sweep()
 
     def _note(self, stream: Stream, **what: Any) -> None:
@@ -179,14 +180,14 @@ class Server:
             self._behaviour.note_stranger(host_of(stream.remote, () if address is None else (address,)), **what)
 
     def _start(
-        self, stream: Stream, coroutine: Coroutine[Any, Any, None], forget: Callable[[], object]
+        self, stream: Stream, coroutine: Coroutine[Any, Any, None], forget: Callable[[asyncio.Task[None]], object]
     ) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
-        task.add_done_callback(lambda _: forget())
+        task.add_done_callback(forget)
         stream.on_closed(task.cancel)
         return task
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: Connection, _: asyncio.Task[None]) -> None:
         if not connection.closed:  # the task was cancelled before it began
             connection.abort()
         del self._tasks[connection]
@@ -231,9 +232,9 @@ class Server:
             refusal.close()
             stream.abort()
             return
-        self._refusals[stream] = self._start(stream, refusal, lambda: self._forget_refusal(stream))
+        self._refusals[stream] = self._start(stream, refusal, partial(self._forget_refusal, stream))
 
-    def _forget_refusal(self, stream: Stream) -> None:
+    def _forget_refusal(self, stream: Stream, _: asyncio.Task[None]) -> None:
         del self._refusals[stream]
         if not stream.closed:  # the task was cancelled before it began
             stream.abort()

@@ -177,9 +177,8 @@ class StubBase:
     def __getattr__(self, name: str) -> Any:
         for method in methods_of(self.servicer):
             if method.name == name:
-                caller = self._make_caller(method)
-                setattr(self, name, caller)
-                return caller
+                # Not kept here: a stub that refers to itself would wait for the garbage collector after each call.
+                return self._make_caller(method)
         raise AttributeError(f"{self.servicer.__name__} has no remote method {name}")
 
     @property
@@ -207,6 +206,9 @@ class StubBase:
             assert method.response_type is not None
             return self._p2p.call(self._peer, handle, request, method.response_type, timeout, roles=method.roles)
 
+        if not method.is_streaming and method.request_type is not None:
+            return unary
+
         def stream() -> AbstractAsyncContextManager[Call]:
             return self._p2p.open_call(self._peer, handle, roles=method.roles)
 
@@ -218,7 +220,7 @@ class StubBase:
 
         if method.is_streaming:
             return iterate if method.gives_stream else collect
-        return stream if method.request_type is None else unary
+        return stream
 
 
 class ServicerBase:

@@ -33,7 +33,7 @@ from shoal.p2p.tcp_connect import bind_to_shared_port, connect, family_of
 from shoal.p2p.tcp_listener import Listener, bind, host_of
 from shoal.p2p.tcp_punch import punched
 from shoal.p2p.tcp_stream import TcpStream, address_of, close_socket, disown_socket
-from shoal.p2p.transport import ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
+from shoal.p2p.transport import ON_ANSWER, ROUND_TRIP, OnStream, Session, Stream, Throttle, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +183,7 @@ class TcpTransport(Transport):
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT):
                 connected = await connecting
+                ON_ANSWER.get()()
                 descriptor = connected.fileno()
                 await asyncio.get_running_loop().create_connection(
                     lambda: stream,

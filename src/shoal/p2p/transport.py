@@ -22,8 +22,9 @@ import secrets
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from enum import IntEnum
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -183,6 +184,14 @@ class Session(ABC):
         """End the connection now. Does nothing to a session that has been taken over."""
 
 
+def _ignore() -> None:
+    """Nobody is interested."""
+
+
+ON_ANSWER: ContextVar[Callable[[], object]] = ContextVar("ON_ANSWER", default=_ignore)
+"""Called by :meth:`Transport.dial` when a machine has answered at the address, so that only the handshake is left."""
+
+
 class Throttle(ABC):
     """The rate that several joined pairs of sessions share; see :meth:`Transport.join`."""
 
@@ -332,6 +341,9 @@ class Flag(IntEnum):
     END = 1  # the sender's last message of this call
 
 
+_END = int(Flag.END)  # arithmetic with members of an enum is slow
+
+
 class Prefix(NamedTuple):
     kind: Kind
     is_end: bool
@@ -371,9 +383,10 @@ def decode_header(data: bytes | bytearray, header_type: type[H]) -> H:
         ProtocolError: the data is not such a header.
     """
     try:
-        return cast("H", _decoder(header_type).decode(data))
+        header: H = _decoder(header_type).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ProtocolError(f"invalid {header_type.__name__}: {e}") from None
+    return header
 
 
 def pack(kind: Kind, header: Header | None, payload_bytes: int = 0, *, end: bool = False) -> bytes:
@@ -408,17 +421,12 @@ def pieces_of(head: bytes, payload: Sequence[Buffer]) -> Iterator[Sequence[Buffe
         yield waiting
 
 
-async def read_prefix(stream: Stream) -> Prefix:
-    """Receive and check the next prefix.
+def parse_prefix(raw: bytes | bytearray) -> Prefix:
+    """Check a prefix.
 
     Raises:
         ProtocolError: the bytes are no message of this protocol.
-        StreamClosedError: the connection ended.
     """
-    raw = stream.take(PREFIX_BYTES)
-    if raw is None:
-        raw = bytearray(PREFIX_BYTES)
-        await stream.read_exactly_into(memoryview(raw))
     version, kind, flags, header_bytes, payload_bytes = _PREFIX.unpack(raw)
     if version != VERSION:
         raise ProtocolError(f"message of protocol version {version}, this peer speaks version {VERSION}")
@@ -427,7 +435,7 @@ async def read_prefix(stream: Stream) -> Prefix:
         raise ProtocolError(f"message of unknown kind {kind}")
     if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise ProtocolError(f"message of {header_bytes} + {payload_bytes} bytes is over the limits")
-    return Prefix(known, bool(flags & Flag.END), header_bytes, payload_bytes)
+    return Prefix(known, bool(flags & _END), header_bytes, payload_bytes)
 
 
 async def read_new(stream: Stream, size: int, take_memory: Callable[[int], object] | None = None) -> bytearray:

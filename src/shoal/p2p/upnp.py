@@ -6,12 +6,9 @@ nothing counts that does not come from the gateway itself, and nothing is fetche
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import socket
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 from async_upnp_client.client import UpnpAction, UpnpDevice, UpnpRequester, UpnpService
@@ -20,16 +17,12 @@ from async_upnp_client.const import HttpRequest, HttpResponse
 from async_upnp_client.exceptions import UpnpActionError, UpnpConnectionError
 
 from shoal.p2p.routers import Gateway, Lease, Mapper, NoMappingError, outer_address
-from shoal.p2p.tcp_stream import disown_socket, own_socket
+from shoal.p2p.upnp_search import SEARCH_SECONDS, find_description, is_of_host
 
-GROUP = "239.255.255.250"
-SEARCH_SECONDS = 1.0
 REQUEST_SECONDS = 3.0
 MAX_ANSWER_BYTES = 2**18
 
-_DEVICES = tuple(f"urn:schemas-upnp-org:device:InternetGatewayDevice:{version}" for version in (1, 2))
 _SERVICES = tuple(f"urn:schemas-upnp-org:service:{name}:" for name in ("WANIPConnection", "WANPPPConnection"))
-_SEARCH = f'M-SEARCH * HTTP/1.1\r\nHOST: {GROUP}:1900\r\nMAN: "ssdp:discover"\r\nMX: 1\r\nST: {{device}}\r\n\r\n'
 # Other ports to try where the first one belongs to another machine, or the router wants to choose.
 _OTHER_PORTS = 3
 _FIRST_OTHER_PORT, _LAST_OTHER_PORT = 20_000, 60_000
@@ -41,77 +34,6 @@ _REASONS = {
     _TAKEN: "its ports belong to other machines",
     728: "it has no room for more ports",
 }
-
-
-def location_in(answer: bytes) -> str:
-    """Where the description of the router is, according to its answer to a search; empty if it does not say."""
-    lines = answer[:4096].decode("latin-1").split("\r\n")
-    if not lines[0].startswith("HTTP/1.1 200"):
-        return ""
-    named = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-    return named.get("location", "")
-
-
-def is_of_host(url: str, host: str) -> bool:
-    """Whether a URL leads to this host, in the clear as UPnP wants it."""
-    try:
-        split = urlsplit(url)
-        return split.scheme == "http" and split.hostname == host and split.port != 0
-    except ValueError:
-        return False
-
-
-class _Search(asyncio.DatagramProtocol):
-    """Waits for the router's answer to a search."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self.location: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def datagram_received(self, data: bytes, addr: Any) -> None:
-        location = location_in(data)
-        is_of_gateway = addr[0] == self._gateway.ip and is_of_host(location, self._gateway.ip)
-        if is_of_gateway and not self.location.done():
-            self.location.set_result(location)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.location.cancel()
-
-
-async def find_description(gateway: Gateway, seconds: float = SEARCH_SECONDS) -> str:
-    """The URL of the router's description of itself.
-
-    Raises:
-        NoMappingError: the router does not answer.
-    """
-    unbound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    try:
-        unbound.setblocking(False)
-        unbound.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
-        unbound.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(gateway.own_ip))
-        unbound.bind((gateway.own_ip, 0))
-        transport, search = await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: _Search(gateway), sock=unbound
-        )
-    except OSError as e:
-        unbound.close()
-        raise NoMappingError(f"the router cannot be searched for: {e.strerror or e}", answered=False) from e
-    descriptor = unbound.fileno()
-    own_socket(descriptor, search)
-    try:
-        for _ in range(2):
-            for device in _DEVICES:
-                packet = _SEARCH.format(device=device).encode()
-                # The group is what the standard asks for; some access points do not pass it on.
-                for host in (GROUP, gateway.ip):
-                    transport.sendto(packet, (host, gateway.ssdp_port))
-            await asyncio.wait([search.location], timeout=seconds / 2)
-            if search.location.done():
-                return search.location.result()
-    finally:
-        disown_socket(descriptor, search)
-        transport.close()
-    raise NoMappingError("the router does not answer", answered=False)
 
 
 class _Requester(UpnpRequester):
@@ -147,13 +69,14 @@ class Upnp(Mapper):
 
     Args:
         search_seconds: how long to wait for the router's answer to a search.
+        location: the URL of the router's description, if it was found already.
     """
 
     name = "UPnP"
 
-    def __init__(self, gateway: Gateway, port: int, search_seconds: float = SEARCH_SECONDS) -> None:
+    def __init__(self, gateway: Gateway, port: int, search_seconds: float = SEARCH_SECONDS, location: str = "") -> None:
         super().__init__(gateway, port)
-        self._search_seconds = search_seconds
+        self._search_seconds, self._location = search_seconds, location
         self._service: UpnpService | None = None
         self._outer_ip, self._outer_port = "", port
 
@@ -221,7 +144,8 @@ class Upnp(Mapper):
             await self._call("AddPortMapping", **wanted, NewLeaseDuration=0)
 
     async def _find_service(self) -> UpnpService:
-        url = await find_description(self.gateway, self._search_seconds)
+        url, self._location = self._location, ""  # it may have moved when it is searched for again
+        url = url or await find_description(self.gateway, self._search_seconds)
         try:
             factory = UpnpFactory(_Requester(self.gateway.ip), non_strict=True)
             service = _service_of(await factory.async_create_device(url))

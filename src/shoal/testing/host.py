@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -36,6 +37,7 @@ T = TypeVar("T")
 _TURN_SECONDS = 0.001
 _MIN_TURN_BYTES = 1500
 _MAX_TURN_BYTES = 2**16
+_QUEUE_SECONDS = 0.01  # the longest wait of small pieces that pass in the order in which they were sent, without turns
 
 
 class AccessLine:
@@ -49,6 +51,21 @@ class AccessLine:
         self.rate = rate
         self._loop = asyncio.get_running_loop()
         self._turns: deque[Flow] = deque()  # the first one is being served
+        self.busy_until = 0.0
+        """Loop time at which all that was sent by :meth:`pass_at_once` will have passed."""
+
+    def pass_at_once(self, size: int) -> float | None:
+        """Loop time at which a small piece will have passed, as most are; ``None`` if it has to wait for a turn."""
+        rate, now = self.rate, self._loop.time()
+        if rate is None or size > _MIN_TURN_BYTES or self._turns or self.busy_until > now + _QUEUE_SECONDS:
+            return None
+        self.busy_until = max(self.busy_until, now) + size / rate
+        return self.busy_until
+
+    def pass_after_all(self, forward: Callable[[Piece], None], piece: Piece) -> None:
+        """Forward what takes no time, but does not overtake what :meth:`pass_at_once` has accepted."""
+        is_busy = self.busy_until > self._loop.time()
+        self._loop.call_at(self.busy_until, forward, piece) if is_busy else forward(piece)
 
     def flow(self, forward: Callable[[Piece], None]) -> Flow:
         """A connection's share of the line; data that has passed goes to ``forward``."""
@@ -61,14 +78,11 @@ class AccessLine:
             self._serve()
 
     def _serve(self) -> None:
-        queue, rate = self._turns[0].queue, self.rate
+        queue, rate = self._turns[0].queue, math.inf if self.rate is None else self.rate
         size = len(queue[0] or b"") if queue else 0
-        if rate is None:
-            self._loop.call_later(0.0, self._served, size)
-            return
-        if size > _MIN_TURN_BYTES:  # most pieces are smaller
+        if size > _MIN_TURN_BYTES and rate < math.inf:
             size = min(size, max(_MIN_TURN_BYTES, int(rate * _TURN_SECONDS)), _MAX_TURN_BYTES)
-        self._loop.call_later(size / rate, self._served, size)
+        self._loop.call_at(max(self.busy_until, self._loop.time()) + size / rate, self._served, size)
 
     def _served(self, size: int) -> None:
         flow = self._turns.popleft()
@@ -92,13 +106,17 @@ class Flow:
         self._line, self._forward = line, forward
         self.queue: list[Piece] = []
 
+    def pass_at_once(self, piece: Piece) -> float | None:
+        """When a piece will have passed, in the time of the loop; ``None``: it must be :meth:`put`."""
+        return None if self.queue or not piece else self._line.pass_at_once(len(piece))
+
     def put(self, piece: Piece) -> None:
         """Send a piece after the ones before it; a piece that needs no time goes through at once."""
         queue = self.queue
         if queue:
             queue.append(piece)
         elif not piece or self._line.rate is None:
-            self._forward(piece)
+            self._line.pass_after_all(self._forward, piece)
         else:
             queue.append(piece)
             self._line.enqueue(self)
@@ -396,12 +414,14 @@ class SimulatedStream(PipeEnd):
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, piece: Piece) -> None:
-        if self.host.is_up:
+        if self.host.is_up and (passed := self._outgoing.pass_at_once(piece)) is not None:
+            self._travel(piece, passed)
+        elif self.host.is_up:
             self._outgoing.put(piece)
 
-    def _travel(self, piece: Piece) -> None:
+    def _travel(self, piece: Piece, departure: float | None = None) -> None:
         path = self._path
-        arrival = self._loop.time() + path.delay
+        arrival = (self._loop.time() if departure is None else departure) + path.delay
         if path.jitter:
             arrival += path.jitter * self._rng.random()
         self._arrival = max(self._arrival, arrival)
@@ -449,6 +469,8 @@ class SimulatedStream(PipeEnd):
             self._held.append(piece)
         elif self.host.is_off or self._is_severed:
             self.other.begin_to_doubt()
+        elif (passed := self._incoming.pass_at_once(piece)) is not None:
+            self._loop.call_at(passed, self.arrive, piece)
         else:
             self._incoming.put(piece)
 
