@@ -6,6 +6,7 @@ python -m tests.system.outer_churn --minutes 5 --peers 6 --every 5
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 import statistics
@@ -113,6 +114,7 @@ class OuterChurn:
         return found
 
 
+@functools.cache
 def undisturbed(versions: int, peers: int) -> list[float]:
     """Held-out loss of each version, computed in one process with plain torch, beginning with version 0."""
     models = [make_model() for _ in range(peers)]
