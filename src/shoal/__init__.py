@@ -63,6 +63,7 @@ _HOMES = {
     "shoal.optim": (
         "DiLoCo",
         "GradScaler",
+        "MultiProcessDiLoCo",
         "MultiProcessOptimizer",
         "Optimizer",
         "TrainingAverager",
@@ -132,6 +133,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.optim import (
         DiLoCo,
         GradScaler,
+        MultiProcessDiLoCo,
         MultiProcessOptimizer,
         Optimizer,
         TrainingAverager,
@@ -161,6 +163,7 @@ __all__ = [
     "GradScaler",
     "MPFuture",
     "MSGPackSerializer",
+    "MultiProcessDiLoCo",
     "MultiProcessOptimizer",
     "NoCompression",
     "Optimizer",

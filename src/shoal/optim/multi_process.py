@@ -85,7 +85,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         if options.get("auxiliary"):
             raise ValueError("an auxiliary peer has no batches: one process is enough for it")
         params = listed(params)
-        main = main_parameters(optimizer, params)
+        main = self._main_parameters(optimizer, params)
         self._processes = Processes(process_group, main[0].device)
         if not self._processes.agree_on([len(main), sum(p.numel() for p in main)]):
             raise ValueError("the processes of this peer train models of different sizes")
@@ -99,8 +99,8 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         self.news = Word(Command.CARRY_ON)
         """The last word of the first process; the same in all processes."""
         self._is_shut_down = False
-        self.swarm: Optimizer | None = None
-        """Only in the first process."""
+        self.swarm: Any = None
+        """The optimizer of the first process; ``None`` in the others."""
         if self._processes.is_first:
             with self._deciding():
                 if dht is None:
@@ -115,14 +115,24 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
                     **options,
                 )
         else:
-            self._setup = prepare_training(optimizer, params, scheduler, None, offload_optimizer=False)
+            self._prepare_to_follow(optimizer, params, scheduler)
             self._accumulator = GradientAccumulator([p for p in main if p.requires_grad], reuse_grad_buffers)
             self._follow()
         self._groups_under_construction: list[dict[str, Any]] | None = []
         super().__init__([{**group} for group in self._inner.param_groups], dict(self.opt.defaults))
         self._groups_under_construction = None
 
+    @staticmethod
+    def _main_parameters(optimizer: Any, params: Any) -> Sequence[torch.Tensor]:
+        """The user's parameters."""
+        return main_parameters(optimizer, params)
+
+    def _prepare_to_follow(self, optimizer: Any, params: Any, scheduler: Any) -> None:
+        """Called in all processes but the first one."""
+        self._setup = prepare_training(optimizer, params, scheduler, None, offload_optimizer=False)
+
     def _join(self, **options: Any) -> None:
+        """Called in the first process."""
         self.swarm = _FirstProcess(self._fetch_gradients, **options)
         if self.swarm.grad_averager is not None:
             self._accumulator = self.swarm.grad_averager.accumulator
@@ -167,14 +177,18 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             return loss
         with self._deciding():
             self._accumulator.samples += total - samples
-            if self.swarm.grad_averager is not None:
-                # The samples have been counted above already.
-                self.swarm.step(batch_size=0, grad_scaler=scaler)
-            elif total > 0:
-                self._fetch_gradients()
-                self._use_mean_gradients()
-                self.swarm.step(batch_size=total)
+            self._step_swarm(total, scaler)
         return loss
+
+    def _step_swarm(self, total: int, scaler: GradScaler | None) -> None:
+        """Called in the first process: step with a batch of so many samples in all processes together."""
+        if self.swarm.grad_averager is not None:
+            # The samples have been counted already.
+            self.swarm.step(batch_size=0, grad_scaler=scaler)
+        elif total > 0:
+            self._fetch_gradients()
+            self._use_mean_gradients()
+            self.swarm.step(batch_size=total)
 
     def _check_step(self, batch_size: int | None, grad_scaler: Any) -> tuple[int, GradScaler | None]:
         batch_size = self.batch_size_per_step if batch_size is None else batch_size
@@ -202,7 +216,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         self._processes.sum_at_first(self._accumulator.buffers)
 
     def _use_mean_gradients(self) -> None:
-        """With local updates: let the next step of the first process use the gradients of all processes."""
+        """Let the next step of the first process, which it makes alone, use the gradients of all processes."""
         parameters = self._accumulator.parameters
         for parameter in parameters:
             if parameter.grad is None:
@@ -223,21 +237,26 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             with contextlib.suppress(ProcessGroupError):  # this error says more
                 self._processes.give_up(0, e)
             raise
-        assert self.swarm is not None
         tracker, state = self.swarm.tracker, (self.swarm.local_epoch, [t._version for t in self._followed])
         self.news = Word(
             Command.CARRY_ON,
             forgets_gradients=self._accumulator.samples == 0,
             sends_parameters=state != self._known,
             epoch=self.swarm.local_epoch,
+            position=self.position,
             global_epoch=max(tracker.global_epoch, self.swarm.local_epoch),
             num_peers=max(1, tracker.global_progress.num_peers),
-            samples_per_second=tracker.local_progress.samples_per_second,
+            samples_per_second=self._speed,
         )
         self._processes.tell(self.news)
         if self.news.sends_parameters:
             self._processes.copy_from_first(self._followed)
             self._known = state
+
+    @property
+    def _speed(self) -> float:
+        """Samples per second of this peer. Only in the first process."""
+        return float(self.swarm.tracker.local_progress.samples_per_second)
 
     def _follow(self, scaler: GradScaler | None = None, error: Exception | None = None) -> None:
         """Follow the first process' commands until the next batch may come.
@@ -256,8 +275,16 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             self._accumulator.reset()
         if word.sends_parameters:
             self._processes.copy_from_first(self._followed)
-        if self._setup.scheduler is not None:
-            catch_up(self._setup.scheduler, word.epoch)
+        for scheduler in self._followed_schedules():
+            catch_up(scheduler, word.position)
+
+    def _followed_schedules(self) -> Sequence[Any]:
+        return [] if self._setup.scheduler is None else [self._setup.scheduler]
+
+    @property
+    def position(self) -> int:
+        """Where learning rate schedules stand."""
+        return self.news.position if self.swarm is None else int(self.swarm.local_epoch)
 
     def load_state_from_peers(self, **kwargs: Any) -> bool:
         """Download the state of another peer; all processes get it.
@@ -272,7 +299,7 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             self._follow()
             return self.news.sends_parameters
         with self._deciding():
-            return self.swarm.load_state_from_peers(**kwargs)
+            return bool(self.swarm.load_state_from_peers(**kwargs))
 
     def finish_background_work(self) -> None:
         """Wait for background steps and averaging; afterwards all processes have the results."""

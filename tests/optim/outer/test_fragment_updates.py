@@ -14,7 +14,8 @@ from shoal.averaging.message_means import mean_of_messages
 from shoal.compression import Blockwise4BitQuantization, TopKCompression
 from shoal.errors import AllreduceException
 from shoal.optim.outer.compressor import Compressor
-from shoal.optim.outer.fragment_updates import FragmentUpdates, Standing
+from shoal.optim.outer.flight import Standing
+from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.mixing import Mixing
 from shoal.optim.outer.outer_optimizer import default_outer_optimizer

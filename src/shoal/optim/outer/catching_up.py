@@ -21,7 +21,9 @@ from shoal.averaging.state.download import OwnedState, State
 from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
 from shoal.optim.epochs import usual_lag
-from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates, Standing
+from shoal.optim.outer.extra import ExtraTensors
+from shoal.optim.outer.flight import Standing
+from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.kept import Kept, answer, parse_answer, parse_request, request_for
 from shoal.optim.outer.schedule import SlotCounter
@@ -31,10 +33,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The name of the part of the state that has the statistics of the inner optimizers.
-STATISTICS = b"inner"
+# The name of the part of the state that every peer has another one of.
+OF_ITS_OWN = b"own"
 # If nobody has had single updates so many times in a row, the whole state is downloaded.
 MOST_IN_VAIN = 2
+
+
+@dataclass(frozen=True)
+class OfItsOwn:
+    """What a newcomer gets from one peer alone, because each has another one."""
+
+    inner: InnerOptimizers | None
+    """The inner optimizers, whose statistics are shared; ``None``: they are not."""
+    extra: ExtraTensors
+
+    def __bool__(self) -> bool:
+        return self.inner is not None or bool(self.extra)
+
+    def dump(self) -> OwnedState:
+        """All of it."""
+        described, tensors = (None, []) if self.inner is None else self.inner.dump_statistics()
+        extra = [self.extra.read()] if self.extra else []
+        return OwnedState({"inner": described, "extra": len(extra)}, [*extra, *copies_of(tensors)])
+
+    def load(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Take over what another peer has dumped.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        extra = metadata.get("extra") if isinstance(metadata, Mapping) else None
+        if extra != int(bool(self.extra)):
+            raise ValueError("its extra tensors are not those of this peer")
+        if self.extra:
+            self.extra.load(list(tensors[:1]))
+        if self.inner is not None and metadata.get("inner") is not None:
+            self.inner.load_statistics(metadata["inner"], tensors[extra:])
 
 
 @dataclass(frozen=True)
@@ -45,8 +79,7 @@ class Giving:
     fragments: Sequence[FragmentUpdates]
     lock: threading.RLock
     """Held while outer parameters, or statistics of inner optimizers, change."""
-    inner: InnerOptimizers
-    shares_inner_state: bool
+    own: OfItsOwn
 
     def everything(self) -> OwnedState:
         """The state for newcomers: outer parameters and what belongs to them, all of one moment."""
@@ -57,13 +90,10 @@ class Giving:
             return OwnedState({"slot": self.counter.slot, "fragments": described}, tensors)
 
     def part(self, part: bytes) -> OwnedState:
-        """The statistics of the inner optimizers; or updates that another peer asks for, as far as they are here."""
-        if part == STATISTICS:
-            if not self.shares_inner_state:
-                return OwnedState(None, [])
+        """What only this peer has; or updates that another peer asks for, as far as they are here."""
+        if part == OF_ITS_OWN:
             with self.lock:
-                described, tensors = self.inner.dump_statistics()
-                return OwnedState(described, copies_of(tensors))
+                return self.own.dump()
         wanted = parse_request(part, len(self.fragments))
         with self.lock:
             return answer({number: self.fragments[number].kept.since(version) for number, version in wanted.items()})
@@ -75,8 +105,7 @@ class CatchingUp:
 
     rounds: Rounds
     load_state_timeout: float
-    shares_inner_state: bool
-    """Whether newcomers also take over the statistics of the inner optimizers."""
+    own: OfItsOwn
     _fetching: concurrent.futures.Future[State | None] | None = None
     _in_vain: int = 0
     """So many times in a row nobody had the updates that this peer lacks."""
@@ -188,8 +217,8 @@ class CatchingUp:
                     if rounds.settings.average != PARAMETERS:
                         # What has ended meanwhile, or was under way at the donor.
                         self._make(self._begin_to_fetch(range(len(rounds.fragments))))
-                    if is_new and self.shares_inner_state:
-                        self._take_over_statistics()
+                    if is_new and self.own:
+                        self._take_over_what_differs()
                     self._go_along()
                     return True
             rounds.tracker.note_vain_attempt(time.monotonic() - began_at)
@@ -199,18 +228,18 @@ class CatchingUp:
                     each.standing = Standing.GOOD
             return False
 
-    def _take_over_statistics(self) -> None:
-        """Begin with the statistics of another peer's inner optimizers. Without them training goes on, too."""
+    def _take_over_what_differs(self) -> None:
+        """Begin with what each peer has another one of. Without it training goes on, too."""
         rounds = self.rounds
         download = rounds.averager.load_part_from_peers
-        found = self._tried(download(STATISTICS, self.load_state_timeout, differs=True).result)
-        if found is None or not found[1]:
+        found = self._tried(download(OF_ITS_OWN, self.load_state_timeout, differs=True).result)
+        if found is None:
             return
         try:
             with rounds.lock:
-                rounds.inner.load_statistics(found[0], found[1])
+                self.own.load(found[0], found[1])
         except ValueError as e:
-            logger.warning("the inner optimizers begin without the statistics of another peer: %s", e)
+            logger.warning("this peer begins without the statistics, or the extra tensors, of another one: %s", e)
 
     def _tried(self, download: Callable[[], Any]) -> Any:
         """What a download brings; ``None`` if it fails."""

@@ -14,7 +14,8 @@ import torch
 
 from shoal.averaging import RoundResult
 from shoal.optim.outer.compressor import Outgoing
-from shoal.optim.outer.fragment_updates import Flight, FragmentUpdates, Standing
+from shoal.optim.outer.flight import Flight, Standing
+from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.schedule import Schedule
 from shoal.optim.outer.weights import Effort
 from shoal.p2p import PeerID

@@ -6,19 +6,22 @@ import logging
 import math
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
 from shoal.optim.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
-from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates, OuterRound
+from shoal.optim.outer.deeds import Deeds
+from shoal.optim.outer.extra import ExtraTensors
+from shoal.optim.outer.flight import OuterRound
+from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager, tag_of
 from shoal.optim.outer.schedule import SlotCounter, group_of
 from shoal.optim.outer.settings import OuterSettings
-from shoal.optim.outer.slot_tracker import SlotBoard, SlotTracker
-from shoal.optim.progress_tracker import ProgressTracker, RoundWatch
+from shoal.optim.outer.slot_tracker import Expectation, OuterTracker, SlotBoard, SlotTracker
+from shoal.optim.progress_tracker import RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure
 from shoal.p2p import PeerID
 
@@ -40,8 +43,10 @@ class Rounds:
     counter: SlotCounter
     fragments: Sequence[FragmentUpdates]
     inner: InnerOptimizers
-    tracker: ProgressTracker
+    tracker: OuterTracker
     averager: OuterAverager
+    extra: ExtraTensors
+    """What is averaged as it is, with the first fragment."""
     lock: threading.RLock
     """Held while outer parameters change."""
     matchmaking_time: float
@@ -50,6 +55,11 @@ class Rounds:
     """The outer update that was applied last."""
     has_trained: bool = False
     """This peer has made inner steps, or has taken over a state."""
+    # Of each fragment, who was expected in its latest round.
+    _expected: dict[int, Expectation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.deeds = Deeds(self.tracker.board)
 
     def end_slot(self) -> None:
         """Begin the round that ends this slot, and go to the next one."""
@@ -154,9 +164,13 @@ class Rounds:
 
     def report(self) -> None:
         """Tell the others what this peer has done in its slot."""
+        self.tracker.report_local_progress(self.counter.slot, self._done)
+
+    @property
+    def _done(self) -> int:
+        """What this peer has done in its slot, in the unit in which slots are counted."""
         counter = self.counter
-        done = counter.samples if counter.schedule.sync_every is None else counter.steps
-        self.tracker.report_local_progress(counter.slot, done)
+        return counter.samples if counter.schedule.sync_every is None else counter.steps
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -175,11 +189,14 @@ class Rounds:
         least, each.is_fresh = -(-(self.counter.schedule.sync_every or 0) // 2) if each.is_fresh else 0, False
         flight = each.begin(slot, self.averager.vectors[each.number], delay, settings.weighting, least)
         if not expected:
+            self.deeds.note(flight, Expectation(slot, (), get_dht_time(), 0.0))
             return
+        if each.number == 0:
+            self.extra.read(self.averager.extra)
         timeout = settings.averaging_timeout
         patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
         control = self.averager.step(
-            gather=each.statement(1 + len(expected)).dump(),
+            gather=each.statement(1 + len(expected), self._done).dump(),
             scheduled_time=get_dht_time() + patience,
             weight=flight.weight,
             allow_retries=not is_drawn,  # others would not find this peer a second time
@@ -189,6 +206,9 @@ class Rounds:
         )
         assert not isinstance(control, dict)
         flight.control = control
+        # Where rounds overlap with training, nobody is held up by those that do not come.
+        lost = 0.0 if settings.overlaps else patience
+        self._expected[each.number] = Expectation(slot, expected, get_dht_time(), lost)
         RoundWatch(control, self.tracker, None if last is None else dict.fromkeys(expected, last))
 
     def apply_what_is_due(self) -> None:
@@ -211,18 +231,24 @@ class Rounds:
             except Exception as e:  # whatever has failed, training goes on
                 flight.control.cancel()
                 if flight.control.began_allreduce or self._others_are_there(flight.slot):
+                    self.deeds.note(flight, None)
                     log_failure("the round of slot %d has failed (%s): it is made up for", flight.slot, e)
                     each.give_up()
                     return
             except BaseException:
                 flight.control.cancel()
                 raise
+        has_met_others = flight.control is not None and flight.control.round is not None
+        if has_met_others:
+            self.deeds.note(flight, self._expected.get(each.number))
         done = each.land(self.averager.vectors[each.number], flight.result, self.dht.peer_id)
         if not flight.is_finite:
             logger.warning("this peer's parameters were not finite: it goes on from those of the swarm")
             each.reset_model()
             self.inner.forget_what_is_not_finite()
         if done is not None:
+            if each.number == 0 and has_met_others:
+                self.extra.write(self.averager.extra)
             self.last = done
             self._tell(done)
 

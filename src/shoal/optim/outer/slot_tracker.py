@@ -1,19 +1,57 @@
-"""When a slot is over that is counted in inner steps: the first peer that has made all of them calls its end."""
+"""How far all peers are in a slot. If it is counted in inner steps, the first one that has made all of them ends it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.clock import get_dht_time
 from shoal.optim.progress import Companion, GlobalTrainingProgress, LocalTrainingProgress, estimate_is_off
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.p2p import PeerID
 
 
-class SlotBoard(ProgressBoard):
+@dataclass(frozen=True)
+class Expectation:
+    """Whom a peer expects in the round at the end of a slot."""
+
+    slot: int
+    peers: Collection[PeerID]
+    since: float
+    """DHT time at which it begins to wait."""
+    patience: float
+    """For so many seconds training may stand still for these peers."""
+
+
+class OuterBoard(ProgressBoard):
+    """A board whose epochs are slots. Rounds may end long after their slots, and overlap."""
+
+    def note_outer_round(self, samples: Mapping[bytes, float], now: float, expected: Expectation | None) -> None:
+        """A round is over, see :meth:`Evidence.note_round <shoal.optim.evidence.Evidence.note_round>`.
+
+        Args:
+            expected: who was; ``None``: the round has failed, which says nothing about the others.
+        """
+        with self._lock:
+            if expected is None:
+                self.evidence.note_round(samples, now)
+                return
+            peers = {peer.to_bytes() for peer in expected.peers}
+            self.evidence.begin_to_wait(peers, expected.since, expected.patience)
+            self.evidence.note_round(samples, now, self._companions, expected.slot)
+
+
+class OuterTracker(ProgressTracker):
+    """A tracker whose epochs are slots, which are counted in samples."""
+
+    make_board = OuterBoard
+    board: OuterBoard
+
+
+class SlotBoard(OuterBoard):
     """A board on which peers count their own inner steps, and do not add them up.
 
     Whoever has made all steps of the slot is ready. The others may complete theirs, but not for longer than the
@@ -38,7 +76,8 @@ class SlotBoard(ProgressBoard):
 
     def _summary_of(self, companions: Mapping[bytes, Companion], now: float) -> GlobalTrainingProgress:
         summary, own = super()._summary_of(companions, now), self.own
-        records = [c.record for c in companions.values() if c.is_reachable(now) and c.record.epoch == summary.epoch]
+        others = [c.record for c in companions.values() if c.is_reachable(now) and c.record.epoch == summary.epoch]
+        records = self.evidence.limited(others, now, self._batch_size)
         records += [own] if own.epoch == summary.epoch else []
         most = max((record.samples_accumulated for record in records), default=0)
         ends = [math.inf]
@@ -84,7 +123,7 @@ class SlotBoard(ProgressBoard):
             self._declared_end = now + patience
 
 
-class SlotTracker(ProgressTracker):
+class SlotTracker(OuterTracker):
     """A tracker whose epochs are slots, and whose samples are inner steps.
 
     Args:
