@@ -69,39 +69,44 @@ def record(peer, slot, steps, speed, now):
 
 @pytest.fixture
 def board(monkeypatch):
-    """A board after a round with A, to which B has not come."""
+    """A board after a round with A, and another one to which B has not come."""
     made = make_board(0.0)
-    monkeypatch.setattr("shoal.optim.outer.deeds.get_dht_time", lambda: 10.0)
-    for peer in (A, B):
-        made.hear(record(peer, 0, STEPS, 1.0, 1.0), 60.0, 1.0)
-    Deeds(made).note(flight_of({ME: 8.0, A: 8.0}, (STEPS, STEPS)), Expectation(0, (A, B), 8.0, 5.0))
-    made.finish_update(1, [A.to_bytes()], 10.0)
+    after_rounds(made, monkeypatch, patience=5.0)
     return made
+
+
+def after_rounds(board, monkeypatch, patience):
+    deeds = Deeds(board)
+    for slot, expected in enumerate([(A,), (A, B)]):
+        now = 10.0 * (slot + 1)
+        monkeypatch.setattr("shoal.optim.outer.deeds.get_dht_time", lambda now=now: now)
+        for peer in expected:
+            board.hear(record(peer, slot, STEPS, 1.0, now - 3), 60.0, now - 3)
+        deeds.note(flight_of({ME: 8.0, A: 8.0}, (STEPS, STEPS)), Expectation(slot, expected, now - 2, patience))
+        board.finish_update(slot + 1, [A.to_bytes()], now)
 
 
 def test_who_does_not_come_is_named_and_not_waited_for(board, caplog):
     assert f"waited in vain for peer {B}" in caplog.text
     for peer in (A, B):
-        board.hear(record(peer, 1, STEPS, 1.0, 11.0), 60.0, 11.0)
-    assert board.expected_members(11.0) == {A.to_bytes()}
+        board.hear(record(peer, 2, STEPS, 1.0, 21.0), 60.0, 21.0)
+    assert board.expected_members(21.0) == {A.to_bytes()}
 
 
 def test_a_claim_counts_as_far_as_its_peer_has_brought_something(board):
     """So nobody makes others believe that a slot is over long before they could make half of it."""
-    board.hear(record(B, 1, STEPS, 100.0, 11.0), 60.0, 11.0)
-    assert board.global_progress(11.0).samples_accumulated == 1, "a stranger has made one step at most"
-    board.hear(record(A, 1, STEPS, 1.0, 12.0), 60.0, 12.0)
-    assert board.global_progress(12.0).samples_accumulated == STEPS
+    board.hear(record(B, 2, STEPS, 100.0, 21.0), 60.0, 21.0)
+    assert board.global_progress(21.0).samples_accumulated == 1, "a stranger has made one step at most"
+    board.hear(record(A, 2, STEPS, 1.0, 22.0), 60.0, 22.0)
+    assert board.global_progress(22.0).samples_accumulated == STEPS
 
 
-def test_rounds_that_overlap_hold_nobody_up(monkeypatch, caplog):
+def test_rounds_that_overlap_hold_nobody_up(monkeypatch):
     made = make_board(0.0)
-    monkeypatch.setattr("shoal.optim.outer.deeds.get_dht_time", lambda: 10.0)
-    Deeds(made).note(flight_of({ME: 8.0, A: 8.0}, (STEPS, STEPS)), Expectation(0, (A, B), 8.0, 0.0))
-    made.finish_update(1, [A.to_bytes()], 10.0)
+    after_rounds(made, monkeypatch, patience=0.0)
     for peer in (A, B):
-        made.hear(record(peer, 1, 3, 1.0, 11.0), 60.0, 11.0)
-    assert made.expected_members(11.0) == {A.to_bytes(), B.to_bytes()}, "to expect it costs no time"
+        made.hear(record(peer, 2, 3, 1.0, 21.0), 60.0, 21.0)
+    assert made.expected_members(21.0) == {A.to_bytes(), B.to_bytes()}, "to expect it costs no time"
 
 
 def test_a_round_that_fails_is_held_against_nobody(monkeypatch, caplog):
