@@ -86,7 +86,9 @@ def after_rounds(board, monkeypatch, patience):
         board.finish_update(slot + 1, [A.to_bytes()], now)
 
 
-def test_who_does_not_come_is_named_and_not_waited_for(board, caplog):
+def test_who_does_not_come_is_named_and_not_waited_for(monkeypatch, caplog):
+    board = make_board(0.0)
+    after_rounds(board, monkeypatch, patience=5.0)
     assert f"waited in vain for peer {B}" in caplog.text
     for peer in (A, B):
         board.hear(record(peer, 2, STEPS, 1.0, 21.0), 60.0, 21.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
@@ -21,6 +22,7 @@ from shoal.optim.outer.outer_averager import OuterAverager, tag_of
 from shoal.optim.outer.schedule import SlotCounter, group_of
 from shoal.optim.outer.settings import OuterSettings
 from shoal.optim.outer.slot_tracker import Expectation, OuterTracker, SlotBoard, SlotTracker
+from shoal.optim.progress import LocalTrainingProgress
 from shoal.optim.progress_tracker import RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure
 from shoal.p2p import PeerID
@@ -86,7 +88,22 @@ class Rounds:
 
     def whom_to_expect(self) -> set[PeerID]:
         """Other peers that will come to the round at the end of this slot."""
-        return self.tracker.expected_members(until_epoch=self._last_slot)
+        return self.tracker.expected_members(until_epoch=self._last_slot) | self._a_slot_behind()
+
+    def _a_slot_behind(self) -> set[PeerID]:
+        """Peers that come to the round at the end of this slot when they have ended the one before.
+
+        Only where training goes on meanwhile, and rounds of two slots are of different fragments. Elsewhere, peers that
+        are a slot apart meet at once. There, two halves of a run could go on side by side, one always a slot ahead.
+        """
+        slot, tracker = self.counter.slot, self.tracker
+        if not self.settings.overlaps or len(self.fragments) == 1 or self.settings.average == PARAMETERS:
+            return set()
+        behind = {PeerID(each.peer_id): slot for each in self._records() if each.epoch == slot - 1}
+        return tracker.still_expected(behind)
+
+    def _records(self) -> list[LocalTrainingProgress]:
+        return self.tracker.board.companions_to_call(get_dht_time())
 
     def _others_are_there(self, slot: int) -> bool:
         """Whether others train, who do not come to the round that ends this slot, but make updates before or after."""
@@ -95,8 +112,7 @@ class Rounds:
             return True
         # Where rounds overlap with training, this peer may be ahead of those with whom it has been in the last round.
         earliest = slot - EPOCHS_AHEAD if self.settings.overlaps else slot
-        records = tracker.board.companions_to_call(get_dht_time())
-        near = {PeerID(record.peer_id): ANY_SLOT for record in records if record.epoch >= earliest}
+        near = {PeerID(record.peer_id): ANY_SLOT for record in self._records() if record.epoch >= earliest}
         return bool(tracker.still_expected(near))
 
     def _draw_group(self, fragment: int) -> set[PeerID] | None:
@@ -206,9 +222,7 @@ class Rounds:
         )
         assert not isinstance(control, dict)
         flight.control = control
-        # Where rounds overlap with training, nobody is held up by those that do not come.
-        lost = 0.0 if settings.overlaps else patience
-        self._expected[each.number] = Expectation(slot, expected, get_dht_time(), lost)
+        self._expected[each.number] = Expectation(slot, expected, get_dht_time(), patience)
         RoundWatch(control, self.tracker, None if last is None else dict.fromkeys(expected, last))
 
     def apply_what_is_due(self) -> None:
@@ -225,6 +239,7 @@ class Rounds:
         flight = each.flight
         if flight is None:
             return
+        began_at = time.monotonic()
         if flight.control is not None:
             try:
                 flight.control.result(self.settings.averaging_timeout)
@@ -240,7 +255,9 @@ class Rounds:
                 raise
         has_met_others = flight.control is not None and flight.control.round is not None
         if has_met_others:
-            self.deeds.note(flight, self._expected.get(each.number))
+            # Where rounds overlap with training, those that do not come hold it up less, or not at all.
+            expected = replace(self._expected[each.number], patience=time.monotonic() - began_at)
+            self.deeds.note(flight, expected)
         done = each.land(self.averager.vectors[each.number], flight.result, self.dht.peer_id)
         if not flight.is_finite:
             logger.warning("this peer's parameters were not finite: it goes on from those of the swarm")
