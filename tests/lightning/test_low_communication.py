@@ -327,6 +327,7 @@ EVERY = {"sync_every": 4}
         (None, {"low_communication": {"sync_every": 2, "fragments": 3}}, ValueError, "3 fragments do not fit"),
         (None, {"low_communication": {**EVERY, "fragment_sync_delay": 4}}, ValueError, "less than sync_every=4"),
         (None, {"low_communication": {**EVERY, "average": "all"}}, ValueError, "average must be one of"),
+        (None, {"low_communication": {**EVERY, "auxiliary": True}}, ValueError, "without data, and a Trainer has some"),
     ],
 )
 def test_contradictions_are_told_at_once(

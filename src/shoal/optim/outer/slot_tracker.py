@@ -37,6 +37,7 @@ class OuterBoard(ProgressBoard):
         """
         with self._lock:
             if expected is None:
+                self.evidence.begin_to_wait((), now, 0.0)
                 self.evidence.note_round(samples, now)
                 return
             peers = {peer.to_bytes() for peer in expected.peers}
