@@ -76,8 +76,10 @@ class Deeds:
         self._board.evidence.note_failures([peer.to_bytes() for peer in result.failed_peers], result.duration, now)
         self._board.note_outer_round({p: done[p] if weight else 0 for p, weight in weights.items()}, now, expected)
         self._latest = {PeerID(peer): weight for peer, weight in weights.items()}
+        known = dict(self._weights)  # the loop may be looking at this one
         for peer, weight in self._latest.items():
-            before = self._weights.pop(peer, 0.0)
-            self._weights[peer] = max(weight, before / _GENEROSITY)  # it may bring more again
-        while len(self._weights) > _MAX_REMEMBERED:
-            del self._weights[next(iter(self._weights))]
+            before = known.pop(peer, 0.0)
+            known[peer] = max(weight, before / _GENEROSITY)  # it may bring more again
+        while len(known) > _MAX_REMEMBERED:
+            del known[next(iter(known))]
+        self._weights = known
