@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from shoal.clock import get_dht_time
 from shoal.compression import NoCompression
 from shoal.lightning import HivemindStrategy
-from shoal.optim import MultiProcessOptimizer
+from shoal.optim.several_processes import SeveralProcesses
 
 STEPS = 12
 PEERS = 2
@@ -81,7 +81,7 @@ def parameters(module: nn.Module) -> list[float]:
 
 def swarm_of(optimizer: Any) -> Any:
     """The optimizer that talks to the swarm; ``None`` in the other processes of its peer."""
-    return optimizer.swarm if isinstance(optimizer, MultiProcessOptimizer) else optimizer
+    return optimizer.swarm if isinstance(optimizer, SeveralProcesses) else optimizer
 
 
 def meet(tracker: Any) -> None:

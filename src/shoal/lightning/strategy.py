@@ -27,6 +27,7 @@ from shoal.lightning.training_loop import (
     move_optimizer,
     progress_of,
 )
+from shoal.optim.several_processes import SeveralProcesses
 
 __all__ = ["HiveMindScheduler", "HivemindStrategy"]
 
@@ -416,7 +417,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
     def on_train_end(self) -> None:
         """Apply unfinished background work to the model, in all processes of this peer."""
         super().on_train_end()
-        if isinstance(self._optimizer, shoal.MultiProcessOptimizer):
+        if isinstance(self._optimizer, SeveralProcesses):
             self._optimizer.finish_background_work()
         elif isinstance(self._optimizer, shoal.DiLoCo):
             self._optimizer.show_outer_parameters()

@@ -20,8 +20,8 @@ from shoal.optim.devices import BatchesAhead
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
-from shoal.optim.joint_optimizer import JointOptimizer
-from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options, check_run_id
+from shoal.optim.joint_optimizer import JointOptimizer, check_run_id
+from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker

@@ -10,14 +10,14 @@ import torch
 
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.multi_process import MultiProcessOptimizer
 from shoal.optim.outer.diloco import DiLoCo
 from shoal.optim.outer.inner import InnerOptimizers, without_statistics
+from shoal.optim.several_processes import SeveralProcesses
 from shoal.optim.training_setup import main_parameters
 from shoal.optim.training_state import OWN
 
 
-class MultiProcessDiLoCo(MultiProcessOptimizer):
+class MultiProcessDiLoCo(SeveralProcesses):
     """Makes one peer of several processes that train the same model, each with its own batches.
 
     The processes belong to one group of ``torch.distributed`` and call the same methods in the same order. In each step

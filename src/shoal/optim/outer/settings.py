@@ -19,7 +19,7 @@ from shoal.compression import (
 from shoal.compression.base import check_codec
 from shoal.compression.one_result import OneResult, Relayed
 from shoal.facade import options_from
-from shoal.optim.optimizer_settings import check_run_id
+from shoal.optim.joint_optimizer import check_run_id
 from shoal.optim.outer.compressor import Compressor, default_feedback
 from shoal.optim.outer.fragment_updates import AVERAGES, PARAMETERS
 from shoal.optim.outer.mixing import Mixing
