@@ -92,7 +92,9 @@ def test_who_does_not_come_is_named_and_not_waited_for(monkeypatch, caplog):
     assert f"waited in vain for peer {B}" in caplog.text
     for peer in (A, B):
         board.hear(record(peer, 2, STEPS, 1.0, 21.0), 60.0, 21.0)
+    board.hear(record(C, 2, STEPS, 1.0, 21.0), 60.0, 21.0)
     assert board.expected_members(21.0) == {A.to_bytes()}
+    assert board.electorate(21.0, 2) == {A.to_bytes(), C.to_bytes()}, "nobody has waited for C in vain"
 
 
 def test_a_claim_counts_as_far_as_its_peer_has_brought_something(board):

@@ -209,10 +209,12 @@ class Rounds:
             return
         if each.number == 0:
             self.extra.read(self.averager.extra)
+        # Where groups are drawn, none of them is most of the run.
+        electorate = set() if is_drawn else self.tracker.electorate(self._last_slot)
         timeout = settings.averaging_timeout
         patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
         control = self.averager.step(
-            gather=each.statement(1 + len(expected), self._done).dump(),
+            gather=each.statement(1 + len(expected | electorate), self._done).dump(),
             scheduled_time=get_dht_time() + patience,
             weight=flight.weight,
             allow_retries=not is_drawn,  # others would not find this peer a second time

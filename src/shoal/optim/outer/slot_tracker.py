@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.clock import get_dht_time
-from shoal.optim.progress import Companion, GlobalTrainingProgress, LocalTrainingProgress, estimate_is_off
+from shoal.optim.progress import (
+    Companion,
+    GlobalTrainingProgress,
+    LocalTrainingProgress,
+    estimate_is_off,
+    expected_members,
+)
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
@@ -29,6 +35,9 @@ class Expectation:
 class OuterBoard(ProgressBoard):
     """A board whose epochs are slots. Rounds may end long after their slots, and overlap."""
 
+    # Peers that were expected in the last round for which they could have come, and did not come.
+    _absent: frozenset[bytes] = frozenset()
+
     def note_outer_round(self, samples: Mapping[bytes, float], now: float, expected: Expectation | None) -> None:
         """A round is over, see :meth:`Evidence.note_round <shoal.optim.evidence.Evidence.note_round>`.
 
@@ -41,8 +50,23 @@ class OuterBoard(ProgressBoard):
                 self.evidence.note_round(samples, now)
                 return
             peers = {peer.to_bytes() for peer in expected.peers}
+            self._absent = ((self._absent & self._companions.keys()) | peers) - samples.keys()
             self.evidence.begin_to_wait(peers, expected.since, expected.patience)
             self.evidence.note_round(samples, now, self._companions, expected.slot)
+
+    def electorate(self, now: float, until_epoch: int) -> set[bytes]:
+        """Other peers that count when it is asked whether most have come to a round.
+
+        These are all that can be expected, also those for which it is not worth to wait: two halves of a run that wait
+        for nobody else would both be the majority of those whom they know. Who was expected and did not come does not
+        count until it comes.
+
+        Args:
+            until_epoch: a peer beyond this epoch has finished the round.
+        """
+        with self._lock:
+            kin = self._kin(now)
+            return expected_members(self.own.epoch, until_epoch, kin, self._last_members, now) - self._absent
 
 
 class OuterTracker(ProgressTracker):
@@ -50,6 +74,10 @@ class OuterTracker(ProgressTracker):
 
     make_board = OuterBoard
     board: OuterBoard
+
+    def electorate(self, until_epoch: int) -> set[PeerID]:
+        """See :meth:`OuterBoard.electorate`."""
+        return {PeerID(peer) for peer in self.board.electorate(get_dht_time(), until_epoch)}
 
 
 class SlotBoard(OuterBoard):
