@@ -50,7 +50,8 @@ class OuterBoard(ProgressBoard):
                 self.evidence.note_round(samples, now)
                 return
             peers = {peer.to_bytes() for peer in expected.peers}
-            self._absent = ((self._absent & self._companions.keys()) | peers) - samples.keys()
+            known = {peer for peer in self._absent if peer in self._companions}
+            self._absent = frozenset((known | peers).difference(samples))
             self.evidence.begin_to_wait(peers, expected.since, expected.patience)
             self.evidence.note_round(samples, now, self._companions, expected.slot)
 
