@@ -10,7 +10,8 @@ import pytest
 
 from shoal.averaging import RoundResult
 from shoal.optim.outer.deeds import Deeds
-from shoal.optim.outer.slot_tracker import Expectation, SlotBoard, SlotTracker
+from shoal.optim.outer.flight import Expectation
+from shoal.optim.outer.slot_tracker import SlotBoard, SlotTracker
 from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.p2p.identity import Identity
 from shoal.p2p.transport import MOST

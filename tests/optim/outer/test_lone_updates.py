@@ -51,6 +51,7 @@ class Tracker:
         records = [SimpleNamespace(epoch=slot, peer_id=bytes([slot % 256])) for slot in slots]
         self.board = SimpleNamespace(companions_to_call=lambda now: records, batch_time=None)
         self.board.note_outer_round = lambda *round: None
+        self.board.set_steps = lambda steps: None
 
     def expected_members(self, until_epoch):
         return {slot for slot in self.slots if self.own <= slot <= until_epoch}

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.clock import get_dht_time
-from shoal.optim.outer.flight import Flight
-from shoal.optim.outer.slot_tracker import Expectation, OuterBoard
+from shoal.optim.outer.flight import Expectation, Flight
 from shoal.optim.sides import weights_of
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
 
 if TYPE_CHECKING:
     from shoal.averaging.node import AveragerNode
+    from shoal.optim.outer.slot_tracker import OuterBoard
 
 # A member may weigh this many times what it has weighed, because batches vary.
 _GENEROSITY = 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -69,6 +70,18 @@ class Flight:
     def result(self) -> RoundResult | None:
         """The result of the round, if there is one; ``None``: nobody else is there."""
         return self.saved_result if self.control is None else self.control.round
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Whom a peer expects in the round at the end of a slot."""
+
+    slot: int
+    peers: Collection[PeerID]
+    since: float
+    """DHT time at which it begins to wait."""
+    patience: float
+    """For so many seconds training may stand still for these peers."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from shoal.optim.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
 from shoal.optim.outer.deeds import Deeds
 from shoal.optim.outer.extra import ExtraTensors
-from shoal.optim.outer.flight import OuterRound
+from shoal.optim.outer.flight import Expectation, OuterRound
 from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager, tag_of
 from shoal.optim.outer.schedule import SlotCounter, group_of
 from shoal.optim.outer.settings import OuterSettings
-from shoal.optim.outer.slot_tracker import Expectation, OuterTracker, SlotBoard, SlotTracker
 from shoal.optim.progress import LocalTrainingProgress
 from shoal.optim.progress_tracker import RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure
@@ -29,6 +28,7 @@ from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
+    from shoal.optim.outer.slot_tracker import OuterTracker
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Rounds:
     def _draw_group(self, fragment: int) -> set[PeerID] | None:
         """Whom this peer meets at the end of this slot; ``None``: all others."""
         size, board, slot = self.averager.group_size, self.tracker.board, self.counter.slot
-        if self.settings.average != PARAMETERS or size is None or not isinstance(board, SlotBoard):
+        if self.settings.average != PARAMETERS or size is None or self.counter.schedule.sync_every is None:
             return None
         others = board.everybody(get_dht_time())
         if len(others) < size:
@@ -130,7 +130,7 @@ class Rounds:
     def go_to(self, slot: int, members: Iterable[PeerID] = ()) -> None:
         """Tell the others that this peer is at another slot. Inside ``pause_updates()``."""
         self.counter.go_to(slot)
-        if isinstance(self.tracker, SlotTracker):
+        if self.counter.schedule.sync_every is not None:
             self.tracker.board.set_steps(self.counter.schedule.steps_of(slot))
         self.tracker.update_epoch(slot, members=list(members))
         if not self.averager.client_mode:

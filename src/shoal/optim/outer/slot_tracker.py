@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shoal.clock import get_dht_time
+from shoal.optim.outer.flight import Expectation
 from shoal.optim.progress import (
     Companion,
     GlobalTrainingProgress,
@@ -18,18 +19,6 @@ from shoal.optim.progress import (
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.p2p import PeerID
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """Whom a peer expects in the round at the end of a slot."""
-
-    slot: int
-    peers: Collection[PeerID]
-    since: float
-    """DHT time at which it begins to wait."""
-    patience: float
-    """For so many seconds training may stand still for these peers."""
 
 
 class OuterBoard(ProgressBoard):
@@ -54,6 +43,16 @@ class OuterBoard(ProgressBoard):
             self._absent = frozenset((known | peers).difference(samples))
             self.evidence.begin_to_wait(peers, expected.since, expected.patience)
             self.evidence.note_round(samples, now, self._companions, expected.slot)
+
+    def set_steps(self, steps: int) -> None:
+        """The slot that begins has so many steps. Only where slots are counted in these."""
+        self._target_batch_size = steps
+
+    def everybody(self, now: float) -> set[bytes]:
+        """All other peers that are known and can be reached, whatever slot they are at."""
+        with self._lock:
+            self._drop_expired(now)
+            return {peer for peer, companion in self._companions.items() if companion.is_reachable(now)}
 
     def electorate(self, now: float, until_epoch: int) -> set[bytes]:
         """Other peers that count when it is asked whether most have come to a round.
@@ -94,10 +93,6 @@ class SlotBoard(OuterBoard):
     """For so many seconds others are waited for."""
     # Of the slot with this number: until when this peer may go on, by what it has heard so far.
     _deadline: tuple[int, float] = (-1, math.inf)
-
-    def set_steps(self, steps: int) -> None:
-        """The slot that begins has so many steps."""
-        self._target_batch_size = steps
 
     @property
     def has_made_all(self) -> bool:
@@ -140,12 +135,6 @@ class SlotBoard(OuterBoard):
             slot, known = self._deadline
             self._deadline = self.own.epoch, min(called, known if slot == self.own.epoch else math.inf)
             return max(now, self._deadline[1])
-
-    def everybody(self, now: float) -> set[bytes]:
-        """All other peers that are known and can be reached, whatever slot they are at."""
-        with self._lock:
-            self._drop_expired(now)
-            return {peer for peer, companion in self._companions.items() if companion.is_reachable(now)}
 
     def begin_update(self, now: float, patience: float) -> None:
         super().begin_update(now, patience)
