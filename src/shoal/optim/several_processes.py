@@ -312,7 +312,8 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the first process' optimizer, see :meth:`shoal.Optimizer.state_dict`; save it only there."""
-        return self._inner.state_dict()
+        state: dict[str, Any] = self._inner.state_dict()
+        return state
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
