@@ -22,8 +22,8 @@ from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
 from shoal.optim.epochs import usual_lag
 from shoal.optim.outer.extra import ExtraTensors
-from shoal.optim.outer.flight import Standing
-from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates
+from shoal.optim.outer.flight import PARAMETERS, Standing
+from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.kept import Kept, answer, parse_answer, parse_request, request_for
 from shoal.optim.outer.schedule import SlotCounter

@@ -15,6 +15,10 @@ from shoal.optim.outer.compressor import Outgoing
 from shoal.optim.outer.weights import Effort
 from shoal.p2p import PeerID
 
+PARAMETERS = "parameters"
+AVERAGES = ("pseudo_gradients", PARAMETERS)
+"""What rounds may average."""
+
 
 class Standing(enum.Enum):
     """How a member's outer parameters compare with those of its group."""

@@ -17,7 +17,7 @@ from shoal.errors import AllreduceException
 from shoal.logs import Seldom
 from shoal.optim.outer.chain import Chain, Statement, has_other_bits, hash_of, parse_links, settle, steps_between
 from shoal.optim.outer.compressor import Compressor, Outgoing
-from shoal.optim.outer.flight import Flight, OuterRound, Standing
+from shoal.optim.outer.flight import PARAMETERS, Flight, OuterRound, Standing
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.kept import Kept, KeptResults, packed, unpacked, who_counted
 from shoal.optim.outer.mixing import Mixing, shift
@@ -26,9 +26,6 @@ from shoal.optim.outer.weights import Effort, Staleness, discount
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
-
-PARAMETERS = "parameters"
-AVERAGES = ("pseudo_gradients", PARAMETERS)
 
 
 class FragmentUpdates:
@@ -41,7 +38,7 @@ class FragmentUpdates:
         fragment: the parameters of the model.
         state: the outer parameters.
         mixing: how results get into the model.
-        average: one of :data:`AVERAGES`.
+        average: one of :data:`~shoal.optim.outer.flight.AVERAGES`.
         staleness: makes old contributions smaller.
         max_staleness: older ones do not count.
         lock: held while outer parameters change, so that newcomers get whole states.

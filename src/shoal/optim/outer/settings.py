@@ -21,7 +21,7 @@ from shoal.compression.one_result import OneResult, Relayed
 from shoal.facade import options_from
 from shoal.optim.joint_optimizer import check_run_id
 from shoal.optim.outer.compressor import Compressor, default_feedback
-from shoal.optim.outer.fragment_updates import AVERAGES, PARAMETERS
+from shoal.optim.outer.flight import AVERAGES, PARAMETERS
 from shoal.optim.outer.mixing import Mixing
 from shoal.optim.outer.schedule import Schedule
 from shoal.optim.outer.weights import Staleness, check_weighting, usual_staleness
