@@ -9,35 +9,53 @@ DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 	$(addprefix tests/optim/test_,comparison.py grad_averager.py grad_scaler.py low_rank.py optimizer_state.py) \
 	$(addprefix tests/optim/test_,state_averager.py training_averager.py optimizer.py::test_peers_stay_identical)
 # Tests wait more than they compute: four processes keep two cores busy.
-PYTEST_OPTIONS := --numprocesses 4 --dist loadgroup
+PROCESSES ?= 4
+PYTEST_OPTIONS := --numprocesses $(PROCESSES) --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
+RELEASE_BIN := $(subst $(VENV),$(VENV)/release,$(BIN))
+# Where Python may not keep what it has compiled, each of the many processes compiles it anew, tests and shoal.
+unexport PYTHONDONTWRITEBYTECODE
+# What a slow drill shows has a quick test, too. The drills show it longer, more often, or with more peers.
+DRILLS := slow_drill
 # Where much is tested already, what differs shows up soon: few examples, nothing that takes long.
-QUICK := -m "not slow" --hypothesis-profile=quick
-OLDEST_TESTS := tests/test_*.py tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim
+QUICK := -m "not slow and not $(DRILLS)" --hypothesis-profile=quick
+# The shape of the source is the same with all versions.
+OLDEST_TESTS := $(filter-out %_house.py %_devices_in_source.py,$(wildcard tests/test_*.py)) tests/testing tests/p2p tests/dht tests/compression tests/averaging tests/optim \
+	tests/archive
 
 # What Windows and macOS do differently is in these rooms; what takes long there is left out.
 PRETENDING_TESTS_windows := tests/ports tests/p2p tests/dht tests/averaging tests/optim/test_optimizer.py::test_peers_stay_identical
 # macOS differs in sockets and files alone: of the rooms above them, what uses real ones.
 PRETENDING_TESTS_macos := tests/ports tests/p2p tests/dht/test_dht.py tests/dht/test_node.py tests/averaging/test_averager.py \
 	tests/averaging/test_state_sharing.py tests/optim/test_optimizer.py::test_peers_stay_identical
-# These are the same everywhere: they decode bytes, or have no network but a simulated one.
-SAME_EVERYWHERE := tests/p2p/test_wire.py tests/p2p/test_multiaddr.py \
-	$(addprefix tests/dht/test_,schema.py lookup.py traverse.py routing.py validation.py crypto.py search.py) \
-	$(addprefix tests/averaging/test_,slices.py bad_values.py compressed_rounds.py partition.py load_balancing.py aggregation.py)
+# These are the same everywhere: they decode bytes, or have no network but a simulated one, in virtual time.
+SAME_EVERYWHERE := \
+	$(addprefix tests/p2p/test_,behaviour.py fair_rate.py multiaddr.py punch_policy.py wire.py) \
+	$(addprefix tests/dht/test_,crypto.py deposits.py finding.py known.py lookup.py ownership.py protocol.py records.py) \
+	$(addprefix tests/dht/test_,routing.py schema.py search.py sharing_and_caching.py spread.py storage.py traverse.py) \
+	$(addprefix tests/dht/test_,validation.py walk_line.py) \
+	$(addprefix tests/averaging/test_,aggregation.py bad_values.py calls.py compressed_rounds.py finite.py leaving.py) \
+	$(addprefix tests/averaging/test_,load_balancing.py message_means.py one_result.py pace.py partition.py reducer.py) \
+	$(addprefix tests/averaging/test_,relaying.py robust_rounds.py sessions.py slices.py stripes.py traffic.py)
 SYSTEMS ?= windows macos
 PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
-.PHONY: demo test test-for test-lightning test-oldest test-devices test-pretend check style types fuzz bench format install oldest clean
+.PHONY: demo test test-slow test-for test-lightning test-oldest test-devices test-pretend
+.PHONY: collected check style types fuzz bench dist format install oldest clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
 demo: install
 	$(BIN)/shoal demo
 
-# All tests. Choose some with: make test TESTS=tests/dht
+# All tests but the slow drills. Choose some with: make test TESTS=tests/dht
 test: install
-	$(PYTEST) $(TESTS)
+	$(PYTEST) -m "not $(DRILLS)" $(TESTS)
+
+# The slow drills, before a release.
+test-slow: install
+	$(PYTEST) -m $(DRILLS) $(TESTS)
 
 # The tests of one file of the source, or of a folder: make test-for FILE=src/shoal/p2p/tcp.py
 test-for: install
@@ -46,7 +64,7 @@ test-for: install
 # The Lightning strategy once more: from the other package, with the oldest versions that pyproject.toml allows. `make
 # test` has the newest of both packages; at one version they differ in their name only.
 test-lightning: install $(VENV)/lightning-oldest.stamp
-	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) $(LIGHTNING_TESTS)
+	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) -m "not $(DRILLS)" $(LIGHTNING_TESTS)
 
 # Without what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
 # Python 3.11, which is the newest for which all of these were built.
@@ -59,11 +77,14 @@ test-devices: install
 	SHOAL_TEST_DEVICE=fake $(PYTEST) $(QUICK) $(or $(TESTS),$(DEVICE_TESTS))
 
 # Tests as on Windows and on macOS, as far as shoal can see; on Linux. tests/pretend tells what that means.
-test-pretend: install
-	for system in $(SYSTEMS); do $(MAKE) pretend-$$system || exit 1; done
+test-pretend: $(addprefix pretend-,$(SYSTEMS))
 
 pretend-%: install
 	$(PRETENDING) --pretend=$* $(PRETENDING_TESTS_$*)
+
+# Only finds all tests. Whoever runs them later finds them compiled, which takes longer than many a test.
+collected: install
+	$(BIN)/python -m pytest --collect-only -qq
 
 # Style, types and the layering of the rooms. `make -j2 check` uses two cores.
 check: style types types-win32 types-darwin
@@ -91,6 +112,14 @@ bench: install
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/rpc.py
 	$(BIN)/python benchmarks/compression.py --library shoal
+
+# The packages of a release, in dist/: built, checked, and tried in an empty environment, where two peers train.
+dist: $(VENV)/release.stamp
+	rm -rf dist build
+	$(RELEASE_BIN)/python -m build --no-isolation
+	$(RELEASE_BIN)/twine check --strict dist/*
+	$(RELEASE_BIN)/check-wheel-contents dist/*.whl
+	$(PYTHON) tools/try_package.py dist/*.whl
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -130,5 +159,11 @@ $(VENV)/oldest-package.stamp: $(VENV)/oldest.stamp pyproject.toml
 	$(OLDEST_BIN)/python -m pip check
 	@touch $@
 
+$(VENV)/release.stamp: requirements-release.txt
+	rm -rf $(VENV)/release
+	$(PYTHON) -m venv $(VENV)/release
+	$(RELEASE_BIN)/python -m pip install --disable-pip-version-check -r requirements-release.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report

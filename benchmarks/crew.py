@@ -204,7 +204,16 @@ def _tell(process: subprocess.Popen[str], *words: Any) -> None:
     process.stdin.flush()
 
 
-class AveragerCrew(Crew):
+class JoinedCrew(Crew):
+    """Peers that have joined the first one when the block begins."""
+
+    def _get_ready(self) -> None:
+        super()._get_ready()
+        [address] = self.ask("open", to=self.processes[:1])
+        self.ask("join", address)
+
+
+class AveragerCrew(JoinedCrew):
     """Peers that average a vector with each other; they know each other when the block begins."""
 
     def __init__(
@@ -213,8 +222,3 @@ class AveragerCrew(Crew):
         threads = max(1, (os.cpu_count() or 1) // peers)  # the same for every library
         arguments |= {"megabytes": megabytes, "threads": threads, "options": json.dumps(options or {})}
         super().__init__("peer.py", library, peers, **arguments)
-
-    def _get_ready(self) -> None:
-        super()._get_ready()
-        [address] = self.ask("open", to=self.processes[:1])
-        self.ask("join", address)

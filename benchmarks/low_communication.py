@@ -16,10 +16,10 @@ import argparse
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
-from crew import Crew
+from crew import JoinedCrew
 from wide_area import WideArea
 
 FOUR_BITS = {"sync_every": 30, "compression": "4 bits", "outer": (0.9, 0.5)}
@@ -51,10 +51,21 @@ MODES: dict[str, dict[str, Any]] = {
             "averager_opts": {"target_group_size": 2},
         },
     },
+    "streaming, late": {
+        "kind": "diloco",
+        "options": {
+            "sync_every": 30,
+            "compression": "4 bits",
+            "outer": (0.9, 0.5),
+            "fragments": 3,
+            "fragment_sync_delay": 15,
+        },
+    },
     "late, rebase": {"kind": "diloco", "options": LATE},
     "late, half": {"kind": "diloco", "options": {**LATE, "fragment_update_alpha": 0.5}},
     "alone": {"kind": "alone"},
 }
+MODES_OF_TABLE = [name for name in MODES if name != "streaming, late"]
 # By how much the loss may be above the synchronous one, and how many times fewer bytes are sent.
 BARS = {
     "H=10": (0.055, 10),
@@ -70,13 +81,11 @@ REPORT_EVERY = 60
 BYTES_PER_SECOND, ROUND_TRIP, SECONDS_PER_STEP, TRIPS_PER_ROUND = 12.5e6, 0.060, 0.02, 4
 
 
-class LanguageCrew(Crew):
+class LanguageCrew(JoinedCrew):
     """Peers that know each other when the block begins."""
 
     def _get_ready(self) -> None:
         super()._get_ready()
-        [address] = self.ask("open", to=self.processes[:1])
-        self.ask("join", address)
         self.ask("appear")
         self.ask("meet")
 
@@ -89,8 +98,8 @@ def measure(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         hosts = []
         if args.megabits:
             hosts = stack.enter_context(WideArea(peers, args.megabits, args.round_trip)).hosts
-        options = {"mode": json.dumps(mode), "seed": seed, "steps": args.steps}
-        crew = stack.enter_context(LanguageCrew("low_communication_peer.py", "shoal", peers, hosts, **options))
+        told = {"mode": json.dumps(mode), "seed": seed, "steps": args.steps}
+        crew = stack.enter_context(LanguageCrew("low_communication_peer.py", "shoal", peers, hosts, **told))
         every = mode.get("report_every", REPORT_EVERY)
         for until in [*range(every, args.steps, every), args.steps]:
             answers = crew.ask("train", until)
@@ -100,11 +109,11 @@ def measure(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
             if until % REPORT_EVERY and not is_end:
                 continue
             found = crew.ask("measure", is_end, to=None if is_end else crew.processes[:1])
-            curve.append((until, payload, mean(each["loss"] for each in found)))
+            curve.append((until, payload, mean(each["loss"] for each in found), seconds))
     rounds = [each for answer in found for each in answer["rounds"]]
     made = len(rounds) / peers
     payload = sum(each["bytes"] for each in rounds) / peers
-    curve[-1] = (args.steps, payload, curve[-1][2])
+    curve[-1] = (args.steps, payload, *curve[-1][2:])
     delay = mode.get("options", {}).get("fragment_sync_delay", 0)
     per_round = TRIPS_PER_ROUND * ROUND_TRIP + payload / max(1.0, made) / BYTES_PER_SECOND - delay * SECONDS_PER_STEP
     return {
@@ -117,6 +126,9 @@ def measure(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         "same": len({tuple(each["bits"]) for each in found}) == 1,
         "estimate": args.steps * SECONDS_PER_STEP + made * max(0.0, per_round),
         "seconds": seconds,
+        # Of rounds in the middle of training: how long they took, and the step in which they were applied.
+        "round": median(each.get("seconds", each["step"]) for each in rounds) if rounds else 0.0,
+        "step": median(each["step"] for each in rounds if each["step"]) if rounds else 0.0,
         "curve": curve,
         "values": found[0]["values"],
     }
@@ -172,14 +184,13 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path, *, is_wide: bool)
     colours, markers = (*COLOURS, "#000000", "#8c510a"), (*MARKERS, "*", "<")
     for (name, runs), colour, marker in zip(results.items(), colours, markers, strict=False):
         run = runs[0]
-        steps, sent, losses = zip(*run["curve"], strict=True)
+        steps, sent, losses, seconds = zip(*run["curve"], strict=True)
         style = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.2, "label": name}
         if run["payload"]:
             by_bytes.plot([each / 1e6 for each in sent], losses, **style)
         else:
             by_bytes.axhline(losses[-1], color=colour, linestyle="--", linewidth=1, label=name)
-        whole = run["seconds"] if is_wide else run["estimate"]
-        by_time.plot([whole * step / steps[-1] for step in steps], losses, **style)
+        by_time.plot(seconds if is_wide else [run["estimate"] * each / steps[-1] for each in steps], losses, **style)
     by_bytes.set_xscale("log")
     by_time.set_xscale("log")
     by_bytes.set_xlabel("megabytes that a peer has sent")
@@ -192,16 +203,24 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path, *, is_wide: bool)
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
+def options() -> argparse.ArgumentParser:
+    """What all programs that measure modes are told."""
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=420, help="that each peer makes")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1])
-    parser.add_argument("--megabits", type=float, default=0, help="that each peer can send per second; 0: loopback")
     parser.add_argument("--round-trip", type=float, default=0.060, help="seconds between any two peers and back")
     parser.add_argument("--store", type=Path, help="results are kept in this file, and not measured again")
     parser.add_argument("--picture", type=Path, help="draw the losses into this PNG file")
+    return parser
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[options()]
+    )
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=MODES_OF_TABLE)
+    parser.add_argument("--megabits", type=float, default=0, help="that each peer can send per second; 0: loopback")
     args = parser.parse_args()
     print(f"{args.peers} peers, {args.steps} steps each, seeds {args.seeds}")
     results: dict[str, list[dict[str, Any]]] = {}

@@ -16,22 +16,13 @@ import json
 import time
 from typing import Any
 
-from crew import Crew
+from crew import JoinedCrew
 
 AVERAGERS = ("plain", "PowerSGD", "PowerEF")
 FIRST_EPOCHS = 3
 """Until then peers meet; what these steps send does not count."""
 REPORT_EVERY = 20
 """Peers answer after so many steps, so that one that hangs is noticed."""
-
-
-class LanguageCrew(Crew):
-    """Peers that know each other when the block begins."""
-
-    def _get_ready(self) -> None:
-        super()._get_ready()
-        [address] = self.ask("open", to=self.processes[:1])
-        self.ask("join", address)
 
 
 def measure(averager: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -44,7 +35,7 @@ def measure(averager: str, args: argparse.Namespace) -> dict[str, Any]:
         "average_state_every": args.average_state_every,
         "rate": args.rate,
     }
-    with LanguageCrew("low_rank_peer.py", "shoal", args.peers, **options) as crew:
+    with JoinedCrew("low_rank_peer.py", "shoal", args.peers, **options) as crew:
         crew.ask("train", FIRST_EPOCHS)
         began, answers = time.monotonic(), []
         for until in [*range(FIRST_EPOCHS + REPORT_EVERY, epochs, REPORT_EVERY), epochs]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from commands import obey, peer_parser
+from language_peer import LanguagePeer
 
 import shoal
 from shoal.cli.demo import model as demo_model
-from shoal.cli.demo.model import load_corpus
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.power_sgd_averager import PowerSGDGradientAverager
@@ -28,35 +28,23 @@ WARM_UP_EPOCHS = 10
 HELD_OUT_WINDOWS = 1500
 
 
-class LanguagePeer:
+class LowRankPeer(LanguagePeer):
     """Trains with the others, and counts what it sends."""
 
-    version = shoal.__version__
-
     def __init__(self, args: argparse.Namespace) -> None:
-        self.index, self.args = args.index, args
-        torch.set_num_threads(1)
-        torch.manual_seed(0)  # all peers begin with the same model
-        corpus = load_corpus(args.peers)
-        self.model = demo_model.ByteTransformer(demo_model.ModelSize())
-        self.text = corpus.shards[args.index]
-        self.window = self.model.size.context + 1
-        self.held_out = demo_model.even_windows(corpus.held_out, HELD_OUT_WINDOWS, self.window)
-        self.random = torch.Generator().manual_seed(1 + args.index)
+        batches = 1 + args.index
+        super().__init__(
+            args.index, args.peers, seed=0, batches=batches, batch_size=BATCH_SIZE, held_out=HELD_OUT_WINDOWS
+        )
+        self.args = args
 
-    def open(self) -> list[str]:
-        self.dht = shoal.DHT(start=True)
-        return [str(address) for address in self.dht.get_visible_maddrs()]
-
-    def join(self, addresses: list[str]) -> None:
-        if self.index != 0:
-            self.dht = shoal.DHT(addresses, start=True)
+    def make_optimizer(self) -> shoal.Optimizer:
         epochs = self.args.epochs
         groups = demo_model.parameter_groups(self.model)
         for group, factor in zip(groups, (1, TABLES_FASTER), strict=True):
             group["lr"] = factor * self.args.rate
         optimizer = torch.optim.SGD(groups, lr=self.args.rate, momentum=MOMENTUM)
-        self.optimizer = shoal.Optimizer(
+        return shoal.Optimizer(
             dht=self.dht,
             run_id="low_rank",
             target_batch_size=self.args.target_batch_size,
@@ -76,9 +64,8 @@ class LanguagePeer:
         """Make global steps; returns their groups and samples, and what this peer has sent meanwhile, whatever for."""
         sent, sizes, samples, epoch = self.dht.p2p.metrics.bytes_sent, [], 0.0, self.optimizer.local_epoch
         while self.optimizer.local_epoch < until:
-            windows = demo_model.random_windows(self.text, BATCH_SIZE, self.window, self.random)
             self.optimizer.zero_grad()
-            demo_model.loss_on(self.model, windows).backward()  # type: ignore[no-untyped-call]
+            self.compute_gradients()
             self.optimizer.step()
             if self.optimizer.local_epoch > epoch:
                 epoch = self.optimizer.local_epoch
@@ -90,14 +77,7 @@ class LanguagePeer:
 
     def measure(self) -> dict[str, Any]:
         """Nats per byte of text that nobody has trained on, and how many values the gradients have."""
-        return {
-            "loss": demo_model.held_out_loss(self.model, self.held_out),
-            "values": sum(parameter.numel() for parameter in self.model.parameters()),
-        }
-
-    def close(self) -> None:
-        self.optimizer.shutdown()
-        self.dht.shutdown()
+        return {"loss": self.held_out_loss(), "values": self.values}
 
 
 def main() -> None:
@@ -109,7 +89,7 @@ def main() -> None:
     parser.add_argument("--average_state_every", type=int, required=True)
     parser.add_argument("--rate", type=float, required=True)
     args = parser.parse_args()
-    obey(lambda: LanguagePeer(args))
+    obey(lambda: LowRankPeer(args))
 
 
 if __name__ == "__main__":

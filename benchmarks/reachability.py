@@ -2,7 +2,11 @@
 
     sudo python -m benchmarks.reachability matrix     # 20 dials for each pair of kinds of routers
     sudo python -m benchmarks.reachability times      # joins, and dials from a circuit address
-    sudo python -m benchmarks.reachability rounds     # all-reduces of 40 MB, some of them disturbed
+    sudo python -m benchmarks.reachability rounds     # all-reduces of 40 MB
+    sudo python -m benchmarks.reachability crash      # the same; a relay is killed in the middle
+    sudo python -m benchmarks.reachability silence    # … or loses its power
+    sudo python -m benchmarks.reachability resets     # … or connections are reset
+    sudo python -m benchmarks.reachability flush      # … or a router forgets its translations
     sudo python -m benchmarks.reachability departure  # the only public peer goes, and another one turns public
     sudo python -m benchmarks.reachability relay      # a relay at its rate
     sudo python -m benchmarks.reachability lines      # uplinks of 100 Mbit/s, directly and through a relay
@@ -21,8 +25,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.broken_rounds import crash, flush, resets, silence
 from benchmarks.callers import Caller, Report, dial, percentile
-from benchmarks.rounds_behind_routers import MEGABITS, MTU, departure, rounds, start_dht
+from benchmarks.rounds_behind_routers import MEGABITS, MEGABYTES, MTU, departure, rounds, start_dht
 from tests import nursery
 from tests.nat.laboratory import Host, Laboratory
 from tests.nat.rules import Kind
@@ -300,6 +305,10 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
     "matrix": matrix,
     "times": times,
     "rounds": rounds,
+    "crash": crash,
+    "silence": silence,
+    "resets": resets,
+    "flush": flush,
     "departure": departure,
     "relay": relay,
     "lines": lines,
@@ -313,6 +322,7 @@ def main() -> None:
     parser.add_argument("--dials", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--disturbed", type=int, default=3, help="rounds of each kind of disturbance")
+    parser.add_argument("--megabytes", type=float, default=MEGABYTES, help="of the rounds in which something breaks")
     parser.add_argument("--joins", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=10.0, help="that count, of a relay at its rate")
     parser.add_argument("--settle", type=float, default=3.0, help="seconds after the joins, before it begins")

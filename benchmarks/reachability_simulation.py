@@ -84,6 +84,8 @@ class Outcome:
 
     def describe(self) -> str:
         total = sum(self.ways.values())
+        if len(self.seconds) < 2:
+            return f"{total} dials"
         failed = self.ways["never"]
         ways = ", ".join(f"{way} {count / total:.2%}" for way, count in self.ways.most_common() if way != "never")
         cuts = quantiles(self.seconds, n=100)
@@ -222,7 +224,9 @@ def simulate(peers: int, seconds: float, life: float, dial_seconds: float, seed:
             await asyncio.sleep(SECONDS_BETWEEN)
         await asyncio.sleep(SETTLE_SECONDS)
         tasks = [asyncio.ensure_future(work) for work in (swarm.churn(life / count), swarm.watch())]
-        await asyncio.sleep(seconds)
+        for tenth in range(1, 11):
+            await asyncio.sleep(seconds / 10)
+            logger.info("seed %d, %d %% of the time: %s", seed, 10 * tenth, swarm.outcome.describe())
         for task in tasks:
             task.cancel()
         for name, most in (
@@ -238,6 +242,15 @@ def simulate(peers: int, seconds: float, life: float, dial_seconds: float, seed:
     return run(main(), seed=seed)
 
 
+def _log(progress: bool) -> None:
+    """In each process: nothing, or how it goes and which dials fail."""
+    if not progress:
+        logging.disable()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("shoal").setLevel(logging.CRITICAL + 1)
+    logger.setLevel(logging.INFO)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, default=100)
@@ -247,11 +260,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="simulations at the same time")
+    parser.add_argument("--progress", action="store_true", help="tell ten times how it goes, and of dials that fail")
     arguments = parser.parse_args()
     one = functools.partial(simulate, arguments.peers, 60 * arguments.minutes, arguments.life, arguments.dials)
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     total = Outcome()
-    with ProcessPoolExecutor(arguments.processes, initializer=logging.disable) as processes:
+    with ProcessPoolExecutor(arguments.processes, initializer=_log, initargs=(arguments.progress,)) as processes:
         for outcome in processes.map(one, seeds):
             total.add(outcome)
     print(total.describe())

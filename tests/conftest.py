@@ -40,6 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests and their p
 
 WITH_PROCESSES = {
     "tests/cli/": "commands",
+    "tests/data/test_drill.py": "systems",
     "tests/hostile/test_liars.py": "systems",
     "tests/hostile/test_real_processes.py": "systems",
     "tests/system/": "systems",

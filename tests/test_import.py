@@ -11,7 +11,9 @@ import pytest
 LIMIT_SECONDS = 270
 pytestmark = pytest.mark.timeout(300)  # importing torch is pure computing, on a busy machine very long
 
-OPTIONAL_PACKAGES = ("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning")
+OPTIONAL_PACKAGES = (
+    *("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning", "safetensors"),
+)
 
 PRELUDE = """
 import importlib, logging, multiprocessing, os, pkgutil, signal, sys, threading

@@ -14,7 +14,7 @@ import pytest
 import shoal
 from tests.interface import check_signature, find
 
-ROOMS = ("averaging", "compression", "dht", "lightning", "optim", "p2p", "testing", "utils")
+ROOMS = ("archive", "averaging", "compression", "dht", "lightning", "optim", "p2p", "testing", "utils")
 
 ADDED = {
     "shoal.Optimizer": """
@@ -35,6 +35,7 @@ ADDED = {
 """Options and methods that the inherited interface does not have; the table names no others."""
 
 ERRORS = {
+    "shoal.errors.ArchiveError": "shoal.errors.ShoalError",
     "shoal.errors.BootstrapError": "shoal.p2p.P2PDaemonError RuntimeError",
     "shoal.errors.DialError": "shoal.p2p.P2PDaemonError ConnectionError",
     "shoal.errors.IdentityTakenError": "shoal.p2p.P2PDaemonError",

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 # Where each name lives.
 _HOMES = {
+    "shoal.archive": ("load_archive",),
     "shoal.averaging": ("DecentralizedAverager",),
     "shoal.clock": (
         "MAX_DHT_TIME_DISCREPANCY_SECONDS",
@@ -89,9 +90,10 @@ _HOMES = {
 }
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_ROOMS = ("averaging", "compression", "dht", "optim", "p2p", "utils")
+_ROOMS = ("averaging", "compression", "data", "dht", "optim", "p2p", "utils")
 
 if TYPE_CHECKING:  # the same names once more, for editors and type checkers
+    from shoal.archive import load_archive
     from shoal.averaging import DecentralizedAverager
     from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, DHTExpiration, get_dht_time
     from shoal.compression import (
@@ -194,6 +196,7 @@ __all__ = [
     "enter_asynchronously",
     "get_dht_time",
     "get_logger",
+    "load_archive",
     "nested_compare",
     "nested_flatten",
     "nested_map",

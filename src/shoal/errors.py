@@ -25,6 +25,7 @@
     │   ├── MatchmakingException    no group could be formed
     │   └── AllreduceException      a step ended without a result, usually after a group was formed
     │       └── BannedException     a member of the group was excluded from the rest of the round
+    ├── ArchiveError            an archive cannot be written, or cannot be read
     ├── StateRefusedError       raise it in ``check_state`` to refuse a downloaded state, with the reason
     ├── ProcessGroupError       a peer is several processes, and another one of them has ended or failed
     └── SimulationError         a simulation in virtual time cannot go on, or a machine in it is down
@@ -170,6 +171,10 @@ class AllreduceException(AveragingError):
 
 class BannedException(AllreduceException):
     """A group member was excluded from the rest of the round."""
+
+
+class ArchiveError(ShoalError):
+    """An archive of a run cannot be written or read; the text says which one is the last good one."""
 
 
 class StateRefusedError(ShoalError, ValueError):

@@ -2,6 +2,7 @@
 
     python -m tests.fuzz
     python -m tests.fuzz --seed 7 --inputs 100000 --only record
+    python -m tests.fuzz --only session handshake   # a million between these alone
 
 Ends with an error at the first input that something was not prepared for, and prints it.
 """
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=1_000_000, help="in total, for all targets together")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--attacks", type=int, default=20_000, help="on a listening node, for each transport")
-    parser.add_argument("--only", default="", help="targets with this in their names")
+    parser.add_argument("--only", nargs="+", default=[], help="targets with one of these in their names")
     args = parser.parse_args()
     print(f"hostile inputs, seed {args.seed}")
     warnings.simplefilter("ignore")  # cryptography's, about strange certificates

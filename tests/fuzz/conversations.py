@@ -120,7 +120,8 @@ def _make_listener(mutator: Mutator) -> tuple[str | None, bytes, bytes]:
 class ScriptedSession(Session):
     """The other side has sent some bytes and left."""
 
-    local_address = remote_address = None
+    local_address: Multiaddr | None = None
+    remote_address: Multiaddr | None = None
 
     def __init__(self, script: bytes) -> None:
         self.script = script

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
-from tests.fuzz import conversations, members, parsers, rounds, tensors
+from tests.fuzz import conversations, members, parsers, relays, rounds, tensors
 from tests.fuzz.fuzzing import Outcome, fuzz
 
 
-async def fuzz_all(inputs: int, seed: int, only: str = "") -> AsyncIterator[Outcome]:
+async def fuzz_all(inputs: int, seed: int, only: Sequence[str] = ()) -> AsyncIterator[Outcome]:
     """Share the inputs out equally.
 
     Args:
-        only: part of the names of the targets to take.
+        only: parts of the names of the targets to take; nothing: all of them.
     """
     reported: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, report: reported.append(str(report)))
@@ -29,9 +29,10 @@ async def fuzz_all(inputs: int, seed: int, only: str = "") -> AsyncIterator[Outc
             *tensors.targets(),
             *members.targets(),
             *rounds.targets(),
+            *relays.targets(),
             *conversations.targets(victim),
         ]
-        targets = [each for each in found if only in each.name]
+        targets = [each for each in found if not only or any(part in each.name for part in only)]
         for target in targets:
             yield await fuzz(target, -(-inputs // len(targets)), random.Random(f"{seed} {target.name}"))
             assert not reported, f"{target.name}: errors that reached nobody: {reported[:3]}"

@@ -27,8 +27,9 @@ from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, CompositeValidator, DHTRecord
 from shoal.p2p import Header, Identity
 from shoal.p2p.badges import ANY_ROLE, RevocationList, Roles, encode_badge
+from shoal.p2p.candidates import CandidateHost, Candidates, Go
 from shoal.p2p.connection import Failure, Hello, Open
-from shoal.p2p.presence import PresenceReply
+from shoal.p2p.presence import PresenceQuery, PresenceReply
 from shoal.p2p.relay_messages import (
     Connect,
     Connected,
@@ -118,6 +119,7 @@ CONTACT = pack_contact(NodeContact(IDENTITY.peer_id.to_bytes(), ADDRESSES[:2]))
 _STORED = [*RECORDS, DHTRecord(KEYS[1], WHOLE_DICTIONARY, DICTIONARY, _LATER)]
 _NODE_ID = _rng.randbytes(20)
 _PEER = IDENTITY.peer_id.to_bytes()
+_HOSTS = ["203.0.113.7", "8.8.8.8", "192.168.1.7", "2606:4700::1"]
 _COOKIES = [_rng.randbytes(32) for _ in range(2)]
 HEADERS: list[Header] = [
     Hello(addresses=ADDRESSES, agent="shoal", time=_LATER, instance=bytes(16)),
@@ -146,6 +148,7 @@ HEADERS: list[Header] = [
         contacts=[CONTACT, CONTACT],
         node_id=_NODE_ID,
     ),
+    PresenceQuery(instance=bytes(16), addresses=ADDRESSES[:2], reach=1),
     PresenceReply(instance=bytes(16), addresses=ADDRESSES[:2]),
     Reserve(reach=2),
     Reserved(code=0, seen_at=ADDRESSES[0], rate=6.25e6, circuits=256),
@@ -156,8 +159,11 @@ HEADERS: list[Header] = [
     Ready(seen_at=ADDRESSES[0], other_seen_at=ADDRESSES[1]),
     Observer(cookie=bytes(32)),
     Observed(seen_at=ADDRESSES[0]),
+    Candidates([CandidateHost(each, [40000 + i for i in range(8)]) for each in _HOSTS]),
+    Go(),
 ]
 PACKED_HEADERS = {type(header): msgspec.msgpack.encode(header) for header in HEADERS}
+CANDIDATES = PACKED_HEADERS[Candidates]
 
 
 def messages(handlers: list[str]) -> list[bytes]:

@@ -142,8 +142,11 @@ class Commands:
         seconds = time.monotonic() - began
         how = [name for name, number in self._dials().items() if number > before[name]]
         streams = [connection.stream for connection in connections]
+        pool, on_circuit = self.p2p.pool, self.p2p.pool.on_circuit
+        pool.on_circuit = lambda peer: None  # no spare ones, which would go on beside the next dial
         for connection in connections:
-            self.p2p.pool.add(connection)
+            pool.add(connection)
+        pool.on_circuit = on_circuit
         await Probe.get_stub(self.p2p, target).rpc_echo(Number(value=1))
         self.forget(target)
         return {

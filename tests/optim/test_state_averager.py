@@ -47,7 +47,7 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def take_over(joiner: TrainingStateAverager, metadata: object, tensors: list[torch.Tensor]) -> None:
     """As at the end of a download."""
-    joiner._take_over(State(metadata, tensors))
+    joiner.take_over(State(metadata, tensors), accept_older=False, run=joiner.lineage_keeper)
 
 
 def set_grads(model: torch.nn.Module, value: float) -> None:

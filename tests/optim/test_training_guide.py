@@ -13,6 +13,7 @@ from types import CodeType
 import pytest
 
 from shoal.optim import Optimizer
+from tests.computers import CAN_MAKE_COMPUTERS
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "training.md").read_text()
@@ -64,6 +65,7 @@ def test_every_option_is_explained():
     assert sorted(explained) == sorted(options)
 
 
+@pytest.mark.skipif(CAN_MAKE_COMPUTERS, reason="tests/system does it between two hosts")
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_program_runs():

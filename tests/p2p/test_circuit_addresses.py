@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.errors import DialError, RefusedDialError
 from shoal.logs import use_hivemind_log_handler
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.addresses import AddressBook, host_of, is_loopback, what_to_do
@@ -101,6 +102,34 @@ def test_the_host_of_a_peer_changes_with_its_addresses() -> None:
     assert book.host_of(TARGET) == "8.8.8.0/24"
     book.replace(TARGET, [another])
     assert book.host_of(TARGET) == "9.9.9.0/24"
+
+
+@pytest.mark.parametrize(
+    ("address", "answered_at", "is_gone"),
+    [
+        ("/ip4/192.168.1.2/tcp/5", None, False),
+        ("/ip4/192.168.1.2/tcp/5", f"/ip4/192.168.1.3/tcp/5/p2p/{RELAY}/p2p-circuit", False),
+        ("/ip4/192.168.1.2/tcp/5", "/ip4/192.168.1.2/tcp/5", True),
+        ("/ip6/fd00::2/tcp/5", "/ip4/192.168.1.2/tcp/5", True),
+        ("/ip4/127.0.0.1/tcp/5", None, True),
+        ("/ip4/9.9.9.9/tcp/5", None, True),
+    ],
+)
+def test_a_refusal_in_a_private_network_may_come_from_somebody_else(
+    address: str, answered_at: str | None, is_gone: bool
+) -> None:
+    """A router of a home has forgotten its connections: no relay knows the peer there, and its private address is here,
+    too. That does not mean that it is dead."""
+    book = AddressBook()
+    if answered_at is not None:
+        book.prefer(TARGET, Multiaddr(answered_at))
+    refusal = RefusedDialError("connection refused")
+    judged = book.judged(TARGET, Multiaddr(address), refusal)
+    assert isinstance(judged, RefusedDialError) is is_gone
+    assert isinstance(judged, DialError)
+    assert "connection refused" in str(judged)
+    timeout = TimeoutError()
+    assert book.judged(TARGET, Multiaddr(address), timeout) is timeout
 
 
 def test_an_initial_peer_behind_a_relay_stands_for_the_relay_too() -> None:

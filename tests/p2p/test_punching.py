@@ -24,7 +24,7 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.punch_policy import FIRST_PAUSE
-from shoal.p2p.punching import EXCHANGE_SECONDS, LATE_SECONDS, PUNCH_SECONDS, Puncher
+from shoal.p2p.punching import EXCHANGE_SECONDS, LATE_SECONDS, LATE_SHARE, PUNCH_SECONDS, Puncher
 from shoal.p2p.relay_messages import Reach
 from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import COOKIE_BYTES, ROUND_TRIP, Session, Stream, Throttle, Transport
@@ -114,12 +114,17 @@ class Trio:
         return Circuit(outer[0], relay, seen[0], seen[1]), Circuit(outer[1], relay, seen[1], seen[0])
 
     async def punch(
-        self, count: int = 1, reach: Reach = EASY
+        self, count: int = 1, reach: Reach = EASY, before: float = 0.0
     ) -> tuple[list[asyncio.Future[Stream]], asyncio.Task[None]]:
-        """What comes of it for the dialler, and what the target is doing."""
+        """What comes of it for the dialler, and what the target is doing.
+
+        Args:
+            before: seconds since the dial began.
+        """
         self.near, self.far = await self.circuits(count)
         going_on = asyncio.ensure_future(self._be_punched())
-        return list(await self.dialler.puncher.as_dialler(self.target.peer_id, reach, self.near, now())), going_on
+        since = now() - before
+        return list(await self.dialler.puncher.as_dialler(self.target.peer_id, reach, self.near, since)), going_on
 
     async def _be_punched(self) -> None:
         await (await self.target.puncher.as_target(self.dialler.peer_id, self.dialler.reach, self.far))
@@ -250,6 +255,32 @@ async def test_nobody_waits_for_a_second_punch_while_a_first_one_brings_nothing(
     future.cancel()
     await asyncio.wait([future])
     assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+
+
+@simulated
+async def test_a_punch_may_take_longer_where_everything_does(trio: Trio) -> None:
+    transport_of(trio.dialler).is_walled = True
+    before = 2.0
+    [future], _ = await trio.punch(before=before)
+    await asyncio.sleep(2 * LATE_SECONDS)
+    assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+    await asyncio.sleep(LATE_SHARE * (before + 1.0) - 2 * LATE_SECONDS)
+    assert not trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+    future.cancel()
+    await asyncio.wait([future])
+
+
+@simulated
+async def test_who_was_reached_before_is_worth_another_punch_whatever_the_present_one_brings(trio: Trio) -> None:
+    [future], _ = await trio.punch()
+    (await future).abort()
+    transport_of(trio.dialler).is_walled = True
+    [future], _ = await trio.punch()
+    await asyncio.sleep(2 * LATE_SECONDS)
+    assert not future.done()
+    assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+    future.cancel()
+    await asyncio.wait([future])
 
 
 @simulated

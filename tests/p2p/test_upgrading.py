@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +17,21 @@ from shoal.p2p.connection_pool import MAX_IDLE_PER_PEER, ConnectionPool
 from shoal.p2p.identity import Identity
 from shoal.p2p.limits import DEFAULT_LIMITS, MAX_DIALLED_PER_PEER, HeaderMemory
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.pooled_peer import SPARE
 from shoal.p2p.transport import Stream
-from shoal.p2p.upgrading import UPGRADE_SECONDS, Upgrades
+from shoal.p2p.upgrading import ROOM_FOR_SPARES, UPGRADE_SECONDS, Upgrades
 from shoal.testing import run
 from tests.p2p.peers import ScriptedStream
 from tests.p2p.relays import Relayed, square, tell
 
 PEER, RELAY = Identity.generate().peer_id, Identity.generate().peer_id
 CIRCUIT = Multiaddr("/memory/1")
+DIAL_SECONDS = 0.5
 
 
-def stream(*, relayed: bool = False) -> Stream:
+def stream(*, relayed: bool = False, arranged: bool = False) -> Stream:
     made = ScriptedStream(b"", PEER)
-    made.via = RELAY if relayed else None
+    made.via, made.is_arranged = RELAY if relayed else None, arranged
     return made
 
 
@@ -49,8 +52,12 @@ class Caller:
         self.aborted: list[Stream] = []
         self.error: Exception | None = None
         self.pool = ConnectionPool(self.dial, 1e9)
+        self.prepared = 0
+        """How often spare connections were wanted."""
         self.circuits = SimpleNamespace(
-            dial=self.dial_circuits, punching=SimpleNamespace(is_worth_it=lambda peer: self.is_worth_it)
+            dial=self.dial_circuits,
+            punching=SimpleNamespace(is_worth_it=lambda peer: self.is_worth_it),
+            prepare=self.prepare_circuits,
         )
         self.dialler = SimpleNamespace(circuits=lambda peer: [CIRCUIT])
         self.upgrades = Upgrades(self)  # type: ignore[arg-type]
@@ -65,6 +72,15 @@ class Caller:
             raise self.error
         self.made = [stream(relayed=not self.finds_direct) for _ in range(count)]
         return self.made
+
+    async def prepare_circuits(self, peer: object, connections: int) -> None:
+        assert (peer, connections) == (PEER, 1)
+        self.prepared += 1
+        await asyncio.sleep(DIAL_SECONDS)
+        if self.error is not None:
+            raise self.error
+        for _ in range(SPARE - len(self.pool.streams_to(PEER))):
+            self.pool.add(connection_on(stream(arranged=True)))
 
     def greet(self, made: Stream) -> Connection:
         return connection_on(made)
@@ -229,6 +245,69 @@ async def test_it_ends_with_the_connections(caller: Caller) -> None:
     assert caller.dials == [1]
 
 
+# --- spare ones -------------------------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_the_first_direct_connection_that_a_relay_arranges_does_not_stay_alone(caller: Caller) -> None:
+    caller.pool.add(connection_on(stream(arranged=True)))
+    assert len(await caller.take(1)) == 1  # a call goes on meanwhile
+    await asyncio.sleep(2 * DIAL_SECONDS)
+    assert caller.pool.count_of(PEER) == SPARE - 1
+    assert caller.prepared == 1
+    caller.pool.add(connection_on(stream(arranged=True)))
+    assert (caller.prepared, caller.upgrades.filling) == (1, {}), "there are enough"
+
+
+@simulated
+async def test_a_direct_connection_that_comes_late_gets_company_too(caller: Caller) -> None:
+    await caller.take(1)
+    assert caller.prepared == 0
+    caller.pool.add(connection_on(stream(arranged=True)))
+    await asyncio.sleep(2 * DIAL_SECONDS)
+    assert caller.prepared == 1
+
+
+@simulated
+async def test_spare_connections_that_fail_harm_nobody(caller: Caller) -> None:
+    caller.error = DialError("the relay has no room")
+    caller.pool.add(connection_on(stream(arranged=True)))
+    await asyncio.sleep(2 * DIAL_SECONDS)
+    assert (caller.prepared, caller.upgrades.filling) == (1, {})
+    assert caller.pool.count_of(PEER) == 1
+
+
+@simulated
+async def test_whoever_needs_no_relay_has_none_to_spare(caller: Caller) -> None:
+    caller.pool.add(connection_on(stream()))
+    assert not caller.upgrades.filling
+
+
+@simulated
+async def test_no_spare_connections_take_the_place_of_others(caller: Caller) -> None:
+    for number in range(ROOM_FOR_SPARES):
+        made = ScriptedStream(b"", Identity.generate(random.Random(number)).peer_id)
+        caller.pool.add(connection_on(made))
+    caller.pool.add(connection_on(stream(arranged=True)))
+    assert not caller.upgrades.filling
+
+
+def test_a_pair_that_loses_its_relay_soon_after_it_has_met_has_enough_connections() -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            await peers.relay()
+            guest, caller = await peers.guest(), await peers.caller()
+            for each in (guest, caller):
+                each.circuits.punching = each.punching
+            tell(caller, guest)
+            assert await square(caller, guest) == 9
+            await asyncio.sleep(3.0)
+            assert len(caller.pool.streams_to(guest.peer_id)) == SPARE
+            assert not any(each.is_relayed for each in caller.pool.streams_to(guest.peer_id))
+
+    run(main())
+
+
 def test_peers_that_call_each_other_through_a_relay_find_a_direct_way() -> None:
     async def main() -> None:
         async with Relayed("memory") as peers:
@@ -244,7 +323,7 @@ def test_peers_that_call_each_other_through_a_relay_find_a_direct_way() -> None:
                 assert await square(caller, guest) == 9  # before the connection is closed as unused
             assert caller.metrics.dials_punched == 0
             await asyncio.sleep(0.2 * UPGRADE_SECONDS)
-            assert caller.metrics.dials_punched == 1
+            assert caller.metrics.dials_punched >= 1
             assert not all(stream.is_relayed for stream in caller.pool.streams_to(guest.peer_id))
             before = caller.metrics.bytes_relayed
             assert await square(caller, guest) == 9

@@ -279,17 +279,18 @@ class _Lines(logging.Formatter):
         return f"{time.monotonic():.2f} s, {host.index if isinstance(host, Host) else '-'}: {super().format(record)}"
 
 
-def _try(task: tuple[str, int, bool]) -> tuple[Counter[str], int, int] | str:
-    kind, seed, verbose = task
+def _try(task: tuple[str, int, float, float, bool]) -> tuple[Counter[str], int, int, float] | str:
+    kind, seed, seconds, peace, verbose = task
     torch.set_num_threads(1)
+    began = time.process_time()
     try:
-        churn = Churn(kind, seed, verbose=verbose)
+        churn = Churn(kind, seed, seconds=seconds, peace=peace, verbose=verbose)
     except Exception as e:
         if verbose:
             traceback.print_exc()
         where = traceback.extract_tb(e.__traceback__)[-1].name
         return f"{kind!r} seed {seed}: {type(e).__name__} {e} ({where})"[:600]
-    return churn.events, churn.forks, max(version for _, version in churn.links)
+    return churn.events, churn.forks, max(version for _, version in churn.links), time.process_time() - began
 
 
 def main() -> None:
@@ -297,13 +298,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--from-seed", type=int, default=0)
     parser.add_argument("--kind", choices=KINDS, action="append", help="all by default")
+    parser.add_argument("--seconds", type=float, default=CHURN_SECONDS, help="of churn, in virtual time")
+    parser.add_argument("--peace", type=float, default=PEACE_SECONDS, help="seconds of peace afterwards")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     seeds = range(arguments.from_seed, arguments.from_seed + arguments.seeds)
-    tasks = [(kind, seed, arguments.verbose) for seed in seeds for kind in arguments.kind or KINDS]
+    rest = (arguments.seconds, arguments.peace, arguments.verbose)
+    tasks = [(kind, seed, *rest) for seed in seeds for kind in arguments.kind or KINDS]
     events: Counter[str] = Counter()
-    wrong, forks, versions = 0, 0, 0
+    wrong, forks, versions, used = 0, 0, 0, 0.0
     if arguments.verbose:
         handler = logging.StreamHandler()
         handler.setFormatter(_Lines())
@@ -316,8 +320,11 @@ def main() -> None:
                 wrong += 1
                 print(found, flush=True)
             else:
-                events, forks, versions = events + found[0], forks + found[1], versions + found[2]
-    print(f"{len(tasks)} runs, {wrong} wrong; events: {dict(events)}; {versions} versions, {forks} of them twice")
+                events, forks, versions, used = (
+                    a + b for a, b in zip((events, forks, versions, used), found, strict=True)
+                )
+    print(f"{len(tasks)} runs, {wrong} wrong; {used / max(1, len(tasks) - wrong):.1f} s of a core for each")
+    print(f"events: {dict(events)}; {versions} versions, {forks} of them twice")
 
 
 if __name__ == "__main__":

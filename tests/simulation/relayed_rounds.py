@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from statistics import median
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from shoal.dht import DHTNode
 from shoal.p2p.reachability import Reachability
 from shoal.tasks import await_cancelled
-from shoal.testing import Host, Network, run, start_averager, start_step
+from shoal.testing import Host, Link, Network, run, start_averager, start_step
 from tests.simulation.rounds import Member, own_value, when_all_average
 from tests.simulation.routers import ANYWHERE, KINDS, Internet
 
@@ -127,7 +127,13 @@ WHAT: dict[str, Interfere] = {
 
 
 def run_round(
-    seed: int, kinds: Sequence[str], interfere: Interfere = nothing, *, relays: int = RELAYS, after: float = 0.7
+    seed: int,
+    kinds: Sequence[str],
+    interfere: Interfere = nothing,
+    *,
+    relays: int = RELAYS,
+    after: float = 0.7,
+    link: Link = ANYWHERE,
 ) -> Round:
     """A round of one member behind each kind of router.
 
@@ -135,10 +141,11 @@ def run_round(
         interfere: called in the middle of it.
         relays: how many public peers there are, which do not average.
         after: seconds from the moment when everybody averages.
+        link: between any two.
     """
 
     async def main() -> Round:
-        internet = Internet(ANYWHERE)
+        internet = Internet(link)
         network, loop = internet.network, asyncio.get_running_loop()
         for _ in range(relays):
             await internet.start()
@@ -206,7 +213,10 @@ def main() -> None:
         for what in arguments.what or WHAT:
             found = list(processes.map(functools.partial(_try, arguments.kinds, what), range(arguments.seeds)))
             well = [each for each in found if isinstance(each, float)]
-            times = f"{median(well):.2f} s over in the median, {max(well):.2f} s at most" if well else ""
+            cuts = quantiles(well, n=20, method="inclusive") if len(well) > 1 else well * 19
+            told = zip((5, 25, 50, 75, 95), (cuts[number] for number in (0, 4, 9, 14, 18)), strict=True) if well else ()
+            times = ", ".join(f"{share} %: {seconds:.2f}" for share, seconds in told)
+            times += f", at most {max(well):.2f} s over" if well else ""
             print(f"{what}: {len(well)} of {len(found)} end well; {times}", flush=True)
             for text in [each for each in found if isinstance(each, str)][:5]:
                 print(f"  {text}", flush=True)

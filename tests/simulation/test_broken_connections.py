@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from shoal.averaging import CenteredClip, ClipToMedianNorm
+from shoal.averaging.allreduce.delivery import Delivery
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair
 from shoal.averaging.allreduce.recovery import Recovery
 from shoal.averaging.allreduce.silence import SILENT_SECONDS
-from shoal.averaging.redialling import RESUME_SECONDS
+from shoal.averaging.redialling import RESUME_SECONDS, open_again
 from shoal.compression import Float16Compression, Uniform8BitQuantization
+from shoal.errors import DialError
 from shoal.testing import Link
+from tests.drills import mostly_drills
 from tests.simulation.breaking import AUX, CLIENT, NODE, SIZE, Broken, Interfere, at, cuts
 
 KINDS = {
@@ -41,7 +44,7 @@ def calm(kind: str) -> Broken:
     return Broken(**KINDS[kind])
 
 
-@pytest.mark.parametrize("pair", [(0, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("pair", mostly_drills([(0, 1), (1, 2), (2, 3)], quick=2))
 def test_a_cut_at_any_moment_costs_nothing_but_time(pair):
     """Also of the connections to the coordinator, which is the first one."""
     undisturbed, moments, resumed = calm("mean"), 10, 0
@@ -83,7 +86,7 @@ def test_over_long_links_all_connections_of_a_member_are_cut():
         broken.check_like(undisturbed, 2.5)  # a handshake takes 0.6 s
 
 
-@pytest.mark.parametrize("position", [0, 1, 3])
+@pytest.mark.parametrize("position", mostly_drills([0, 1, 3], quick=2))
 def test_who_crashes_is_dead_at_once(position):
     """Its machine refuses the new connections. Also if its connections have broken before."""
     undisturbed = calm("mean")
@@ -99,7 +102,7 @@ def test_who_crashes_is_dead_at_once(position):
             assert broken.seconds < 2 * undisturbed.seconds + 0.7
 
 
-@pytest.mark.parametrize("position", [0, 1, 3])
+@pytest.mark.parametrize("position", mostly_drills([0, 1, 3], quick=2))
 def test_who_vanishes_after_a_cut_is_waited_for_no_longer_than_that(position):
     undisturbed = calm("mean")
     for part in (1, 2, 3):
@@ -168,7 +171,7 @@ def test_who_leaves_is_not_waited_for():
     assert broken.seconds < 2 * undisturbed.seconds + 0.7
 
 
-@pytest.mark.parametrize("kind", ["mean", "one call each"])
+@pytest.mark.parametrize("kind", mostly_drills(["mean", "one call each"]))
 @pytest.mark.parametrize("end_that_knows", [0, 1])
 def test_a_call_that_only_one_side_knows_to_be_broken(kind, end_that_knows):
     """The handler of the old call still lives when the sender begins anew, or the caller when its handler has died."""
@@ -194,7 +197,7 @@ def sever(broken: Broken, one: int, other: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mean", "one call each", "verified", "client", "auxiliary", "two"])
-@pytest.mark.parametrize("pair", [(0, 1), (1, 2), (0, 2)])
+@pytest.mark.parametrize("pair", mostly_drills([(0, 1), (1, 2), (0, 2)], quick=2))
 def test_connections_that_fall_silent_cost_some_seconds_and_no_member(kind, pair):
     """Nobody is told, as when a router forgets them. Those to the coordinator, the first one, are among them."""
     if max(pair) >= len(KINDS[kind].get("modes", range(SIZE))):
@@ -243,20 +246,64 @@ def test_who_does_not_answer_either_keeps_its_connections():
     assert not broken.resumed
 
 
-def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken():
-    """The auxiliary makes no calls itself. Its end of a call is gone, and the sender writes into the void."""
+@pytest.mark.parametrize("part", [0.4, 0.6, 0.8])
+def test_a_sender_learns_from_a_reducer_that_its_calls_are_broken(part):
+    """The auxiliary makes no calls itself. Its end of a call is gone, and the sender writes into the void, or waits for
+    averages that were on their way."""
     undisturbed = calm("auxiliary")
+    missing = []
 
     def break_one_end(broken):
         position = broken.rounds[0].group.modes.index(AUX)
         host, other = broken.host_of(position), broken.host_of((position + 1) % SIZE)
-        assert broken.round_of(position).pairs[(position + 1) % SIZE].traffic.parts_in.missing
+        missing.append(bool(broken.round_of(position).pairs[(position + 1) % SIZE].traffic.parts_in.missing))
         for stream in [stream for stream in host.streams if stream.other.host is other]:
             stream.vanish()
 
-    broken = Broken(at(0.4 * undisturbed.seconds, break_one_end), **KINDS["auxiliary"])
+    broken = Broken(at(part * undisturbed.seconds, break_one_end), **KINDS["auxiliary"])
     broken.check_like(undisturbed, 2.0)
     assert broken.resumed > 0
+    assert missing == [part < 0.5], "parts, or averages alone"
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_sender_that_has_nothing_to_come_back_for_is_not_lost(monkeypatch, lives):
+    """It has delivered everything and holds all averages, but its last word was lost, and it finds no way back."""
+    send_parts, traffics, stranded, told = Delivery.send_parts, [], [], []
+
+    async def withhold_the_last_word(self, call):
+        if self._traffic not in traffics:
+            return await send_parts(self, call)
+        stranded.append(self)
+        await self._traffic.send(call, self._traffic.parts_out, self._stripes)
+        await asyncio.Event().wait()
+
+    def find_no_way(open_call, life):
+        if life in stranded:
+            raise DialError("no relay knows it")
+        return open_again(open_call, life)
+
+    monkeypatch.setattr(Delivery, "send_parts", withhold_the_last_word)
+    monkeypatch.setattr("shoal.averaging.allreduce.delivery.open_again", find_no_way)
+
+    def cut_when_all_is_there(broken):
+        vector, reducer = broken.round_of(1).vector, broken.round_of(2).reducer
+        if vector.held[2] < len(vector.parts[2]):
+            asyncio.get_running_loop().call_later(0.01, cut_when_all_is_there, broken)
+            return
+        told.append(1 in reducer.waiting_for)
+        broken.network.break_connections(broken.host_of(1), broken.host_of(2))
+        if not lives:
+            broken.host_of(1).crash()
+
+    def begin(broken):
+        traffics.append(broken.round_of(1).pairs[2].traffic)
+        cut_when_all_is_there(broken)
+
+    broken = Broken(begin)
+    assert told == [True]
+    assert [len(result.failed_peers) for result in broken.results] == ([0] * SIZE if lives else [1] * (SIZE - 1))
+    assert all(result.share_averaged == 1 for result in broken.results)
 
 
 def test_who_begins_anew_again_and_again_gets_no_further_than_the_limit(monkeypatch):

@@ -15,6 +15,7 @@ from shoal.errors import ValidationError
 from shoal.p2p import P2P
 from shoal.testing import Host, Link, Network, VirtualTimeLoop, run
 from tests.dht.members import Authority, Member
+from tests.drills import mostly_drills
 
 WIDE_AREA = Link(delay=(0.01, 0.1), jitter=0.02)
 MINUTES = 60.0
@@ -122,7 +123,7 @@ def test_expirations_are_right_to_within_a_second(offset):
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_drills(range(3)))
 def test_most_clocks_are_wrong_each_in_its_own_way(seed):
     """The swarm has one time all the same: that of the first."""
 
@@ -217,7 +218,7 @@ def test_a_stranger_alone_does_not_move_the_first_peer(seconds):
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_drills(range(3)))
 def test_a_newcomer_is_not_kept_out_by_clocks_that_are_right(seed):
     """It knows but a few peers, so it is not for the newcomer to know better what time it is."""
 
@@ -285,9 +286,9 @@ def test_a_clock_that_is_put_right_while_it_is_corrected():
     run(main())
 
 
-@pytest.mark.parametrize("drift", [1e-4, -1e-4])
+@pytest.mark.parametrize("drift", [2e-4, -2e-4])
 def test_a_clock_that_drifts_is_followed_without_steps_back(drift):
-    """Eight seconds a day, for half a day."""
+    """Seventeen seconds a day, for six hours."""
 
     async def main() -> None:
         swarm = ClockSwarm()
@@ -296,7 +297,7 @@ def test_a_clock_that_drifts_is_followed_without_steps_back(drift):
         node = swarm.nodes[2]
         host = swarm.host_of(node)
         last = host.dht_time()
-        for minute in range(12 * 60):
+        for minute in range(6 * 60):
             await asyncio.sleep(60)
             host.clock_offset += 60 * drift
             if minute % 10 == 0:

@@ -18,6 +18,7 @@ from benchmarks.dht_simulation import Figures, simulate
 from shoal.clock import get_dht_time
 from shoal.dht import DHTNode
 from shoal.testing import Link, Network, run, start_dht_nodes
+from tests.drills import mostly_drills
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def test_without_faults_everything_is_found_in_few_hops():
     assert figures.p99_get_seconds < 2
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", mostly_drills(range(2)))
 def test_most_is_found_although_many_nodes_fall_silent(seed):
     figures = simulate("faults", nodes=60, operations=200, seed=seed)
     assert figures.stored >= 0.995 * figures.operations

@@ -18,6 +18,7 @@ from shoal.optim.progress_exchange import ProgressExchange
 from shoal.serializer import MSGPackSerializer
 from shoal.testing import Host, Link, Network, SharedTable, run
 from shoal.testing.averagers import start_averager
+from tests.drills import mostly_drills
 
 BATCH = 16
 JITTER = 0.05
@@ -144,7 +145,7 @@ def epochs_of_a_swarm(
     return [list(epoch) for epoch in zip(*(peer.history for peer in run(main(), seed=seed)), strict=True)][WARMUP:]
 
 
-pytestmark = pytest.mark.parametrize("seed", [1, 2, 3])
+pytestmark = pytest.mark.parametrize("seed", mostly_drills([1, 2, 3]))
 
 
 def test_equal_peers_make_as_many_batches_as_there_must_be(seed):

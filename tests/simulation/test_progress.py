@@ -13,6 +13,7 @@ from shoal.optim.progress_exchange import ProgressExchange
 from shoal.p2p import P2P
 from shoal.testing import Host, Link, Network, run
 from shoal.testing.averagers import SharedTable
+from tests.drills import mostly_drills
 
 WIDE_AREA = Link(delay=(0.05, 0.1), jitter=0.01, dial_failure=0.01)
 PEERS = 24
@@ -75,7 +76,7 @@ async def seconds_until(condition) -> float:
     return get_dht_time() - started
 
 
-pytestmark = pytest.mark.parametrize("seed", [1, 2, 3])
+pytestmark = pytest.mark.parametrize("seed", mostly_drills([1, 2, 3]))
 
 
 def test_a_crowd_that_begins_at_once_gets_to_know_each_other(seed):

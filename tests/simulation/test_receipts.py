@@ -24,6 +24,7 @@ from shoal.optim.sides import weights_of
 from shoal.optim.vouching import Vouching
 from shoal.p2p import Identity
 from shoal.testing import Link, Network, run, start_averager, start_dht_nodes, start_step
+from tests.drills import mostly_drills
 from tests.simulation.deaths import check_survivors
 from tests.simulation.rounds import STAGGER, WINDOW, Member, run_round
 
@@ -46,7 +47,7 @@ def round_with_receipts(seed: int, size: int, deaths: int = 0) -> tuple[list[Mem
     return run_round(seed, size, link=LINK, interfere=interfere, linger=LINGER), receipts
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))
 def test_all_members_have_the_same_receipt(seed):
     members, receipts = round_with_receipts(seed, 5)
     for member in members:
@@ -60,7 +61,7 @@ def test_all_members_have_the_same_receipt(seed):
         assert receipt.weights == member.result.weights == (1.0,) * 5
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", mostly_drills(range(20), quick=5))
 def test_receipts_of_rounds_in_which_members_die_name_who_was_there(seed):
     members, receipts = round_with_receipts(seed, 6, deaths=3)
     check_survivors(members, 1000)

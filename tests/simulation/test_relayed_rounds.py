@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.testing import Link
 from tests.simulation.relayed_rounds import run_round, seconds_over
 
 HARD, EASY = ["symmetric"] * 4, ["port-restricted"] * 4
@@ -20,6 +21,14 @@ def test_relays_carry_next_to_nothing_where_routers_can_be_passed() -> None:
     hard.check(4)
     assert hard.relayed > 4_000_000
     assert hard.seconds < 1.2 * easy.seconds
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_relays_carry_next_to_nothing_on_long_and_unsteady_lines(seed: int) -> None:
+    """Punches take seconds there. Whatever is dialled meanwhile waits for one of its own."""
+    far = run_round(seed, EASY, link=Link(delay=0.15, jitter=0.1))
+    far.check(4)
+    assert far.relayed < 100_000
 
 
 @pytest.mark.parametrize("kinds", [HARD, EASY, ["symmetric", "symmetric", "port-restricted", "public"]])

@@ -16,6 +16,7 @@ from shoal.p2p import Call, Header
 from shoal.p2p.transport import Buffer
 from shoal.tasks import cancel_and_wait
 from shoal.testing import Link, Network, SharedTable, run, start_averager
+from tests.drills import mostly_drills
 
 RATE = 2.5e6
 VALUES = 10**7
@@ -134,7 +135,7 @@ async def ask_slowly(
         await asyncio.sleep(last_pause)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))
 def test_the_state_that_most_donors_show_is_taken(seed: int) -> None:
     async def main() -> None:
         swarm = Swarm()
@@ -149,7 +150,7 @@ def test_the_state_that_most_donors_show_is_taken(seed: int) -> None:
     run(main(), seed=seed)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_drills(range(3)))
 def test_so_are_the_plain_values_in_it(seed: int) -> None:
     """Epoch, schedule and the like are not part of the version."""
 
@@ -210,7 +211,7 @@ def test_a_frozen_donor_holds_up_the_vote_for_a_moment_only() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_drills(range(4), quick=2))
 @pytest.mark.parametrize("same", [True, False])
 def test_a_donor_that_dawdles_locks_nobody_out(same: bool, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """Whether or not others have the same state. With another one, the newcomer may have luck at the first attempt."""

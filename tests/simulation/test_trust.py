@@ -13,6 +13,7 @@ from shoal.averaging.messages import Code, JoinReply
 from shoal.p2p import PeerID
 from shoal.p2p.transport import MOST
 from shoal.testing import Link, Network, run, start_averagers, start_step
+from tests.drills import mostly_drills
 
 SECONDS = 5.0
 LINK = Link(delay=(0.01, 0.1), jitter=0.01)
@@ -56,7 +57,7 @@ def one_round(seed: int, *, largest_weight: float | None = None, expects: int = 
     return run(main(), seed=seed)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))
 def test_nobody_weighs_more_than_its_leader_can_believe(seed):
     averages, results, _ = one_round(seed, largest_weight=2.0)
     assert averages == pytest.approx([(0 + 1 + 2 * 2) / 4] * 3)
@@ -64,7 +65,7 @@ def test_nobody_weighs_more_than_its_leader_can_believe(seed):
         assert sorted(result.weights) == [1.0, 1.0, 2.0], "all reducers and all results say the same"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))
 def test_a_group_does_not_wait_for_those_whom_a_stranger_expects(seed):
     _, results, seconds = one_round(seed, expects=10**6)
     assert [len(result.peers) for result in results] == [3, 3, 3]
@@ -99,7 +100,7 @@ def meet_newcomers(seed: int, members: int, newcomers: int) -> tuple[list[RoundR
 
 
 @pytest.mark.parametrize(("members", "newcomers"), [(3, 1), (1, 1), (2, 2), (1, 3)])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", mostly_drills(range(8), quick=3))
 def test_newcomers_and_members_meet_although_members_do_not_know_them(members, newcomers, seed):
     results, seconds = meet_newcomers(seed, members, newcomers)
     assert [len(result.peers) for result in results] == [members + newcomers] * (members + newcomers)
@@ -107,7 +108,7 @@ def test_newcomers_and_members_meet_although_members_do_not_know_them(members, n
     assert seconds < SECONDS, "nobody has waited for a promised time"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))
 def test_a_stranger_that_promises_to_start_first_is_not_asked_to_lead(seed, monkeypatch):
     """If strangers have wasted what time there is for them. Nobody changes plans because of it either."""
     go_before, went = Search.go_before_unfit_leaders, []
@@ -146,7 +147,7 @@ def test_a_stranger_that_promises_to_start_first_is_not_asked_to_lead(seed, monk
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))
 def test_nobody_follows_a_leader_that_says_less_of_a_member_than_it_has_seen(seed, victim, caplog):
     """The last of four members would lead, and lets one of the others weigh next to nothing."""
 
@@ -197,7 +198,7 @@ def test_nobody_follows_a_leader_that_says_less_of_a_member_than_it_has_seen(see
     assert "who has brought 10 to their last round" in caplog.text
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))
 def test_strangers_do_not_stand_for_members_that_are_on_their_way(seed):
     """Three peers that know each other wait for each other, however many others come first."""
 
@@ -225,7 +226,7 @@ def test_strangers_do_not_stand_for_members_that_are_on_their_way(seed):
     assert seconds < SECONDS, "who is there need not wait for a promised time"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_drills(range(3)))
 def test_a_newcomer_that_is_waited_for_stands_for_itself(seed):
     async def main() -> tuple[list[RoundResult | None], float]:
         network = Network(LINK)

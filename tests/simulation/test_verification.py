@@ -14,6 +14,7 @@ from shoal.averaging.allreduce.exchange import AllReduce
 from shoal.averaging.allreduce.verification import Verification
 from shoal.compression.base import bytes_of
 from shoal.testing import Host, Link
+from tests.drills import mostly_drills
 from tests.simulation.rounds import Member, assert_same_bytes, left_out, run_round
 
 SIZE = 4
@@ -100,7 +101,7 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_drills(range(6), quick=2))
 def test_without_the_option_models_drift_apart_and_nobody_notices(monkeypatch, caplog, seed):
     liar = Liar(victims=(1, 2))
     members = run_round(seed, SIZE, link=LINK, interfere=interfere_with(monkeypatch, liar, 0))
@@ -111,7 +112,7 @@ def test_without_the_option_models_drift_apart_and_nobody_notices(monkeypatch, c
 
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("victims", [(1,), (1, 2), (1, 2, 3)])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_drills(range(6), quick=2))
 def test_who_signs_two_averages_is_convicted_and_its_part_is_averaged_again(monkeypatch, caplog, seed, victims, hides):
     liar = Liar(victims, hides=hides)
     members = run_round(seed, SIZE, link=LINK, interfere=interfere_with(monkeypatch, liar, 0), **VERIFY)
@@ -138,7 +139,7 @@ def test_some_of_these_liars_are_the_first_to_coordinate(monkeypatch):
 
 
 @pytest.mark.parametrize("signs", ["one", "none"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_drills(range(6), quick=2))
 def test_what_is_not_signed_does_not_count(monkeypatch, caplog, seed, signs):
     """There is no proof: who got it takes the averages that others hold, or all make them anew."""
     liar = Liar((1, 2), signs=signs)
@@ -159,7 +160,7 @@ def test_what_is_not_signed_does_not_count(monkeypatch, caplog, seed, signs):
     assert all(members[0].node.p2p.peer_id in member.result.failed_peers for member in victims)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_drills(range(6), quick=2))
 def test_who_accuses_a_reducer_without_proof_harms_only_itself(monkeypatch, seed):
     complete = Verification.complete_report
     accuser: list[Member] = []
@@ -186,7 +187,7 @@ def test_who_accuses_a_reducer_without_proof_harms_only_itself(monkeypatch, seed
             assert {member.node.p2p.peer_id for member in honest}.isdisjoint(member.result.failed_peers)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_drills(range(6), quick=2))
 def test_a_friend_of_the_convicted_that_insists_on_its_averages_is_left_out(monkeypatch, seed):
     liar = Liar((1,))
     prepare = interfere_with(monkeypatch, liar, 0)
@@ -217,7 +218,7 @@ def test_a_friend_of_the_convicted_that_insists_on_its_averages_is_left_out(monk
             assert not {each.node.p2p.peer_id for each in honest} & set(member.result.failed_peers)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", mostly_drills(range(12), quick=4))
 def test_a_liar_that_dies_before_it_has_signed_leaves_nothing_behind(monkeypatch, seed):
     liar = Liar((1, 2))
     prepare = interfere_with(monkeypatch, liar, 0)
@@ -249,7 +250,7 @@ def counting(monkeypatch, liar: Liar, then) -> None:
     monkeypatch.setattr(Verification, "note", note)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", mostly_drills(range(10), quick=3))
 def test_honest_members_lose_nothing_when_some_die(seed):
     def interfere(network, members):
         for member in network.rng.sample(members, 2):

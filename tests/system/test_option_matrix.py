@@ -15,13 +15,14 @@ from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.leaves_something]  # processes that go on to the next test
 
-EPOCHS, LEARNING_RATE = 30, 0.03
-STALE_EPOCHS, STALE_LEARNING_RATE = 60, 0.02
+EPOCHS, LEARNING_RATE = 12, 0.03
+STALE_EPOCHS, STALE_LEARNING_RATE = 24, 0.02
 """Gradients of a model that lacks a step lead less far."""
-LOCAL_EPOCHS, LOCAL_LEARNING_RATE = 15, 0.02
+LOCAL_EPOCHS, LOCAL_LEARNING_RATE = 10, 0.02
 """With local updates there are many steps in each."""
-LEAST_ACCURACY = 0.92
-"""Of 360 pictures; without training it is 0.1. Which batches a peer gets to depends on its pace."""
+LEAST_ACCURACY = 0.85
+"""Of 360 pictures; without training it is 0.1, and one process alone gets to 0.92 in as many steps. Which batches a
+peer gets to depends on its pace."""
 
 
 class Crew:

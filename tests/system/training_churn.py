@@ -9,13 +9,13 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from dataclasses import dataclass, field
 
 import torch
 
 from tests.system.keep_training import LEARNING_RATE, MODES, Pictures, held_out_loss, loss_on, make_model
-from tests.system.swarm import START_LIMIT_SECONDS, Peer
+from tests.system.replacing import ReplacedPeers
+from tests.system.swarm import Peer
 
 SCRIPT = "keep_training.py"
 MATCHMAKING_TIME, AVERAGING_TIMEOUT = 3.0, 15.0
@@ -120,50 +120,6 @@ def undisturbed(epochs: int, batch_size: int, seed: int = 0) -> list[float]:
     return losses
 
 
-class _Swarm:
-    """Living peers, and one that is ready to take the place of the next victim."""
-
-    def __init__(self, peers: int, pause: float, mode: str, verbose: bool) -> None:
-        self._started, self._pause, self._mode, self._verbose = 0, pause, mode, verbose
-        self.living: list[Peer] = []
-        self.spares: list[Peer] = []
-        try:
-            while len(self.spares) < peers + 1:
-                self.start_spare()
-            for _ in range(peers):
-                self.join()
-        except BaseException:
-            self.close()
-            raise
-
-    def start_spare(self) -> None:
-        options = {
-            "--seed": self._started,
-            "--batch-size": BATCH_SIZE,
-            "--target-batch-size": TARGET_BATCH_SIZE,
-            "--pause": self._pause,
-            "--matchmaking-time": MATCHMAKING_TIME,
-            "--averaging-timeout": AVERAGING_TIMEOUT,
-            "--mode": self._mode,
-        }
-        flags = ["--verbose"] if self._verbose else []
-        self.spares.append(Peer(SCRIPT, *[part for item in options.items() for part in item], *flags))
-        self._started += 1
-
-    def join(self) -> None:
-        """The oldest spare begins to take part."""
-        peer = self.spares[0]
-        peer.wait_for("ready", START_LIMIT_SECONDS)
-        addresses = [event["address"] for other in self.living for event in other.all("address")]
-        peer.tell(str(addresses).replace("'", '"'))
-        peer.wait_for("address", START_LIMIT_SECONDS)
-        self.living.append(self.spares.pop(0))
-
-    def close(self) -> None:
-        for peer in self.living + self.spares:
-            peer.close()
-
-
 def run(
     peers: int,
     seconds: float,
@@ -179,42 +135,34 @@ def run(
         kill_every: seconds between two kills.
         pause: seconds between two batches of a peer.
     """
-    rng, swarm = random.Random(seed), _Swarm(peers, pause, mode, verbose)
+    options = {
+        "--batch-size": BATCH_SIZE,
+        "--target-batch-size": TARGET_BATCH_SIZE,
+        "--pause": pause,
+        "--matchmaking-time": MATCHMAKING_TIME,
+        "--averaging-timeout": AVERAGING_TIMEOUT,
+        "--mode": mode,
+    }
+    given = [part for item in options.items() for part in item] + ["--verbose"] * verbose
     churn = TrainingChurn(lag=int(MODES[mode].get("delay_optimizer_step", False)))
+    swarm = ReplacedPeers(SCRIPT, lambda number: [*given, "--seed", number], peers)
     try:
-        began = time.monotonic()
-        for number in range(1, int(seconds / kill_every) + 1):
-            time.sleep(max(0.0, began + number * kill_every - time.monotonic()))
-            swarm.spares[0].wait_for("ready", START_LIMIT_SECONDS)  # else there would be fewer and fewer
-            victim = swarm.living.pop(rng.randrange(len(swarm.living)))
-            victim.process.kill()
-            victim.wait(START_LIMIT_SECONDS)
-            churn.killed += 1
-            churn.victims.append(victim)
-            swarm.join()
-            swarm.start_spare()
-        time.sleep(max(0.0, began + seconds - time.monotonic()))
-        churn.survivors = swarm.living
-        _finish(churn)
+        swarm.kill_for(seconds, kill_every, random.Random(seed))
+        churn.survivors, churn.victims, churn.killed = swarm.living, swarm.victims, len(swarm.victims)
+        _finish(swarm, churn)
     finally:
-        churn.log = "".join(peer.errors() for peer in churn.victims + swarm.living)
-        for victim in churn.victims:
-            victim.close()
+        churn.log = swarm.log
         swarm.close()
     return churn
 
 
-def _finish(churn: TrainingChurn) -> None:
+def _finish(swarm: ReplacedPeers, churn: TrainingChurn) -> None:
     reached = [event["epoch"] for peer in churn.peers for event in peer.all("epoch")]
     for peer in churn.survivors:
         peer.tell(str(max(max(reached) + LAST_EPOCHS, LEAST_EPOCHS)))
     for peer in churn.survivors:
         peer.wait_for("finished", END_LIMIT_SECONDS)
-    for peer in churn.survivors:
-        peer.tell("leave")
-    for peer in churn.survivors:
-        peer.wait_for("done", END_LIMIT_SECONDS)
-        assert peer.wait(END_LIMIT_SECONDS) == 0, peer.errors()
+    swarm.leave(END_LIMIT_SECONDS)
 
 
 def main() -> None:

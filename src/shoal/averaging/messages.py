@@ -326,8 +326,10 @@ class StatusRequest(Header, omit_defaults=True):
     """The call with which one of the two follows the other one as its coordinator is broken."""
 
 
-class StatusReply(Header):
+class StatusReply(Header, omit_defaults=True):
     status: int
+    has_given_up: bool = False
+    """The one who answers exchanges nothing more with the asker in this round."""
 
 
 # A full donor names at most so many other donors.
@@ -339,6 +341,8 @@ class DownloadRequest(Header):
 
     part: Annotated[bytes, Meta(max_length=1024)] = b""
     """Names a part of the state, in a way that averagers of one kind agree on; empty: all of it."""
+    trains: bool = True
+    """Whether the asker is going to train with it; an archive only keeps it."""
 
 
 class StateHeader(Header):

@@ -474,11 +474,11 @@ class AveragerNode(ServicerBase):
             await current.serve_member(call, hello, context.remote_id)
 
     async def rpc_round_status(self, request: StatusRequest, context: P2PContext) -> StatusReply:
-        if (current := self.rounds.running.get(request.round_id)) is not None:
-            current.allreduce.watch.take_question(request, context.remote_id)
-        return StatusReply(status=int(self.rounds.status(request.round_id)))
+        current = self.rounds.running.get(request.round_id)
+        has_given_up = current is not None and current.allreduce.watch.take_question(request, context.remote_id)
+        return StatusReply(status=int(self.rounds.status(request.round_id)), has_given_up=has_given_up)
 
     @patient
     async def rpc_download_state(self, call: Call, context: P2PContext) -> None:
         request = await call.receive(DownloadRequest)
-        await self.state_sharing.serve(call, b"" if request is None else request.part)
+        await self.state_sharing.serve(call, DownloadRequest() if request is None else request)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import shoal
-from shoal.cli import dht, token
+from shoal.cli import archive, dht, token
 from shoal.cli.demo import command as demo
 from shoal.cli.doctor import command as doctor
 
@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     dht.add_parser(subparsers)
     doctor.add_parser(subparsers)
     token.add_parser(subparsers)
+    archive.add_parsers(subparsers)
     return parser
 
 

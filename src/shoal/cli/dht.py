@@ -232,7 +232,7 @@ def add_parser(subparsers: Any) -> None:
     add_option(
         parser,
         "relay-rate",
-        type=_rate,
+        type=rate_of,
         metavar="RATE",
         help="how much to carry at most, in bytes per second and for all together, such as 5M (default: no limit)",
     )
@@ -248,7 +248,8 @@ def _positive(text: str) -> float:
     return seconds
 
 
-def _rate(text: str) -> float:
+def rate_of(text: str) -> float:
+    """Read a number of bytes per second, such as 5M."""
     unit = text[-1:].upper()
     try:
         rate = float(text[:-1]) * _UNITS[unit] if unit in _UNITS else float(text)

@@ -302,7 +302,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         return samples
 
     def _join_run(self) -> None:
-        (torch_optimizer,) = self.optimizers
+        (torch_optimizer,), module = self.optimizers, self.lightning_module
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         if self._makes_optimizer and self._scheduler_fn is None:
             warnings.warn(
@@ -313,7 +313,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
             )
         if self._scheduler_fn is not None:
             forget_schedule(torch_optimizer)
-        factory = functools.partial(move_optimizer, torch_optimizer)
+        assert module is not None
         is_single = self.world_size == 1
         make_optimizer: Any = shoal.Optimizer if is_single else shoal.MultiProcessOptimizer
         if self._steps_alone:
@@ -321,13 +321,13 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         optimizer: Any = make_optimizer(
             dht=self.dht,
             batch_size_per_step=self._batch_size,
-            optimizer=factory if self._makes_optimizer else torch_optimizer,
+            optimizer=functools.partial(move_optimizer, torch_optimizer) if self._makes_optimizer else torch_optimizer,
             params=torch_optimizer.param_groups if self._makes_optimizer else None,
             scheduler=self._scheduler_fn or joint_schedule(schedulers),
             **self._optimizer_options,
         )
-        self._optimizer = optimizer
-        self.optimizers = [optimizer]
+        optimizer.name_parameters(module)
+        self._optimizer, self.optimizers = optimizer, [optimizer]
         if not (self._steps_alone and is_single):  # that steps whenever Lightning has clipped
             self._clipping = GradientClipping(self.precision_plugin)
             self._clipping.install(optimizer.opt)

@@ -85,9 +85,9 @@ class Remainder:
                         found.buffers.append((start + name, buffer))
         return found
 
-    def take_what_changes(self) -> list[torch.Tensor]:
+    def take_what_changes(self) -> Named:
         """Remove the tensors that may change during training from the remainder, and return them to be averaged."""
-        changing = [tensor for _, tensor in [*self.trained, *self.buffers]]
+        changing = [*self.trained, *self.buffers]
         self.trained, self.buffers = [], []
         return changing
 

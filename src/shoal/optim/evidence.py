@@ -162,7 +162,7 @@ class Evidence:
             own: this peer's epoch, which the round ends.
         """
         members = samples.keys() - {self._own}
-        reachable = {peer: c for peer, c in (companions or {}).items() if c.is_reachable(now)}
+        reachable = {p: c for p, c in (companions or {}).items() if c.is_reachable(now) and not c.record.is_donor}
         size = 1 + len(self._awaited[0] | members | reachable.keys())
         self._meets_everybody = self.full_group is None or size <= self.full_group
         self._note_who_is_missing(members, now)

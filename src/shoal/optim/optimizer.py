@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging import Aggregation, StepControl
+from shoal.averaging.state.download import State
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
 from shoal.optim.auxiliary import Auxiliary
@@ -168,8 +169,8 @@ class Optimizer(JointOptimizer):
         params = listed(params)
         main = main_parameters(optimizer, params)
         remainder = Remainder.find(model, main, extra_tensors)
-        if model is not None:
-            extra_tensors = [*extra_tensors, *remainder.take_what_changes()]
+        extra = [] if model is None else remainder.take_what_changes()
+        extra_tensors = [*extra_tensors, *(tensor for _, tensor in extra)]
         self.be_the_only(f"an Optimizer with run_id {run_id!r}", dht)
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = target_batch_size, settings.batch_size_per_step
@@ -211,6 +212,9 @@ class Optimizer(JointOptimizer):
             settings, self.state_averager, self.grad_averager, self.tracker, self._comparison, self._closing
         )
         averagers = self.state_averager, self.grad_averager
+        self.state_averager.names["extra"] = [name for name, _ in extra]
+        if model is not None:
+            self.name_parameters(model)
         searches = [each.schedule_step for each in (self.grad_averager, self.state_averager) if each is not None]
         follow = functools.partial(setattr, self.state_averager, "local_epoch")
         self._auxiliary = Auxiliary(searches, self.tracker, averaging_timeout, follow) if auxiliary else None
@@ -344,6 +348,21 @@ class Optimizer(JointOptimizer):
             return False
         logger.log(self.status_loglevel, "downloaded the state of epoch %d", self.local_epoch)
         return True
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Let archives of the run know the parameters by their names in this model, unless they came with names."""
+        self.state_averager.name_parameters(model)
+
+    def load_state(self, state: State) -> None:
+        """Go on from a state as another peer would have given it, such as one from an archive.
+
+        Raises:
+            ValueError: it does not fit; nothing has been changed.
+        """
+        self._synchronization.end_other_work()
+        with self.tracker.pause_updates():
+            self.state_averager.take_over(state)
+            self._synchronization.begin_anew()
 
     # --- as a torch optimizer -----------------------------------------------------------------------------------------
 

@@ -129,7 +129,8 @@ def dump_optimizer_state(optimizer: TorchOptimizer) -> tuple[dict[str, Any], lis
     """Take the state of an optimizer apart.
 
     Returns:
-        Plain values, and tensors. :func:`load_optimizer_state` takes both for an optimizer of the same kind.
+        Plain values, and tensors. :func:`load_optimizer_state` takes both for an optimizer of the same kind. Among the
+        values are the names of the tensors, such as ``"/3/exp_avg"`` for parameter 3, which only archives need.
     """
     state = optimizer.state_dict()
     leaves = list(_leaves(state["state"]))
@@ -139,6 +140,7 @@ def dump_optimizer_state(optimizer: TorchOptimizer) -> tuple[dict[str, Any], lis
     ]
     metadata = {
         "structure": _structure(leaves),
+        "names": [path for path, value in leaves if isinstance(value, torch.Tensor)],
         "values": [value for _, value in leaves if not isinstance(value, torch.Tensor) and _is_plain(value)],
         "groups": groups,
     }

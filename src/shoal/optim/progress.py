@@ -158,10 +158,13 @@ class LocalTrainingProgress(msgspec.Struct, frozen=True):
     time: Moment
     """DHT time of the record."""
     client_mode: bool
+    is_donor: bool = False
+    """It does not train: it only has the state of this epoch for others, and comes to no round."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the DHT."""
-        return msgspec.structs.asdict(self)
+        """Plain values, for the DHT. Only donors say that they are."""
+        values = msgspec.structs.asdict(self)
+        return values if self.is_donor else {name: value for name, value in values.items() if name != "is_donor"}
 
     def at_most(self, samples: float, samples_per_second: float) -> LocalTrainingProgress:
         """A copy of this record whose claims are cut to these limits."""
@@ -353,7 +356,7 @@ def summarize(
         epoch=epoch,
         samples_accumulated=round(samples),
         target_batch_size=target_batch_size,
-        num_peers=round(factor * len(moving)) + published,
+        num_peers=round(factor * sum(not record.is_donor for record in moving)) + published,
         num_clients=round(factor * sum(record.client_mode for record in moving)) + (published and own.client_mode),
         eta_next_epoch=now + max(0.0, target_batch_size - estimate) / speed,
         next_fetch_time=next_fetch_time,
@@ -420,7 +423,7 @@ def expected_members(
     """
     expected = set()
     for peer, companion in companions.items():
-        if not companion.is_reachable(now):
+        if not companion.is_reachable(now) or companion.record.is_donor:
             continue
         is_finishing = companion.end is not None or peer in last_members
         if takes_part(companion.record.epoch, epoch, until_epoch, is_finishing=is_finishing):

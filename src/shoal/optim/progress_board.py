@@ -62,10 +62,8 @@ class ProgressBoard:
         """This peer's progress."""
         self.published = False
         """Whether others can find this peer's record."""
-        self.introduced = False
-        """Whether all peers that can be called have been told that this one takes part."""
-        self.epoch_when_introduced = 0
-        """The swarm's epoch at that moment."""
+        self.introduced, self.epoch_when_introduced = False, 0
+        """Whether all peers that can be called have been told that this one takes part, and the swarm's epoch then."""
         self.num_others: float | None = None
         """The estimated number of other peers; ``None`` if this peer knows all of them, not only a sample."""
         self.on_change: list[Callable[[], object]] = []
@@ -223,7 +221,8 @@ class ProgressBoard:
         companion = self._companions.get(peer)
         if companion is None:
             return peer in self._departed
-        return companion.unreachable_since is not None or companion.record.epoch > until_epoch
+        record = companion.record
+        return record.is_donor or companion.unreachable_since is not None or record.epoch > until_epoch
 
     def time_of_record(self, peer: bytes) -> float | None:
         """DHT time of a peer's latest record; ``None`` if this peer has none."""
@@ -290,6 +289,12 @@ class ProgressBoard:
             self._contributed = self._contributed or samples > 0
             self._set_own(epoch, samples, now)
 
+    def donate(self, epoch: int, now: float) -> None:
+        """This peer does not train, but tells others that it has the state of this epoch for them."""
+        with self._lock:
+            self.own, self._contributed = msgspec.structs.replace(self.own, is_donor=True), True
+            self._set_own(epoch, 0, now)
+
     def begin_update(self, now: float, patience: float) -> None:
         """This peer declares its epoch over and begins no more batches. Others may, until the end of the epoch.
 
@@ -302,11 +307,7 @@ class ProgressBoard:
             self.evidence.begin_to_wait(expected, now, patience)
 
     def finish_update(self, epoch: int, members: Iterable[bytes], now: float) -> None:
-        """This peer has reached a new epoch.
-
-        Args:
-            members: the other peers in the round that led there.
-        """
+        """This peer has reached a new epoch, in a round with these other members."""
         with self._lock:
             self._declared_end = None
             self._last_members = frozenset(members)
@@ -327,7 +328,7 @@ class ProgressBoard:
     def _set_own(self, epoch: int, samples: int, now: float) -> None:
         own, ema = self.own, self.performance_ema
         speed = ema.samples_per_second if ema.num_updates else 0.0
-        self.own = LocalTrainingProgress(own.peer_id, epoch, samples, speed, now, self._is_client())
+        self.own = LocalTrainingProgress(own.peer_id, epoch, samples, speed, now, self._is_client(), own.is_donor)
 
     def note_introduction(self, now: float) -> None:
         """All peers that can be called know that this one takes part. From now on they wait for it."""

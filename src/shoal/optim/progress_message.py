@@ -31,6 +31,8 @@ class ProgressMessage(Header, array_like=True):
     """The rounds behind the sender's parameters; ``None`` to the members of its last round, which know them."""
     receipts: Word | None = None
     """In runs of several groups: proofs that peers were in rounds."""
+    is_donor: bool = False
+    """The sender only has a state for others, and comes to no round."""
 
     @classmethod
     def of(cls, progress: LocalTrainingProgress, **more: Any) -> ProgressMessage:
@@ -41,6 +43,7 @@ class ProgressMessage(Header, array_like=True):
             progress.samples_per_second,
             progress.time,
             progress.client_mode,
+            is_donor=progress.is_donor,
             **more,
         )
 
@@ -53,4 +56,5 @@ class ProgressMessage(Header, array_like=True):
             self.samples_per_second,
             self.time,
             self.client_mode,
+            self.is_donor,
         )

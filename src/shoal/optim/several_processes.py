@@ -103,6 +103,11 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         """Called in the first process: make the optimizer of the swarm, and the accumulator."""
         raise NotImplementedError
 
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Let archives of the run know the parameters by their names in this model."""
+        if self.swarm is not None:
+            self.swarm.name_parameters(model)
+
     # --- training -----------------------------------------------------------------------------------------------------
 
     def step(

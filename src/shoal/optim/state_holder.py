@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from shoal.errors import StateRefusedError
 from shoal.optim.devices import LaunchedWork
 from shoal.optim.lineage import LineageKeeper
 from shoal.optim.schedules import catch_up
+from shoal.optim.training_setup import names_in
 from shoal.optim.training_state import (
     OlderStateError,
     SharedBuffers,
@@ -179,6 +180,8 @@ class StateHolder(DecentralizedAverager):
         self.reuse_tensors, self.extra_tensors = contents.reuse_tensors, contents.extra_tensors
         self.shared_buffers = shared_buffers
         """Source of tensors that are given to newcomers but not averaged."""
+        self.names: dict[str, Sequence[str]] = {"parameters": setup.given_names, "extra": ()}
+        """Names of the parameters and of the last of the extra tensors, as far as they have any, for archives."""
         self.lineage_keeper: LineageKeeper | None = None
         self._check_state = check_state
         # Kept until a whole epoch was made from the state that has replaced it.
@@ -232,6 +235,11 @@ class StateHolder(DecentralizedAverager):
         """Takes the tensor lock if the optimizer's own tensors are averaged: they must not change during a round."""
         return self.get_tensors() if self.reuse_tensors else nullcontext()
 
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Note the names of the parameters in the model, unless they came with names."""
+        if not self.names["parameters"]:
+            self.names["parameters"] = names_in(model, self.main_parameters)
+
     # --- for newcomers ------------------------------------------------------------------------------------------------
 
     def get_current_state(self) -> OwnedState:
@@ -239,9 +247,8 @@ class StateHolder(DecentralizedAverager):
         moment."""
         with self._optimizer_access(), self._state_access():
             lineage = None if self.lineage_keeper is None else self.lineage_keeper.lineage
-            return describe_state(
-                self._setup, self.extra_tensors, self._buffers(), self._stepped_epoch, self.node.group_bits, lineage
-            )
+            options = self.node.group_bits, lineage, self.names
+            return describe_state(self._setup, self.extra_tensors, self._buffers(), self._stepped_epoch, *options)
 
     def newcomers(self) -> set[PeerID]:
         """Peers that are downloading this peer's state, or have just got all of it."""
@@ -274,7 +281,7 @@ class StateHolder(DecentralizedAverager):
         download = super().load_state_from_peers
         return first_accepted(
             lambda left, asked: download(timeout=left, skip={*skip, *asked}),
-            lambda state: self._take_over(state, accept_older),
+            lambda state: self.take_over(state, accept_older, self.lineage_keeper),
             self._leave_out,
             timeout,
         )
@@ -332,8 +339,12 @@ class StateHolder(DecentralizedAverager):
             if epoch is not None:
                 self.local_epoch = epoch
 
-    def _take_over(self, downloaded: State, accept_older: bool = False) -> None:
-        """Put a downloaded state in place if it is good.
+    def take_over(self, downloaded: State, accept_older: bool = True, run: LineageKeeper | None = None) -> None:
+        """Put a state of another peer, or from an archive, in place if it is good.
+
+        Args:
+            accept_older: accept a state of an earlier epoch than this peer's, too.
+            run: knows which epoch the run can have reached; ``None``: any epoch is accepted.
 
         Raises:
             ValueError: it is not good; this peer has its own state back. (A peer that has not trained yet and has no
@@ -342,7 +353,7 @@ class StateHolder(DecentralizedAverager):
         metadata, tensors = downloaded
         state = TrainingState.parse(metadata, tensors, self._setup, self.extra_tensors, self._buffers())
         with self.get_tensors(), self._state_access():
-            check_epoch(state.epoch, self._local_epoch, accept_older, self.lineage_keeper)
+            check_epoch(state.epoch, self._local_epoch, accept_older, run)
             # The state of a newcomer is worth nothing: it is copied only if the hook may refuse the other one.
             has_trained = self._local_epoch > 0
             own = self._copy_own_state(downloaded, state.epoch) if has_trained or self._check_state else None

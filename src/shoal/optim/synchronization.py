@@ -180,13 +180,13 @@ class Synchronization:
                 self._tracker.look_after_others()  # the peers that were ahead may be gone
                 return False
             if other_side is not None:
-                self._begin_anew()
+                self.begin_anew()
                 return True
             epoch = self._tracker.global_epoch
             if self._usual_lag == 0 and self._state_averager.local_epoch == epoch - 1:
                 # The swarm has moved on by one epoch during the download; averaging repairs that difference.
                 self._state_averager.local_epoch = epoch
-            self._begin_anew()
+            self.begin_anew()
         return True
 
     def end_other_work(self) -> None:
@@ -198,10 +198,10 @@ class Synchronization:
     def resume(self) -> None:
         """This peer has loaded a checkpoint, which may be older than the state of the swarm."""
         self._tracker.adopt_lineage(Lineage(), self._state_averager.local_epoch)
-        self._begin_anew()
+        self.begin_anew()
         self._strict_check_due = True
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
         """This peer has another state than before: forget its gradients and announce its epoch."""
         if self._grad_averager is not None:
             self._grad_averager.reset_accumulated_grads_()

@@ -97,6 +97,8 @@ class TrainingSetup:
     """The parameters that the optimizer steps: the main parameters, or wide copies of them on the CPU."""
     optimizer: TorchOptimizer
     scheduler: Any | None
+    given_names: tuple[str, ...] = ()
+    """The names that came with the parameters, for archives of the run; empty if they have none."""
 
     @property
     def is_offloaded(self) -> bool:
@@ -173,7 +175,10 @@ def prepare_training(
         scheduler = scheduler(optimizer)
     if scheduler is not None:
         check_scheduler(scheduler)
-    return TrainingSetup(main, named, stepped, optimizer, scheduler)
+    # A torch optimizer that was made from named parameters keeps the names in its groups.
+    of_groups = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    given = tuple(of_groups) if parameter_names is None else named
+    return TrainingSetup(main, named, stepped, optimizer, scheduler, given if len(given) == len(main) else ())
 
 
 def _as_groups(params: Parameters | ParamGroups) -> tuple[list[dict[str, Any]], list[str] | None]:
@@ -181,11 +186,13 @@ def _as_groups(params: Parameters | ParamGroups) -> tuple[list[dict[str, Any]], 
     given: list[Any] = list(params)
     if not given:
         raise ValueError("params is empty: there is nothing to train")
-    if all(isinstance(item, dict) for item in given):
-        return [{**group, "params": list(group["params"])} for group in given], None
-    if all(isinstance(item, tuple) and len(item) == 2 for item in given):
-        return [{"params": [parameter for _, parameter in given]}], [name for name, _ in given]
-    return [{"params": given}], None
+    are_groups = all(isinstance(item, dict) for item in given)
+    groups = [{**group, "params": list(group["params"])} for group in given] if are_groups else [{"params": given}]
+    pairs = [item for group in groups for item in group["params"]]
+    if not all(isinstance(item, tuple) and len(item) == 2 for item in pairs):
+        return groups, None
+    named = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
+    return named, [name for name, _ in pairs]
 
 
 def _with_parameters(groups: list[dict[str, Any]], parameters: tuple[torch.Tensor, ...]) -> list[dict[str, Any]]:
@@ -220,6 +227,13 @@ def _warn_if_frozen(parameters: tuple[torch.Tensor, ...]) -> None:
             frozen,
             total,
         )
+
+
+def names_in(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """The names of parameters in a model; none at all if it lacks one of them."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = tuple(known.get(id(parameter), "") for parameter in parameters)
+    return found if all(found) else ()
 
 
 class MainGroup(MutableMapping[str, Any]):

@@ -221,6 +221,7 @@ def describe_state(
     epoch: int,
     group_bits: str,
     lineage: Lineage | None = None,
+    names: Mapping[str, Sequence[str]] | None = None,
 ) -> OwnedState:
     """Copy everything that a newcomer needs.
 
@@ -231,6 +232,7 @@ def describe_state(
         epoch: the epoch of the state.
         group_bits: the bucket of peers in which this peer looks for groups.
         lineage: the rounds behind the parameters.
+        names: of parameters and of extra tensors, for archives; ``None``: they are left out.
     """
     optimizer_metadata, statistics = dump_optimizer_state(setup.optimizer)
     metadata = {
@@ -239,6 +241,12 @@ def describe_state(
         "optimizer_metadata": optimizer_metadata,
         "scheduler": dump_scheduler_state(setup.scheduler),
         "rounds": b"" if lineage is None else lineage.pack(),
+        "names": {kind: list(each) for kind, each in (names or {}).items()},
+        "tensors": {
+            "parameters": len(setup.optimizer_parameters),
+            "extra": len(extra_tensors),
+            "buffers": len(buffers),
+        },
     }
     groups: list[tuple[Sequence[torch.Tensor], Sequence[Any], TensorRole]] = [
         (setup.optimizer_parameters, setup.parameter_names, TensorRole.PARAMETER),

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from shoal.errors import DialError
+from shoal.errors import DialError, RefusedDialError
 from shoal.logs import Seldom
 from shoal.p2p.identity import CIRCUIT, PeerID, check_circuit, is_circuit
 from shoal.p2p.multiaddr import Multiaddr
@@ -35,6 +35,12 @@ def is_loopback(address: Multiaddr) -> bool:
     """Whether only the machine itself can use an address; a host name never counts as loopback."""
     host = ip_text_of(address)
     return host is not None and ipaddress.ip_address(host).is_loopback
+
+
+def is_anywhere(address: Multiaddr) -> bool:
+    """Whether the same address is another computer in another network: homes have networks of the same numbers."""
+    host = ip_text_of(address)
+    return host is not None and not is_loopback(address) and not ipaddress.ip_address(host).is_global
 
 
 def host_of(peer: PeerID, addresses: Iterable[Multiaddr]) -> PeerID | str:
@@ -89,6 +95,7 @@ class AddressBook:
         self._supports = supports
         # For each address: whether it is more than hearsay.
         self._known: OrderedDict[PeerID, dict[Multiaddr, bool]] = OrderedDict()
+        self._near: Notes[bool] = Notes()  # peers that have answered in a private network
         self._hosts: dict[PeerID, PeerID | str] = {}  # what follows from the addresses, as far as it was asked for
         self.changes = 0
         """The number of changes so far: caches of derived data compare it."""
@@ -180,6 +187,15 @@ class AddressBook:
         """Everything that is known."""
         return [(peer, list(addresses)) for peer, addresses in self._known.items()]
 
+    def judged(self, peer: PeerID, address: Multiaddr, error: BaseException) -> BaseException:
+        """What a failed dial says of a peer: a refusal that it is gone, unless it was never there.
+
+        In a private network somebody else may have refused, in place of a peer that has the same address elsewhere.
+        """
+        if isinstance(error, RefusedDialError) and is_anywhere(address) and not self._near.get(peer, False):
+            return DialError(f"{error}; or peer {peer} is in another network of the same numbers")
+        return error
+
     def forget(self, peer: PeerID, address: Multiaddr) -> None:
         """The peer is not at this address any more."""
         known = self._known.get(peer, {})
@@ -192,6 +208,8 @@ class AddressBook:
     def prefer(self, peer: PeerID, address: Multiaddr) -> None:
         """The peer has answered at this address: try it first next time."""
         known = self._known.get(peer, {})
+        if is_anywhere(address):
+            self._near.note(peer, True)
         if address in known:
             self.changes += address != next(iter(known))
             del known[address]

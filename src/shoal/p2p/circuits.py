@@ -30,6 +30,7 @@ from shoal.p2p.circuit import Circuit, Punching, Setbacks, mark_relayed, open_ci
 from shoal.p2p.connection_pool import CIRCUIT_SECONDS, DIRECT_ONLY
 from shoal.p2p.identity import PeerID, relay_of
 from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.pooled_peer import SPARE
 from shoal.p2p.relay_messages import MAX_AT_ONCE, MAX_PLACES, Code, Connect, Connected, Reach
 from shoal.p2p.relaying import Relay
 from shoal.p2p.transport import Stream
@@ -47,9 +48,6 @@ HEAD_START = 0.5
 """How much longer a direct connection may take than the relayed one, and still be preferred."""
 PATIENCE = 0.75
 """The same as a share of the time that everything before has taken: on busy machines both take longer."""
-SPARE = 4
-"""So many direct connections are made at least to a peer that only relays lead to. A round takes two or more, and other
-calls come meanwhile. When no relay is left, there will be no more."""
 
 
 class Circuits:

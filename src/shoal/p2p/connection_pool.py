@@ -117,7 +117,7 @@ class Dialler:
                         self._addresses.prefer(peer, address)
                         self._metrics.dials_direct += not is_circuit(address)
                         return task.result()
-                    errors.append(error)
+                    errors.append(self._addresses.judged(peer, address, error))
                     if isinstance(error, NoReservationError):
                         self._addresses.forget(peer, address)
         finally:
@@ -193,8 +193,8 @@ class ConnectionPool:
         self._sweep: asyncio.TimerHandle | None = None
         self._spare: set[asyncio.Task[Connection]] = set()
         self._closed = False
-        self.on_relayed: Callable[[PeerID], object] = lambda peer: None
-        """Called with a peer to which there is a new connection through a relay."""
+        self.on_circuit: Callable[[PeerID], object] = lambda peer: None
+        """Called with a peer to which there is a new connection through a relay, or one that a relay has arranged."""
 
     def __contains__(self, peer: object) -> bool:
         """Whether there are connections to this peer, or soon will be."""
@@ -301,8 +301,11 @@ class ConnectionPool:
             turn.set_result(connection)
         else:
             self._keep(peer, connection)
-        if connection.stream.via is not None:
-            self.on_relayed(connection.remote)
+        self._tell_of(connection)
+
+    def _tell_of(self, connection: Connection) -> None:
+        if connection.stream.via is not None or connection.stream.is_arranged:
+            self.on_circuit(connection.remote)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -407,8 +410,7 @@ class ConnectionPool:
             raise
         peer.dialling -= 1
         peer.in_use[connection] = None
-        if connection.stream.via is not None:
-            self.on_relayed(connection.remote)
+        self._tell_of(connection)
         self._let_next_dial(peer)
         if self._closed:
             self.release(connection, reusable=False)

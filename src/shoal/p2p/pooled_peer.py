@@ -13,6 +13,9 @@ from shoal.p2p.limits import MAX_DIALLED_PER_PEER
 MAX_PARALLEL_DIALS = 2
 # After a dial has failed, calls that can wait for another one's connection do so for as long.
 BARREN_SECONDS = 10.0
+SPARE = 4
+"""So many direct connections are made at least to a peer that only relays lead to. A round takes two or more, and other
+calls come meanwhile. When no relay is left, there will be no more."""
 
 # What a waiting call gets: a connection, or the right to dial one.
 Turn = Connection | None

@@ -40,6 +40,8 @@ PUNCH_SECONDS = 2.5
 """How long both sides try to connect."""
 LATE_SECONDS = 0.5
 """A punch that has brought nothing by then hardly will: until its end, nobody waits for another one to that peer."""
+LATE_SHARE = 0.75
+"""The same as a share of the time that the dial had taken before: on long lines and busy machines both take longer."""
 EXCHANGE_SECONDS = 3.0
 """How long each waits for the other one's part of the exchange."""
 
@@ -59,6 +61,10 @@ class _Plan:
     is_given_up: bool = False
     """Nobody waits for some port any more, so it says nothing about the way."""
     has_succeeded: bool = False
+
+    def is_late(self, now: float) -> bool:
+        """Whether it should have brought something by now."""
+        return now - self.begun_at > max(LATE_SECONDS, LATE_SHARE * (self.begun_at - self.since))
 
 
 class Puncher:
@@ -90,8 +96,10 @@ class Puncher:
 
     def is_worth_it(self, peer: PeerID) -> bool:
         """Whether to ask for a punch when this peer is dialled."""
-        late = asyncio.get_running_loop().time() - LATE_SECONDS
-        is_late = any(whose == peer and plan.begun_at < late for plan, whose in self._unsuccessful.items())
+        if self.policy.expects_success(peer):
+            return True
+        now = asyncio.get_running_loop().time()
+        is_late = any(whose == peer and plan.is_late(now) for plan, whose in self._unsuccessful.items())
         return not is_late and self.policy.allows(peer)
 
     def expects_success(self, peer: PeerID) -> bool:

@@ -1,4 +1,7 @@
-"""Better connections for peers that only relays lead to, found while the present ones are in use.
+"""Better and more connections for peers that only relays lead to, made while the present ones are in use.
+
+Where there are relayed connections only, direct ones are tried for again and again. Where there is a direct one, some
+more are made at once: the relay may be gone when they are needed, and then nobody can make others.
 
 Nothing is moved from one connection to another: calls in progress stay where they are, and the next ones take what the
 pool prefers.
@@ -8,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
+from shoal.p2p.connection_pool import MAX_IDLE
 from shoal.p2p.identity import PeerID
+from shoal.p2p.pooled_peer import SPARE
 from shoal.p2p.relay_messages import MAX_AT_ONCE
 from shoal.tasks import cancel_and_wait
 
@@ -22,10 +28,12 @@ logger = logging.getLogger(__name__)
 
 UPGRADE_SECONDS = 60.0
 """Between two attempts at direct connections to a peer."""
+ROOM_FOR_SPARES = MAX_IDLE // 2
+"""With more idle connections than this no spare ones are made, for then each takes the place of another peer's."""
 
 
 class Upgrades:
-    """Attempts at direct connections, as long as there are only relayed ones.
+    """Attempts at direct connections, as long as there are only relayed ones, and spare ones as soon as there are any.
 
     Args:
         p2p: whose connections these are.
@@ -35,14 +43,35 @@ class Upgrades:
         self._p2p = p2p
         self.tasks: dict[PeerID, asyncio.Task[None]] = {}
         """One for each peer with relayed connections only, or that was so a little while ago."""
-        p2p.pool.on_relayed = self.watch
+        self.filling: dict[PeerID, asyncio.Task[None]] = {}
+        """One for each peer to which spare connections are being made."""
+        p2p.pool.on_circuit = self.watch
 
     def watch(self, peer: PeerID) -> None:
-        """There is a new relayed connection to a peer."""
-        if peer not in self.tasks and self._p2p.is_alive:
-            task = asyncio.get_running_loop().create_task(self._keep_trying(peer))
-            self.tasks[peer] = task
-            task.add_done_callback(lambda _: self.tasks.pop(peer))
+        """A relay has led to a peer: there is a new connection, direct or not."""
+        if not self._p2p.is_alive:
+            return
+        streams = self._p2p.pool.streams_to(peer)
+        if all(stream.is_relayed for stream in streams):
+            self._begin(self.tasks, peer, self._keep_trying)
+        elif len(streams) < SPARE and self._p2p.pool.idle_count < ROOM_FOR_SPARES:
+            self._begin(self.filling, peer, self._fill)
+
+    def _begin(
+        self,
+        tasks: dict[PeerID, asyncio.Task[None]],
+        peer: PeerID,
+        work: Callable[[PeerID], Coroutine[object, object, None]],
+    ) -> None:
+        if peer not in tasks:
+            tasks[peer] = asyncio.get_running_loop().create_task(work(peer))
+            tasks[peer].add_done_callback(lambda _: tasks.pop(peer))
+
+    async def _fill(self, peer: PeerID) -> None:
+        try:
+            await self._p2p.circuits.prepare(peer, 1)
+        except ShoalError as e:
+            logger.debug("no spare connections to %s: %s", peer, e)
 
     async def _keep_trying(self, peer: PeerID) -> None:
         while True:
@@ -69,4 +98,4 @@ class Upgrades:
 
     async def close(self) -> None:
         """Try no more."""
-        await cancel_and_wait(*self.tasks.values())
+        await cancel_and_wait(*self.tasks.values(), *self.filling.values())

@@ -182,7 +182,7 @@ class Coordination:
             StatusRequest(round_id=self.allreduce.round_id, is_link_broken=True),
             link.replaced,
             self.allreduce.pairs[member.index],
-            lambda status: status in (RoundStatus.UNKNOWN, RoundStatus.LEFT),
+            lambda reply: "has left the round" if reply.status in (RoundStatus.UNKNOWN, RoundStatus.LEFT) else None,
         )
         if reason is not None:
             self._lost(member, link, reason)

@@ -174,6 +174,26 @@ class Delivery:
         self._traffic.end(own=True)
 
 
+def check_beginning(begin: BeginReduce, known: Intake | None) -> None:
+    """Check how a sender begins on one of its connections.
+
+    Args:
+        known: what is known from its other connections.
+
+    Raises:
+        ProtocolError: that cannot be, or contradicts what is known.
+    """
+    if not 0 <= begin.weight < float("inf"):
+        raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
+    if not 0 <= begin.stripe < begin.stripes <= MAX_STRIPES:
+        raise ProtocolError(f"stripe {begin.stripe} of {begin.stripes} does not exist")
+    if known is not None and known.generation == begin.resume and begin.stripe in known.begun:
+        raise ProtocolError("this member has begun before")
+    stripes = begin.stripes if known is None or known.generation < begin.resume else known.stripes
+    if known is not None and (known.weight, stripes) != (begin.weight, begin.stripes):
+        raise ProtocolError("the stripes of this member contradict each other")
+
+
 class Intake:
     """The reducer's side, for one sender.
 
@@ -235,10 +255,16 @@ class Intake:
         """Send the averages that belong on this stripe."""
         await self._traffic.send(call, self._traffic.averages_out, self.stripes)
 
-    async def wait_for_end(self, call: Call, round_ended: asyncio.Event) -> bool:
+    async def wait_for_end(
+        self, call: Call, round_ended: asyncio.Event, on_break: Callable[[], object] | None = None
+    ) -> bool:
         """Wait until the sender ends its side of a stripe, which it does when it holds all averages.
 
         When the round is over, the sender has to end within the time limit.
+
+        Args:
+            on_break: called if the connection breaks before: perhaps not all averages have come there, and the sender
+                does not know that nothing more comes.
 
         Returns:
             Whether the sender has now ended all its stripes.
@@ -252,6 +278,10 @@ class Intake:
             async with asyncio.timeout(self._timeout):
                 if await end is not None:
                     raise ProtocolError("more parts than agreed")
+        except (StreamClosedError, asyncio.CancelledError):  # the end of a connection cancels its handler
+            if on_break is not None and call.connection.closed and not round_ended.is_set():
+                on_break()
+            raise
         finally:
             await cancel_and_wait(end)
         self.open -= 1

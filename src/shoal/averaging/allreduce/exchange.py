@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging.allreduce.combining import NormBook
-from shoal.averaging.allreduce.delivery import MAX_STRIPES, Delivery, Intake, stripes_for
+from shoal.averaging.allreduce.delivery import Delivery, Intake, check_beginning, stripes_for
 from shoal.averaging.allreduce.members import Member, Roster, Standing
 from shoal.averaging.allreduce.pace import Pace
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair, Superseded
@@ -38,7 +38,7 @@ from shoal.averaging.allreduce.silence import Watch
 from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.allreduce.verification import LIE, Verification
 from shoal.averaging.control import AveragingMode, GroupInfo, RoundResult
-from shoal.averaging.messages import PEER_FAILURES, BeginReduce, RoundStatus, StatusRequest, reason_of
+from shoal.averaging.messages import PEER_FAILURES, BeginReduce, RoundStatus, StatusReply, StatusRequest, reason_of
 from shoal.compression import CompressionInfo
 from shoal.errors import AllreduceException, ProtocolError, StreamClosedError
 from shoal.p2p import Call, PeerID, StubBase
@@ -105,7 +105,8 @@ class AllReduce:
         self._pace = Pace() if settings.quorum is None else None
         # By member: what is exchanged with it.
         self._traffic = {i: self._make_traffic(i) for i in range(group.group_size) if i != own_index}
-        self.pairs = {i: self._make_pair(i) for i in self._traffic}
+        is_awaited = self.reducer.waiting_for.__contains__
+        self.pairs = {i: Pair(each, functools.partial(is_awaited, i)) for i, each in self._traffic.items()}
         """By member: the calls between the two."""
         self.watch = Watch(self)  # looks after the calls
         self._exchanges: dict[int, asyncio.Task[None]] = {}
@@ -114,11 +115,7 @@ class AllReduce:
         self.intakes: dict[int, Intake] = {}
         """By sender: what it sends to this reducer."""
         self._timers: list[asyncio.TimerHandle] = []
-        # Each waits for a sender whose connection broke.
-        self._waiting: dict[asyncio.Task[None], None] = {}
-
-    def _make_pair(self, member: int) -> Pair:
-        return Pair(self._traffic[member], lambda: member in self.reducer.waiting_for)
+        self._waiting: dict[asyncio.Task[None], None] = {}  # for senders whose connections broke
 
     def _make_reducer(self) -> PartReducer:
         own, parts, roster = self.own_index, self.vector.parts[self.own_index], self.roster
@@ -262,8 +259,7 @@ class AllReduce:
         """
         roster = self.roster
         share = self.vector.share_averaged if roster.is_sender else 1.0
-        # A part may be held without an average, when its reducer says that nobody has contributed. That is a result,
-        # too; here not even that has come.
+        # A part that is held without an average is a result, too: its reducer says that nobody has contributed.
         has_nothing = share == 0 and not any(self.vector.held)
         if has_nothing and roster.failed:
             reasons = "; ".join(f"{member.peer_id}: {member.reason}" for member in roster.failed)
@@ -379,7 +375,9 @@ class AllReduce:
             pair.advance(begin.resume)
             if await pair.settle() != begin.resume:
                 raise Superseded("the exchange goes on over other connections")
-            self._check_sender(begin, index)
+            check_beginning(begin, self.intakes.get(index))
+            self.book.take_claim(index, begin.norms, begin.statement)
+            self._check_member(begin, sender)  # again: time has passed
             pair.note_life(comes_anew=begin.resume > 0)
             intake = self.begin_stripe(index, begin)
             try:
@@ -397,7 +395,8 @@ class AllReduce:
         if not intake.unfinished:
             self.reducer.delivered_everything(index)
         with pair.lines.watching(call):
-            has_ended = await intake.wait_for_end(call, self.ended)
+            on_break = functools.partial(self._resumes, member, begin.resume)
+            has_ended = await intake.wait_for_end(call, self.ended, None if pair.is_calling else on_break)
         if has_ended:
             self.roster.note_complete(index)
 
@@ -432,18 +431,30 @@ class AllReduce:
     async def _wait_for_return(self, member: Member, generation: int) -> None:
         """Give a sender up whose connection broke, if it is dead or does not come back in time."""
         pair = self.pairs[member.index]
-        # If this member calls it anyway, that shows whether it is dead. A client cannot be called.
-        is_asked = not pair.is_calling and member.mode is not AveragingMode.CLIENT
+        is_client = member.mode is AveragingMode.CLIENT  # which cannot be called
+
+        def why_not(reply: StatusReply) -> str | None:
+            if reply.has_given_up:
+                return "has given this member up"
+            return "has left the round" if reply.status != RoundStatus.RUNNING else None
+
         reason = await wait_for_return(
-            self.get_stub(member.peer_id) if is_asked else None,
+            None if is_client else self.get_stub(member.peer_id),
             StatusRequest(round_id=self.round_id, resume=generation + 1),
             pair.returned,
             pair,
-            lambda status: status is not RoundStatus.RUNNING and bool(pair.traffic.parts_in.missing),
+            why_not,
+            pair.traffic.is_incomplete,
         )
-        is_waited_for = pair.lost == generation and member.index in self.reducer.waiting_for
-        if reason is not None and is_waited_for and not pair.returned.is_set():
-            self.roster.fail(member.index, reason)
+        if pair.lost == generation and member.index in self.reducer.waiting_for and not pair.returned.is_set():
+            if reason is None or (pair.is_heard() and not pair.traffic.is_incomplete()):
+                self.reducer.delivered_everything(member.index)  # it lives, and has nothing to come back for
+            else:
+                self.roster.fail(member.index, reason)
+
+    def has_given_up(self, member: Member) -> bool:
+        """Whether nothing more will be exchanged with a member."""
+        return member.failed or self.roster.own.late
 
     def _check_member(self, begin: BeginReduce, sender: PeerID) -> int:
         """The position of a caller that may call now."""
@@ -452,26 +463,12 @@ class AllReduce:
         index = self.group.peer_ids.index(sender)
         # It may lack averages although it has delivered everything.
         member = self.roster.members[index]
-        is_known = begin.resume > 0 and index in self.intakes and not (member.failed or self.roster.own.late)
+        is_known = begin.resume > 0 and index in self.intakes and not self.has_given_up(member)
         if index not in self.reducer.waiting_for and not is_known:
             raise ProtocolError("nothing is expected from this member: it began before, was given up, or is no sender")
         if begin.resume > MAX_RESUMES:
             raise ProtocolError(f"has begun anew {begin.resume} times, more than {MAX_RESUMES}")
         return index
-
-    def _check_sender(self, begin: BeginReduce, index: int) -> None:
-        if not 0 <= begin.weight < float("inf"):
-            raise ProtocolError(f"weight {begin.weight} is not a non-negative number")
-        if not 0 <= begin.stripe < begin.stripes <= MAX_STRIPES:
-            raise ProtocolError(f"stripe {begin.stripe} of {begin.stripes} does not exist")
-        known = self.intakes.get(index)
-        if known is not None and known.generation == begin.resume and begin.stripe in known.begun:
-            raise ProtocolError("this member has begun before")
-        stripes = begin.stripes if known is None or known.generation < begin.resume else known.stripes
-        if known is not None and (known.weight, stripes) != (begin.weight, begin.stripes):
-            raise ProtocolError("the stripes of this member contradict each other")
-        self.book.take_claim(index, begin.norms, begin.statement)
-        self._check_member(begin, self.group.peer_ids[index])  # again: time has passed
 
     def begin_stripe(self, sender: int, begin: BeginReduce) -> Intake:
         """Note that a sender has begun on one of its connections; returns its intake, new on the first connection."""

@@ -10,9 +10,9 @@ From then on both send what the other one lacks, and nothing else. The lists are
 so nothing comes twice, and nothing is lost. Who hears of a newer generation from the other member follows at once; a
 call of an older one is cut. If both make calls, each begins its own ones anew.
 
-A reducer that makes no calls to the sender can only wait for it. It asks whether the sender lives, and tells it what is
-broken: if its machine answers that the program is gone, the sender has failed at once. Otherwise it has
-``RESUME_SECONDS`` to come back, and ``RETURN_SECONDS`` if it answers.
+A reducer can only wait for a sender to call again. It asks whether the sender lives, and tells it what is broken: if
+its machine answers that the program is gone, the sender has failed at once, as it has if it answers that it has given
+the reducer up. Otherwise it has ``RESUME_SECONDS`` to come back, and ``RETURN_SECONDS`` if it answers.
 """
 
 from __future__ import annotations

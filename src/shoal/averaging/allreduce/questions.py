@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from shoal.averaging.messages import ALIVE_PER_TIMEOUT, PEER_FAILURES, RoundStatus, StatusRequest, reason_of
+from shoal.averaging.messages import ALIVE_PER_TIMEOUT, PEER_FAILURES, StatusReply, StatusRequest, reason_of
 from shoal.averaging.redialling import REDIAL_PAUSE, RESUME_SECONDS, RETURN_SECONDS, Life, may_be_dead
 from shoal.errors import P2PHandlerError, RefusedDialError
 from shoal.p2p import StubBase
@@ -56,7 +56,8 @@ async def wait_for_return(
     question: StatusRequest,
     returned: asyncio.Event,
     life: Life,
-    has_left: Callable[[RoundStatus], bool],
+    why_not: Callable[[StatusReply], str | None],
+    is_missed: Callable[[], bool] = lambda: True,
 ) -> str | None:
     """Wait for a member whose connection broke, for longer if it shows in some other way that it lives.
 
@@ -65,10 +66,11 @@ async def wait_for_return(
         question: tells the member, which may not know it, what is broken.
         returned: set when it has come back.
         life: tells whether it lives.
-        has_left: judges by its answer whether it will not come.
+        why_not: tells from its answer why it will not come; ``None``: it may come.
+        is_missed: whether it has something to come back for, as far as this member knows.
 
     Returns:
-        Why it is given up; ``None``: it has come back.
+        Why it is given up; ``None``: it has come back, or it lives and is not missed.
     """
     now = asyncio.get_running_loop().time
     begun = now()
@@ -79,8 +81,11 @@ async def wait_for_return(
         try:
             async with asyncio.timeout(RESUME_SECONDS):
                 if stub is not None:
-                    if has_left(await _ask_for_status(stub, question, life, begun)):
-                        return "has left the round"
+                    reply = await _ask_for_status(stub, question, life, begun)
+                    if not is_missed():
+                        return None
+                    if reason := why_not(reply):
+                        return reason
                     has_answered = True
                 await returned.wait()
                 return None
@@ -92,7 +97,7 @@ async def wait_for_return(
     return None if returned.is_set() else "its connection broke, and it did not come back"
 
 
-async def _ask_for_status(stub: StubBase, question: StatusRequest, life: Life, since: float) -> RoundStatus:
+async def _ask_for_status(stub: StubBase, question: StatusRequest, life: Life, since: float) -> StatusReply:
     """Ask a member about a round until it answers.
 
     Raises:
@@ -100,7 +105,8 @@ async def _ask_for_status(stub: StubBase, question: StatusRequest, life: Life, s
     """
     while True:
         try:
-            return RoundStatus((await stub.rpc_round_status(question)).status)
+            reply: StatusReply = await stub.rpc_round_status(question)
+            return reply
         except PEER_FAILURES as e:
             if isinstance(e, RefusedDialError) and may_be_dead(e, life, since):
                 raise

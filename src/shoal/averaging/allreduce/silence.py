@@ -121,19 +121,24 @@ class Watch:
         finally:
             await cancel_and_wait(*self._asking.values())
 
-    def take_question(self, told: StatusRequest, asker: PeerID) -> None:
-        """Somebody asks about the round. It may know of broken calls that still seem to work here."""
+    def take_question(self, told: StatusRequest, asker: PeerID) -> bool:
+        """Somebody asks about the round. It may know of broken calls that still seem to work here.
+
+        Returns:
+            Whether this member has given the asker up.
+        """
         if asker not in self.allreduce.group.peer_ids:
-            return
+            return False
         index = self.allreduce.group.peer_ids.index(asker)
         if index == self.allreduce.own_index:
-            return
+            return False
         pair = self.allreduce.pairs[index]
         pair.note_life(comes_anew=told.resume > 0 or told.is_link_broken)
         if told.resume > pair.generation:
             pair.lines.cut()
         if told.is_link_broken:
             pair.link.cut(older_than=NEW_CALL_SECONDS)
+        return self.allreduce.has_given_up(self.allreduce.roster.members[index])
 
     def _look(self, member: Member) -> None:
         pair = self.allreduce.pairs[member.index]

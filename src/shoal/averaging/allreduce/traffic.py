@@ -276,6 +276,10 @@ class Traffic:
         self._calls = {True: math.inf if own else 0, False: math.inf if others else 0}
         self._is_agreed = False
 
+    def is_incomplete(self) -> bool:
+        """Whether the other member still has something to send."""
+        return bool(self.parts_in.missing or self.averages_in.missing)
+
     def gaps(self) -> Resume:
         """What the other member has to send again, or has not sent yet."""
         return Resume(missing_parts=self.parts_in.gaps(), missing_averages=self.averages_in.gaps())

@@ -13,7 +13,14 @@ import random
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from shoal.averaging.messages import MAX_OTHER_DONORS, ChunkRequest, PeerRecord, StateChunk, StateHeader
+from shoal.averaging.messages import (
+    MAX_OTHER_DONORS,
+    ChunkRequest,
+    DownloadRequest,
+    PeerRecord,
+    StateChunk,
+    StateHeader,
+)
 from shoal.averaging.state.download import GetState, GivenState, OwnedState, Snapshot
 from shoal.averaging.state.gathering import MAX_VOTERS, DonorMemory, Gathering
 from shoal.averaging.state.places import Place, Places
@@ -57,6 +64,8 @@ class StateSharing:
         chunk_timeout: a donor is given up after so many seconds without new bytes.
         max_bytes: larger states are refused before any memory is taken.
         get_stub: makes a stub of the averager protocol for a peer.
+        trains: whether this peer trains with what it downloads; an archive only keeps it.
+        rate: so many bytes are taken in a second at most.
     """
 
     def __init__(
@@ -71,6 +80,8 @@ class StateSharing:
         chunk_timeout: float,
         max_bytes: int,
         get_stub: Callable[[PeerID], StubBase],
+        trains: bool = True,
+        rate: float = math.inf,
     ) -> None:
         self.allowed = False
         self.priority = 0.0
@@ -80,6 +91,7 @@ class StateSharing:
         self._p2p, self._node, self.key = p2p, node, key
         self.get_state, self._codec = get_state, codec
         self._chunk_timeout, self._max_bytes = chunk_timeout, max_bytes
+        self._trains, self._rate = trains, rate
         # Others ignore declarations that live longer than SHORT_LIFETIME_SECONDS.
         self._declare_period = min(declare_period, SHORT_LIFETIME_SECONDS / DECLARATION_LIFETIME)
         self._get_stub = get_stub
@@ -138,18 +150,15 @@ class StateSharing:
         except TimeoutError:
             logger.debug("not everybody could be told that this peer does not share its state any more")
 
-    async def serve(self, call: Call, part: bytes = b"") -> None:
+    async def serve(self, call: Call, request: DownloadRequest) -> None:
         """Send the state to a peer that asks for it, or refuse it.
-
-        Args:
-            part: the name of the part that it asks for; empty: all of the state.
 
         Raises:
             ProtocolError, P2PDaemonError, TimeoutError: the newcomer failed.
         """
-        now = asyncio.get_running_loop().time
+        now, part = asyncio.get_running_loop().time, request.part
         places = self._places_of(part) if self.allowed else None
-        place = None if places is None else places.find(call.remote, now())
+        place = None if places is None else places.find(call.remote, now(), trains=request.trains)
         if places is None or place is None:
             refusal = StateHeader(allowed=False) if part else self._refusal(call.remote, now())
             await call.send(refusal, end=True)
@@ -182,8 +191,8 @@ class StateSharing:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anybody is downloading the state."""
-        return bool(self.places.sharings)
+        """Whether anybody is downloading the state in order to train."""
+        return any(place.trains for place in self.places)
 
     def _note_dropped(self, place: Place, now: float) -> None:
         self._p2p.metrics.newcomers_dropped += 1
@@ -275,6 +284,8 @@ class StateSharing:
                 self._admits(skip),
                 part,
                 most_voters,
+                self._trains,
+                self._rate,
             )
             state = await gathering.run(await self.find_donors(skip))
             pause = max(BUSY_PAUSE, gathering.again_in)

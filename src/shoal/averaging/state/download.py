@@ -15,6 +15,7 @@ import asyncio
 import bisect
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import torch
 from blake3 import blake3
 
 from shoal.averaging.messages import ChunkRequest, StateChunk, StateHeader
+from shoal.averaging.state.arrivals import SPEED_SECONDS, Arrivals
 from shoal.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor
 from shoal.compression.base import Buffer, SerializedTensor, TensorMetadata, bytes_of, copied, mapped
 from shoal.compression.serialization import is_sparse
@@ -53,9 +55,6 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**18, 2**22
 SMALL_PIECE_BYTES, PIECE_BYTES = 2**14, 2**18
 # A donor is quick enough for the larger pieces from so many bytes per second.
 QUICK = 2.0**20
-# The speed of a download is measured over so many seconds.
-SPEED_SECONDS = 10.0
-
 HASH_BYTES = 32
 HASHING_THREADS = 4
 # A chunk of more pieces than this is copied together before it is sent, because each piece has a cost of its own.
@@ -185,37 +184,6 @@ def _hash(chunks: Chunks, start: int, end: int) -> bytes:
     return b"".join(hash_of(chunks.pieces(index)) for index in range(start, min(end, chunks.count)))
 
 
-class Arrivals:
-    """Measures how fast bytes arrive.
-
-    Args:
-        now: the loop's time in seconds.
-    """
-
-    def __init__(self, now: float) -> None:
-        self.began_at = now
-        self.total = 0
-        # Marks of the latest seconds: a time, and how many bytes had arrived before it.
-        self._marks: deque[tuple[float, int]] = deque([(now, 0)])
-
-    def add(self, nbytes: int, now: float) -> None:
-        """Note that so many bytes have just arrived."""
-        if now - self._marks[-1][0] >= SPEED_SECONDS / 16:
-            self._marks.append((now, self.total))
-            self._forget(now)
-        self.total += nbytes
-
-    def _forget(self, now: float) -> None:
-        while len(self._marks) > 1 and self._marks[1][0] <= now - SPEED_SECONDS:
-            self._marks.popleft()
-
-    def recent(self, now: float) -> float:
-        """Bytes per second, over the last ``SPEED_SECONDS``."""
-        self._forget(now)
-        since, before = self._marks[0]
-        return (self.total - before) / max(now - since, 1e-9)
-
-
 class _Queue:
     """The chunks that a donor has been asked for, in the order in which they will come; and the donor's speed."""
 
@@ -259,9 +227,10 @@ class Download:
         header: the description by the chosen donor, which also gives the metadata.
         hashes: the hashes of all chunks, from the same donor.
         chunk_timeout: a donor is given up after so many seconds without new bytes.
+        rate: so many bytes in a second are taken at most.
     """
 
-    def __init__(self, header: StateHeader, hashes: bytes, chunk_timeout: float) -> None:
+    def __init__(self, header: StateHeader, hashes: bytes, chunk_timeout: float, rate: float = math.inf) -> None:
         self._header, self._hashes, self._chunk_timeout = header, hashes, chunk_timeout
         self.version = version_of(header.tensors, header.tensor_bytes, hashes)
         self._buffers = [bytes_of(mapped((size,), torch.uint8)) for size in header.tensor_bytes]
@@ -279,7 +248,7 @@ class Download:
         self._missing = self._chunks.count
         # Chunks that came while another donor, slower or stuck, was still writing them into the state's own memory.
         self._copies: dict[int, memoryview] = {}
-        self._arrivals = Arrivals(asyncio.get_running_loop().time())
+        self._arrivals = Arrivals(asyncio.get_running_loop().time(), rate)
         self.finished = asyncio.Event()
         self._check_finished()
 
@@ -295,12 +264,12 @@ class Download:
     def resume(self, header: StateHeader) -> None:
         """Take the download up again, with the metadata of this donor, and measure its speed anew."""
         self._header = header
-        self._arrivals = Arrivals(asyncio.get_running_loop().time())
+        self._arrivals = self._arrivals.anew(asyncio.get_running_loop().time())
 
     def seconds_left(self) -> float:
-        """The seconds until the state is expected to be here; 0 while it is too early to tell."""
+        """The seconds until the state is expected to be here; 0 if it is too early to tell, or nothing could help."""
         now = asyncio.get_running_loop().time()
-        if now - self._arrivals.began_at < SPEED_SECONDS:
+        if now - self._arrivals.began_at < SPEED_SECONDS or self._arrivals.is_at_limit(now):
             return 0.0
         return self.missing_bytes / max(self._arrivals.recent(now), 1e-9)
 
@@ -338,6 +307,8 @@ class Download:
                 started = loop.time()
                 piece = PIECE_BYTES if queue.is_quick(self._chunks.chunk_bytes) else SMALL_PIECE_BYTES
                 place = await self._receive(call, queue.chunks[0], piece, arrivals)
+                if rest := self._arrivals.seconds_to_rest(loop.time()):
+                    await asyncio.sleep(rest)
                 queue.delivered(loop.time() - started)
                 self._check(place)
         finally:

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 from shoal.averaging.messages import PEER_FAILURES, DownloadRequest, StateChunk, StateHeader, reason_of
-from shoal.averaging.state.download import Arrivals, Download, GivenState, open_state, version_of
+from shoal.averaging.state.arrivals import Arrivals
+from shoal.averaging.state.download import Download, GivenState, open_state, version_of
 from shoal.logs import Seldom
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
@@ -137,6 +139,8 @@ class Gathering:
         admits: tells whether a peer that a donor has named may be asked.
         part: names the part of the state that is wanted; empty: all of it.
         most_voters: so many donors are asked for their version. One, if the versions of all differ anyway.
+        trains: whether this peer is going to train with the state.
+        rate: so many bytes in a second are taken at most.
     """
 
     def __init__(
@@ -149,9 +153,11 @@ class Gathering:
         admits: Callable[[PeerID], bool],
         part: bytes = b"",
         most_voters: int = MAX_VOTERS,
+        trains: bool = True,
+        rate: float = math.inf,
     ) -> None:
         self.p2p, self.get_stub, self.memory = p2p, get_stub, memory
-        self.part, self.most_voters = part, most_voters
+        self.request, self.most_voters, self.rate = DownloadRequest(part=part, trains=trains), most_voters, rate
         self.max_bytes, self.chunk_timeout, self._admits = max_bytes, chunk_timeout, admits
         self.busy = False
         """Whether a donor has refused because it serves too many others."""
@@ -277,7 +283,7 @@ class _Attempt:
         gathering, peer = self._gathering, donor[1]
         try:
             async with gathering.get_stub(peer).rpc_download_state() as call:
-                await call.send(DownloadRequest(part=gathering.part))
+                await call.send(gathering.request)
                 header, hashes = await open_state(call, gathering.max_bytes, gathering.chunk_timeout)
                 if not header.allowed:
                     gathering.note_refusal(donor, header)
@@ -405,7 +411,7 @@ class _Attempt:
         self._source = offer
         if kept is not None:
             kept.resume(offer.header)
-        self._download = kept or Download(offer.header, offer.hashes, gathering.chunk_timeout)
+        self._download = kept or Download(offer.header, offer.hashes, gathering.chunk_timeout, gathering.rate)
         for each in [offer, *(other for other in self._offers if other is not offer)]:
             self._use(each)
 

@@ -44,10 +44,14 @@ class Sharing:
 
 
 class Place:
-    """One newcomer's download."""
+    """One newcomer's download.
 
-    def __init__(self, peer: PeerID, sharing: Sharing) -> None:
-        self.peer, self.sharing = peer, sharing
+    Args:
+        trains: whether it is going to train with the state; an archive only keeps it.
+    """
+
+    def __init__(self, peer: PeerID, sharing: Sharing, *, trains: bool = True) -> None:
+        self.peer, self.sharing, self.trains = peer, sharing, trains
         self.lost = asyncio.Event()
         """Set when the place was given to another newcomer."""
         # When the newcomer could first ask for chunks; None while the snapshot is still being made.
@@ -137,7 +141,7 @@ class Places:
     def __iter__(self) -> Iterator[Place]:
         return (place for sharing in self.sharings for place in sharing.places)
 
-    def find(self, peer: PeerID, now: float) -> Place | None:
+    def find(self, peer: PeerID, now: float, *, trains: bool = True) -> Place | None:
         """A place for one more newcomer; ``None`` if there are too many already."""
         if not self._has_snapshot(now):
             return None
@@ -146,7 +150,7 @@ class Places:
             if not idle:
                 return None
             self._take_away(min(idle, key=lambda place: place.rate(now)), now)
-        place = Place(peer, self._sharing(now))
+        place = Place(peer, self._sharing(now), trains=trains)
         place.sharing.places.append(place)
         return place
 
@@ -173,7 +177,7 @@ class Places:
 
     def leave(self, place: Place, now: float) -> None:
         """Free the place of a newcomer that is gone, and drop its snapshot if no other newcomer uses it."""
-        if place.has_all:
+        if place.has_all and place.trains:  # an archive gives the state to nobody while the run lives
             self._holders.append((place.peer, now))
         sharing = place.sharing
         if place in sharing.places:
@@ -187,7 +191,7 @@ class Places:
 
     def on_their_way(self, now: float) -> set[PeerID]:
         """Newcomers that are downloading, or have just got the whole state. This may be called in any thread."""
-        places = [place for sharing in list(self.sharings) for place in list(sharing.places)]
+        places = [place for sharing in list(self.sharings) for place in list(sharing.places) if place.trains]
         arriving = {peer for peer, since in list(self._holders) if now - since <= _ARRIVAL_SECONDS}
         return arriving.union(place.peer for place in places)
 

@@ -24,6 +24,7 @@ from shoal.optim.epochs import usual_lag
 from shoal.optim.outer.extra import ExtraTensors
 from shoal.optim.outer.flight import PARAMETERS, Standing
 from shoal.optim.outer.fragment_updates import FragmentUpdates
+from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.kept import Kept, answer, parse_answer, parse_request, request_for
 from shoal.optim.outer.schedule import SlotCounter
@@ -33,42 +34,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The name of the part of the state that every peer has another one of.
-OF_ITS_OWN = b"own"
+# The name of the part of the state that has the statistics of the inner optimizers.
+STATISTICS = b"inner"
+# That of the part that has the extra tensors.
+EXTRA = b"extra"
 # If nobody has had single updates so many times in a row, the whole state is downloaded.
 MOST_IN_VAIN = 2
-
-
-@dataclass(frozen=True)
-class OfItsOwn:
-    """What a newcomer gets from one peer alone, because each has another one."""
-
-    inner: InnerOptimizers | None
-    """The inner optimizers, whose statistics are shared; ``None``: they are not."""
-    extra: ExtraTensors
-
-    def __bool__(self) -> bool:
-        return self.inner is not None or bool(self.extra)
-
-    def dump(self) -> OwnedState:
-        """All of it."""
-        described, tensors = (None, []) if self.inner is None else self.inner.dump_statistics()
-        extra = [self.extra.read()] if self.extra else []
-        return OwnedState({"inner": described, "extra": len(extra)}, [*extra, *copies_of(tensors)])
-
-    def load(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Take over what another peer has dumped.
-
-        Raises:
-            ValueError: it does not fit.
-        """
-        extra = metadata.get("extra") if isinstance(metadata, Mapping) else None
-        if extra != int(bool(self.extra)):
-            raise ValueError("its extra tensors are not those of this peer")
-        if self.extra:
-            self.extra.load(list(tensors[:1]))
-        if self.inner is not None and metadata.get("inner") is not None:
-            self.inner.load_statistics(metadata["inner"], tensors[extra:])
 
 
 @dataclass(frozen=True)
@@ -79,21 +50,37 @@ class Giving:
     fragments: Sequence[FragmentUpdates]
     lock: threading.RLock
     """Held while outer parameters, or statistics of inner optimizers, change."""
-    own: OfItsOwn
+    inner: InnerOptimizers
+    shares_inner_state: bool
+    extra: ExtraTensors
+
+    def _layout_of(self, fragment: Fragment) -> list[list[Any]]:
+        """The number of each parameter of a fragment, where it begins and its shape, for archives."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self.inner.parameters)}
+        places = zip(fragment.parameters, fragment.offsets, strict=True)
+        return [[numbers[id(parameter)], offset, list(parameter.shape)] for parameter, offset in places]
 
     def everything(self) -> OwnedState:
         """The state for newcomers: outer parameters and what belongs to them, all of one moment."""
         with self.lock:
             found = [each.dump() for each in self.fragments]
             tensors = copies_of([tensor for _, own in found for tensor in own])
-            described = [{**metadata, "tensors": len(own)} for metadata, own in found]
-            return OwnedState({"slot": self.counter.slot, "fragments": described}, tensors)
+            layouts = [self._layout_of(each.fragment) for each in self.fragments]
+            parts = zip(found, layouts, strict=True)
+            described = [{**metadata, "tensors": len(own), "layout": layout} for (metadata, own), layout in parts]
+            names = list(self.inner.names)
+            return OwnedState({"slot": self.counter.slot, "fragments": described, "names": names}, tensors)
 
     def part(self, part: bytes) -> OwnedState:
-        """What only this peer has; or updates that another peer asks for, as far as they are here."""
-        if part == OF_ITS_OWN:
+        """The statistics of the inner optimizers; or updates that another peer asks for, as far as they are here."""
+        if part == STATISTICS:
+            if not self.shares_inner_state:
+                return OwnedState(None, [])
             with self.lock:
-                return self.own.dump()
+                described, tensors = self.inner.dump_statistics()
+                return OwnedState(described, copies_of(tensors))
+        if part == EXTRA:
+            return OwnedState(None, [self.extra.read()] if self.extra else [])
         wanted = parse_request(part, len(self.fragments))
         with self.lock:
             return answer({number: self.fragments[number].kept.since(version) for number, version in wanted.items()})
@@ -105,7 +92,9 @@ class CatchingUp:
 
     rounds: Rounds
     load_state_timeout: float
-    own: OfItsOwn
+    shares_inner_state: bool
+    """Whether newcomers also take over the statistics of the inner optimizers."""
+    extra: ExtraTensors
     _fetching: concurrent.futures.Future[State | None] | None = None
     _in_vain: int = 0
     """So many times in a row nobody had the updates that this peer lacks."""
@@ -210,15 +199,17 @@ class CatchingUp:
             found = self._tried(lambda: rounds.averager.load_state_from_peers(**options))
             if found is not None:
                 try:
-                    self._take_over(*found[:2])
+                    self._take_over(*found[:2], is_new=is_new)
                 except ValueError as e:
                     logger.warning("could not take over the state of another peer: %s", e)
                 else:
                     if rounds.settings.average != PARAMETERS:
                         # What has ended meanwhile, or was under way at the donor.
                         self._make(self._begin_to_fetch(range(len(rounds.fragments))))
-                    if is_new and self.own:
-                        self._take_over_what_differs()
+                    if is_new and self.shares_inner_state:
+                        self._take_over_statistics()
+                    if is_new and self.extra:
+                        self._take_over_extra()
                     self._go_along()
                     return True
             rounds.tracker.note_vain_attempt(time.monotonic() - began_at)
@@ -228,18 +219,30 @@ class CatchingUp:
                     each.standing = Standing.GOOD
             return False
 
-    def _take_over_what_differs(self) -> None:
-        """Begin with what each peer has another one of. Without it training goes on, too."""
+    def _take_over_statistics(self) -> None:
+        """Begin with the statistics of another peer's inner optimizers. Without them training goes on, too."""
         rounds = self.rounds
         download = rounds.averager.load_part_from_peers
-        found = self._tried(download(OF_ITS_OWN, self.load_state_timeout, differs=True).result)
-        if found is None:
+        found = self._tried(download(STATISTICS, self.load_state_timeout, differs=True).result)
+        if found is None or not found[1]:
             return
         try:
             with rounds.lock:
-                self.own.load(found[0], found[1])
+                rounds.inner.load_statistics(found[0], found[1])
         except ValueError as e:
-            logger.warning("this peer begins without the statistics, or the extra tensors, of another one: %s", e)
+            logger.warning("the inner optimizers begin without the statistics of another peer: %s", e)
+
+    def _take_over_extra(self) -> None:
+        """Begin with the extra tensors of another peer. They soon are those of all anyhow."""
+        found = self._tried(
+            self.rounds.averager.load_part_from_peers(EXTRA, self.load_state_timeout, differs=True).result
+        )
+        if found is None or not found[1]:
+            return
+        try:
+            self.extra.load(list(found[1]))
+        except ValueError as e:
+            logger.warning("this peer begins with extra tensors of its own: %s", e)
 
     def _tried(self, download: Callable[[], Any]) -> Any:
         """What a download brings; ``None`` if it fails."""
@@ -255,8 +258,29 @@ class CatchingUp:
         rounds.go_to(max(rounds.tracker.global_epoch, rounds.counter.slot))
         rounds.inner.move_schedules(rounds.counter.position)
 
-    def _take_over(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def adopt(self, metadata: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Go on from a state that may be followed by the statistics of inner optimizers, as archives keep it.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        rounds = self.rounds
+        rounds.end_flights()
+        with rounds.tracker.pause_updates():
+            used = self._take_over(metadata, tensors, is_new=True)
+            if metadata.get("inner") is not None:
+                with rounds.lock:
+                    rounds.inner.load_statistics(metadata["inner"], tensors[used:])
+            rounds.inner.move_schedules(rounds.counter.position)
+
+    def _take_over(self, metadata: Any, tensors: Sequence[torch.Tensor], *, is_new: bool) -> int:
         """Put a downloaded state in place.
+
+        Args:
+            is_new: what this peer has done counts for nothing.
+
+        Returns:
+            How many of the tensors are in it.
 
         Raises:
             ValueError: it does not fit; nothing has been changed.
@@ -276,8 +300,9 @@ class CatchingUp:
             del left[:count]
             each.check(own, parts[-1][2])
         with rounds.lock:
-            lost = [each.take_over(own, theirs, is_new=not rounds.has_trained) for each, own, theirs in parts]
+            lost = [each.take_over(own, theirs, is_new=is_new) for each, own, theirs in parts]
         if any(lost):
             logger.warning("the swarm goes on from other parameters: up to %d updates of this peer are lost", max(lost))
         rounds.go_to(max(slot, rounds.counter.slot))
         rounds.has_trained = True
+        return len(tensors) - len(left)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.averaging.state.download import State
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
-from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.joint_optimizer import JointOptimizer
 from shoal.optim.optimizer_state import zero_gradients
-from shoal.optim.outer.catching_up import CatchingUp, Giving, OfItsOwn
+from shoal.optim.outer.catching_up import CatchingUp, Giving
 from shoal.optim.outer.chain import Link, hash_of
 from shoal.optim.outer.extra import ExtraTensors
 from shoal.optim.outer.flight import OuterRound
@@ -204,8 +203,7 @@ class DiLoCo(JointOptimizer):
         """The optimizer of each fragment's outer parameters."""
         warn_of_momentum(self.outer_optimizers, average, is_sparse=settings.is_sparse)
         self.tracker = self._make_tracker({"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})})
-        own = OfItsOwn(self.inner if share_inner_state else None, extra)
-        giving = Giving(self._counter, self._fragments, lock, own)
+        giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
         if next_chunk_timeout is None:
             next_chunk_timeout = max(matchmaking_time, averaging_timeout / 4)
         self.averager = OuterAverager(
@@ -241,13 +239,8 @@ class DiLoCo(JointOptimizer):
             matchmaking_time,
             logging.INFO if verbose else logging.DEBUG,
         )
-        self._catching_up = CatchingUp(self._rounds, load_state_timeout, own)
-        searches = [functools.partial(self.averager.help, number) for number in range(len(parts))]
-        self._auxiliary = (
-            Auxiliary(searches, self.tracker, averaging_timeout, self._counter.go_to) if auxiliary else None
-        )
-        self._become_torch_optimizer({})
-        self._begin()
+        self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
+        self._auxiliary = self._rounds.helping() if auxiliary else None
 
     def _make_tracker(self, options: dict[str, Any]) -> OuterTracker:
         options = {"client_mode": self.client_mode, "start": False, **options}
@@ -370,8 +363,6 @@ class DiLoCo(JointOptimizer):
     def load_state_from_peers(self, **options: Any) -> bool:
         """Download the outer parameters of another peer, and all that belongs to them.
 
-        A peer that only lacks some updates keeps what it has done since.
-
         Args:
             options: of the download, such as ``timeout`` in seconds.
 
@@ -379,6 +370,18 @@ class DiLoCo(JointOptimizer):
             Whether there was a donor whose state fits.
         """
         return self._catching_up.download(**options)
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Let archives of the run know the parameters by their names in this model, unless they came with names."""
+        self.inner.name_parameters(model)
+
+    def load_state(self, state: State) -> None:
+        """Go on from a state as another peer would have given it, such as one from an archive.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        self._catching_up.adopt(*state[:2])
 
     @property
     def last_round(self) -> OuterRound | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from shoal.optim.optimizer_state import (
     zero_gradients,
 )
 from shoal.optim.schedules import LRSchedulerBase, catch_up, dump_scheduler_state
-from shoal.optim.training_setup import Parameters, ParamGroups, prepare_training
+from shoal.optim.training_setup import Parameters, ParamGroups, names_in, prepare_training
 from shoal.optim.training_state import load_optimizer
 
 if TYPE_CHECKING:
@@ -69,8 +70,15 @@ class InnerOptimizers:
         self.optimizers = tuple(setup.optimizer for setup in setups)
         self.schedulers = tuple(setup.scheduler for setup in setups if setup.scheduler is not None)
         self.parameters = tuple(parameter for setup in setups for parameter in setup.main_parameters)
+        names = [setup.given_names for setup in setups]
+        self.names = tuple(itertools.chain(*names)) if all(names) else ()
+        """Of the parameters, for archives; empty if they came without names."""
         if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
             raise ValueError("a parameter is trained by two optimizers: give each of them its own")
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Note the names of the parameters in the model, unless they came with names."""
+        self.names = self.names or names_in(model, self.parameters)
 
     @property
     def param_groups(self) -> tuple[dict[str, Any], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
+from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
 from shoal.optim.outer.deeds import Deeds
@@ -141,6 +143,11 @@ class Rounds:
         if not self.has_trained:
             for each in self.fragments:
                 each.begin_run()
+
+    def helping(self) -> Auxiliary:
+        """What this peer does instead if it has no data."""
+        searches = [functools.partial(self.averager.help, each.number) for each in self.fragments]
+        return Auxiliary(searches, self.tracker, self.settings.averaging_timeout, self.counter.go_to)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

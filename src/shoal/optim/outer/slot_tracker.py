@@ -52,7 +52,8 @@ class OuterBoard(ProgressBoard):
         """All other peers that are known and can be reached, whatever slot they are at."""
         with self._lock:
             self._drop_expired(now)
-            return {peer for peer, companion in self._companions.items() if companion.is_reachable(now)}
+            present = {peer: companion for peer, companion in self._companions.items() if companion.is_reachable(now)}
+            return {peer for peer, companion in present.items() if not companion.record.is_donor}
 
     def electorate(self, now: float, until_epoch: int) -> set[bytes]:
         """Other peers that count when it is asked whether most have come to a round.

@@ -1,0 +1,192 @@
+"""What an archive holds: the tensors of a state under their names, and how to put the state together again.
+
+The state of an :class:`~shoal.Optimizer` is a list of tensors: parameters, extra tensors, buffers of averagers, and the
+statistics of the optimizer. That of :class:`~shoal.DiLoCo` has flat vectors, one for each fragment: outer parameters,
+then statistics of the outer optimizer; and after these the statistics of inner optimizers. A flat vector is cut at the
+borders of its parameters, so that each of these has its name and shape. What lies between two parameters is kept, too,
+so that the vector is the same again to the bit.
+
+Names come from a peer, which may be any. They are keys inside of files, never parts of paths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.averaging.finite import first_not_finite
+from shoal.averaging.state.download import State
+from shoal.logs import quoted
+
+PREFIXES = {"Optimizer": "{}_state_averager", "DiLoCo": "{}_outer_averager"}
+"""Which kinds of optimizers give their state, and the prefix of the averager that does so, by the name of the run."""
+EPOCHS = {"Optimizer": "epoch", "DiLoCo": "slot"}
+"""By kind, under which name the state has the epoch of the run."""
+MODEL, TRAINING = "model", "training"
+"""The two kinds of files: what a model holds, by the names that it has there; and all else that training needs."""
+_LONGEST_NAME = 500
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor that is kept under a name of its own."""
+
+    name: str
+    part: str
+    tensor: torch.Tensor
+    is_whole: bool = True
+    """Whether it is a tensor of the state; otherwise it is a stretch of a flat vector."""
+
+
+def epoch_of(kind: str, metadata: Any) -> int:
+    """The epoch of a state.
+
+    Raises:
+        ValueError: it has none.
+    """
+    epoch = metadata.get(EPOCHS[kind]) if isinstance(metadata, Mapping) else None
+    if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+        raise ValueError(f"the state has no valid {EPOCHS[kind]}: {quoted(epoch)}")
+    return epoch
+
+
+def take_apart(kind: str, state: State) -> list[list[Piece]]:
+    """The pieces of each tensor of a state, in order. Only a flat vector has several.
+
+    Raises:
+        ValueError: the state is malformed, or parameters are not finite.
+    """
+    metadata, tensors = state
+    epoch_of(kind, metadata)
+    try:
+        named = list((_of_optimizer if kind == "Optimizer" else _of_diloco)(metadata, tensors))
+    except (KeyError, TypeError, IndexError, AttributeError) as e:
+        raise ValueError(f"the state of the {kind} is malformed: {e!r}") from e
+    pieces = [piece for each in named for piece in each]
+    names = [piece.name for piece in pieces]
+    if len(set(names)) < len(names) or max(map(len, names), default=0) > _LONGEST_NAME:
+        raise ValueError("names of tensors in the state are too long, or occur twice")
+    model = [piece for piece in pieces if piece.part == MODEL]
+    if (bad := first_not_finite([piece.tensor for piece in model])) is not None:
+        raise ValueError(f"values of {model[bad].name!r} are NaN or infinite")
+    return named
+
+
+def has_names(kind: str, metadata: Any) -> bool:
+    """Whether the parameters of a state have names; otherwise they have numbers."""
+    names = metadata.get("names")
+    return bool(names.get("parameters") if kind == "Optimizer" and isinstance(names, Mapping) else names)
+
+
+def _of_optimizer(metadata: Any, tensors: Sequence[torch.Tensor]) -> Iterator[list[Piece]]:
+    counts, names = metadata["tensors"], metadata["names"]
+    parameters, extra, buffers = (_count(counts[kind]) for kind in ("parameters", "extra", "buffers"))
+    statistics = metadata["optimizer_metadata"]["names"]
+    if parameters + extra + buffers + len(statistics) != len(tensors):
+        raise ValueError(f"the state has {len(tensors)} tensors, and says something else")
+    of_parameters = _names_or_numbers(names["parameters"], parameters)
+    unnamed = extra - len(names["extra"])
+    for index, tensor in enumerate(tensors):
+        number = index - parameters
+        if index < parameters:
+            name, part = of_parameters[index], MODEL
+        elif unnamed <= number < extra:
+            name, part = str(names["extra"][number - unnamed]), MODEL
+        elif number < extra:
+            name, part = f"extra.{number}", TRAINING
+        elif number < extra + buffers:
+            name, part = f"buffer.{number - extra}", TRAINING
+        else:
+            name, part = _name_of_statistic(statistics[number - extra - buffers], of_parameters), TRAINING
+        yield [Piece(name, part, tensor)]
+
+
+def _of_diloco(metadata: Any, tensors: Sequence[torch.Tensor]) -> Iterator[list[Piece]]:
+    layouts = [each["layout"] for each in metadata["fragments"]]
+    names = _names_or_numbers(metadata["names"], 1 + max(number for each in layouts for number, _, _ in each))
+    left = iter(tensors)
+    for number, (fragment, layout) in enumerate(zip(metadata["fragments"], layouts, strict=True)):
+        vector = next(left)
+        yield list(_cut(vector, layout, names, f"fragment.{number}", None))
+        statistics = fragment["optimizer"]["names"]
+        if _count(fragment["tensors"]) != 1 + len(statistics):
+            raise ValueError("the statistics of a fragment have no names")
+        for path in statistics:
+            tensor, of = next(left), f"outer.{number}.{str(path).rpartition('/')[2]}"
+            if tensor.shape == vector.shape:
+                yield list(_cut(tensor, layout, names, of, of))
+            else:
+                yield [Piece(of, TRAINING, tensor)]
+    for number, inner in enumerate(metadata.get("inner") or ()):
+        for path in inner["names"]:
+            # The second and later optimizers do not tell which parameters of the model are theirs.
+            of = _name_of_statistic(path, names if number == 0 else ())
+            yield [Piece(of if number == 0 else f"{of}.{number}", TRAINING, next(left))]
+    if any(True for _ in left):
+        raise ValueError("the state has more tensors than it says")
+
+
+def _cut(
+    vector: torch.Tensor, layout: Sequence[Any], names: Sequence[str], filling: str, of: str | None
+) -> Iterator[Piece]:
+    """Cut a flat vector into its parameters, and what lies between them.
+
+    Args:
+        layout: of each parameter its number, where it begins and its shape; in order.
+        filling: names what lies between.
+        of: of what it is a statistic; ``None``: these are the parameters themselves.
+    """
+    end = 0
+    for number, offset, shape in [*layout, (-1, len(vector), [])]:
+        if not end <= offset <= len(vector):
+            raise ValueError(f"a parameter cannot begin at {offset}")
+        if offset > end:
+            yield Piece(f"{filling}.filling.{end}", TRAINING, vector[end:offset], is_whole=False)
+        if number < 0:
+            return
+        end = offset + math.prod(shape)
+        name = names[number] if of is None else f"{of}.{names[number]}"
+        yield Piece(name, MODEL if of is None else TRAINING, vector[offset:end].view(shape), is_whole=False)
+
+
+def _name_of_statistic(path: Any, names: Sequence[str]) -> str:
+    """The name of a statistic, such as ``statistic.exp_avg.layer.weight`` for the path ``/3/exp_avg``."""
+    number, _, what = str(path).removeprefix("/").partition("/")
+    known = number.isdecimal() and int(number) < len(names)
+    return f"statistic.{what}.{names[int(number)] if known else number}"
+
+
+def _names_or_numbers(names: Any, count: int) -> list[str]:
+    """The names of parameters, or their numbers if they have none."""
+    if not names:
+        return list(map(str, range(count)))
+    if len(names) < count or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"the state has {len(names)} names for {count} parameters")
+    return list(names)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{quoted(value)} is no number of tensors")
+    return value
+
+
+Order = list[str | list[str]]
+"""Of each tensor of a state the name under which it is kept; of a flat vector the names of its pieces."""
+
+
+def order_of(pieces: Sequence[Sequence[Piece]]) -> Order:
+    """What :func:`put_together` needs besides the tensors."""
+    return [each[0].name if each[0].is_whole else [piece.name for piece in each] for each in pieces]
+
+
+def put_together(order: Order, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a state again, from those that are kept under names."""
+    return [
+        tensors[names] if isinstance(names, str) else torch.cat([tensors[name].reshape(-1) for name in names])
+        for names in order
+    ]

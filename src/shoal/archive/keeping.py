@@ -1,0 +1,211 @@
+"""Keeps archives of a run: now and then, a peer that trains nothing downloads its state and writes it down.
+
+It hears the progress of the others, but tells none of its own, so nobody counts it or waits for it. It takes the
+version of the state that most donors show, as newcomers do. Donors know that it only keeps the state: a peer that
+trains alone does not wait for it, and newcomers have the first claim to places.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shoal.archive.contents import EPOCHS, PREFIXES
+from shoal.archive.store import Manifest, Store
+from shoal.averaging.node import AveragerNode
+from shoal.averaging.state.donor import StateSharing
+from shoal.averaging.state.download import GivenState, OwnedState, State
+from shoal.compression import NoCompression
+from shoal.errors import ArchiveError, ShoalError
+from shoal.optim.outer.catching_up import STATISTICS
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.p2p import PeerID
+from shoal.p2p.badges import Roles
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+logger = logging.getLogger(__name__)
+
+# A donor is given up after so many seconds of silence.
+SILENCE_SECONDS = 30.0
+# How often an archiver looks whether there is something new, once it is time, and whether a run has begun.
+SECONDS_BETWEEN_LOOKS = 2.0
+# If nobody gives the state, the next attempt comes so many seconds later, or when it is due if that is sooner.
+SECONDS_TO_RETRY = 10.0
+# In one attempt so many donors may give something that is no good.
+MOST_BAD = 3
+LEAST_RATE = 1e5
+"""Bytes per second: a donor would take a slower archiver for one that is gone."""
+
+
+class _NobodyGives(ArchiveError):
+    """No donor was found, or none has delivered."""
+
+
+class Archiver:
+    """Writes the state of a run to a store, again and again.
+
+    Args:
+        dht: of this peer.
+        run_id: name of the run.
+        store: where archives go.
+        every: the least number of seconds from the beginning of one archive to that of the next.
+        keep: how many archives stay.
+        rate: the most bytes to download in a second.
+        say: is told in words what happens.
+
+    Raises:
+        ArchiveError: there are archives of another run.
+        NotAMemberError: the run is private, and this peer's token does not allow to download its state.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        dht: DHT,
+        run_id: str,
+        store: Store,
+        *,
+        every: float = 600.0,
+        keep: int = 5,
+        rate: float = math.inf,
+        say: Callable[[str], object] = logger.info,
+    ) -> None:
+        if keep < 1 or not every > 0 or not rate >= LEAST_RATE:
+            raise ValueError(
+                f"archives need keep >= 1, every > 0 and rate >= {LEAST_RATE:g} bytes per second: got keep={keep}, "
+                f"every={every}, rate={rate}"
+            )
+        check_role(dht)
+        store.check_run(run_id)
+        self._dht, self._run_id, self._store = dht, run_id, store
+        self._every, self._keep, self._say = every, keep, say
+        self._tracker = ProgressTracker(dht, run_id, 1, client_mode=True, start=True)
+        self._sources = {kind: sharing_of(dht, run_id, kind, trains=False, rate=rate) for kind in PREFIXES}
+        for source in self._sources.values():
+            source.rank_donors = self._tracker.rank_donors
+        self.latest: Manifest | None = None
+        """Of the latest archive that was written."""
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._tracker.shutdown(1.0)
+
+    def run(self, stop: threading.Event) -> None:
+        """Write archives until ``stop`` is set. What goes wrong is told, and tried again at the next time."""
+        due, told = -math.inf, ""
+        pause = min(SECONDS_BETWEEN_LOOKS, self._every)
+        while not stop.is_set():
+            left = due - time.monotonic()
+            if left > 0 or not self._is_news():
+                stop.wait(min(left, pause) if left > 0 else pause)
+                continue
+            began_at = time.monotonic()
+            try:
+                latest = self.write_one()
+            except (ShoalError, OSError) as e:
+                if str(e) != told:  # while nobody trains, one line is enough
+                    self._say(f"no archive: {e}")
+                # What could not be written was downloaded: donors are not to give it again and again.
+                is_cheap = isinstance(e, _NobodyGives)
+                told, due = str(e), began_at + (min(self._every, SECONDS_TO_RETRY) if is_cheap else self._every)
+                continue
+            total, seconds = sum(file.bytes for file in latest.files.values()), time.monotonic() - began_at
+            self._say(f"archive of epoch {latest.epoch}: {total / 1e6:.1f} MB in {seconds:.1f} s")
+            told, due = "", began_at + self._every
+
+    def _is_news(self) -> bool:
+        """Whether the run may be at another epoch than in the latest archive."""
+        return self.latest is None or self._tracker.global_epoch != self.latest.epoch
+
+    def write_one(self) -> Manifest:
+        """Download the state and write one archive; older ones are removed if there are too many.
+
+        Raises:
+            ArchiveError: nobody gives the state, or it could not be written. The archives before it stand.
+            ShoalError: the download failed.
+        """
+        self._tracker.fetched_global_progress_this_epoch.wait(SECONDS_BETWEEN_LOOKS)
+        for _ in range(MOST_BAD):
+            for kind, source in self._sources.items():
+                found = self._dht.run_coroutine(partial(_download, source, kind))
+                if found is None:
+                    continue
+                try:
+                    self.latest = self._store.write(self._run_id, kind, found[0])
+                except ValueError as e:
+                    donor = found[1]
+                    logger.warning("the state of %s is not kept: %s", donor, e)
+                    self._dht.run_coroutine(partial(_leave_out, source, donor))
+                    break
+                self._store.prune(self._keep)
+                return self.latest
+            else:
+                raise _NobodyGives(f"nobody gives the state of run {self._run_id!r}; {self._store.last_good()}")
+        raise ArchiveError(f"{MOST_BAD} donors have given a state that is no good; {self._store.last_good()}")
+
+
+def check_role(dht: DHT) -> None:
+    """Check that this peer may download states.
+
+    Raises:
+        NotAMemberError: the run is private, and its token does not allow that.
+    """
+    if dht.p2p.membership is not None:
+        dht.p2p.membership.check_own(Roles.TRAIN)
+
+
+def sharing_of(dht: DHT, run_id: str, kind: str, *, trains: bool, rate: float = math.inf) -> StateSharing:
+    """Finds and asks the donors of a run; gives nothing itself.
+
+    Args:
+        kind: of the optimizers of the run.
+        trains: see :class:`~shoal.averaging.state.donor.StateSharing`.
+    """
+    prefix = PREFIXES[kind].format(run_id)
+    return StateSharing(
+        dht.p2p,
+        dht.node,
+        f"{prefix}.all_averagers",
+        lambda: OwnedState(None, []),
+        NoCompression(),
+        declare_period=60.0,
+        chunk_timeout=SILENCE_SECONDS,
+        max_bytes=memory_of_this_machine(),
+        get_stub=lambda peer: AveragerNode.get_stub(dht.p2p, peer, namespace=prefix),
+        trains=trains,
+        rate=rate,
+    )
+
+
+def memory_of_this_machine() -> int:
+    """Its bytes; no state can be larger. Where the system does not tell, a terabyte."""
+    if sys.platform != "win32" and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 2**40
+
+
+async def _download(source: StateSharing, kind: str, *_: Any) -> tuple[State, PeerID] | None:
+    """The state of a run and its donor; ``None`` if nobody gives it."""
+    found: GivenState | None = await source.download()
+    if found is None:
+        return None
+    metadata, tensors = found
+    if kind == "DiLoCo" and isinstance(metadata, dict) and EPOCHS[kind] in metadata:
+        # Each peer has other statistics of its inner optimizer: those of any are as good.
+        inner = await source.download(part=STATISTICS, most_voters=1)
+        if inner is not None and inner.tensors:
+            return State({**metadata, "inner": inner.metadata}, [*tensors, *inner.tensors]), found.donor
+    return State(metadata, tensors), found.donor
+
+
+async def _leave_out(source: StateSharing, donor: PeerID, *_: Any) -> None:
+    source.leave_out(donor, None)

@@ -1,0 +1,164 @@
+"""Brings a run back whose peers are all gone: a peer that trains nothing gives them the state of an archive.
+
+It publishes a record of progress with the epoch of the archive, and says in it that it is only a donor: so newcomers
+begin at that epoch, and nobody waits for it in rounds. It is needed until another peer gives the state of that epoch or
+of a later one. Declarations of peers that were killed stay in the table for a while, so it asks a peer for its state
+before it believes that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from shoal.archive.contents import PREFIXES, epoch_of
+from shoal.archive.keeping import check_role, memory_of_this_machine, sharing_of
+from shoal.archive.store import Archive
+from shoal.averaging import DecentralizedAverager
+from shoal.averaging.messages import PEER_FAILURES, DownloadRequest
+from shoal.averaging.node import AveragerNode
+from shoal.averaging.state.download import OwnedState, open_state
+from shoal.clock import get_dht_time
+from shoal.facade import Facade
+from shoal.optim.lineage import Lineage
+from shoal.optim.outer.catching_up import STATISTICS
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.p2p import PeerID
+from shoal.serializer import MSGPackSerializer
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LOOKS = 1.0
+# Others may still be downloading when another donor is there: they have so many seconds to end.
+SECONDS_TO_END = 600.0
+_ANSWER_SECONDS = 30.0
+
+
+class Donor(DecentralizedAverager):
+    """Gives the state of an archive, and averages with nobody.
+
+    Args:
+        dht: of this peer.
+        archive: what to give.
+    """
+
+    def __init__(self, dht: DHT, archive: Archive) -> None:
+        self._archive = archive
+        super().__init__([], dht, start=False, prefix=PREFIXES[archive.kind].format(archive.run_id))
+        self.state_sharing_priority = archive.epoch
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        super().run_in_background(await_ready=True, timeout=timeout)
+        if self._archive.kind == "DiLoCo":
+            self.node.state_sharing.get_part = self._get_part
+
+    @property
+    def _outer_tensors(self) -> int:
+        """How many tensors come before the statistics of inner optimizers."""
+        metadata, tensors = self._archive.state
+        return sum(each["tensors"] for each in metadata["fragments"]) if "fragments" in metadata else len(tensors)
+
+    def get_current_state(self) -> OwnedState:
+        metadata, tensors = self._archive.state
+        return OwnedState(
+            {name: value for name, value in metadata.items() if name != "inner"}, tensors[: self._outer_tensors]
+        )
+
+    def _get_part(self, part: bytes) -> OwnedState:
+        metadata, tensors = self._archive.state
+        if part == STATISTICS:
+            return OwnedState(metadata.get("inner"), tensors[self._outer_tensors :])
+        return OwnedState({"updates": []}, [])  # single updates of the past are not kept
+
+
+class Revival(Facade):
+    """Gives an archive to all who come, until somebody else does.
+
+    Args:
+        dht: of this peer.
+        archive: of the run.
+
+    Raises:
+        ValueError: others cannot call this peer.
+        NotAMemberError: the run is private, and this peer's token does not allow to give its state.
+    """
+
+    instead_of_a_copy = "read the archive again"
+
+    def __init__(self, dht: DHT, archive: Archive) -> None:
+        check_role(dht)
+        if dht.client_mode:
+            raise ValueError("a peer that others cannot call gives nothing to anybody: leave out client_mode")
+        self._dht, self._kind, self._epoch = dht, archive.kind, archive.epoch
+        self._tracker = ProgressTracker(dht, archive.run_id, 1, start=False)
+        self._tracker.board.donate(archive.epoch, get_dht_time())
+        if rounds := archive.state.metadata.get("rounds"):
+            self._tracker.compare_rounds()
+            self._tracker.adopt_lineage(Lineage.unpack(rounds), archive.epoch)
+        self._others = sharing_of(dht, archive.run_id, archive.kind, trains=False)
+        self._donor = Donor(dht, archive)
+        try:
+            self._donor.run_in_background()
+            self._tracker.run_in_background()
+            self._tracker.look_after_others()  # which also makes it publish at once
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def is_alive(self) -> bool:
+        """Whether it gives the state."""
+        return self._donor.is_alive()
+
+    def run(self, stop: threading.Event) -> PeerID | None:
+        """Give the state until another peer does, or until ``stop`` is set.
+
+        Returns:
+            The other peer; ``None`` if there is none.
+        """
+        while not stop.wait(SECONDS_BETWEEN_LOOKS):
+            other = self._dht.run_coroutine(self._find_other)
+            if other is not None:
+                self._donor.allow_state_sharing = False
+                self._let_end(stop)
+                return other
+        return None
+
+    async def _find_other(self, *_: Any) -> PeerID | None:
+        """A peer that trains and gives a state that is not older than this one."""
+        records = self._tracker.board.companions_to_call(get_dht_time())
+        trains = {PeerID(r.peer_id) for r in records if not r.is_donor and r.epoch >= self._epoch}
+        if not trains:
+            return None
+        for rank, peer in await self._others.find_donors():
+            if peer in trains and -rank >= self._epoch and await self._gives(peer):
+                return peer
+        return None
+
+    async def _gives(self, peer: PeerID) -> bool:
+        """Ask a peer for its state, and look of which epoch it is."""
+        try:
+            stub = AveragerNode.get_stub(self._dht.p2p, peer, namespace=self._donor.prefix)
+            async with stub.rpc_download_state() as call:
+                await call.send(DownloadRequest(trains=False))
+                header, _ = await open_state(call, memory_of_this_machine(), _ANSWER_SECONDS)
+                await call.send_end()
+                return header.allowed and epoch_of(self._kind, MSGPackSerializer.loads(header.metadata)) >= self._epoch
+        except (*PEER_FAILURES, ValueError) as e:
+            logger.debug("peer %s does not give its state: %s", peer, e)
+            return False
+
+    def _let_end(self, stop: threading.Event) -> None:
+        """Wait for downloads that are under way."""
+        places, ends_at = self._donor.node.state_sharing.places, time.monotonic() + SECONDS_TO_END
+        while places.sharings and time.monotonic() < ends_at and not stop.wait(0.1):
+            pass
+
+    def shutdown(self) -> None:
+        """Leave the run. Idempotent."""
+        self._tracker.shutdown(1.0)
+        self._donor.shutdown()

@@ -1,0 +1,392 @@
+"""Archives as files, in a folder of this machine or at any address that fsspec can open.
+
+::
+
+    DIR/000017-epoch-4200/model.safetensors       parameters and buffers, by their names in the model
+                          training.safetensors    statistics of optimizers and all else that training needs
+                          state.msgpack           plain values: schedules, lineage, in which order the tensors are
+                          manifest.json           which run and epoch; size and hash of each file. Written last
+
+Nothing is ever changed or renamed, because at many addresses that is not possible in one step. An archive counts only
+if its manifest is there and whole, which it is only when everything before it has been written. So whatever happens
+while an archive is being written, the ones before it stand. Files that a manifest names besides these are checked and
+otherwise left alone: there is room for what later versions keep beside the state.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from blake3 import blake3
+
+from shoal.archive.contents import EPOCHS, Order, Piece, epoch_of, has_names, order_of, put_together, take_apart
+from shoal.averaging.state.download import State
+from shoal.errors import ArchiveError
+from shoal.serializer import MSGPackSerializer
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST, VALUES = "manifest.json", "state.msgpack"
+# Away from this machine a file is copied in memory before it is written, so a large state is kept in several ones.
+MOST_BYTES_OF_FILE = 2**28
+_WRITERS = 4
+_PIECE_BYTES = 2**20
+_MANIFEST_BYTES = 2**24
+_FOLDER = re.compile(r"(\d{6,12})-epoch-(\d{1,19})")
+
+
+class File(msgspec.Struct, frozen=True):
+    """One file of an archive."""
+
+    bytes: int
+    blake3: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What an archive is."""
+
+    format: int
+    kind: str
+    """``"Optimizer"`` or ``"DiLoCo"``."""
+    run: str
+    epoch: int
+    named: bool
+    """Whether parameters have names; otherwise they have numbers."""
+    written: str
+    """UTC, for people."""
+    files: dict[str, File]
+    check: str = ""
+    """The hash of all this with an empty ``check``."""
+
+    @property
+    def hash(self) -> str:
+        return blake3(msgspec.json.encode(msgspec.structs.replace(self, check=""))).hexdigest()
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive that is whole and has been read."""
+
+    path: str
+    manifest: Manifest
+    state: State
+    """As the donor gave it."""
+    tensors: dict[str, torch.Tensor]
+    """By name: all that is kept, statistics of optimizers too."""
+    names: tuple[str, ...]
+    """Of the tensors that belong to the model."""
+
+    @property
+    def kind(self) -> str:
+        return self.manifest.kind
+
+    @property
+    def run_id(self) -> str:
+        return self.manifest.run
+
+    @property
+    def epoch(self) -> int:
+        return self.manifest.epoch
+
+
+class Store:
+    """The archives of one run. Only one process may write there at a time.
+
+    Args:
+        url: a folder, or an address such as ``s3://bucket/run``.
+
+    Raises:
+        ArchiveError: a package is missing that reads such an address.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.url = _with_slashes(url)
+        try:
+            import fsspec
+            import safetensors.torch
+            from fsspec.implementations.local import LocalFileSystem
+
+            self._safetensors: Any = safetensors.torch
+            self._error: type[Exception] = safetensors.SafetensorError
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+            self._is_local = isinstance(self._fs, LocalFileSystem)
+        except ImportError as e:
+            raise ArchiveError(f"archives need one more package: pip install 'shoal[archive]' ({e})") from e
+        except ValueError as e:
+            raise ArchiveError(f"{self.url!r} is no address of a folder: {e}") from e
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def folders(self) -> list[str]:
+        """The folders of all archives, whole or not, the newest first."""
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        except OSError as e:
+            raise ArchiveError(f"cannot look into {self.url}: {e}") from e
+        names = [str(path).rstrip("/").rpartition("/")[2] for path in found]
+        return sorted(filter(_FOLDER.fullmatch, names), key=_number_of, reverse=True)
+
+    def manifest(self, folder: str) -> Manifest:
+        """The manifest of an archive.
+
+        Raises:
+            ArchiveError: it is not whole.
+        """
+        try:
+            if self._fs.size(self._path(folder, MANIFEST)) > _MANIFEST_BYTES:
+                raise ArchiveError(f"{self._named(folder)} is damaged: its {MANIFEST} is too large")
+            manifest = msgspec.json.decode(self._fs.cat_file(self._path(folder, MANIFEST)), type=Manifest)
+        except FileNotFoundError:
+            raise ArchiveError(f"{self._named(folder)} was never finished: it has no {MANIFEST}") from None
+        except (OSError, msgspec.MsgspecError) as e:
+            raise ArchiveError(f"{self._named(folder)} is damaged, or was never finished: {MANIFEST}: {e}") from e
+        if manifest.format != FORMAT or manifest.kind not in EPOCHS:
+            raise ArchiveError(
+                f"{self._named(folder)} has format {manifest.format} of a {manifest.kind}, and this version of shoal "
+                f"reads format {FORMAT}: take the version that has written it, or a newer one"
+            )
+        if manifest.check != manifest.hash:
+            raise ArchiveError(f"{self._named(folder)} is damaged: {MANIFEST} has another hash than it says")
+        return manifest
+
+    def whole(self) -> Iterator[tuple[str, Manifest]]:
+        """Folders and manifests of the archives that were finished, the newest first. Their files are not read."""
+        for folder in self.folders():
+            try:
+                yield folder, self.manifest(folder)
+            except ArchiveError as e:
+                logger.debug("skipped: %s", e)
+
+    def last_good(self) -> str:
+        """Which archive is the newest one that was finished, in words."""
+        newest = next(self.whole(), None)
+        return "there is no good archive yet" if newest is None else f"the last good archive is {self._told(*newest)}"
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def check_run(self, run_id: str) -> None:
+        """Check that archives of this run may be written here.
+
+        Raises:
+            ArchiveError: there are archives of another run.
+        """
+        newest = next(self.whole(), None)
+        if newest is not None and newest[1].run != run_id:
+            raise ArchiveError(f"{self.url} has archives of run {newest[1].run!r}: give {run_id!r} a folder of its own")
+
+    def write(self, run_id: str, kind: str, state: State) -> Manifest:
+        """Write an archive.
+
+        Raises:
+            ValueError: the state is malformed, or has parameters that are not finite.
+            ArchiveError: it could not be written; the archives before it stand.
+        """
+        pieces, epoch = take_apart(kind, state), epoch_of(kind, state.metadata)
+        values = MSGPackSerializer.dumps({"metadata": state.metadata, "order": order_of(pieces)})
+        number = max(map(_number_of, self.folders()), default=0) + 1
+        folder = f"{number:06d}-epoch-{epoch}"
+        try:
+            self._fs.makedirs(self._path(folder), exist_ok=False)
+            with ThreadPoolExecutor(_WRITERS) as pool:
+                parts = list(_files(pieces))
+                sizes = pool.map(lambda part: self._write_tensors(folder, *part), parts)
+                files = {name: size for (name, _), size in zip(parts, sizes, strict=True)}
+            files[VALUES] = self._put(folder, VALUES, values)
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            manifest = Manifest(FORMAT, kind, run_id, epoch, has_names(kind, state.metadata), written, files)
+            manifest = msgspec.structs.replace(manifest, check=manifest.hash)
+            self._put(folder, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+            self._make_lasting(self._path(folder), self._root)
+        except OSError as e:
+            self._remove(folder)
+            raise ArchiveError(f"epoch {epoch} could not be written to {self.url} ({e}); {self.last_good()}") from e
+        return manifest
+
+    def _write_tensors(self, folder: str, name: str, pieces: Sequence[Piece]) -> File:
+        tensors = {piece.name: piece.tensor.detach().contiguous() for piece in pieces}
+        if not self._is_local:
+            return self._put(folder, name, self._safetensors.save(tensors))
+        path = self._path(folder, name)
+        try:
+            self._safetensors.save_file(tensors, path)  # without a copy in memory
+        except self._error as e:
+            raise OSError(str(e)) from e
+        with open(path, "rb", buffering=0) as file:
+            digest, piece, total = blake3(), memoryview(bytearray(_PIECE_BYTES)), 0
+            while size := file.readinto(piece):
+                digest.update(piece[:size])
+                total += size
+            os.fsync(file.fileno())
+        return File(total, digest.hexdigest())
+
+    def _put(self, folder: str, name: str, data: bytes) -> File:
+        """Write a file. On a disk of this machine it is there for good when this returns."""
+        with self._fs.open(self._path(folder, name), "wb") as file:
+            file.write(data)
+            if self._is_local:
+                file.flush()
+                os.fsync(file.fileno())
+        return File(len(data), _hash_of(data))
+
+    def _make_lasting(self, *folders: str) -> None:
+        """What stands in these folders is there even if the power goes now."""
+        if not self._is_local or os.name == "nt":  # there folders cannot be opened
+            return
+        for path in folders:
+            opened = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest archives, and what older attempts have left.
+
+        Args:
+            keep: how many whole ones stay.
+        """
+        kept = [folder for folder, _ in self.whole()][:keep]
+        # What is newer than all of them may be under way.
+        for folder in self.folders():
+            if kept and folder not in kept and _number_of(folder) < _number_of(kept[0]):
+                self._remove(folder)
+
+    def _remove(self, folder: str) -> None:
+        """Remove an archive, its manifest first, so that it never seems whole when it is not."""
+        for path in (self._path(folder, MANIFEST), self._path(folder)):
+            try:
+                self._fs.rm(path, recursive=True)
+            except FileNotFoundError:
+                continue
+            except OSError as e:
+                logger.warning("could not remove %s: %s", path, e)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, folder: str) -> Archive:
+        """Read an archive, and check every byte of it.
+
+        Raises:
+            ArchiveError: it is not whole.
+        """
+        manifest, tensors, names = self.manifest(folder), dict[str, "torch.Tensor"](), list[str]()
+        values: Any = None
+        for name, told in manifest.files.items():
+            data = self._get(folder, name, told)
+            try:
+                if name == VALUES:
+                    values = MSGPackSerializer.loads(data)
+                elif name.endswith(".safetensors"):
+                    found = self._safetensors.load(data)
+                    tensors.update(found)
+                    names += found if name.startswith("model") else ()
+            except Exception as e:  # the hash is right, so another program has written something else
+                raise ArchiveError(f"{self._named(folder)} cannot be read: {name}: {e}") from e
+        try:
+            order: Order = values["order"]
+            state = State(values["metadata"], put_together(order, tensors))
+            if epoch_of(manifest.kind, state.metadata) != manifest.epoch:
+                raise ValueError("its state is of another epoch")
+        except (TypeError, KeyError, ValueError, RuntimeError) as e:
+            raise ArchiveError(f"{self._named(folder)} cannot be read: {VALUES}: {e!r}") from e
+        return Archive(f"{self.url}/{folder}", manifest, state, tensors, tuple(sorted(names)))
+
+    def _get(self, folder: str, name: str, told: File) -> bytes:
+        try:
+            data: bytes = self._fs.cat_file(self._path(folder, name))
+        except OSError as e:
+            raise ArchiveError(f"{self._named(folder)} is damaged: {name}: {e}") from e
+        if len(data) != told.bytes or _hash_of(data) != told.blake3:
+            raise ArchiveError(f"{self._named(folder)} is damaged: {name} is not what was written")
+        return data
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Archive:
+        """Read the newest good archive of a folder; or a single archive, if its own folder is given.
+
+        Damaged ones that are newer are left out, with a warning.
+
+        Raises:
+            ArchiveError: there is none, or the single one is not good; the text names the last good one beside it.
+        """
+        text = _with_slashes(path).rstrip("/")
+        above, _, folder = text.rpartition("/")
+        if _FOLDER.fullmatch(folder):
+            store = cls(above or ".")
+            try:
+                return store.read(folder)
+            except ArchiveError as e:
+                others = [f for f, _ in store.whole() if f != folder]
+                beside = f"; a good one beside it is {others[0]}" if others else ""
+                raise ArchiveError(f"{e}{beside}") from e
+        store, troubles = cls(text), list[str]()
+        for folder in store.folders():
+            try:
+                archive = store.read(folder)
+            except ArchiveError as e:
+                troubles.append(str(e))
+                continue
+            for trouble in troubles:
+                logger.warning("%s. The last good archive is taken: %s", trouble, store._told(folder, archive.manifest))
+            return archive
+        raise ArchiveError(f"there is no good archive in {text}" + "".join(f"\n  {each}" for each in troubles))
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def _path(self, *parts: str) -> str:
+        return "/".join([self._root, *parts])
+
+    def _named(self, folder: str) -> str:
+        return f"the archive {self.url}/{folder}"
+
+    def _told(self, folder: str, manifest: Manifest) -> str:
+        return f"{folder} of {manifest.written} UTC"
+
+
+def _with_slashes(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    return text if "://" in text else text.replace(os.sep, "/")
+
+
+def _number_of(folder: str) -> int:
+    return int(folder.partition("-")[0])
+
+
+def _hash_of(data: bytes) -> str:
+    return blake3(data, max_threads=blake3.AUTO).hexdigest()
+
+
+def _files(pieces: Iterable[Sequence[Piece]]) -> Iterator[tuple[str, list[Piece]]]:
+    """Distribute pieces over files that are not too large: names, and what is in them."""
+    by_part: dict[str, list[Piece]] = {}
+    for each in pieces:
+        for piece in each:
+            by_part.setdefault(piece.part, []).append(piece)
+    for part, members in by_part.items():
+        number, size, chosen = 1, 0, list[Piece]()
+        for piece in members:
+            if chosen and size + piece.tensor.nbytes > MOST_BYTES_OF_FILE:
+                yield _file_name(part, number), chosen
+                number, size, chosen = number + 1, 0, []
+            chosen.append(piece)
+            size += piece.tensor.nbytes
+        yield _file_name(part, number), chosen
+
+
+def _file_name(part: str, number: int) -> str:
+    return f"{part}.safetensors" if number == 1 else f"{part}-{number}.safetensors"

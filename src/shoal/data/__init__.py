@@ -1,0 +1,6 @@
+"""Data for a swarm: a pass that all peers make together, or other samples on each peer."""
+
+from shoal.data.shared_pass import SharedPass
+from shoal.data.shuffled import Shuffled, shuffled
+
+__all__ = ["SharedPass", "Shuffled", "shuffled"]

@@ -1,0 +1,353 @@
+"""A pass over a data set that a whole swarm makes together, each sample once."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler, default_collate
+
+from shoal.data.chunks import pack_bits, shuffler
+from shoal.data.leases import WAITING, Leases, parse_done
+from shoal.dht import DHT
+from shoal.dht.crypto import tag_of
+from shoal.dht.dht import check_dht
+from shoal.facade import Facade
+from shoal.reactor import Portal
+
+# Most seconds that shutdown() takes to tell others that they can have this peer's chunks.
+SHUTDOWN_SECONDS = 5.0
+
+
+class SharedPass(Facade, Sampler[list[int]]):
+    """Batches of a data set over which all peers of a run pass once, together.
+
+    The data set is cut into chunks, and each peer leases the ones over which it passes next through the table of the
+    swarm. Peers may come and go: the chunks of one that is gone are free again after half a minute. Each chunk is
+    passed over at least once, and hardly any twice. It is a batch sampler for map-style data sets::
+
+        with shoal.data.SharedPass(dataset, dht, "my_run", batch_size=32) as shared:
+            for epoch in range(10):
+                for batch in shared.loader(num_workers=4):
+                    ...
+
+    Each iteration is one pass, or the rest of one that was left early. It ends when the whole swarm has passed over
+    everything, so peers get different numbers of batches, and there is no ``len()``. A peer that comes later begins
+    with the pass that the others are at; the iterations of earlier passes have no batches. Wherever the network is cut
+    in two, either side may repeat the other's work.
+
+    A chunk is done when the loop asks for the batch after its last one. A loop that ends early gets the chunks that it
+    has begun once more in the next iteration.
+
+    Whoever can write to the table can say that something is done. A run with a token is closed to strangers.
+
+    Args:
+        dataset: map-style, with ``len()``, the same one at each peer; or a stream such as an ``IterableDataset``, which
+            yields the same samples in the same order at each peer. Of a stream, each peer reads everything and trains
+            on its own chunks.
+        dht: this peer's access to the table.
+        run_id: peers with the same name share the passes.
+        batch_size: samples of a batch; this peer's own choice.
+        chunk: samples of a chunk, the same at each peer. A good one takes a second or more.
+        shuffle: pass over a map-style data set in a random order, another one in each pass.
+        seed: decides this order, the same at each peer.
+        drawn_ahead: batches that are drawn before the loop asks for them, if another loader than :meth:`loader` is
+            used: ``num_workers * prefetch_factor`` for a ``DataLoader``, and one more in a Lightning ``Trainer``.
+            Without it, a peer that dies loses them for this pass.
+
+    Raises:
+        TypeError: ``dataset`` has neither a length nor an iterator, or ``dht`` is not a DHT.
+        ValueError: a size is not positive, or there is another one for this run on this DHT.
+    """
+
+    instead_of_a_copy = "save its state_dict()"
+
+    def __init__(
+        self,
+        dataset: Any,
+        dht: DHT,
+        run_id: str,
+        *,
+        batch_size: int = 1,
+        chunk: int = 256,
+        shuffle: bool = True,
+        seed: int = 0,
+        drawn_ahead: int = 0,
+    ) -> None:
+        check_dht(dht)
+        self.is_stream = not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+        if self.is_stream and not hasattr(dataset, "__iter__"):
+            raise TypeError(f"dataset must have len() and [], or be iterable, got a {type(dataset).__name__}")
+        for name, value, least in (("batch_size", batch_size, 1), ("chunk", chunk, 1), ("drawn_ahead", drawn_ahead, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+        self.samples = None if self.is_stream else len(dataset)
+        if self.samples == 0:
+            raise ValueError("the data set is empty")
+        self.dataset, self.run_id, self.batch_size, self.chunk = dataset, run_id, batch_size, chunk
+        self.shuffle, self.seed, self.drawn_ahead = shuffle and not self.is_stream, seed, drawn_ahead
+        self.number = 0
+        """The pass that comes next, or is under way."""
+        self._dht, self._loaded = dht, 0
+        self._leases: Leases | None = None
+        self.be_the_only(f"a SharedPass with run_id {run_id!r}", dht)
+        self._portal = Portal("SharedPass")
+        self._portal.on_close(self._close)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Batches of indices, for a ``DataLoader`` as its ``batch_sampler``."""
+        if self.is_stream:
+            raise TypeError("a stream has no indices: iterate over loader() instead")
+        return iter(_Batches(self, self.drawn_ahead))
+
+    def loader(self, **options: Any) -> Iterable[Any]:
+        """Batches of samples, of one pass for each iteration.
+
+        Args:
+            options: those of a ``torch.utils.data.DataLoader``, such as ``num_workers``. A stream is read in this
+                process, and has only ``collate_fn``.
+
+        Raises:
+            TypeError: an option that decides what is in a batch, or one that a stream cannot have.
+        """
+        taken = {"batch_sampler", "batch_size", "dataset", "drop_last", "sampler", "shuffle"} & options.keys()
+        if taken:
+            raise TypeError(f"SharedPass itself decides about {', '.join(sorted(taken))}: pass it there")
+        if self.is_stream:
+            if options.keys() - {"collate_fn"}:
+                raise TypeError(
+                    f"a stream is read in this process, so it cannot have {', '.join(sorted(options))}: let it do its "
+                    "work before, or use a map-style data set"
+                )
+            return _StreamLoader(self, options.get("collate_fn") or default_collate)
+        return _Loader(self, options)
+
+    @property
+    def progress(self) -> float:
+        """Share of the chunks of this pass that are done, 0 to 1, as far as this peer knows; ``nan`` for a stream
+        without a known end."""
+        if self._leases is None:
+            return 0.0
+        if self._leases.samples is None:
+            return float("nan")
+        return self._leases.done.bit_count() / max(1, -(-self._leases.samples // self.chunk))
+
+    def leases(self) -> Leases:
+        """What is leased of the pass that is under way; begins it if there is none."""
+        if self._leases is None:
+            self._leases = self._portal.call(self._begin())
+        return self._leases
+
+    def begin(self) -> None:
+        """Begin the next pass if the last one is over; otherwise what was begun and is not done comes once more."""
+        self.finish_if_over()
+        self._in_loop(self.leases().begin_again)
+
+    def finish_if_over(self) -> bool:
+        """Whether the pass is over. The next iteration begins the next one."""
+        if self._leases is None or not self._leases.is_over:
+            return False
+        leases, self._leases, self._loaded = self._leases, None, 0
+        self.number += 1
+        self._portal.call(leases.close())
+        return True
+
+    def next_chunk(self, wait: bool) -> int | None:
+        """As :meth:`Leases.next`."""
+        return self._portal.call(self.leases().next(wait))
+
+    def mark(self, chunks: Iterable[int]) -> None:
+        """These chunks are done."""
+        for chunk in chunks:
+            self._in_loop(self.leases().finish, chunk)
+
+    def end_at(self, samples: int) -> None:
+        """The stream has ended after so many samples."""
+        self._in_loop(self.leases().end_at, samples)
+
+    def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        async def run() -> None:
+            function(*arguments)
+
+        self._portal.call(run())
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which chunks are done, for a checkpoint: a run of which nobody is left goes on from it."""
+        done = self._loaded if self._leases is None else self._leases.done
+        return {"number": self.number, "samples": self.samples, "chunk": self.chunk, "done": pack_bits(done)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; what others have done since is added to it.
+
+        Raises:
+            ValueError: it is the state of another data set or of other chunks.
+        """
+        self.number = max(self.number, int(state["number"]))
+        self._loaded |= parse_done(state, self.number, self.samples, self.chunk)
+        if self._leases is not None and self._leases.number == self.number:
+            self._in_loop(self._leases.add_done, self._loaded)
+
+    # --- beginning and ending -----------------------------------------------------------------------------------------
+
+    async def _begin(self) -> Leases:
+        node = self._dht.node
+        leases = Leases(
+            node,
+            self.run_id,
+            number=self.number,
+            samples=self.samples,
+            chunk=self.chunk,
+            in_order=self.is_stream,
+            rng=random.Random(f"{tag_of(node.peer_id)!r}/{self.number}"),
+        )
+        leases.add_done(self._loaded)
+        return leases
+
+    async def _close(self) -> None:
+        if self._leases is not None:
+            await self._leases.close()
+
+    def is_alive(self) -> bool:
+        """Whether it can be iterated."""
+        return not self._portal.closed
+
+    def shutdown(self) -> None:
+        """Let go of all chunks, so that others get them at once. Idempotent."""
+        self._portal.close(SHUTDOWN_SECONDS)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_portal") and not self._portal.closed:  # it was refused before it had one
+            self._portal.begin_close()
+
+
+class _Batches(Sampler[list[int]]):
+    """Batches of indices of a map-style data set; each iteration goes on where the pass is.
+
+    Args:
+        drawn_ahead: batches that are drawn before the loop asks for them; infinitely many: the loop says itself what it
+            has done.
+    """
+
+    def __init__(self, shared: SharedPass, drawn_ahead: float) -> None:
+        self._shared, self._drawn_ahead = shared, drawn_ahead
+        self._samples: deque[int] = deque()
+        # For each chunk in there: its number, and how many samples have been given when it ends.
+        self._chunks: deque[tuple[int, int]] = deque()
+        self._open: deque[list[int]] = deque()  # for each batch that is not done, the chunks that end in it
+        self._given = 0
+        self._place: Callable[[int], int] = int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        shared = self._shared
+        shared.begin()
+        self._samples.clear()
+        self._chunks.clear()
+        self._open.clear()
+        self._given = 0
+        if shared.shuffle:
+            self._place = shuffler(shared.samples or 1, f"{shared.run_id}/{shared.number}/{shared.seed}")
+        return self
+
+    def __next__(self) -> list[int]:
+        while len(self._open) > self._drawn_ahead:
+            self.confirm_first()
+        size = self._shared.batch_size
+        while len(self._samples) < size and self._add_chunk():
+            pass
+        if not self._samples:
+            raise StopIteration
+        batch = [self._samples.popleft() for _ in range(min(size, len(self._samples)))]
+        self._given += len(batch)
+        ended = []
+        while self._chunks and self._chunks[0][1] <= self._given:
+            ended.append(self._chunks.popleft()[0])
+        self._open.append(ended)
+        return batch
+
+    def _add_chunk(self) -> bool:
+        shared = self._shared
+        # Others may wait for what this peer has begun; it must not wait for them before that is done.
+        chunk = shared.next_chunk(wait=not self._samples and not self._open)
+        if chunk is None or chunk == WAITING:
+            return False
+        start = chunk * shared.chunk
+        self._samples.extend(map(self._place, range(start, min(start + shared.chunk, shared.samples or 0))))
+        self._chunks.append((chunk, self._given + len(self._samples)))
+        return True
+
+    def confirm_first(self) -> None:
+        """The loop has done the first of the batches that were not."""
+        self._shared.mark(self._open.popleft())
+
+
+class _Loader(Iterable[Any]):
+    """A ``DataLoader`` whose loop tells the sampler what it has done."""
+
+    def __init__(self, shared: SharedPass, options: dict[str, Any]) -> None:
+        self._shared = shared
+        self._batches = _Batches(shared, math.inf)
+        self._loader: DataLoader[Any] = DataLoader(shared.dataset, batch_sampler=self._batches, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        is_over = False
+        while not is_over:
+            for batch in self._loader:
+                yield batch
+                self._batches.confirm_first()
+            is_over = self._shared.finish_if_over()
+
+
+class _StreamLoader(Iterable[Any]):
+    """Batches of a stream: it is read from its beginning, and what others pass over is left out."""
+
+    def __init__(self, shared: SharedPass, collate: Any) -> None:
+        self._shared, self._collate = shared, collate
+
+    def __iter__(self) -> Iterator[Any]:
+        shared = self._shared
+        shared.begin()
+        self._stream, self._position = iter(shared.dataset), 0
+        batch: list[Any] = []
+        ended: list[int] = []  # chunks whose last sample is in the batch
+        while (chunk := shared.next_chunk(wait=not batch)) is not None:
+            for sample in () if chunk == WAITING else self._read(chunk):
+                batch.append(sample)
+                if len(batch) == shared.batch_size:
+                    yield self._collate(batch)
+                    shared.mark(ended)
+                    batch, ended = [], []
+            if chunk == WAITING:  # others may wait for what is in this batch
+                yield self._collate(batch)
+                batch = []
+            else:
+                ended.append(chunk)
+            if not batch:
+                shared.mark(ended)
+                ended = []
+        if batch:
+            yield self._collate(batch)
+            shared.mark(ended)
+        shared.finish_if_over()
+
+    def _read(self, chunk: int) -> Iterator[Any]:
+        """The samples of one chunk; those before it are read and left out."""
+        shared, start = self._shared, chunk * self._shared.chunk
+        if start < self._position:
+            self._stream, self._position = iter(shared.dataset), 0
+        while self._position < start + shared.chunk:
+            try:
+                sample = next(self._stream)
+            except StopIteration:
+                shared.end_at(self._position)
+                return
+            self._position += 1
+            if self._position > start:
+                yield sample
+        shared.leases().position = self._position // shared.chunk

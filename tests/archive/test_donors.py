@@ -1,0 +1,80 @@
+"""A peer that only gives the state: everybody begins at its epoch, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from shoal.averaging.state.places import Places
+from shoal.optim.outer.slot_tracker import SlotBoard
+from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy, parse_record
+from shoal.optim.progress_board import ProgressBoard
+from shoal.optim.progress_message import ProgressMessage
+from shoal.p2p import Identity, PeerID
+
+NOW, EPOCH = 1000.0, 7
+
+
+def make_board(kind: type[ProgressBoard] = ProgressBoard) -> ProgressBoard:
+    return kind(b"self", False, 100, RefreshPolicy(), PerformanceEMA(), NOW)
+
+
+def record(name: bytes, epoch: int, *, is_donor: bool = False) -> LocalTrainingProgress:
+    return LocalTrainingProgress(name, epoch, 0, 0.0, NOW, False, is_donor)
+
+
+@pytest.mark.parametrize("kind", [ProgressBoard, SlotBoard])
+def test_a_donor_tells_the_epoch_and_is_not_waited_for(kind: type[ProgressBoard]) -> None:
+    board = make_board(kind)
+    board.hear(record(b"donor", EPOCH, is_donor=True), NOW + 60, NOW)
+    progress = board.global_progress(NOW)
+    assert (progress.epoch, progress.num_peers) == (EPOCH, 0)
+    assert board.believed_epochs(NOW) == {b"donor": EPOCH}
+    board.finish_update(EPOCH, [], NOW)  # this peer has downloaded the state
+    assert board.expected_members(NOW, EPOCH + 9) == set()
+    assert board.still_expected(NOW, {b"donor": EPOCH}) == set()
+    board.hear(record(b"other", EPOCH), NOW + 60, NOW)
+    assert board.expected_members(NOW, EPOCH + 9) == {b"other"}
+    assert board.still_expected(NOW, {b"donor": EPOCH, b"other": EPOCH}) == {b"other"}
+    assert board.global_progress(NOW).num_peers == 1
+    if isinstance(board, SlotBoard):
+        assert board.everybody(NOW) == {b"other"}
+
+
+def test_a_step_beside_a_donor_is_not_one_without_the_others() -> None:
+    board = make_board()
+    board.hear(record(b"donor", 0, is_donor=True), NOW + 60, NOW)
+    board.note_round({}, NOW)
+    assert board.evidence.troubles["alone"] == 0
+    board.hear(record(b"other", 0), NOW + 60, NOW)
+    board.note_round({}, NOW)
+    assert board.evidence.troubles["alone"] == 1
+
+
+def test_who_donates_says_so_in_records_and_calls() -> None:
+    board = make_board()
+    board.donate(EPOCH, NOW)
+    assert board.wants_publishing(NOW)
+    told = ProgressMessage.of(board.own)
+    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=ProgressMessage)
+    peer = Identity.generate().peer_id
+    assert heard.progress_of(peer).is_donor
+    values = msgspec.structs.replace(board.own, peer_id=peer.to_bytes()).to_dict()
+    assert parse_record(values).is_donor
+    assert "is_donor" not in record(peer.to_bytes(), EPOCH).to_dict()
+    assert not parse_record(record(peer.to_bytes(), EPOCH).to_dict()).is_donor
+
+
+async def test_an_archiver_is_neither_awaited_nor_named_as_a_donor() -> None:
+    places = Places(lambda: asyncio.get_running_loop().create_future())
+    keeps, trains = (PeerID(name) for name in (b"keeps", b"trains"))
+    for peer, flag in ((keeps, False), (trains, True)):
+        place = places.find(peer, 0.0, trains=flag)
+        assert place is not None
+        place.begin(0, 0.0)
+    assert places.on_their_way(0.0) == {trains}
+    for place in list(places):
+        places.leave(place, 1.0)
+    assert places.holders(1.0) == [trains]

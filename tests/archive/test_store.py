@@ -1,0 +1,240 @@
+"""Archives in files: a full disk, a kill in the middle of writing and damage leave the last good one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from shoal.archive import store as room
+from shoal.archive.store import MANIFEST, Store
+from shoal.averaging.state.download import State
+from shoal.errors import ArchiveError
+from tests import nursery
+from tests.archive.states import RUN, files_of, is_state_of, small_state
+
+ROOT = Path(__file__).parents[2]
+QUICK_KILLS, MANY_KILLS = 20, 1000
+needs_kills = pytest.mark.skipif(sys.platform == "win32", reason="forks processes, and kills them at once")
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["folder", "address"])
+def test_what_is_written_is_read_and_old_ones_go(tmp_path: Path, is_local: bool) -> None:
+    store = Store(tmp_path / "run" if is_local else f"memory://archives-{tmp_path.name}")
+    assert store.folders() == []
+    assert store.last_good() == "there is no good archive yet"
+    for epoch in (3, 8, 12):
+        assert store.write(RUN, "Optimizer", small_state(epoch)).epoch == epoch
+        store.prune(2)
+    assert store.folders() == ["000003-epoch-12", "000002-epoch-8"]
+    assert "000003-epoch-12" in store.last_good()
+    archive = Store.open(store.url)
+    assert (archive.run_id, archive.kind, archive.epoch) == (RUN, "Optimizer", 12)
+    assert is_state_of(archive.state, 12)
+    assert set(archive.names) == {"layer.bias", "layer.weight"}
+    assert torch.equal(archive.tensors["statistic.momentum_buffer.layer.bias"], torch.full((3,), -12.0))
+    assert is_state_of(Store.open(f"{store.url}/000002-epoch-8").state, 8)
+
+
+def test_other_programs_can_read_the_model(tmp_path: Path) -> None:
+    Store(tmp_path).write(RUN, "Optimizer", small_state(4))
+    found = safetensors.torch.load_file(tmp_path / "000001-epoch-4" / "model.safetensors")
+    assert found.keys() == {"layer.weight", "layer.bias"}
+    assert torch.equal(found["layer.weight"], torch.full((3, 2), 4.0))
+
+
+def test_an_earlier_epoch_that_was_written_later_is_newer(tmp_path: Path) -> None:
+    """The run was revived from an old archive on purpose."""
+    store = Store(tmp_path)
+    for epoch in (700, 30, 31):
+        store.write(RUN, "Optimizer", small_state(epoch))
+        store.prune(2)
+    assert Store.open(tmp_path).epoch == 31
+    assert len(store.folders()) == 2
+
+
+def test_large_states_are_kept_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MOST_BYTES_OF_FILE", 30)
+    Store(tmp_path).write(RUN, "Optimizer", small_state(4))
+    assert "000001-epoch-4/model-2.safetensors" in files_of(tmp_path)
+    assert is_state_of(Store.open(tmp_path).state, 4)
+
+
+@pytest.mark.parametrize("damage", ["a byte", "cut short", "gone", "a byte of the manifest", "half of the manifest"])
+def test_of_a_damaged_archive_the_one_before_it_stands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    store = Store(tmp_path)
+    for epoch in (5, 6):
+        store.write(RUN, "Optimizer", small_state(epoch))
+    newest = tmp_path / "000002-epoch-6"
+    path = newest / ("manifest.json" if "manifest" in damage else "training.safetensors")
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    else:
+        if damage.startswith("a byte"):
+            data[data.index(b"6", len(data) // 8) if "manifest" in damage else -1] ^= 1
+        path.write_bytes(data[: len(data) // 2] if damage in ("cut short", "half of the manifest") else data)
+    with caplog.at_level("WARNING", logger="shoal"):
+        assert is_state_of(Store.open(tmp_path).state, 5)
+    assert "000002-epoch-6" in caplog.text
+    assert "damaged" in caplog.text
+    assert "The last good archive is taken: 000001-epoch-5" in caplog.text
+    with pytest.raises(ArchiveError, match="a good one beside it is 000001-epoch-5"):
+        Store.open(newest)
+    (tmp_path / "000001-epoch-5" / MANIFEST).unlink()
+    with pytest.raises(ArchiveError, match="no good archive in") as e:
+        Store.open(tmp_path)
+    assert "was never finished" in str(e.value)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the limit is one of POSIX systems")
+def test_a_full_disk_leaves_the_last_good_archive(tmp_path: Path) -> None:
+    """The system refuses files beyond a size, in the middle of writing one."""
+    import resource
+
+    store = Store(tmp_path)
+    store.write(RUN, "Optimizer", small_state(1))
+    before = files_of(tmp_path)
+    large = State(small_state(2).metadata, [torch.zeros(2**16, 4), *small_state(2).tensors[1:]])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, hard))
+    try:
+        with pytest.raises(ArchiveError, match=r"epoch 2 could not be written .*; the last good archive is 000001"):
+            store.write(RUN, "Optimizer", large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files_of(tmp_path) == before
+    assert is_state_of(Store.open(tmp_path).state, 1)
+
+
+def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    store.write(RUN, "Optimizer", small_state(1))
+    real = Store.__dict__["_put"]
+
+    def put(self: Store, folder: str, name: str, data: bytes) -> object:
+        if name == MANIFEST:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, folder, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_put", put)
+        with pytest.raises(ArchiveError, match=r"No space left on device.*last good archive is 000001-epoch-1"):
+            store.write(RUN, "Optimizer", small_state(2))
+    assert store.folders() == ["000001-epoch-1"]
+
+
+def test_a_state_that_is_no_good_is_not_written(tmp_path: Path) -> None:
+    store, good = Store(tmp_path), small_state(3)
+    with pytest.raises(ValueError, match=r"values of 'layer\.weight' are NaN"):
+        store.write(RUN, "Optimizer", State(good.metadata, [torch.full((3, 2), torch.nan), *good.tensors[1:]]))
+    for change in (
+        {"epoch": -1},
+        {"names": {"parameters": ["a", "a"], "extra": []}},
+        {"names": {"parameters": ["a", 3], "extra": []}},
+        {"names": None},
+        {"tensors": {"parameters": 2, "extra": 1, "buffers": 0}},
+        {"optimizer_metadata": {"names": []}},
+    ):
+        with pytest.raises(ValueError, match=r"state|names"):
+            store.write(RUN, "Optimizer", State({**good.metadata, **change}, good.tensors))
+    assert store.folders() == []
+
+
+def test_archives_of_two_runs_do_not_mix(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.check_run("other")
+    store.write(RUN, "Optimizer", small_state(1))
+    store.check_run(RUN)
+    with pytest.raises(ArchiveError, match=f"has archives of run '{RUN}': give 'other' a folder of its own"):
+        store.check_run("other")
+
+
+def test_an_archive_of_a_newer_format_says_so(tmp_path: Path) -> None:
+    Store(tmp_path).write(RUN, "Optimizer", small_state(1))
+    path = tmp_path / "000001-epoch-1" / MANIFEST
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ArchiveError, match="has format 2"):
+        Store.open(tmp_path / "000001-epoch-1")
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+
+def _write_without_end(folder: str, epoch: int) -> None:
+    """What the process does that is killed: it writes archives of rising epochs, as an archiver does."""
+    print(os.getpid(), flush=True)
+    store = Store(folder)
+    while True:
+        store.write(RUN, "Optimizer", small_state(epoch))
+        print(epoch, flush=True)
+        store.prune(3)
+        epoch += 1
+
+
+def _fork_writers(folder: str) -> None:
+    """Fork a writer for each line, which tells its first epoch. No thread runs here, so a fork is safe."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            _write_without_end(folder, int(line))
+        os.waitpid(pid, 0)
+        print("dead", flush=True)
+
+
+def _kill_writers(folder: Path, kills: int) -> None:
+    rng, pause, written, unfinished = random.Random(7), threading.Event(), 0, 0
+    store = Store(folder)
+    process = nursery.start(Path(__file__), [str(folder)], stderr=2, environment=os.environ, cwd=ROOT)
+    assert process.stdin
+    assert process.stdout
+    with process.stdin as orders, process.stdout as lines:
+        for _ in range(kills):
+            print(written + 1, file=orders, flush=True)
+            pid = int(lines.readline())
+            for _ in range(rng.randrange(3)):
+                written = int(lines.readline())
+            # Into the middle of an archive, which takes some milliseconds.
+            pause.wait(rng.random() * 0.02)
+            os.kill(pid, signal.SIGKILL)
+            while (line := lines.readline()) != "dead\n":
+                written = int(line)
+            whole = [name for name, _ in store.whole()]
+            unfinished += len(store.folders()) - len(whole)
+            for name in whole:
+                archive = store.read(name)
+                assert is_state_of(archive.state, archive.epoch)
+            newest = store.read(whole[0]).epoch if whole else 0
+            # The last one may be whole although there was no time to say so.
+            assert written <= newest <= written + 1
+            assert len(whole) >= min(3, newest)
+            written = newest
+    process.wait()
+    assert unfinished, "no kill came while an archive was being written"
+
+
+@needs_kills
+@pytest.mark.timeout(300)
+def test_after_a_kill_at_any_moment_all_archives_are_whole(tmp_path: Path) -> None:
+    _kill_writers(tmp_path, QUICK_KILLS)
+
+
+@needs_kills
+@pytest.mark.slow_drill
+@pytest.mark.timeout(3600)
+def test_after_a_thousand_kills_all_archives_are_whole(tmp_path: Path) -> None:
+    _kill_writers(tmp_path, MANY_KILLS)
+
+
+if __name__ == "__main__":
+    _fork_writers(*sys.argv[1:])

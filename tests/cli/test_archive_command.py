@@ -1,0 +1,44 @@
+"""What ``shoal archive`` and ``shoal revive`` are told, and what they say if that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.__main__ import build_parser, main
+
+ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("1.5", 1.5), ("1d", 86400)])
+def test_times(text: str, seconds: float) -> None:
+    assert build_parser().parse_args(["archive", ADDRESS, "x", "--run", "r", "--every", text]).every == seconds
+
+
+def test_where_options_may_stand() -> None:
+    parse = build_parser().parse_args
+    for words in (
+        ["archive", ADDRESS, "--run", "r", "--keep", "3", "x"],
+        ["archive", "--run", "r", "--keep", "3", ADDRESS, "x"],
+    ):
+        found = parse(words)
+        assert (found.addresses, found.folder, found.run_id, found.keep) == ([ADDRESS], "x", "r", 3)
+    assert parse(["archive", "--run", "r", ADDRESS, ADDRESS, "x"]).addresses == [ADDRESS, ADDRESS]
+    assert parse(["archive", "--run", "r", "--rate", "5M", ADDRESS, "x"]).rate == 5e6
+
+
+@pytest.mark.parametrize("option", [["--every", "soon"], ["--every", "0s"], ["--keep", "0"], ["--rate", "fast"]])
+def test_what_makes_no_sense(capsys: pytest.CaptureFixture[str], option: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["archive", "--run", "r", *option, ADDRESS, "x"])
+    assert "must be" in capsys.readouterr().err
+
+
+def test_what_cannot_be_is_said_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["revive", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"shoal revive: there is no good archive in {tmp_path}\n"
+    assert main(["archive", "--run", "r", ADDRESS, str(tmp_path)]) == 1
+    assert "failed to connect to bootstrap peers" in capsys.readouterr().err
+    assert main(["archive", "--run", "r", "--token", "nonsense", ADDRESS, str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("shoal archive: ")

@@ -1,0 +1,223 @@
+"""Leases of chunks in virtual time: peers that come, die, and are cut off from each other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from shoal.clock import get_dht_time
+from shoal.data import leases as module
+from shoal.data.leases import LEASE_SECONDS, WAITING, Leases
+from shoal.dht import DHTNode
+from shoal.dht.crypto import tag_of
+from shoal.testing import run
+from shoal.testing.swarm import DHTSwarm
+
+
+class Crowd:
+    """Peers that pass over chunks together, each in so many seconds."""
+
+    def __init__(self, samples: int | None, seconds: float = 0.5) -> None:
+        self.swarm = DHTSwarm(seed=1, delay=0.03)
+        self.samples, self.seconds = samples, seconds
+        self.seen: Counter[int] = Counter()
+        self.peers: dict[DHTNode, tuple[Leases, asyncio.Task[None]]] = {}
+
+    async def join(self, number: int = 0) -> Leases:
+        node = await self.swarm.node()
+        leases = Leases(
+            node,
+            "run",
+            number=number,
+            samples=self.samples,
+            chunk=1,
+            in_order=False,
+            rng=random.Random(len(self.swarm.nodes)),
+        )
+        self.peers[node] = leases, asyncio.ensure_future(self._pass_over(leases))
+        return leases
+
+    async def _pass_over(self, leases: Leases) -> None:
+        while (chunk := await leases.next(wait=True)) is not None:
+            assert chunk != WAITING
+            self.seen[chunk] += 1
+            await asyncio.sleep(self.seconds)
+            leases.finish(chunk)
+
+    async def kill(self, node: DHTNode) -> None:
+        """Without a goodbye: nothing is let go."""
+        leases, work = self.peers.pop(node)
+        work.cancel()
+        leases.keeping.cancel()
+        await asyncio.gather(work, leases.keeping, return_exceptions=True)
+        await self.swarm.kill(node)
+
+    async def finish(self) -> None:
+        await asyncio.gather(*(work for _, work in self.peers.values()))
+
+    async def close(self) -> None:
+        for leases, work in self.peers.values():
+            work.cancel()
+            await leases.close()
+        for node in self.peers:
+            await self.swarm.kill(node)
+
+
+def test_peers_pass_over_everything_once_and_share_it_evenly() -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=400)
+        begun = get_dht_time()
+        for _ in range(4):
+            await crowd.join()
+        await crowd.finish()
+        assert crowd.seen == Counter(range(400))
+        assert get_dht_time() - begun < 1.2 * 400 * crowd.seconds / 4
+        await crowd.close()
+
+    run(main(), seed=1)
+
+
+def test_everything_is_seen_though_a_peer_dies_every_five_seconds() -> None:
+    async def main() -> None:
+        rng = random.Random(1)
+        crowd = Crowd(samples=400)
+        for _ in range(8):
+            await crowd.join()
+        deaths = 0
+        while not any(leases.is_over for leases, _ in crowd.peers.values()):
+            await asyncio.sleep(5)
+            await crowd.kill(rng.choice(list(crowd.peers)))
+            deaths += 1
+            await crowd.join()
+        await crowd.finish()
+        assert set(crowd.seen) == set(range(400))
+        again = sum(count - 1 for count in crowd.seen.values())
+        # What one was at, and what it had done in the half second since it last published.
+        assert again <= 3 * deaths, (again, deaths)
+        await crowd.close()
+
+    run(main(), seed=1)
+
+
+def test_the_chunks_of_a_peer_that_leaves_are_free_at_once() -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=40, seconds=2.0)
+        first = await crowd.join()
+        await asyncio.sleep(11)
+        second = await crowd.join()
+        (node, (leases, work)) = next(iter(crowd.peers.items()))
+        assert leases is first
+        work.cancel()
+        begun = get_dht_time()
+        await first.close()
+        del crowd.peers[node]
+        await crowd.finish()
+        assert second.is_over
+        assert get_dht_time() - begun < LEASE_SECONDS + 40 * crowd.seconds
+        assert sum(crowd.seen.values()) <= 41, "only what it was at comes twice"
+        await crowd.close()
+        await crowd.swarm.kill(node)
+
+    run(main(), seed=3)
+
+
+def test_a_newcomer_learns_that_a_pass_is_over() -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=20)
+        await crowd.join()
+        await crowd.finish()
+        late = await crowd.join()
+        await crowd.finish()
+        assert late.is_over
+        assert crowd.seen == Counter(range(20))
+        late_again = await crowd.join(number=1)
+        await crowd.finish()
+        assert late_again.is_over
+        assert crowd.seen == Counter([*range(20), *range(20)])
+        await crowd.close()
+
+    run(main(), seed=4)
+
+
+def test_who_waits_for_others_says_so_if_asked() -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=1, seconds=20.0)
+        await crowd.join()
+        await asyncio.sleep(5)
+        node = await crowd.swarm.node()
+        idle = Leases(node, "run", number=0, samples=1, chunk=1, in_order=False, rng=random.Random(0))
+        assert await idle.next(wait=False) == WAITING
+        assert await idle.next(wait=True) is None
+        await idle.close()
+        await crowd.close()
+        await crowd.swarm.kill(node)
+
+    run(main(), seed=5)
+
+
+def test_several_blocks_and_what_is_saved_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=10_000, seconds=0.001)
+        node = await crowd.swarm.node()
+        first = Leases(node, "run", number=0, samples=10_000, chunk=1, in_order=False, rng=random.Random(0))
+        seen = set()
+        while len(seen) < 6_000:
+            chunk = await first.next(wait=True)
+            assert chunk is not None
+            seen.add(chunk)
+            first.finish(chunk)
+        assert first.done.bit_count() == 6_000
+        done = first.done
+        await first.close()
+        other = Leases(node, "other run", number=0, samples=10_000, chunk=1, in_order=False, rng=random.Random(0))
+        other.add_done(done)
+        while (chunk := await other.next(wait=True)) is not None:
+            assert chunk not in seen
+            seen.add(chunk)
+            other.finish(chunk)
+        assert seen == set(range(10_000))
+        await other.close()
+        await crowd.swarm.kill(node)
+
+    monkeypatch.setattr(module, "PUBLISH_SECONDS", 0.01)
+    run(main(), seed=6)
+
+
+def test_nonsense_of_strangers_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=10)
+        stranger = await crowd.swarm.node()
+        now = get_dht_time()
+        values = [
+            [b"\xff" * 10_000, [], now], [b"", [4096], now], [b"", [-1], now], [b"", list(range(10)), float("nan")],
+            [b"", list(range(10)), now + 1e9], "text", None, [b"", "x", now], {}, [b""],
+        ]  # fmt: skip
+        crowd_leases = await crowd.join()
+        for value in values:
+            await stranger.store("run_data.0.10.1.0", value, get_dht_time() + 60, subkey=tag_of(stranger.peer_id))
+            await stranger.store("run_data", value, get_dht_time() + 60, subkey=tag_of(stranger.peer_id))
+            await asyncio.sleep(0.3)
+        await crowd.finish()
+        assert crowd_leases.is_over
+        assert crowd.seen == Counter(range(10))
+        await crowd.close()
+        await crowd.swarm.kill(stranger)
+
+    run(main(), seed=7)
+    assert "skipped a malformed record under run_data" in caplog.text
+
+
+def test_another_data_set_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        crowd = Crowd(samples=10)
+        await crowd.join()
+        crowd.samples = 12
+        await crowd.join()
+        await crowd.finish()
+        await crowd.close()
+
+    run(main(), seed=8)
+    assert "passes over 10 samples in chunks of 1, and this peer over 12 in chunks of 1" in caplog.text

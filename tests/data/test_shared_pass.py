@@ -1,0 +1,213 @@
+"""``SharedPass`` and ``shuffled`` as programs use them: with torch's DataLoader and its workers, and with streams."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from shoal.data import SharedPass, leases, shuffled
+from shoal.data.chunks import shuffler
+from shoal.dht import DHT
+from shoal.errors import ReactorError
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers look more often what is left than on the internet."""
+    monkeypatch.setattr(leases, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.05)
+
+
+@pytest.fixture
+def dhts() -> Iterator[list[DHT]]:
+    first = DHT(start=True)
+    both = [first, DHT(first.get_visible_maddrs(), start=True)]
+    yield both
+    for dht in both:
+        dht.shutdown()
+
+
+class Stream(IterableDataset[int]):
+    """Numbers, the same ones each time."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.begun = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        return iter(range(self.samples))
+
+
+def in_all(batches: Iterable[torch.Tensor]) -> list[int]:
+    return [int(sample) for batch in batches for sample in batch]
+
+
+def in_threads(loaders: list[Iterable[torch.Tensor]]) -> list[list[int]]:
+    seen: list[list[int]] = [[] for _ in loaders]
+
+    def pass_over(place: int) -> None:
+        seen[place] = in_all(loaders[place])
+
+    threads = [threading.Thread(target=pass_over, args=(place,)) for place in range(len(loaders))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seen
+
+
+def test_alone_each_pass_has_everything_once_in_another_order(dhts: list[DHT]) -> None:
+    with SharedPass(range(100), dhts[0], "run", batch_size=8, chunk=10) as shared:
+        loader = shared.loader()
+        passes = [[batch.tolist() for batch in loader] for _ in range(2)]
+        assert shared.number == 2
+    for batches in passes:
+        assert sorted(chain(*batches)) == list(range(100))
+        assert [len(batch) for batch in batches] == [8] * 12 + [4]
+    assert passes[0] != passes[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_peers_share_a_pass(dhts: list[DHT], workers: int) -> None:
+    passes = [SharedPass(range(300), dht, "run", batch_size=4, chunk=5) for dht in dhts]
+    seen = in_threads([shared.loader(num_workers=workers) for shared in passes])
+    assert sorted(chain(*seen)) == list(range(300))
+    assert [shared.number for shared in passes] == [1, 1]
+    for shared in passes:
+        shared.shutdown()
+
+
+def test_as_a_batch_sampler_it_ends_each_pass_when_all_is_done(dhts: list[DHT]) -> None:
+    with SharedPass(range(40), dhts[0], "run", batch_size=6, chunk=4, shuffle=False) as shared:
+        loader: DataLoader[Any] = DataLoader(range(40), batch_sampler=shared)  # type: ignore[arg-type]
+        for _ in range(2):
+            assert sorted(in_all(loader)) == list(range(40))
+
+
+def test_with_batches_drawn_ahead_a_chunk_is_done_when_the_loop_has_had_it(dhts: list[DHT]) -> None:
+    with SharedPass(range(60), dhts[0], "run", batch_size=5, chunk=5, drawn_ahead=4) as shared:
+        batches = iter(shared)
+        for drawn in range(1, 11):
+            next(batches)
+            assert shared.leases().done.bit_count() == max(0, drawn - 5)
+
+
+def test_what_a_loop_has_begun_and_left_comes_once_more(dhts: list[DHT]) -> None:
+    with SharedPass(range(60), dhts[0], "run", batch_size=10, chunk=20) as shared:
+        seen = []
+        for number, batch in enumerate(shared.loader()):
+            seen += batch.tolist()
+            if number == 2:
+                break  # at the second chunk: its other half was not drawn
+        assert round(60 * shared.progress) == 20
+        seen += in_all(shared.loader())
+    counted = Counter(seen)
+    assert set(counted) == set(range(60))
+    assert sum(counted.values()) == 70
+
+
+def test_a_run_of_which_nobody_is_left_goes_on_from_its_state(dhts: list[DHT]) -> None:
+    with SharedPass(range(60), dhts[0], "run", batch_size=10, chunk=10) as shared:
+        batches = iter(shared.loader())
+        before = [*next(batches).tolist(), *next(batches).tolist()]
+        next(batches)
+        state = shared.state_dict()
+    with SharedPass(range(60), dhts[0], "revived", batch_size=10, chunk=10) as shared:
+        shared.load_state_dict(state)
+        after = in_all(shared.loader())
+        assert len(after) == 40
+        with pytest.raises(ValueError, match="of 60 samples in chunks of 10, and the data set has 60 in chunks of 20"):
+            SharedPass(range(60), dhts[1], "revived", chunk=20).load_state_dict(state)
+    places = shuffler(60, "run/0/0"), shuffler(60, "revived/0/0")
+    chunks = [{place(sample) // 10 for place in [_inverse(each)] for sample in seen}
+              for each, seen in zip(places, (before, after), strict=True)]  # fmt: skip
+    assert chunks[0] | chunks[1] == set(range(6))
+    assert not chunks[0] & chunks[1]
+
+
+def _inverse(place: Any) -> Any:
+    return {place(index): index for index in range(60)}.__getitem__
+
+
+@pytest.mark.parametrize("samples", [100, 103])
+def test_two_peers_share_a_stream(dhts: list[DHT], samples: int) -> None:
+    streams = [Stream(samples) for _ in dhts]
+    passes = [SharedPass(stream, dht, "run", batch_size=7, chunk=5) for stream, dht in zip(streams, dhts, strict=True)]
+    seen = in_threads([shared.loader() for shared in passes])
+    assert sorted(chain(*seen)) == list(range(samples))
+    again = in_threads([shared.loader() for shared in passes])
+    assert sorted(chain(*again)) == list(range(samples))
+    for shared in passes:
+        shared.shutdown()
+
+
+def test_a_stream_is_read_in_order(dhts: list[DHT]) -> None:
+    stream = Stream(200)
+    with SharedPass(stream, dhts[0], "run", batch_size=10, chunk=10) as shared:
+        assert in_all(shared.loader()) == list(range(200))
+    assert stream.begun == 1
+
+
+def test_errors_name_what_is_wrong(dhts: list[DHT]) -> None:
+    with pytest.raises(TypeError, match="dht must be a DHT, got None"):
+        SharedPass(range(10), None, "run")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dataset must have len\(\) and \[\], or be iterable, got a int"):
+        SharedPass(10, dhts[0], "run")
+    with pytest.raises(ValueError, match="the data set is empty"):
+        SharedPass([], dhts[0], "run")
+    with pytest.raises(ValueError, match=r"chunk must be a whole number, at least 1, got 0\.5"):
+        SharedPass(range(10), dhts[0], "run", chunk=0.5)  # type: ignore[arg-type]
+    with SharedPass(range(10), dhts[0], "run") as shared:
+        with pytest.raises(ValueError, match="a SharedPass with run_id 'run' is at work on this DHT already"):
+            SharedPass(range(10), dhts[0], "run")
+        with pytest.raises(TypeError, match="SharedPass itself decides about batch_size, shuffle"):
+            shared.loader(shuffle=True, batch_size=3)
+        with pytest.raises(TypeError, match="no len"):
+            len(shared)  # type: ignore[arg-type]
+    with pytest.raises(ReactorError, match="this SharedPass is shut down"):
+        next(iter(shared.loader()))
+    with SharedPass(Stream(10), dhts[0], "run") as shared:
+        with pytest.raises(TypeError, match="a stream has no indices"):
+            iter(shared)
+        with pytest.raises(TypeError, match="a stream is read in this process, so it cannot have num_workers"):
+            shared.loader(num_workers=2)
+
+
+# --- the simple way ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 1000])
+def test_a_shuffler_is_a_permutation(size: int) -> None:
+    place = shuffler(size, "key")
+    assert sorted(map(place, range(size))) == list(range(size))
+
+
+def test_a_shuffler_is_the_same_everywhere() -> None:
+    assert list(map(shuffler(10, "run/0/0"), range(10))) == [2, 6, 0, 1, 7, 9, 3, 5, 8, 4]
+
+
+def test_each_peer_has_an_order_of_its_own_and_another_one_each_time(dhts: list[DHT]) -> None:
+    samplers = [shuffled(range(50), peer) for peer in (*dhts, "another", 7)]
+    orders = [tuple(sampler) for sampler in samplers] + [tuple(samplers[0])]
+    assert len(set(orders)) == 5
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    loader: DataLoader[Any] = DataLoader(range(50), sampler=samplers[1], batch_size=10)  # type: ignore[arg-type]
+    assert sorted(in_all(loader)) == list(range(50))
+
+
+def test_a_stream_shuffles_itself() -> None:
+    class Shuffling:
+        def shuffle(self, seed: int) -> int:
+            return seed
+
+    assert shuffled(Shuffling(), "a") == shuffled(Shuffling(), "a") != shuffled(Shuffling(), "b")
+    with pytest.raises(TypeError, match="a Stream has neither"):
+        shuffled(Stream(3), "a")
