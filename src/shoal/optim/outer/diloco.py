@@ -241,6 +241,8 @@ class DiLoCo(JointOptimizer):
         )
         self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
         self._auxiliary = self._rounds.helping() if auxiliary else None
+        self._become_torch_optimizer({})
+        self._begin()
 
     def _make_tracker(self, options: dict[str, Any]) -> OuterTracker:
         options = {"client_mode": self.client_mode, "start": False, **options}
