@@ -64,6 +64,7 @@ _HOMES = {
     "shoal.optim": (
         "DiLoCo",
         "GradScaler",
+        "MultiProcessDiLoCo",
         "MultiProcessOptimizer",
         "Optimizer",
         "TrainingAverager",
@@ -134,6 +135,7 @@ if TYPE_CHECKING:  # the same names once more, for editors and type checkers
     from shoal.optim import (
         DiLoCo,
         GradScaler,
+        MultiProcessDiLoCo,
         MultiProcessOptimizer,
         Optimizer,
         TrainingAverager,
@@ -163,6 +165,7 @@ __all__ = [
     "GradScaler",
     "MPFuture",
     "MSGPackSerializer",
+    "MultiProcessDiLoCo",
     "MultiProcessOptimizer",
     "NoCompression",
     "Optimizer",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.lightning.train_shares import STEPS, make_data, make_module, make_trainer, parameters
+from tests.lightning.train_shares import CLIPPING, STEPS, make_data, make_module, make_trainer, parameters
 from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
 PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
@@ -18,22 +18,29 @@ SCRIPT = str(Path(__file__).parent / "train_shares.py")
 TRAINING_SECONDS = 300
 
 
-def train_alone(samples: int) -> list[float]:
+def train_alone(samples: int, clipping: float | None) -> list[float]:
     module = make_module(pl)
     data = [step[0] for step in make_data([samples])]
-    make_trainer(pl, strategy="auto", devices=1).fit(module, DataLoader(data, batch_size=None))
+    make_trainer(pl, strategy="auto", devices=1, gradient_clip_val=clipping).fit(
+        module, DataLoader(data, batch_size=None)
+    )
     return parameters(module)
 
 
 @pytest.mark.timeout(START_LIMIT_SECONDS + 2 * TRAINING_SECONDS)
-@pytest.mark.parametrize(("sizes", "devices"), [([8, 16], 1), ([4, 8, 12], 2)], ids=["one each", "two and one"])
-def test_processes_of_peers(sizes: list[int], devices: int) -> None:
-    arguments = ["--package", PACKAGE, "--sizes", *sizes]
+@pytest.mark.parametrize(
+    ("sizes", "devices", "steps_alone"),
+    [([8, 16], 1, False), ([4, 8, 12], 2, False), ([4, 8, 12], 2, True)],
+    ids=["one each", "two and one", "two and one that step alone"],
+)
+def test_processes_of_peers(sizes: list[int], devices: int, steps_alone: bool) -> None:
+    """If peers step alone, and average what comes of it, each clips gradients of its own: so nobody clips any."""
+    arguments = ["--package", PACKAGE, "--sizes", *sizes, *(["--steps-alone"] if steps_alone else [])]
     peers = [Peer(SCRIPT, *arguments, "--first", 0, "--devices", devices)]
     try:
         address = peers[0].wait_for("address", START_LIMIT_SECONDS)["address"]
         peers.append(Peer(SCRIPT, *arguments, "--first", devices, "--initial-peers", address))
-        expected = torch.tensor(train_alone(sum(sizes)))
+        expected = torch.tensor(train_alone(sum(sizes), None if steps_alone else CLIPPING))
         for peer in peers:
             assert peer.wait(TRAINING_SECONDS) == 0, peer.errors()
         ends = [event for peer in peers for event in peer.all("parameters")]

@@ -25,8 +25,6 @@ from tests.lightning.models import (
     import_lightning,
     make_model,
     make_trainer,
-    misconfiguration,
-    sgd,
 )
 from tests.optim.conftest import in_parallel
 from tests.optim.outer.test_diloco import introduce
@@ -329,6 +327,7 @@ EVERY = {"sync_every": 4}
         (None, {"low_communication": {"sync_every": 2, "fragments": 3}}, ValueError, "3 fragments do not fit"),
         (None, {"low_communication": {**EVERY, "fragment_sync_delay": 4}}, ValueError, "less than sync_every=4"),
         (None, {"low_communication": {**EVERY, "average": "all"}}, ValueError, "average must be one of"),
+        (None, {"low_communication": {**EVERY, "auxiliary": True}}, ValueError, "without data, and a Trainer has some"),
     ],
 )
 def test_contradictions_are_told_at_once(
@@ -337,11 +336,3 @@ def test_contradictions_are_told_at_once(
     with mock.patch("shoal.DHT", autospec=True) as dht, pytest.raises(error, match=text):
         make(target, **options)
     assert not dht.called
-
-
-def test_several_processes(make: Make, pl: ModuleType, tmp_path: Path) -> None:
-    strategy = make(None, low_communication=EVERY)
-    trainer = make_trainer(pl, tmp_path, strategy=strategy)
-    two = mock.patch.object(type(strategy), "world_size", 2)
-    with two, pytest.raises(misconfiguration(), match=r"is one process, and this one has 2: use Trainer\(devices=1\)"):
-        trainer.fit(make_model(pl, sgd), data())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import logging
@@ -15,11 +16,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from shoal.clock import get_dht_time
+from shoal.compression import NoCompression
 from shoal.lightning import HivemindStrategy
-from shoal.optim import MultiProcessOptimizer
+from shoal.optim.several_processes import SeveralProcesses
 
 STEPS = 12
 PEERS = 2
+CLIPPING = 0.3
+MEAN = functools.partial(torch.optim.SGD, lr=1.0)
+"""The outer optimizer with which all peers go on from the mean of their parameters."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -60,7 +66,6 @@ def make_trainer(pl: Any, **options: Any) -> Any:
     return pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
-        gradient_clip_val=0.3,
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
@@ -74,7 +79,21 @@ def parameters(module: nn.Module) -> list[float]:
     return nn.utils.parameters_to_vector(module.parameters()).tolist()
 
 
-def make_callback(pl: Any) -> Any:
+def swarm_of(optimizer: Any) -> Any:
+    """The optimizer that talks to the swarm; ``None`` in the other processes of its peer."""
+    return optimizer.swarm if isinstance(optimizer, SeveralProcesses) else optimizer
+
+
+def meet(tracker: Any) -> None:
+    """Wait until both peers know each other, before either has made a step."""
+    pause = threading.Event()
+    tracker.board.report(0, 1, get_dht_time())
+    tracker.report_local_progress(0, 0)
+    while tracker.expected_group_size < PEERS:
+        pause.wait(0.01)
+
+
+def make_callback(pl: Any, *, steps_alone: bool) -> Any:
     class FinishStep(pl.Callback):
         """After its share each process only takes part in the step of the swarm."""
 
@@ -82,7 +101,7 @@ def make_callback(pl: Any) -> Any:
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             (optimizer,), pause = trainer.optimizers, threading.Event()
-            swarm = optimizer.swarm if isinstance(optimizer, MultiProcessOptimizer) else optimizer
+            swarm = swarm_of(optimizer)
             while batch_idx == 0 and swarm is not None and swarm.tracker.expected_group_size < PEERS:
                 pause.wait(0.01)
             while optimizer.local_epoch == batch_idx:
@@ -102,7 +121,15 @@ def make_callback(pl: Any) -> Any:
                 writes=trainer.is_global_zero,
             )
 
-    return FinishStep()
+    class MeetFirst(FinishStep):
+        """Where each peer makes steps of its own, the first one would be made alone."""
+
+        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            swarm = swarm_of(trainer.optimizers[0])
+            if trainer.global_step == 0 and swarm is not None:
+                meet(swarm.tracker)
+
+    return MeetFirst() if steps_alone else FinishStep()
 
 
 def main() -> None:
@@ -112,12 +139,15 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", help="of the batches of all processes of all peers")
     parser.add_argument("--first", type=int, help="which of them is that of this peer's first process")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--steps-alone", action="store_true", help="with low_communication, an exchange for each step")
     args = parser.parse_args()
     pl = importlib.import_module(args.package)
     logging.getLogger(args.package).setLevel(logging.WARNING)
 
+    low = {"sync_every": 1, "outer_optimizer": MEAN, "compression": NoCompression(), "straggler_patience": 60.0}
     strategy = HivemindStrategy(
-        target_batch_size=sum(args.sizes),
+        target_batch_size=None if args.steps_alone else sum(args.sizes),
+        low_communication=low if args.steps_alone else None,
         run_id="shares",
         initial_peers=args.initial_peers,
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],
@@ -128,7 +158,11 @@ def main() -> None:
         say(address=str(strategy.dht.get_visible_maddrs()[0]))
     share = args.first + int(os.environ.get("LOCAL_RANK", 0))
     batches: Any = [step[share] for step in make_data(args.sizes)]
-    trainer = make_trainer(pl, strategy=strategy, devices=args.devices, callbacks=[make_callback(pl)])
+    callback = make_callback(pl, steps_alone=args.steps_alone)
+    clipping = None if args.steps_alone else CLIPPING
+    trainer = make_trainer(
+        pl, strategy=strategy, devices=args.devices, callbacks=[callback], gradient_clip_val=clipping
+    )
     trainer.fit(make_module(pl), DataLoader(batches, batch_size=None))
 
 

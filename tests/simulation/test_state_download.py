@@ -10,7 +10,7 @@ import torch
 from shoal.averaging.messages import ChunkRequest, DownloadRequest, StateChunk
 from shoal.averaging.node import AveragerNode
 from shoal.averaging.state.download import MIN_CHUNK_BYTES, Snapshot, open_state
-from shoal.averaging.state.places import MAX_DOWNLOADS, Place
+from shoal.averaging.state.places import MAX_DOWNLOADS, MAX_SNAPSHOTS, Place
 from shoal.errors import StreamClosedError
 from shoal.p2p import Call, Header
 from shoal.p2p.transport import Buffer
@@ -117,8 +117,10 @@ def dawdle(donor: AveragerNode) -> None:
     donor.state_sharing.send_chunks = send_slowly  # type: ignore[method-assign]
 
 
-async def ask_slowly(stranger: AveragerNode, donor: AveragerNode, chunks: int, pause: float = DAWDLING_SECONDS) -> None:
-    """Take a place at a donor, some chunks at once, and then another one every now and then."""
+async def ask_slowly(
+    stranger: AveragerNode, donor: AveragerNode, chunks: int, pause: float = DAWDLING_SECONDS, last_pause: float = 0.0
+) -> None:
+    """Take a place at a donor, some chunks at once, then another one every now and then, and hang up after a while."""
     async with stranger.stub(donor.p2p.peer_id).rpc_download_state() as call:
         await call.send(DownloadRequest())
         header, _ = await open_state(call, 2**30, 60.0)
@@ -130,6 +132,7 @@ async def ask_slowly(stranger: AveragerNode, donor: AveragerNode, chunks: int, p
             if await call.receive(StateChunk) is None:
                 return
             await call.read_payload(MIN_CHUNK_BYTES)
+        await asyncio.sleep(last_pause)
 
 
 @pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))
@@ -304,6 +307,26 @@ def test_who_has_half_of_the_state_keeps_its_place() -> None:
         assert seconds > 30
         assert donor.p2p.metrics.newcomers_dropped == 0
         await asyncio.gather(*asking)
+
+    run(main())
+
+
+def test_who_has_all_of_the_state_is_not_blamed_for_being_slow_to_hang_up(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        donor = await swarm.add_donor()
+        strangers = [await swarm.add(torch.zeros(1)) for _ in range(MAX_SNAPSHOTS)]
+        asking = []
+        for stranger in strangers:
+            await stranger.state_sharing.find_donors()
+            asking.append(asyncio.ensure_future(ask_slowly(stranger, donor, chunks=2**20, last_pause=60.0)))
+            await asyncio.sleep(20)
+        value, seconds = await swarm.download(await swarm.add(torch.zeros(1)))
+        assert value == 1.0
+        assert seconds < 20
+        assert donor.p2p.metrics.newcomers_dropped == 0
+        assert "was given to another one" not in caplog.text
+        await cancel_and_wait(*asking)
 
     run(main())
 

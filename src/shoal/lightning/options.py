@@ -121,9 +121,14 @@ def _check_outer_name(name: str, value: Any) -> None:
 
 
 def _check_values(options: Mapping[str, Any]) -> None:
-    """Refuse here what the constructor would refuse."""
+    """Refuse here what the constructor, or the first step, would refuse."""
     parameters = inspect.signature(DiLoCo.__init__).parameters
     complete = {**{name: parameter.default for name, parameter in parameters.items()}, **options}
+    if complete["auxiliary"]:
+        raise ValueError(
+            "auxiliary=True is for peers without data, and a Trainer has some: make a shoal.DiLoCo(auxiliary=True) "
+            "without Lightning, and call its step() now and then"
+        )
     every, fragments = complete["sync_every"], complete["fragments"]
     for name, value in {"sync_every": every, "fragment_sync_delay": complete["fragment_sync_delay"]}.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import ipaddress
 import os
-import shlex
-import sys
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union
 
 import torch
@@ -18,6 +15,7 @@ import torch
 import shoal
 from shoal.lightning.distributed import current_rank
 from shoal.lightning.flavours import flavour_of, in_flavour
+from shoal.lightning.joining import INITIAL_PEERS_ENV, initial_peer_addresses, joining_instructions
 from shoal.lightning.local_processes import LocalProcesses
 from shoal.lightning.options import check_delays, check_names, outer_options
 from shoal.lightning.training_loop import (
@@ -29,41 +27,11 @@ from shoal.lightning.training_loop import (
     move_optimizer,
     progress_of,
 )
-
-INITIAL_PEERS_ENV = "PL_INITIAL_PEERS"
-# Read if the other one is not set.
-OTHER_INITIAL_PEERS_ENV = "INITIAL_PEERS"
-
-
-def initial_peer_addresses(argument: str | Sequence[str] | None) -> list[str]:
-    """Addresses of peers to join: those in the environment, or else the argument. A string is split at commas."""
-    given = os.environ.get(INITIAL_PEERS_ENV) or os.environ.get(OTHER_INITIAL_PEERS_ENV) or argument or []
-    parts = given.split(",") if isinstance(given, str) else [str(address) for address in given]
-    return [address.strip() for address in parts if address.strip()]
-
-
-def joining_instructions(addresses: Iterable[str]) -> str:
-    """What to type on another machine to make it join."""
-    known = list(addresses)
-    peers = ",".join([address for address in known if not _is_loopback(address)] or known)
-    is_script = bool(sys.argv) and sys.argv[0] not in ("", "-", "-c", "-m")
-    script = shlex.join(["python", *sys.argv]) if is_script else "python SCRIPT"
-    return (
-        "Other machines join this run with either of:\n"
-        f"    {INITIAL_PEERS_ENV}={shlex.quote(peers)} {script}\n"
-        f'    HivemindStrategy(..., initial_peers="{peers}")'
-    )
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether the address is known to work on this machine only; for names and relays it is not known."""
-    _, protocol, value, *_ = [*address.split("/"), "", "", ""]
-    return protocol in ("ip4", "ip6") and ipaddress.ip_address(value).is_loopback
-
+from shoal.optim.several_processes import SeveralProcesses
 
 __all__ = ["HiveMindScheduler", "HivemindStrategy"]
 
-SwarmOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer", "shoal.DiLoCo"]
+SwarmOptimizer = Union["shoal.Optimizer", "shoal.MultiProcessOptimizer", "shoal.DiLoCo", "shoal.MultiProcessDiLoCo"]
 
 DEFAULT_AVERAGER_OPTS = {"request_timeout": 1.0}
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
@@ -94,7 +62,8 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
     :class:`shoal.MultiProcessOptimizer`.
 
     With ``low_communication`` each peer makes steps of its own, and they exchange parameters now and then, see
-    :class:`shoal.DiLoCo`. The outer parameters are in the model while it is validated, and when ``fit`` has ended.
+    :class:`shoal.DiLoCo`, and for several processes :class:`shoal.MultiProcessDiLoCo`. The outer parameters are in the
+    model while it is validated, and when ``fit`` has ended.
 
     The peer leaves the run when ``fit`` ends. Another ``fit`` joins again, under another address.
 
@@ -254,11 +223,6 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         self._is_training = trainer.state.fn == "fit"
         if not self._is_training:
             return
-        if self._steps_alone and self.world_size > 1:
-            raise self._flavour.misconfigured(
-                f"with low_communication a peer is one process, and this one has {self.world_size}: use "
-                "Trainer(devices=1) in each of several peers"
-            )
         self._check_precision()
         self._check_optimizers()
         self._install_scaler()
@@ -350,10 +314,11 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         if self._scheduler_fn is not None:
             forget_schedule(torch_optimizer)
         assert module is not None
-        make_optimizer: Any = shoal.Optimizer if self.world_size == 1 else shoal.MultiProcessOptimizer
+        is_single = self.world_size == 1
+        make_optimizer: Any = shoal.Optimizer if is_single else shoal.MultiProcessOptimizer
         if self._steps_alone:
-            make_optimizer = shoal.DiLoCo
-        optimizer: SwarmOptimizer = make_optimizer(
+            make_optimizer = shoal.DiLoCo if is_single else shoal.MultiProcessDiLoCo
+        optimizer: Any = make_optimizer(
             dht=self.dht,
             batch_size_per_step=self._batch_size,
             optimizer=functools.partial(move_optimizer, torch_optimizer) if self._makes_optimizer else torch_optimizer,
@@ -363,7 +328,7 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         )
         optimizer.name_parameters(module)
         self._optimizer, self.optimizers = optimizer, [optimizer]
-        if not isinstance(optimizer, shoal.DiLoCo):  # that steps whenever Lightning has clipped
+        if not (self._steps_alone and is_single):  # that steps whenever Lightning has clipped
             self._clipping = GradientClipping(self.precision_plugin)
             self._clipping.install(optimizer.opt)
         self._wrap_schedulers(optimizer)
@@ -372,16 +337,14 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         if self._checkpoint is not None:
             optimizer.load_state_dict(self._checkpoint)
             self._checkpoint = None
-        if not isinstance(optimizer, shoal.DiLoCo):  # that looks by itself, and takes nothing from who is behind
+        if not self._steps_alone:  # a DiLoCo looks by itself, and takes nothing from who is behind
             optimizer.load_state_from_peers()
 
-    def _wrap_schedulers(self, optimizer: SwarmOptimizer) -> None:
+    def _wrap_schedulers(self, optimizer: Any) -> None:
         configs: list[Any] = self.lr_scheduler_configs
         if self._scheduler_fn is not None and configs:
             del configs[1:]
-            configs[0].scheduler = (
-                optimizer.schedulers[0] if isinstance(optimizer, shoal.DiLoCo) else optimizer.scheduler
-            )
+            configs[0].scheduler = optimizer.schedulers[0] if self._steps_alone else optimizer.scheduler
         for config in configs:
             config.scheduler = HiveMindScheduler(optimizer, config.scheduler)
 
@@ -442,19 +405,19 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
     def on_validation_start(self) -> None:
         """Validate what all peers agree on, if each makes steps of its own."""
         super().on_validation_start()
-        if isinstance(self._optimizer, shoal.DiLoCo):
+        if isinstance(self._optimizer, (shoal.DiLoCo, shoal.MultiProcessDiLoCo)):
             self._optimizer.show_outer_parameters()
 
     def on_validation_end(self) -> None:
         """Train on with the parameters of this peer."""
         super().on_validation_end()
-        if isinstance(self._optimizer, shoal.DiLoCo):
+        if isinstance(self._optimizer, (shoal.DiLoCo, shoal.MultiProcessDiLoCo)):
             self._optimizer.show_own_parameters()
 
     def on_train_end(self) -> None:
         """Apply unfinished background work to the model, in all processes of this peer."""
         super().on_train_end()
-        if isinstance(self._optimizer, shoal.MultiProcessOptimizer):
+        if isinstance(self._optimizer, SeveralProcesses):
             self._optimizer.finish_background_work()
         elif isinstance(self._optimizer, shoal.DiLoCo):
             self._optimizer.show_outer_parameters()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shoal.optim import MultiProcessOptimizer
 from shoal.optim.joint_optimizer import JointOptimizer
 from shoal.optim.outer.slot_tracker import SlotTracker
 from shoal.optim.schedules import catch_up
+from shoal.optim.several_processes import SeveralProcesses
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -33,7 +33,7 @@ class HiveMindScheduler:
         scheduler: a torch scheduler.
     """
 
-    def __init__(self, optimizer: shoal.Optimizer | shoal.MultiProcessOptimizer | shoal.DiLoCo, scheduler: Any) -> None:
+    def __init__(self, optimizer: shoal.Optimizer | SeveralProcesses | shoal.DiLoCo, scheduler: Any) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
 
     def step(self, epoch: int | None = None) -> None:
@@ -125,15 +125,13 @@ class GradientClipping:
             torch.nn.utils.clip_grad_norm_(parameters, self._value)
 
 
-def progress_of(
-    optimizer: shoal.Optimizer | shoal.MultiProcessOptimizer | shoal.DiLoCo, samples_of_step: int
-) -> dict[str, float]:
+def progress_of(optimizer: shoal.Optimizer | SeveralProcesses | shoal.DiLoCo, samples_of_step: int) -> dict[str, float]:
     """What is shown while training.
 
     Args:
         samples_of_step: of the latest step of this peer's optimizer.
     """
-    if isinstance(optimizer, MultiProcessOptimizer):
+    if isinstance(optimizer, SeveralProcesses):
         news = optimizer.news
         return {"peers": news.num_peers, "global_epoch": news.global_epoch, "samples/s": news.samples_per_second}
     tracker, speed = optimizer.tracker, optimizer.tracker.local_progress.samples_per_second
@@ -162,7 +160,7 @@ class SwarmProgress(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         for optimizer in strategy.optimizers:
             # To read a loss means to wait for the device, so only those are read that are published.
-            if isinstance(optimizer, (JointOptimizer, MultiProcessOptimizer)) and optimizer.report_is_due:
+            if isinstance(optimizer, (JointOptimizer, SeveralProcesses)) and optimizer.report_is_due:
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                     # Lightning has divided it by the number of batches whose gradients are added up.
                     optimizer.report(loss=loss.detach() * trainer.accumulate_grad_batches)

@@ -19,7 +19,15 @@
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.multi_process import MultiProcessOptimizer
 from shoal.optim.optimizer import Optimizer
-from shoal.optim.outer import DiLoCo, strided_fragments
+from shoal.optim.outer import DiLoCo, MultiProcessDiLoCo, strided_fragments
 from shoal.optim.training_averager import TrainingAverager
 
-__all__ = ["DiLoCo", "GradScaler", "MultiProcessOptimizer", "Optimizer", "TrainingAverager", "strided_fragments"]
+__all__ = [
+    "DiLoCo",
+    "GradScaler",
+    "MultiProcessDiLoCo",
+    "MultiProcessOptimizer",
+    "Optimizer",
+    "TrainingAverager",
+    "strided_fragments",
+]

@@ -84,11 +84,11 @@ class GradScaler(TorchGradScaler):
         Raises:
             AssertionError: it is not a shoal.Optimizer or shoal.DiLoCo.
         """
-        from shoal.optim.multi_process import MultiProcessOptimizer
         from shoal.optim.optimizer import Optimizer
         from shoal.optim.outer.diloco import DiLoCo
+        from shoal.optim.several_processes import SeveralProcesses
 
-        assert isinstance(optimizer, (Optimizer, MultiProcessOptimizer, DiLoCo)), (
+        assert isinstance(optimizer, (Optimizer, SeveralProcesses, DiLoCo)), (
             f"expected a shoal.Optimizer or a shoal.DiLoCo, got {type(optimizer).__name__}"
         )
         if not self.is_enabled():

@@ -16,6 +16,19 @@ if TYPE_CHECKING:
     from shoal.optim.report import Reporting
 
 
+def check_run_id(run_id: object) -> None:
+    """Check the name of a run.
+
+    Raises:
+        TypeError, ValueError, AssertionError: it is not a valid name.
+    """
+    if not isinstance(run_id, str):
+        raise TypeError(f"run_id must be a text, the name of the run: got {run_id!r}")
+    if not run_id:
+        raise ValueError("run_id is empty: choose a name for the run. Peers with the same name train together")
+    assert "." not in run_id, f"run_id must not contain dots, got {run_id!r}: use '_' instead"
+
+
 class JointOptimizer(Facade, torch.optim.Optimizer):
     """Base of the optimizers whose users train with others.
 

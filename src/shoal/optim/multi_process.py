@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from shoal.errors import ProcessGroupError, ReactorError
-from shoal.facade import Facade
-from shoal.optim.comparison import Remainder
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.optimizer import Optimizer
-from shoal.optim.processes import Command, Processes, Word
-from shoal.optim.progress import count_of_samples
-from shoal.optim.schedules import catch_up
-from shoal.optim.training_setup import (
-    OptimizerFactory,
-    Parameters,
-    ParamGroups,
-    SchedulerFactory,
-    TorchOptimizer,
-    listed,
-    main_parameters,
-    prepare_training,
-)
+from shoal.optim.several_processes import SeveralProcesses
+from shoal.optim.training_setup import TorchOptimizer, main_parameters, prepare_training
 from shoal.optim.training_state import EPOCH, load_checkpoint
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
-    from shoal.dht import DHT
-
-logger = logging.getLogger(__name__)
-
-
-class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
+class MultiProcessOptimizer(SeveralProcesses):
     """Makes one peer of several processes that train the same model, each with its own batches.
 
     The processes belong to one group of ``torch.distributed`` and call the same methods in the same order. The first
@@ -67,60 +44,12 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         ProcessGroupError: another process has ended.
     """
 
-    instead_of_a_copy = "save its state_dict(), in the first process"
+    @staticmethod
+    def _main_parameters(optimizer: Any, params: Any) -> Sequence[torch.Tensor]:
+        return main_parameters(optimizer, params)
 
-    def __init__(
-        self,
-        *,
-        dht: DHT | None,
-        optimizer: TorchOptimizer | OptimizerFactory,
-        params: Parameters | ParamGroups | None = None,
-        scheduler: Any | SchedulerFactory | None = None,
-        batch_size_per_step: int | None = None,
-        reuse_grad_buffers: bool = False,
-        extra_tensors: Sequence[torch.Tensor] = (),
-        process_group: ProcessGroup | None = None,
-        **options: Any,
-    ) -> None:
-        if options.get("auxiliary"):
-            raise ValueError("an auxiliary peer has no batches: one process is enough for it")
-        params = listed(params)
-        main = main_parameters(optimizer, params)
-        self._processes = Processes(process_group, main[0].device)
-        if not self._processes.agree_on([len(main), sum(p.numel() for p in main)]):
-            raise ValueError("the processes of this peer train models of different sizes")
-        self.batch_size_per_step, self.reuse_grad_buffers = batch_size_per_step, reuse_grad_buffers
-        # Tensors that the first process sends to the others when they have changed.
-        self._followed = [*main, *extra_tensors]
-        if (model := options.get("model")) is not None:
-            self._followed += [tensor for _, tensor in Remainder.find(model, main, extra_tensors).trained]
-        # Identifies the version of these tensors that the others have.
-        self._known: object = None
-        self.news = Word(Command.CARRY_ON)
-        """The last word of the first process; the same in all processes."""
-        self._is_shut_down = False
-        self.swarm: _FirstProcess | None = None
-        """Only in the first process."""
-        if self._processes.is_first:
-            with self._deciding():
-                if dht is None:
-                    raise ValueError("the first process of a peer needs a DHT")
-                self._join(
-                    dht=dht,
-                    optimizer=optimizer,
-                    params=params,
-                    scheduler=scheduler,
-                    reuse_grad_buffers=reuse_grad_buffers,
-                    extra_tensors=extra_tensors,
-                    **options,
-                )
-        else:
-            self._setup = prepare_training(optimizer, params, scheduler, None, offload_optimizer=False)
-            self._accumulator = GradientAccumulator([p for p in main if p.requires_grad], reuse_grad_buffers)
-            self._follow()
-        self._groups_under_construction: list[dict[str, Any]] | None = []
-        super().__init__([{**group} for group in self._inner.param_groups], dict(self.opt.defaults))
-        self._groups_under_construction = None
+    def _prepare_to_follow(self, optimizer: Any, params: Any, scheduler: Any) -> None:
+        self._setup = prepare_training(optimizer, params, scheduler, None, offload_optimizer=False)
 
     def _join(self, **options: Any) -> None:
         self.swarm = _FirstProcess(self._fetch_gradients, **options)
@@ -130,155 +59,18 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             trained = [p for p in self.swarm.state_averager.main_parameters if p.requires_grad]
             self._accumulator = GradientAccumulator(trained)
 
-    def name_parameters(self, model: torch.nn.Module) -> None:
-        """See :meth:`Optimizer.name_parameters <shoal.optim.optimizer.Optimizer.name_parameters>`."""
-        if self.swarm is not None:
-            self.swarm.name_parameters(model)
+    def _step_swarm(self, total: int, scaler: GradScaler | None) -> None:
+        if self.swarm.grad_averager is not None:
+            # The samples have been counted already.
+            self.swarm.note_samples(total)
+            self.swarm.step(batch_size=0, grad_scaler=scaler)
+        elif total > 0:
+            self._fetch_gradients()
+            self._use_mean_gradients()
+            self.swarm.step(batch_size=total)
 
-    # --- training -----------------------------------------------------------------------------------------------------
-
-    def step(
-        self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
-    ) -> Any:
-        """Accumulate the current gradients of this process, then do what the first process decides.
-
-        Args:
-            closure: computes the loss and its gradients, if they have not been computed before.
-            batch_size: samples of this process; see :meth:`shoal.Optimizer.step`.
-            grad_scaler: the scaler of the loss; a batch whose gradients overflow is dropped in this process only.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            ValueError: an argument is invalid.
-            ProcessGroupError: another process has ended.
-        """
-        if self._is_shut_down:
-            raise ReactorError("this optimizer is shut down and trains with nobody any more: make a new one")
-        error, loss, scaler, samples = None, None, None, 0
-        try:
-            batch_size, scaler = self._check_step(batch_size, grad_scaler)
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            samples = self._accumulate(batch_size, scaler)
-        except Exception as e:
-            # The others wait for this process, so tell them first; the error is raised below.
-            error = e
-        total = self._processes.add_up(samples, error)
-        if self.swarm is None:
-            self._follow(scaler, error)
-            return loss
-        with self._deciding():
-            self._accumulator.samples += total - samples
-            if self.swarm.grad_averager is not None:
-                # The samples have been counted above already.
-                self.swarm.note_samples(total)
-                self.swarm.step(batch_size=0, grad_scaler=scaler)
-            elif total > 0:
-                self._fetch_gradients()
-                self._use_mean_gradients()
-                self.swarm.step(batch_size=total)
-        return loss
-
-    def _check_step(self, batch_size: int | None, grad_scaler: Any) -> tuple[int, GradScaler | None]:
-        batch_size = self.batch_size_per_step if batch_size is None else batch_size
-        if batch_size is None or (isinstance(batch_size, int) and batch_size < 0):
-            raise ValueError(f"batch_size must be the number of samples, got {batch_size}")
-        if batch_size != 0:
-            batch_size = count_of_samples("batch_size", batch_size)
-        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-            raise ValueError(f"grad_scaler must be a shoal.GradScaler, got {type(grad_scaler).__name__}")
-        scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        if scaler is not None and self.reuse_grad_buffers:
-            raise ValueError("with several processes, scaled gradients cannot accumulate in place")
-        return batch_size, scaler
-
-    def _accumulate(self, batch_size: int, scaler: GradScaler | None) -> int:
-        """Accumulate the gradients; returns the number of samples used."""
-        if batch_size == 0 or (scaler is not None and not scaler.are_grads_finite(self)):
-            return 0
-        self._accumulator.add(batch_size, 1.0 if scaler is None else scaler.get_scale())
-        return batch_size
-
-    def _fetch_gradients(self) -> None:
-        """Called in the first process: sum the gradients of all processes here."""
-        self._processes.tell(Word(Command.GIVE_GRADIENTS, unit=self._accumulator.unit))
-        self._processes.sum_at_first(self._accumulator.buffers)
-
-    def _use_mean_gradients(self) -> None:
-        """With local updates: let the next step of the first process use the gradients of all processes."""
-        parameters = self._accumulator.parameters
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self._accumulator.write_mean([p.grad for p in parameters if p.grad is not None])
-        self._accumulator.reset()
-
-    # --- decisions ----------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _deciding(self) -> Iterator[None]:
-        """Context for the first process to act in while all others wait; at its end they get the result."""
-        try:
-            yield
-        except ProcessGroupError:
-            raise
-        except BaseException as e:
-            with contextlib.suppress(ProcessGroupError):  # this error says more
-                self._processes.give_up(0, e)
-            raise
-        assert self.swarm is not None
-        tracker, state = self.swarm.tracker, (self.swarm.local_epoch, [t._version for t in self._followed])
-        self.news = Word(
-            Command.CARRY_ON,
-            forgets_gradients=self._accumulator.samples == 0,
-            sends_parameters=state != self._known,
-            epoch=self.swarm.local_epoch,
-            global_epoch=max(tracker.global_epoch, self.swarm.local_epoch),
-            num_peers=max(1, tracker.global_progress.num_peers),
-            samples_per_second=tracker.local_progress.samples_per_second,
-        )
-        self._processes.tell(self.news)
-        if self.news.sends_parameters:
-            self._processes.copy_from_first(self._followed)
-            self._known = state
-
-    def _follow(self, scaler: GradScaler | None = None, error: Exception | None = None) -> None:
-        """Follow the first process' commands until the next batch may come.
-
-        Args:
-            error: the error of this process if it has failed; the first process knows of it.
-        """
-        while (word := self._processes.hear(error)).command == Command.GIVE_GRADIENTS:
-            self._accumulator.change_unit(word.unit)
-            self._processes.sum_at_first(self._accumulator.buffers)
-            self._accumulator.reset()
-            if scaler is not None:
-                scaler.note_global_step()
-        self.news = word
-        if word.forgets_gradients:
-            self._accumulator.reset()
-        if word.sends_parameters:
-            self._processes.copy_from_first(self._followed)
-        if self._setup.scheduler is not None:
-            catch_up(self._setup.scheduler, word.epoch)
-
-    def load_state_from_peers(self, **kwargs: Any) -> bool:
-        """Download the state of another peer; all processes get it.
-
-        Args:
-            kwargs: see :meth:`shoal.Optimizer.load_state_from_peers`.
-
-        Returns:
-            Whether there was a donor whose state fits and is not older than this one.
-        """
-        if self.swarm is None:
-            self._follow()
-            return self.news.sends_parameters
-        with self._deciding():
-            return self.swarm.load_state_from_peers(**kwargs)
+    def _followed_schedules(self) -> Sequence[Any]:
+        return [] if self._setup.scheduler is None else [self._setup.scheduler]
 
     def finish_background_work(self) -> None:
         """Wait for background steps and averaging; afterwards all processes have the results."""
@@ -287,8 +79,6 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             return
         with self._deciding():
             self.swarm.state_averager.finish_jobs(self.swarm.averaging_timeout)
-
-    # --- as a torch optimizer -----------------------------------------------------------------------------------------
 
     @property
     def _inner(self) -> TorchOptimizer:
@@ -304,45 +94,6 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
         """The learning rate scheduler, which is at the same epoch in all processes."""
         return self._setup.scheduler if self.swarm is None else self.swarm.scheduler
 
-    @property
-    def local_epoch(self) -> int:
-        """Number of global steps that this peer has made."""
-        return self.news.epoch
-
-    @property
-    def state(self) -> Any:
-        """Statistics of :attr:`opt`."""
-        return self.opt.state
-
-    @state.setter
-    def state(self, _: Any) -> None:
-        """Ignored: the base class sets an empty state, but the state is that of ``opt``."""
-
-    @property
-    def param_groups(self) -> Any:
-        """The parameter groups with the user's parameters."""
-        if self._groups_under_construction is not None:
-            return self._groups_under_construction
-        return self._inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, _: Any) -> None:
-        """Ignored: the base class sets an empty list, but the groups are those of ``opt``."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the last batch.
-
-        Raises:
-            ValueError: with ``reuse_grad_buffers=True``, where gradients accumulate and must not be zeroed.
-        """
-        if self.reuse_grad_buffers:
-            raise ValueError("with reuse_grad_buffers=True gradients accumulate in place: never zero them yourself")
-        super().zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the first process' optimizer, see :meth:`shoal.Optimizer.state_dict`; save it only there."""
-        return self._inner.state_dict()
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the first process' :meth:`state_dict`; all processes must call this with the same state."""
         if self.swarm is None:
@@ -352,32 +103,6 @@ class MultiProcessOptimizer(Facade, torch.optim.Optimizer):
             return
         with self._deciding():
             self.swarm.load_state_dict(state_dict)
-
-    # --- to those who watch -------------------------------------------------------------------------------------------
-
-    def report(self, **metrics: Any) -> None:
-        """As :meth:`shoal.Optimizer.report`: the figures of the first process count, those of the others do not."""
-        if self.swarm is not None:
-            self.swarm.report(**metrics)
-
-    @property
-    def report_is_due(self) -> bool:
-        """As :attr:`shoal.Optimizer.report_is_due`; never in processes other than the first one."""
-        return self.swarm is not None and self.swarm.report_is_due
-
-    # --- the end ------------------------------------------------------------------------------------------------------
-
-    def is_alive(self) -> bool:
-        """Whether this peer takes part in the run, as far as this process knows."""
-        return not self._is_shut_down and (self.swarm is None or self.swarm.is_alive())
-
-    def shutdown(self) -> None:
-        """Leave the run. Idempotent; processes need not call it at the same time."""
-        self._is_shut_down = True
-        if self.swarm is None:
-            self._accumulator.close()
-        else:
-            self.swarm.shutdown()
 
 
 class _FirstProcess(Optimizer):

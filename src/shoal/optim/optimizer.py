@@ -3,6 +3,7 @@ when to step and when to catch up; :class:`~shoal.optim.global_step.GlobalStep` 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,14 @@ from shoal.averaging import Aggregation, StepControl
 from shoal.averaging.state.download import State
 from shoal.compression import CompressionBase
 from shoal.dht.dht import check_dht
+from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.comparison import PeerComparison, Remainder
 from shoal.optim.devices import BatchesAhead
-from shoal.optim.global_step import Auxiliary, GlobalStep
+from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
-from shoal.optim.joint_optimizer import JointOptimizer
-from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options, check_run_id
+from shoal.optim.joint_optimizer import JointOptimizer, check_run_id
+from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
 from shoal.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
@@ -211,10 +213,12 @@ class Optimizer(JointOptimizer):
             settings, self.state_averager, self.grad_averager, self.tracker, self._comparison, self._closing
         )
         averagers = self.state_averager, self.grad_averager
-        self._auxiliary = Auxiliary(*averagers, self.tracker, averaging_timeout) if auxiliary else None
         self.state_averager.names["extra"] = [name for name, _ in extra]
         if model is not None:
             self.name_parameters(model)
+        searches = [each.schedule_step for each in (self.grad_averager, self.state_averager) if each is not None]
+        follow = functools.partial(setattr, self.state_averager, "local_epoch")
+        self._auxiliary = Auxiliary(searches, self.tracker, averaging_timeout, follow) if auxiliary else None
         timeouts = self.averaging_timeout, load_state_timeout
         self._synchronization = Synchronization(*averagers, self.tracker, self.global_step, *timeouts, self._closing)
         main_averager = self.grad_averager or self.state_averager

@@ -30,19 +30,6 @@ DEFAULT_GRAD_AVERAGER: GradientAveragerFactory = PowerEFGradientAverager.get_fac
 UNSPECIFIED: Any = object()
 
 
-def check_run_id(run_id: object) -> None:
-    """Check the name of a run.
-
-    Raises:
-        TypeError, ValueError, AssertionError: it is not a valid name.
-    """
-    if not isinstance(run_id, str):
-        raise TypeError(f"run_id must be a text, the name of the run: got {run_id!r}")
-    if not run_id:
-        raise ValueError("run_id is empty: choose a name for the run. Peers with the same name train together")
-    assert "." not in run_id, f"run_id must not contain dots, got {run_id!r}: use '_' instead"
-
-
 @dataclass(frozen=True)
 class OptimizerSettings:
     """The resolved options: how training, averaging and stepping overlap."""

@@ -43,6 +43,8 @@ class Word:
     sends_parameters: bool = False
     epoch: int = 0
     """Number of global steps that this peer has made."""
+    position: int = 0
+    """Where learning rate schedules stand."""
     global_epoch: int = 0
     num_peers: int = 1
     samples_per_second: float = 0.0
@@ -163,11 +165,12 @@ class Processes:
         """
         numbers = torch.zeros(len(astuple(Word(0))), dtype=torch.float64, device="cpu")
         self._broadcast(numbers)
-        command, unit, forgets, sends, epoch, global_epoch, peers, speed, culprit = numbers.tolist()
+        command, unit, forgets, sends, epoch, position, global_epoch, peers, speed, culprit = numbers.tolist()
         if command == Command.GIVE_UP:
             raise self._learn_reason(int(culprit), error)
         return Word(
-            int(command), int(unit), bool(forgets), bool(sends), int(epoch), int(global_epoch), int(peers), speed
+            *(int(command), int(unit), bool(forgets), bool(sends)),
+            *(int(epoch), int(position), int(global_epoch), int(peers), speed),
         )
 
     def _broadcast(self, numbers: torch.Tensor, sender: int = 0) -> None:

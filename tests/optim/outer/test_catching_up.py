@@ -10,7 +10,7 @@ import torch
 from shoal.compression import Blockwise4BitQuantization, NoCompression
 from shoal.optim.outer.chain import HASH_BYTES
 from shoal.optim.outer.diloco import DiLoCo
-from shoal.optim.outer.fragment_updates import Standing
+from shoal.optim.outer.flight import Standing
 from shoal.optim.outer.kept import (
     Kept,
     KeptResults,

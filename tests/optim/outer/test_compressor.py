@@ -198,6 +198,25 @@ def test_a_peer_that_is_alone_sends_nothing_and_loses_nothing() -> None:
     assert compressor.error is None
 
 
+@pytest.mark.parametrize(
+    "codec", [Blockwise4BitQuantization(), TopKCompression(density=1 / 8)], ids=["4 bits", "sparse"]
+)
+def test_what_an_old_message_leaves_out_is_kept_although_it_is_made_smaller(codec: CompressionBase) -> None:
+    """The others decode a smaller message, whose values are rounded otherwise: they count as parts of what is sent."""
+    compressor, factor = Compressor(codec, 256, 1.0), 2**-0.5
+    wanted = torch.randn(256, generator=torch.Generator().manual_seed(0))
+    outgoing = compressor.prepare(wanted.clone())
+    smaller = compressor.reduced(outgoing, factor)
+    assert smaller.wanted is outgoing.wanted
+    torch.testing.assert_close(smaller.wanted, wanted * factor)
+    assert smaller.message is not None
+    decoded = codec.extract(smaller.message)
+    compressor.counted(smaller)
+    assert compressor.error is not None
+    torch.testing.assert_close(decoded / factor + compressor.error, wanted)
+    assert not torch.equal(compressor.error, outgoing.left), "it is not what a whole message would have left out"
+
+
 @pytest.mark.parametrize("codec", ALLOWED[:4], ids=name_of)
 def test_without_feedback_there_is_no_error_and_no_memory_for_it(codec: CompressionBase) -> None:
     compressor, given = Compressor(codec, LENGTH), difference(0)

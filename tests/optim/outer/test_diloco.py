@@ -285,14 +285,19 @@ def test_alone_with_rate_1_it_trains_as_without_others(make_dhts, make_trainers)
 
 def test_a_newcomer_goes_on_from_what_the_others_have(make_dhts, make_trainers):
     dhts = make_dhts(3)
-    old = make_trainers(dhts[:2], fragments=2)
+    options = {"fragments": 2, "scheduler": functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)}
+    old = make_trainers(dhts[:2], **options)
     introduce(*(trainer.opt for trainer in old))
     in_parallel(*(functools.partial(trainer.train_until, 4) for trainer in old))
-    (new,) = make_trainers(dhts[2:], seeds=[7], first=2, fragments=2)
+    (new,) = make_trainers(dhts[2:], seeds=[7], first=2, **options)
     everybody = [*old, new]
     in_parallel(*(functools.partial(trainer.train_until, 14) for trainer in everybody))
     check_same(*everybody)
     assert all(len(trainer.opt.last_round.peers) == 3 for trainer in everybody)
+    for trainer in everybody:
+        trainer.step()
+        assert trainer.opt.position > 28, "as far as rates know, it has made all steps of 14 slots"
+        assert trainer.opt.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**trainer.opt.position)
 
 
 def test_a_client_takes_part(make_dhts, make_trainers):

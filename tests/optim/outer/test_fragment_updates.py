@@ -14,7 +14,8 @@ from shoal.averaging.message_means import mean_of_messages
 from shoal.compression import Blockwise4BitQuantization, TopKCompression
 from shoal.errors import AllreduceException
 from shoal.optim.outer.compressor import Compressor
-from shoal.optim.outer.fragment_updates import FragmentUpdates, Standing
+from shoal.optim.outer.flight import Standing
+from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.mixing import Mixing
 from shoal.optim.outer.outer_optimizer import default_outer_optimizer
@@ -78,7 +79,8 @@ def begin(slot, peers, expected=None):
     for index, peer in enumerate(peers):
         counts, factor = peer.updates.judge(statements, index, group_id)
         weights[index] *= counts
-        peer.vector *= factor
+        if factor != 1:
+            peer.updates.reduce_message(peer.vector, factor)
     total = sum(weight * peer.vector for weight, peer in zip(weights, peers, strict=True))
     return weights, total / sum(weights)
 
@@ -320,6 +322,38 @@ def begin_sparse(slot, peers):
 def roughly(values, expected):
     """Levels are rounded to float16."""
     torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float32), rtol=1e-3, atol=1e-3)
+
+
+def test_without_a_delay_rebase_replaces_the_model_too():
+    pairs = [[Peer(target, mixing=mixing) for target in (A, B)] for mixing in (0.0, "rebase")]
+    for slot in range(3):
+        for pair in pairs:
+            for peer in pair:
+                peer.train()
+            make_round(slot, *pair)
+        for one, other in zip(*pairs, strict=True):
+            assert torch.equal(one.model, other.model)
+            assert torch.equal(one.outer, other.outer)
+
+
+def test_an_old_message_with_feedback_loses_nothing():
+    """What others have got of all messages, and what is left, is what the peer has moved."""
+    plain = functools.partial(torch.optim.SGD, lr=1.0)
+    a, b = (Peer(target, factory=plain, codec=Blockwise4BitQuantization()) for target in (A, B))
+    for peer in (a, b):
+        peer.train()
+    make_round(0, a, b)
+    a.train()
+    alone(1, a)
+    b.train()
+    b.updates.make_up(a.updates.kept.since(1))
+    assert b.updates.age == 1
+    wanted = b.outer - b.model + b.updates.compressor.error
+    weights, mean = begin(2, (a, b))
+    message = b.updates.flight.outgoing.message
+    assert all(land((a, b), weights, mean))
+    sent = Blockwise4BitQuantization().extract(message) / usual_staleness(1)
+    torch.testing.assert_close(sent + b.updates.compressor.error, wanted)
 
 
 def test_what_a_message_leaves_out_comes_with_the_next_one():

@@ -12,6 +12,7 @@ import torch
 
 from shoal.averaging import StepControl
 from shoal.errors import AllreduceException
+from shoal.optim.outer.extra import ExtraTensors
 from shoal.optim.outer.rounds import ANY_SLOT, Rounds
 from shoal.optim.outer.schedule import Schedule, SlotCounter
 from shoal.optim.outer.settings import OuterSettings
@@ -19,6 +20,8 @@ from tests.optim.outer.quadratic import A
 from tests.optim.outer.test_fragment_updates import Peer
 
 OPTIONS = {
+    "run_id": "run",
+    "auxiliary": False,
     "average": "pseudo_gradients",
     "averager_opts": None,
     "fragment_sync_delay": 0,
@@ -47,6 +50,8 @@ class Tracker:
         self.slots, self.own, self.dead = [slot for slot in slots if slot not in dead], 0, dead
         records = [SimpleNamespace(epoch=slot, peer_id=bytes([slot % 256])) for slot in slots]
         self.board = SimpleNamespace(companions_to_call=lambda now: records, batch_time=None)
+        self.board.note_outer_round = lambda *round: None
+        self.board.set_steps = lambda steps: None
 
     def expected_members(self, until_epoch):
         return {slot for slot in self.slots if self.own <= slot <= until_epoch}
@@ -74,7 +79,8 @@ def rounds_with(slots, own, dead=(), **options):
     dht = SimpleNamespace(peer_id=peer.id)
     inner = SimpleNamespace(forget_what_is_not_finite=None)
     lock = threading.RLock()
-    rounds = Rounds(dht, settings, counter, [peer.updates], inner, tracker, averager, lock, 1.0, logging.DEBUG)
+    rest = inner, tracker, averager, ExtraTensors(()), lock, 1.0, logging.DEBUG
+    rounds = Rounds(dht, settings, counter, [peer.updates], *rest)
     peer.train()
     return rounds, peer
 

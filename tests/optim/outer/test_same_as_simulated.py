@@ -20,20 +20,24 @@ def batch_of(peer, step, size):
     return torch.randn(size, 6, generator=torch.Generator().manual_seed(1000 * peer + step))
 
 
-def simulate(sizes, steps, every, inner, outer):
+def simulate(sizes, steps, every, inner, outer, schedule=None):
     """Play all peers; returns the outer parameters after each exchange.
 
     Args:
         sizes: of the batches of each peer.
+        schedule: makes a schedule of an inner optimizer; it counts inner steps.
     """
     models = [make_model() for _ in sizes]
     inners = [inner(model.parameters()) for model in models]
+    schedules = [] if schedule is None else [schedule(each) for each in inners]
     parameter = torch.nn.Parameter(values(models[0]))
     optimizer, seen = outer([parameter]), []
     for step in range(steps):
         for peer, (model, each, size) in enumerate(zip(models, inners, sizes, strict=True)):
             each.zero_grad()
             backward(model, batch_of(peer, step, size))
+            each.step()
+        for each in schedules:
             each.step()
         if (step + 1) % every == 0:
             moved = sum(size * (parameter.detach() - values(model)) for size, model in zip(sizes, models, strict=True))

@@ -40,6 +40,20 @@ from shoal.optim.outer.diloco import DiLoCo
         ({"weighting": "tokens"}, ValueError, "weighting"),
         ({"max_staleness": -1}, ValueError, "max_staleness"),
         ({"batch_size_per_step": 0}, ValueError, "batch_size_per_step"),
+        ({"sync_every": 2.5}, TypeError, "sync_every must be a whole number of inner steps, got 2.5"),
+        ({"fragment_sync_delay": 1.5}, TypeError, "fragment_sync_delay must be a whole number"),
+        ({"straggler_patience": -1.0}, ValueError, "straggler_patience must be a number of seconds from 0, got -1"),
+        ({"load_state_compression": Float16Compression()}, ValueError, "newcomers must get the same bits"),
+        ({"run_id": "a.b"}, AssertionError, "must not contain dots"),
+        ({"run_id": ""}, ValueError, "run_id is empty"),
+        ({"auxiliary": True, "client_mode": True}, ValueError, "must accept connections"),
+        ({"auxiliary": True, "batch_size_per_step": 8}, ValueError, "no batches: leave batch_size_per_step=8 out"),
+        (
+            {"auxiliary": True, "average": "parameters", "averager_opts": {"target_group_size": 2}},
+            ValueError,
+            "has nobody to help",
+        ),
+        ({"extra_tensors": [3]}, TypeError, "extra_tensors must be tensors"),
     ],
 )
 def test_options_that_cannot_be(make_dhts, options, error, message):

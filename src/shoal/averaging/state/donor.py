@@ -168,7 +168,7 @@ class StateSharing:
             await first_completed(asyncio.shield(sending), place.lost.wait())
             if sending.done():
                 sending.result()
-            else:
+            elif not place.has_all:  # else it has only been slow to hang up
                 self._note_dropped(place, now())
         finally:
             # If something was still being sent, this cuts the connection.

@@ -7,13 +7,16 @@ parameters have moved away from them; the mean of that is a gradient for an oute
   due; with steps instead of samples, :mod:`~.slot_tracker` finds out when that is for all.
 - :mod:`~.fragments` divides the parameters. A fragment has outer parameters (:mod:`~.outer_state`), and what this peer
   has done for their next update (:mod:`~.fragment_updates`, :mod:`~.weights`).
-- :mod:`~.rounds` begins exchanges, and brings their results into the model (:mod:`~.mixing`). Before they average, the
-  members find out who lacks updates or trains another model (:mod:`~.outer_averager`, :mod:`~.chain`).
+- :mod:`~.rounds` begins exchanges (each a :mod:`~.flight`), and brings their results into the model
+  (:mod:`~.mixing`). Before they average, the members find out who lacks updates or trains another model
+  (:mod:`~.outer_averager`, :mod:`~.chain`). What each brings limits what it may claim (:mod:`~.deeds`).
 - :mod:`~.catching_up` gets what this peer lacks: the whole state, or single updates that others have kept
   (:mod:`~.kept`). :mod:`~.checkpoint` saves all this.
+- :mod:`~.extra` has tensors that are averaged as they are. A peer may be several processes (:mod:`~.multi_process`).
 """
 
 from shoal.optim.outer.diloco import DiLoCo
 from shoal.optim.outer.fragments import strided_fragments
+from shoal.optim.outer.multi_process import MultiProcessDiLoCo
 
-__all__ = ["DiLoCo", "strided_fragments"]
+__all__ = ["DiLoCo", "MultiProcessDiLoCo", "strided_fragments"]

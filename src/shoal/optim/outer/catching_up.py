@@ -21,7 +21,9 @@ from shoal.averaging.state.download import OwnedState, State
 from shoal.compression.base import copies_of
 from shoal.errors import ShoalError
 from shoal.optim.epochs import usual_lag
-from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates, Standing
+from shoal.optim.outer.extra import ExtraTensors
+from shoal.optim.outer.flight import PARAMETERS, Standing
+from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.kept import Kept, answer, parse_answer, parse_request, request_for
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # The name of the part of the state that has the statistics of the inner optimizers.
 STATISTICS = b"inner"
+# That of the part that has the extra tensors.
+EXTRA = b"extra"
 # If nobody has had single updates so many times in a row, the whole state is downloaded.
 MOST_IN_VAIN = 2
 
@@ -48,6 +52,7 @@ class Giving:
     """Held while outer parameters, or statistics of inner optimizers, change."""
     inner: InnerOptimizers
     shares_inner_state: bool
+    extra: ExtraTensors
 
     def _layout_of(self, fragment: Fragment) -> list[list[Any]]:
         """The number of each parameter of a fragment, where it begins and its shape, for archives."""
@@ -74,6 +79,8 @@ class Giving:
             with self.lock:
                 described, tensors = self.inner.dump_statistics()
                 return OwnedState(described, copies_of(tensors))
+        if part == EXTRA:
+            return OwnedState(None, [self.extra.read()] if self.extra else [])
         wanted = parse_request(part, len(self.fragments))
         with self.lock:
             return answer({number: self.fragments[number].kept.since(version) for number, version in wanted.items()})
@@ -87,6 +94,7 @@ class CatchingUp:
     load_state_timeout: float
     shares_inner_state: bool
     """Whether newcomers also take over the statistics of the inner optimizers."""
+    extra: ExtraTensors
     _fetching: concurrent.futures.Future[State | None] | None = None
     _in_vain: int = 0
     """So many times in a row nobody had the updates that this peer lacks."""
@@ -200,6 +208,8 @@ class CatchingUp:
                         self._make(self._begin_to_fetch(range(len(rounds.fragments))))
                     if is_new and self.shares_inner_state:
                         self._take_over_statistics()
+                    if is_new and self.extra:
+                        self._take_over_extra()
                     self._go_along()
                     return True
             rounds.tracker.note_vain_attempt(time.monotonic() - began_at)
@@ -221,6 +231,18 @@ class CatchingUp:
                 rounds.inner.load_statistics(found[0], found[1])
         except ValueError as e:
             logger.warning("the inner optimizers begin without the statistics of another peer: %s", e)
+
+    def _take_over_extra(self) -> None:
+        """Begin with the extra tensors of another peer. They soon are those of all anyhow."""
+        found = self._tried(
+            self.rounds.averager.load_part_from_peers(EXTRA, self.load_state_timeout, differs=True).result
+        )
+        if found is None or not found[1]:
+            return
+        try:
+            self.extra.load(list(found[1]))
+        except ValueError as e:
+            logger.warning("this peer begins with extra tensors of its own: %s", e)
 
     def _tried(self, download: Callable[[], Any]) -> Any:
         """What a download brings; ``None`` if it fails."""

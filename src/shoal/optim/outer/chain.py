@@ -120,6 +120,8 @@ class Statement:
     """How many members it expects, itself included."""
     digest: bytes = b""
     """A hash of the bits of its outer parameters at its newest link; empty: it tells none this time."""
+    done: int = 0
+    """What it has done in the slot: inner steps, or samples if slots are counted in these."""
 
     def dump(self) -> dict[str, Any]:
         """Plain values."""
@@ -129,6 +131,7 @@ class Statement:
             "samples": self.samples,
             "expected": self.expected,
             "digest": self.digest,
+            "done": self.done,
         }
 
     @classmethod
@@ -136,14 +139,16 @@ class Statement:
         """Read what a member has said; ``None`` if it makes no sense."""
         if not isinstance(value, Mapping):
             return None
-        numbers = [value.get(name) for name in ("steps", "samples", "expected")]
+        numbers = [value.get(name) for name in ("steps", "samples", "expected", "done")]
         if not all(isinstance(each, int) and 0 <= each <= _MOST for each in numbers):
             return None
         digest = value.get("digest", b"")
         if not isinstance(digest, bytes) or len(digest) not in (0, HASH_BYTES):
             return None
         try:
-            return cls(parse_links(value.get("links")), *numbers, digest=digest)  # type: ignore[arg-type, misc]
+            steps, samples, expected, done = numbers
+            links = parse_links(value.get("links"))
+            return cls(links, steps, samples, expected, digest, done)  # type: ignore[arg-type]
         except ValueError:
             return None
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.averaging import RoundResult
 from shoal.optim.outer.compressor import Outgoing
-from shoal.optim.outer.fragment_updates import Flight, FragmentUpdates, Standing
+from shoal.optim.outer.flight import Flight, Standing
 from shoal.optim.outer.schedule import Schedule
 from shoal.optim.outer.weights import Effort
 from shoal.p2p import PeerID
+
+if TYPE_CHECKING:
+    from shoal.optim.outer.fragment_updates import FragmentUpdates
 
 _LENGTHS = ("sync_every", "target_batch_size")
 

@@ -89,6 +89,25 @@ class Compressor:
         return Outgoing(difference, message, torch.sub(difference, sent, out=rest))
 
     @torch.no_grad()
+    def reduced(self, outgoing: Outgoing, factor: float) -> Outgoing:
+        """What is sent instead if the message counts only in part, because it is old. The vector is made smaller.
+
+        The codec encodes smaller values, and rounds them otherwise. What the others decode of them counts as ``factor``
+        times what was sent.
+
+        Args:
+            factor: above 0 and up to 1.
+        """
+        if outgoing.left is None or factor == 0:
+            outgoing.wanted.mul_(factor)
+            return outgoing
+        left = outgoing.wanted.clone()
+        smaller = outgoing.wanted.mul_(factor)
+        info = CompressionInfo.from_tensor(smaller, role=TensorRole.GRADIENT)
+        message, sent = self.codec.compress_and_decode(smaller, info)
+        return Outgoing(smaller, message, left.sub_(sent.div(factor)))
+
+    @torch.no_grad()
     def counted(self, outgoing: Outgoing, parts: Iterable[tuple[int, int]] | None = None) -> None:
         """Note that a message has counted in the result of its round.
 

@@ -20,7 +20,9 @@ from shoal.optim.joint_optimizer import JointOptimizer
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.outer.catching_up import CatchingUp, Giving
 from shoal.optim.outer.chain import Link, hash_of
-from shoal.optim.outer.fragment_updates import FragmentUpdates, OuterRound
+from shoal.optim.outer.extra import ExtraTensors
+from shoal.optim.outer.flight import OuterRound
+from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.fragments import Fragments
 from shoal.optim.outer.inner import InnerOptimizer, InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager
@@ -29,10 +31,9 @@ from shoal.optim.outer.outer_state import OuterState
 from shoal.optim.outer.rounds import Rounds
 from shoal.optim.outer.schedule import Schedule, SlotCounter
 from shoal.optim.outer.settings import OuterSettings
-from shoal.optim.outer.slot_tracker import SlotTracker
+from shoal.optim.outer.slot_tracker import make_tracker
 from shoal.optim.outer.weights import Staleness
 from shoal.optim.progress import count_of_samples
-from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.report import Reporting
 from shoal.optim.synchronization import Retries
 from shoal.optim.training_setup import Parameters, ParamGroups, SchedulerFactory
@@ -98,7 +99,10 @@ class DiLoCo(JointOptimizer):
             at least a quarter of ``averaging_timeout``.
         load_state_timeout: a download of the state is given up after this many seconds.
         load_state_compression: codec for downloads of the state.
+        extra_tensors: further tensors, such as the running means of batch norms. They are averaged as they are, and
+            without loss, whenever the first fragment is exchanged.
         client_mode: connect to others, but accept no connections; default: as in the DHT.
+        auxiliary: help others to average, without own batches: call :meth:`step` without arguments now and then.
         averager_opts: further options of the averager.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -147,7 +151,9 @@ class DiLoCo(JointOptimizer):
         next_chunk_timeout: float | None = None,
         load_state_timeout: float = 600.0,
         load_state_compression: CompressionBase | None = None,
+        extra_tensors: Sequence[torch.Tensor] = (),
         client_mode: bool | None = None,
+        auxiliary: bool = False,
         averager_opts: dict[str, Any] | None = None,
         tracker_opts: dict[str, Any] | None = None,
         performance_ema_alpha: float = 0.1,
@@ -155,20 +161,23 @@ class DiLoCo(JointOptimizer):
         verbose: bool = False,
     ) -> None:
         check_dht(dht)
+        client_mode = dht.client_mode if client_mode is None else client_mode
         if target_batch_size is not None:
             target_batch_size = count_of_samples("target_batch_size", target_batch_size)
         self.settings = settings = OuterSettings.resolve(locals())
-        self._inner = InnerOptimizers(optimizer, params, scheduler)
-        parts = Fragments(self._inner.parameters, fragments, settings.codec.block or 1)
+        self.inner = InnerOptimizers(optimizer, params, scheduler)
+        """The optimizers that make the inner steps."""
+        parts = Fragments(self.inner.parameters, fragments, settings.codec.block or 1)
         self.schedule = Schedule(len(parts), sync_every, target_batch_size)
+        extra = ExtraTensors(extra_tensors, self.inner.parameters)
         self.be_the_only(f"a DiLoCo with run_id {run_id!r}", dht)
         self.dht, self.run_id = dht, run_id
-        self.client_mode = dht.client_mode if client_mode is None else client_mode
+        self.client_mode, self.auxiliary = client_mode, auxiliary
         self._shutdown_timeout, self._closing = shutdown_timeout, threading.Event()
         self._counter, lock = SlotCounter(self.schedule), threading.RLock()
         self.inner_steps = 0
         """Inner steps of this peer."""
-        self.schedulers = self._inner.schedulers
+        self.schedulers = self.inner.schedulers
         """The schedule of each inner optimizer; empty if there are none."""
         # The model's own parameters, one vector for each fragment, while it holds the outer ones.
         self._set_aside: list[torch.Tensor] | None = None
@@ -194,26 +203,30 @@ class DiLoCo(JointOptimizer):
         self.outer_optimizers = tuple(each.state.optimizer for each in self._fragments)
         """The optimizer of each fragment's outer parameters."""
         warn_of_momentum(self.outer_optimizers, average, is_sparse=settings.is_sparse)
-        self.tracker = self._make_tracker({"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})})
-        giving = Giving(self._counter, self._fragments, lock, self._inner, share_inner_state)
+        tracker_opts = {"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})}
+        options = {"client_mode": client_mode, "start": False, **tracker_opts}
+        self.tracker = make_tracker(dht, run_id, self.schedule, settings, **options)
+        giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
         if next_chunk_timeout is None:
             next_chunk_timeout = max(matchmaking_time, averaging_timeout / 4)
         self.averager = OuterAverager(
             [part.length for part in parts],
+            extra.length,
             settings.agreement(self.schedule, parts.fingerprint),
-            [each.judge for each in self._fragments],
+            self._fragments,
             giving.everything,
             giving.part,
             dht,
             prefix=f"{run_id}_outer_averager",
             start=False,
-            compression=settings.codec,
+            compression=extra.codec(settings.codec) if extra else settings.codec,
             state_compression=load_state_compression,
             min_matchmaking_time=matchmaking_time,
             allreduce_timeout=averaging_timeout if allreduce_timeout is None else allreduce_timeout,
             next_chunk_timeout=next_chunk_timeout,
             shutdown_timeout=shutdown_timeout,
             client_mode=self.client_mode,
+            auxiliary=auxiliary,
             **(averager_opts or {}),
         )
         self._rounds = Rounds(
@@ -221,26 +234,20 @@ class DiLoCo(JointOptimizer):
             settings,
             self._counter,
             self._fragments,
-            self._inner,
+            self.inner,
             self.tracker,
             self.averager,
+            extra,
             lock,
             matchmaking_time,
             logging.INFO if verbose else logging.DEBUG,
         )
-        self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state)
+        self._catching_up = CatchingUp(self._rounds, load_state_timeout, share_inner_state, extra)
+        self._auxiliary = self._rounds.helping() if auxiliary else None
         rounds = self._rounds
         self._reporting = Reporting(dht, run_id, self.tracker, lambda: rounds.last)
         self._become_torch_optimizer({})
         self._begin()
-
-    def _make_tracker(self, options: dict[str, Any]) -> ProgressTracker:
-        options = {"client_mode": self.client_mode, "start": False, **options}
-        if self.schedule.target_batch_size is not None:
-            return ProgressTracker(self.dht, self.run_id, self.schedule.target_batch_size, **options)
-        patience, overlaps = self.settings.straggler_patience, self.settings.others_may_be_ahead
-        first = self.schedule.steps_of(0)
-        return SlotTracker(self.dht, self.run_id, first, patience=patience, overlaps=overlaps, **options)
 
     def _begin(self) -> None:
         """From now on others hear of this peer."""
@@ -249,7 +256,8 @@ class DiLoCo(JointOptimizer):
             sharing = self.averager.node.state_sharing
             for each in self._fragments:
                 each.kept.serves_newcomers = lambda: sharing.is_busy
-            self.tracker.advise(self.averager.node, True, False)
+            self.tracker.advise(self.averager.node, True, self.averager.node.config.target_group_size is None)
+            self._rounds.deeds.advise(self.averager.node)
             self.tracker.run_in_background()
         except BaseException:
             self.shutdown()
@@ -275,6 +283,11 @@ class DiLoCo(JointOptimizer):
             RuntimeError: the model holds the outer parameters.
         """
         self._check_open()
+        if self._auxiliary is not None:
+            if closure is not None or batch_size is not None or grad_scaler is not None:
+                raise ValueError("an auxiliary peer has no batches: call step() without arguments")
+            self._auxiliary.step()
+            return None
         if self._set_aside is not None:
             raise RuntimeError(
                 "the model holds the outer parameters, which only exchanges may change: leave use_outer_parameters(), "
@@ -303,13 +316,13 @@ class DiLoCo(JointOptimizer):
 
     def _make_inner_step(self, batch_size: int, scaler: Any) -> None:
         with self._rounds.lock:
-            samples = batch_size if self._inner.step(self, scaler) else 0
+            samples = batch_size if self.inner.step(self, scaler) else 0
         self.inner_steps += 1
         self._reporting.count(samples)
         self._counter.count(samples)
         for each in self._fragments:
             each.count(samples)
-        self._inner.move_schedules(self._counter.position)
+        self.inner.move_schedules(self._counter.position)
         self._rounds.has_trained = True
         self._rounds.report()
 
@@ -327,6 +340,11 @@ class DiLoCo(JointOptimizer):
     def local_epoch(self) -> int:
         """The slot at which this peer is."""
         return self._counter.slot
+
+    @property
+    def position(self) -> int:
+        """Where schedules of the inner learning rate stand."""
+        return self._counter.position
 
     def is_synchronized_with_peers(self) -> bool:
         """Whether this peer lacks nothing that others have, as far as it knows."""
@@ -349,8 +367,6 @@ class DiLoCo(JointOptimizer):
     def load_state_from_peers(self, **options: Any) -> bool:
         """Download the outer parameters of another peer, and all that belongs to them.
 
-        A peer that only lacks some updates keeps what it has done since.
-
         Args:
             options: of the download, such as ``timeout`` in seconds.
 
@@ -361,7 +377,7 @@ class DiLoCo(JointOptimizer):
 
     def name_parameters(self, model: torch.nn.Module) -> None:
         """Let archives of the run know the parameters by their names in this model, unless they came with names."""
-        self._inner.name_parameters(model)
+        self.inner.name_parameters(model)
 
     def load_state(self, state: State) -> None:
         """Go on from a state as another peer would have given it, such as one from an archive.
@@ -417,14 +433,14 @@ class DiLoCo(JointOptimizer):
         return [(each.chain.newest, hash_of(bytes_of(each.state.values))) for each in self._fragments]
 
     def _inner_groups(self) -> Sequence[Any]:
-        return self._inner.param_groups
+        return self.inner.param_groups
 
     def _inner_state(self) -> Any:
-        return {key: value for each in self._inner.optimizers for key, value in each.state.items()}
+        return {key: value for each in self.inner.optimizers for key, value in each.state.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the last batch."""
-        zero_gradients(self._inner.parameters, set_to_none)
+        zero_gradients(self.inner.parameters, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """A checkpoint from which this peer can resume the run. Save the model beside it.
@@ -435,10 +451,10 @@ class DiLoCo(JointOptimizer):
         parameters, its own ones are in it.
         """
         self._rounds.begin_run()
-        own = {"outer": self._rounds.dump_checkpoint(self.inner_steps), "schedulers": self._inner.dump_schedules()}
+        own = {"outer": self._rounds.dump_checkpoint(self.inner_steps), "schedulers": self.inner.dump_schedules()}
         if self._set_aside is not None:
             own["model"] = self._set_aside
-        return {**self._inner.state_dict(), OWN: own}
+        return {**self.inner.state_dict(), OWN: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a checkpoint from :meth:`state_dict`. The argument is not changed, and neither is the model: load
@@ -458,16 +474,16 @@ class DiLoCo(JointOptimizer):
                 f"the checkpoint's model has fragments of {[values.numel() for values in model]} values, and this "
                 f"peer's has {lengths}: it is of another model"
             )
-        self._inner.load_state_dict(state_dict, own.get("schedulers") if saved is not None else None)
+        self.inner.load_state_dict(state_dict, own.get("schedulers") if saved is not None else None)
         if saved is not None:
             self._rounds.restore(saved, self._shutdown_timeout)
             self.inner_steps = saved.position.inner_steps
-            self._inner.move_schedules(self._counter.position)
+            self.inner.move_schedules(self._counter.position)
             self._set_aside = model
             self.show_own_parameters()
 
     def __repr__(self) -> str:
-        return f"DiLoCo(run_id={self.run_id!r}, slot={self.local_epoch}, inner={self._inner.optimizers!r})"
+        return f"DiLoCo(run_id={self.run_id!r}, slot={self.local_epoch}, inner={self.inner.optimizers!r})"
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -478,6 +494,8 @@ class DiLoCo(JointOptimizer):
         """Rounds under way go on without this peer."""
         try:
             self._catching_up.let_go()
+            if self._auxiliary is not None:
+                self._auxiliary.let_go_of_rounds()
             self._rounds.let_go(self._shutdown_timeout)
         finally:
             self.tracker.shutdown(self._shutdown_timeout)

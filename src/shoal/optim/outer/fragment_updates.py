@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shoal.averaging import RoundResult, StepControl
+from shoal.averaging import RoundResult
 from shoal.averaging.finite import all_finite
 from shoal.compression.base import bytes_of
 from shoal.errors import AllreduceException
 from shoal.logs import Seldom
-from shoal.optim.outer.chain import Chain, Link, Statement, has_other_bits, hash_of, parse_links, settle, steps_between
+from shoal.optim.outer.chain import Chain, Statement, has_other_bits, hash_of, parse_links, settle, steps_between
 from shoal.optim.outer.compressor import Compressor, Outgoing
+from shoal.optim.outer.flight import PARAMETERS, Flight, OuterRound, Standing
 from shoal.optim.outer.fragments import Fragment
 from shoal.optim.outer.kept import Kept, KeptResults, packed, unpacked, who_counted
 from shoal.optim.outer.mixing import Mixing, shift
@@ -27,87 +26,6 @@ from shoal.optim.outer.weights import Effort, Staleness, discount
 from shoal.p2p import PeerID
 
 logger = logging.getLogger(__name__)
-
-PARAMETERS = "parameters"
-AVERAGES = ("pseudo_gradients", PARAMETERS)
-
-
-class Standing(enum.Enum):
-    """How a member's outer parameters compare with those of its group."""
-
-    GOOD = "good"
-    BEHIND = "behind"
-    """They lack updates that others have."""
-    LOST = "lost"
-    """They are of another lineage than those that go on, or of the same one with other bits."""
-
-
-@dataclass
-class Flight:
-    """A round of a fragment that is under way."""
-
-    slot: int
-    effort: Effort
-    """What is behind the message."""
-    sent: torch.Tensor | None
-    """The model's values when the message was made; ``None``: they are not needed."""
-    left: int | None
-    """After so many further inner steps the result is applied; ``None``: as soon as it is there."""
-    is_finite: bool
-    """Whether the message is."""
-    weight: float
-    outgoing: Outgoing | None = None
-    """The message with what it leaves out; ``None``: nothing of that is kept."""
-    control: StepControl | None = None
-    """``None``: nobody else is there."""
-    steps_since: int = 0
-    """Inner steps since the message was made."""
-    standing: Standing = Standing.GOOD
-    samples: int = 0
-    """Of all members."""
-    began_at: float = field(default_factory=time.monotonic)
-    base: Link | None = None
-    """The outer parameters that the round updates."""
-    factor: float | None = None
-    """By which the message was made smaller; ``None``: it is not decided yet."""
-    attempts: set[bytes] = field(default_factory=set)
-    """The ids of the groups in which the message may have counted."""
-    saved_result: RoundResult | None = None
-    """The result, from a checkpoint."""
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether there is a result: the round is over and has not failed, or nobody else is there."""
-        return self.control is None or (self.control.done() and self.control.round is not None)
-
-    @property
-    def result(self) -> RoundResult | None:
-        """The result of the round, if there is one; ``None``: nobody else is there."""
-        return self.saved_result if self.control is None else self.control.round
-
-
-@dataclass(frozen=True)
-class OuterRound:
-    """What a round has done, as this peer saw it."""
-
-    slot: int
-    fragment: int
-    version: int
-    """Of the outer parameters after it."""
-    peers: tuple[PeerID, ...]
-    weights: tuple[float, ...]
-    staleness: int
-    """By how many versions this peer's contribution was old."""
-    contributed: bool
-    """Whether this peer's contribution counted."""
-    share: float
-    """Of the vector that was averaged."""
-    seconds: float
-    norm: float
-    """Of the mean pseudo-gradient."""
-    bytes_sent: int = 0
-    """Of the encoded values that this peer has sent to the others."""
-    bytes_received: int = 0
 
 
 class FragmentUpdates:
@@ -120,7 +38,7 @@ class FragmentUpdates:
         fragment: the parameters of the model.
         state: the outer parameters.
         mixing: how results get into the model.
-        average: one of :data:`AVERAGES`.
+        average: one of :data:`~shoal.optim.outer.flight.AVERAGES`.
         staleness: makes old contributions smaller.
         max_staleness: older ones do not count.
         lock: held while outer parameters change, so that newcomers get whole states.
@@ -211,12 +129,12 @@ class FragmentUpdates:
         self.flight = Flight(slot, self.effort, sent, delay, is_finite, weight, outgoing)
         return self.flight
 
-    def statement(self, expected: int) -> Statement:
-        """What this peer tells its group; it expects so many members."""
+    def statement(self, expected: int, done: int = 0) -> Statement:
+        """What this peer tells its group; it expects so many members, and has done so much in the slot."""
         newest, every = self.chain.newest, self._check_every
         is_compared = every and newest.version and newest.version % every == 0 and self._average != PARAMETERS
         digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
-        return Statement(self.chain.links, self.effort.steps, self.effort.samples, expected, digest)
+        return Statement(self.chain.links, self.effort.steps, self.effort.samples, expected, digest, done)
 
     def judge(self, statements: Sequence[Statement | None], own: int, group_id: bytes = b"") -> tuple[bool, float]:
         """Decide how this peer's message counts. Called in the event loop when the group is complete.
@@ -237,11 +155,12 @@ class FragmentUpdates:
             raise AllreduceException("this peer has given up the round")
         told = [statement for statement in statements if statement is not None]
         flight.samples = sum(statement.samples for statement in told)
+        flight.done = tuple(0 if statement is None else statement.done for statement in statements)
         if self._average == PARAMETERS:
             return True, 1.0
         expected = sorted(statement.expected for statement in told)[len(told) // 2]
-        if 2 * len(statements) <= expected:
-            raise AllreduceException(f"only {len(statements)} of {expected} members have come, which is no majority")
+        if 2 * len(told) <= expected:
+            raise AllreduceException(f"only {len(told)} of {expected} members have come, which is no majority")
         verdict = settle(statements)
         behind = verdict.standing_of(own, mine)
         flight.base = max((each.links[-1] for n, each in enumerate(statements) if each and n in verdict.winners))
@@ -262,6 +181,14 @@ class FragmentUpdates:
             return True, 1.0
         flight.factor = discount(self._staleness, self.age)
         return True, flight.factor
+
+    def reduce_message(self, vector: torch.Tensor, factor: float) -> None:
+        """Make this peer's message smaller, because it is old. Called in a worker thread while a round begins."""
+        flight = self.flight
+        if flight is not None and flight.outgoing is not None and self.compressor is not None:
+            flight.outgoing = self.compressor.reduced(flight.outgoing, factor)
+        else:
+            vector.mul_(factor)
 
     # --- the result ---------------------------------------------------------------------------------------------------
 
@@ -318,14 +245,16 @@ class FragmentUpdates:
                 shift(self.fragment, self.fragment.rounded(self.state.values), before)
                 self.age += 1
         self.flight = None
-        peers = (own,) if result is None else result.peers
+        members = {own: flight.weight} if result is None else dict(zip(result.peers, weights, strict=True))
+        for helper in () if result is None else result.auxiliaries:
+            del members[helper]
         seconds, share = time.monotonic() - flight.began_at, 1.0 if result is None else result.share_averaged
         return OuterRound(
             flight.slot,
             self.number,
             self.state.version,
-            peers,
-            weights or (flight.weight,),
+            tuple(members),
+            tuple(members.values()),
             told_age,
             contributed,
             share,

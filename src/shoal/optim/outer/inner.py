@@ -30,6 +30,13 @@ _LIST = "optimizers"
 InnerOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
+def without_statistics(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint of :meth:`InnerOptimizers.state_dict` without what the optimizers remember of gradients."""
+    if _LIST in state:
+        return {_LIST: [{**each, "state": {}} for each in state[_LIST]]}
+    return {**state, "state": {}}
+
+
 class InnerOptimizers:
     """One optimizer or several ones, such as one for matrices and one for everything else.
 

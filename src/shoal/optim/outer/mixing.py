@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.optim.outer.fragments import Fragment
+if TYPE_CHECKING:
+    from shoal.optim.outer.fragments import Fragment
 
 REBASE = "rebase"
 

@@ -5,24 +5,44 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from shoal.averaging import DecentralizedAverager
+from shoal.averaging import DecentralizedAverager, StepControl
 from shoal.averaging.allreduce.session import GroupSession
 from shoal.averaging.averager import Infos
+from shoal.averaging.control import AveragingMode
 from shoal.averaging.node import average_once
 from shoal.averaging.state.download import OwnedState, State
 from shoal.averaging.state.gathering import MAX_VOTERS
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.optim.outer.chain import Statement
+from shoal.optim.outer.extra import ROLE as EXTRA_ROLE
 from shoal.serializer import MSGPackSerializer
+from shoal.tasks import run_in_worker
 
-Judge = Callable[[Sequence[Statement | None], int, bytes], tuple[bool, float]]
-"""Looks at what all members of a group have said, this peer's own position among them, and the group's id. Decides
-whether its message counts and by which factor it is made smaller. Called in the event loop. May raise
-``AllreduceException``: there is no round then."""
+
+class Contributor(Protocol):
+    """What a fragment contributes to a round, as the averager sees it."""
+
+    def judge(self, statements: Sequence[Statement | None], own: int, group_id: bytes) -> tuple[bool, float]:
+        """Look at what all members of a group have said. Called in the event loop.
+
+        Args:
+            own: this peer's position.
+
+        Returns:
+            Whether its message counts, and by which factor it is made smaller now.
+
+        Raises:
+            AllreduceException: there is no round.
+        """
+        ...
+
+    def reduce_message(self, vector: torch.Tensor, factor: float) -> None:
+        """Make the message smaller. Called in a worker thread."""
+        ...
 
 
 def tag_of(fragment: int) -> str:
@@ -35,8 +55,9 @@ class OuterAverager(DecentralizedAverager):
 
     Args:
         lengths: of these vectors.
+        extra_length: of one more vector, which is averaged with the first one; 0: there is none.
         agreement: what all peers must have in common, in words. Others do not form groups with this one.
-        judges: one for each fragment.
+        contributors: one for each fragment.
         get_state: the state that newcomers download. Called in a worker thread.
         get_part: a part of the state by its name, likewise.
         options: of :class:`~shoal.averaging.DecentralizedAverager`.
@@ -45,8 +66,9 @@ class OuterAverager(DecentralizedAverager):
     def __init__(
         self,
         lengths: Sequence[int],
+        extra_length: int,
         agreement: str,
-        judges: Sequence[Judge],
+        contributors: Sequence[Contributor],
         get_state: Callable[[], OwnedState],
         get_part: Callable[[bytes], OwnedState],
         *args: Any,
@@ -55,25 +77,42 @@ class OuterAverager(DecentralizedAverager):
         self.phases = agreement
         self.vectors = tuple(torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         """What is averaged. Between two rounds of a fragment its vector belongs to the training thread."""
-        self._judges, self._get_state, self._get_part = tuple(judges), get_state, get_part
+        self._contributors, self._get_state, self._get_part = tuple(contributors), get_state, get_part
         infos = [
             CompressionInfo.from_tensor(vector, key=number, role=TensorRole.GRADIENT)
             for number, vector in enumerate(self.vectors)
         ]
         tags = {tag_of(number): [number] for number in range(len(self.vectors))}
-        super().__init__(self.vectors, *args, tensor_infos=infos, tags=tags, **options)
+        self.extra = torch.zeros(extra_length, dtype=torch.float32, device="cpu")
+        """What is averaged as it is, in the rounds of the first fragment."""
+        if extra_length:
+            infos.append(CompressionInfo.from_tensor(self.extra, key=len(infos), role=EXTRA_ROLE))
+            tags[tag_of(0)].append(len(self.vectors))
+        vectors = [*self.vectors, self.extra] if extra_length else self.vectors
+        super().__init__(vectors, *args, tensor_infos=infos, tags=tags, **options)
 
     async def average_in_group(self, session: GroupSession, tensors: Sequence[torch.Tensor], infos: Infos) -> None:
         """Weigh this peer's message by what the members have said, then average."""
-        (vector,) = tensors
+        if session.mode is AveragingMode.AUX:
+            await average_once(session, tensors, infos)
+            return
+        vector = tensors[0]
         number = next(number for number, each in enumerate(self.vectors) if each is vector)
         statements = [_read(packed) for packed in session.group.gathered]
-        counts, factor = self._judges[number](statements, session.own_index, session.group.group_id)
+        own = self._contributors[number]
+        counts, factor = own.judge(statements, session.own_index, session.group.group_id)
         if not counts:
             session.weight = 0.0
         elif factor != 1:
-            vector.mul_(factor)
+            await run_in_worker(own.reduce_message, vector, factor)
         await average_once(session, tensors, infos)
+
+    def help(self, fragment: int, scheduled_time: float, timeout: float) -> StepControl:
+        """As an auxiliary, look for a group that averages a fragment. It waits for a trigger."""
+        options: dict[str, Any] = {"require_trigger": True, "wait": False, "tag": tag_of(fragment)}
+        control = self.step(scheduled_time=scheduled_time, timeout=timeout, **options)
+        assert isinstance(control, StepControl)
+        return control
 
     @property
     def group_size(self) -> int | None:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
+from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
-from shoal.optim.outer.fragment_updates import PARAMETERS, FragmentUpdates, OuterRound
+from shoal.optim.outer.deeds import Deeds
+from shoal.optim.outer.extra import ExtraTensors
+from shoal.optim.outer.flight import PARAMETERS, Expectation, OuterRound
+from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager, tag_of
 from shoal.optim.outer.schedule import SlotCounter, group_of
 from shoal.optim.outer.settings import OuterSettings
-from shoal.optim.outer.slot_tracker import SlotBoard, SlotTracker
-from shoal.optim.progress_tracker import ProgressTracker, RoundWatch
+from shoal.optim.progress import LocalTrainingProgress
+from shoal.optim.progress_tracker import RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
+    from shoal.optim.outer.slot_tracker import OuterTracker
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +47,10 @@ class Rounds:
     counter: SlotCounter
     fragments: Sequence[FragmentUpdates]
     inner: InnerOptimizers
-    tracker: ProgressTracker
+    tracker: OuterTracker
     averager: OuterAverager
+    extra: ExtraTensors
+    """What is averaged as it is, with the first fragment."""
     lock: threading.RLock
     """Held while outer parameters change."""
     matchmaking_time: float
@@ -50,6 +59,11 @@ class Rounds:
     """The outer update that was applied last."""
     has_trained: bool = False
     """This peer has made inner steps, or has taken over a state."""
+    # Of each fragment, who was expected in its latest round.
+    _expected: dict[int, Expectation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.deeds = Deeds(self.tracker.board)
 
     def end_slot(self) -> None:
         """Begin the round that ends this slot, and go to the next one."""
@@ -76,7 +90,22 @@ class Rounds:
 
     def whom_to_expect(self) -> set[PeerID]:
         """Other peers that will come to the round at the end of this slot."""
-        return self.tracker.expected_members(until_epoch=self._last_slot)
+        return self.tracker.expected_members(until_epoch=self._last_slot) | self._a_slot_behind()
+
+    def _a_slot_behind(self) -> set[PeerID]:
+        """Peers that come to the round at the end of this slot when they have ended the one before.
+
+        Only where training goes on meanwhile, and rounds of two slots are of different fragments. Elsewhere, peers that
+        are a slot apart meet at once. There, two halves of a run could go on side by side, one always a slot ahead.
+        """
+        slot, tracker = self.counter.slot, self.tracker
+        if not self.settings.overlaps or len(self.fragments) == 1 or self.settings.average == PARAMETERS:
+            return set()
+        behind = {PeerID(each.peer_id): slot for each in self._records() if each.epoch == slot - 1}
+        return tracker.still_expected(behind)
+
+    def _records(self) -> list[LocalTrainingProgress]:
+        return self.tracker.board.companions_to_call(get_dht_time())
 
     def _others_are_there(self, slot: int) -> bool:
         """Whether others train, who do not come to the round that ends this slot, but make updates before or after."""
@@ -85,14 +114,13 @@ class Rounds:
             return True
         # Where rounds overlap with training, this peer may be ahead of those with whom it has been in the last round.
         earliest = slot - EPOCHS_AHEAD if self.settings.overlaps else slot
-        records = tracker.board.companions_to_call(get_dht_time())
-        near = {PeerID(record.peer_id): ANY_SLOT for record in records if record.epoch >= earliest}
+        near = {PeerID(record.peer_id): ANY_SLOT for record in self._records() if record.epoch >= earliest}
         return bool(tracker.still_expected(near))
 
     def _draw_group(self, fragment: int) -> set[PeerID] | None:
         """Whom this peer meets at the end of this slot; ``None``: all others."""
         size, board, slot = self.averager.group_size, self.tracker.board, self.counter.slot
-        if self.settings.average != PARAMETERS or size is None or not isinstance(board, SlotBoard):
+        if self.settings.average != PARAMETERS or size is None or self.counter.schedule.sync_every is None:
             return None
         others = board.everybody(get_dht_time())
         if len(others) < size:
@@ -104,7 +132,7 @@ class Rounds:
     def go_to(self, slot: int, members: Iterable[PeerID] = ()) -> None:
         """Tell the others that this peer is at another slot. Inside ``pause_updates()``."""
         self.counter.go_to(slot)
-        if isinstance(self.tracker, SlotTracker):
+        if self.counter.schedule.sync_every is not None:
             self.tracker.board.set_steps(self.counter.schedule.steps_of(slot))
         self.tracker.update_epoch(slot, members=list(members))
         if not self.averager.client_mode:
@@ -115,6 +143,11 @@ class Rounds:
         if not self.has_trained:
             for each in self.fragments:
                 each.begin_run()
+
+    def helping(self) -> Auxiliary:
+        """What this peer does instead if it has no data."""
+        searches = [functools.partial(self.averager.help, each.number) for each in self.fragments]
+        return Auxiliary(searches, self.tracker, self.settings.averaging_timeout, self.counter.go_to)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -154,9 +187,13 @@ class Rounds:
 
     def report(self) -> None:
         """Tell the others what this peer has done in its slot."""
+        self.tracker.report_local_progress(self.counter.slot, self._done)
+
+    @property
+    def _done(self) -> int:
+        """What this peer has done in its slot, in the unit in which slots are counted."""
         counter = self.counter
-        done = counter.samples if counter.schedule.sync_every is None else counter.steps
-        self.tracker.report_local_progress(counter.slot, done)
+        return counter.samples if counter.schedule.sync_every is None else counter.steps
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -175,11 +212,16 @@ class Rounds:
         least, each.is_fresh = -(-(self.counter.schedule.sync_every or 0) // 2) if each.is_fresh else 0, False
         flight = each.begin(slot, self.averager.vectors[each.number], delay, settings.weighting, least)
         if not expected:
+            self.deeds.note(flight, Expectation(slot, (), get_dht_time(), 0.0))
             return
+        if each.number == 0:
+            self.extra.read(self.averager.extra)
+        # Where groups are drawn, none of them is most of the run.
+        electorate = set() if is_drawn else self.tracker.electorate(self._last_slot)
         timeout = settings.averaging_timeout
         patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
         control = self.averager.step(
-            gather=each.statement(1 + len(expected)).dump(),
+            gather=each.statement(1 + len(expected | electorate), self._done).dump(),
             scheduled_time=get_dht_time() + patience,
             weight=flight.weight,
             allow_retries=not is_drawn,  # others would not find this peer a second time
@@ -189,6 +231,7 @@ class Rounds:
         )
         assert not isinstance(control, dict)
         flight.control = control
+        self._expected[each.number] = Expectation(slot, expected, get_dht_time(), patience)
         RoundWatch(control, self.tracker, None if last is None else dict.fromkeys(expected, last))
 
     def apply_what_is_due(self) -> None:
@@ -205,24 +248,33 @@ class Rounds:
         flight = each.flight
         if flight is None:
             return
+        began_at = time.monotonic()
         if flight.control is not None:
             try:
                 flight.control.result(self.settings.averaging_timeout)
             except Exception as e:  # whatever has failed, training goes on
                 flight.control.cancel()
                 if flight.control.began_allreduce or self._others_are_there(flight.slot):
+                    self.deeds.note(flight, None)
                     log_failure("the round of slot %d has failed (%s): it is made up for", flight.slot, e)
                     each.give_up()
                     return
             except BaseException:
                 flight.control.cancel()
                 raise
+        has_met_others = flight.control is not None and flight.control.round is not None
+        if has_met_others:
+            # Where rounds overlap with training, those that do not come hold it up less, or not at all.
+            expected = replace(self._expected[each.number], patience=time.monotonic() - began_at)
+            self.deeds.note(flight, expected)
         done = each.land(self.averager.vectors[each.number], flight.result, self.dht.peer_id)
         if not flight.is_finite:
             logger.warning("this peer's parameters were not finite: it goes on from those of the swarm")
             each.reset_model()
             self.inner.forget_what_is_not_finite()
         if done is not None:
+            if each.number == 0 and has_met_others:
+                self.extra.write(self.averager.extra)
             self.last = done
             self._tell(done)
 

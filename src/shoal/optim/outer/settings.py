@@ -19,8 +19,9 @@ from shoal.compression import (
 from shoal.compression.base import check_codec
 from shoal.compression.one_result import OneResult, Relayed
 from shoal.facade import options_from
+from shoal.optim.joint_optimizer import check_run_id
 from shoal.optim.outer.compressor import Compressor, default_feedback
-from shoal.optim.outer.fragment_updates import AVERAGES, PARAMETERS
+from shoal.optim.outer.flight import AVERAGES, PARAMETERS
 from shoal.optim.outer.mixing import Mixing
 from shoal.optim.outer.schedule import Schedule
 from shoal.optim.outer.weights import Staleness, check_weighting, usual_staleness
@@ -54,6 +55,8 @@ class OuterSettings:
     weighting: str
     staleness: Staleness
     max_staleness: int
+    auxiliary: bool
+    """Only help others, without batches of its own."""
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> OuterSettings:
@@ -65,6 +68,7 @@ class OuterSettings:
         Raises:
             TypeError, ValueError: options contradict each other.
         """
+        check_run_id(given["run_id"])
         average, averager_opts = given["average"], given["averager_opts"] or {}
         if average not in AVERAGES:
             raise ValueError(f"average must be one of {AVERAGES}, got {average!r}")
@@ -73,7 +77,12 @@ class OuterSettings:
                 "target_group_size makes several groups, and with average='pseudo_gradients' each of them would get "
                 "outer parameters of its own: leave it out, or use average='parameters'"
             )
+        if given["auxiliary"]:
+            _check_auxiliary(given, averager_opts)
         delay, every = given["fragment_sync_delay"], given["sync_every"]
+        for name, steps in {"sync_every": every, "fragment_sync_delay": delay}.items():
+            if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool)):
+                raise TypeError(f"{name} must be a whole number of inner steps, got {steps!r}")
         if delay is not None and (delay < 0 or (every is not None and delay >= every)):
             raise ValueError(
                 f"fragment_sync_delay must be from 0 to less than sync_every={every} inner steps, or None: got {delay}"
@@ -85,6 +94,9 @@ class OuterSettings:
             )
         if given["max_staleness"] < 0:
             raise ValueError(f"max_staleness must be 0 or more versions, got {given['max_staleness']}")
+        for name in ("matchmaking_time", "averaging_timeout", "straggler_patience"):
+            if (seconds := given[name]) is not None and not seconds >= 0:
+                raise ValueError(f"{name} must be a number of seconds from 0, got {seconds}")
         check_every = given["check_every"]
         if not isinstance(check_every, int) or isinstance(check_every, bool) or check_every < 1:
             raise ValueError(f"check_every must be a number of updates from 1, got {check_every!r}")
@@ -142,6 +154,20 @@ class OuterSettings:
         every = schedule.sync_every
         length = f"{schedule.target_batch_size} samples per slot" if every is None else f"sync_every {every}"
         return f"{self.average} of {schedule.fragments} fragments {fragments}, {length}, weighting {self.weighting}"
+
+
+def _check_auxiliary(given: Mapping[str, Any], averager_opts: Mapping[str, Any]) -> None:
+    if given["client_mode"]:
+        raise ValueError("an auxiliary peer must accept connections: client_mode=True excludes auxiliary=True")
+    if given["batch_size_per_step"]:
+        raise ValueError(
+            f"an auxiliary peer has no batches: leave batch_size_per_step={given['batch_size_per_step']} out"
+        )
+    if averager_opts.get("target_group_size"):
+        raise ValueError(
+            "with target_group_size groups are drawn among the peers that train, so that an auxiliary peer has nobody "
+            "to help: leave auxiliary=True out"
+        )
 
 
 def _codec(out: CompressionBase, back: CompressionBase | None, sparse_mean: str) -> CompressionBase:

@@ -1,19 +1,92 @@
-"""When a slot is over that is counted in inner steps: the first peer that has made all of them calls its end."""
+"""How far all peers are in a slot. If it is counted in inner steps, the first one that has made all of them ends it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
-from shoal.optim.progress import Companion, GlobalTrainingProgress, LocalTrainingProgress, estimate_is_off
+from shoal.optim.outer.flight import Expectation
+from shoal.optim.progress import (
+    Companion,
+    GlobalTrainingProgress,
+    LocalTrainingProgress,
+    estimate_is_off,
+    expected_members,
+)
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_tracker import ProgressTracker
+from shoal.p2p import PeerID
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+    from shoal.optim.outer.schedule import Schedule
+    from shoal.optim.outer.settings import OuterSettings
 
 
-class SlotBoard(ProgressBoard):
+class OuterBoard(ProgressBoard):
+    """A board whose epochs are slots. Rounds may end long after their slots, and overlap."""
+
+    # Peers that were expected in the last round for which they could have come, and did not come.
+    _absent: frozenset[bytes] = frozenset()
+
+    def note_outer_round(self, samples: Mapping[bytes, float], now: float, expected: Expectation | None) -> None:
+        """A round is over, see :meth:`Evidence.note_round <shoal.optim.evidence.Evidence.note_round>`.
+
+        Args:
+            expected: who was; ``None``: the round has failed, which says nothing about the others.
+        """
+        with self._lock:
+            if expected is None:
+                self.evidence.begin_to_wait((), now, 0.0)
+                self.evidence.note_round(samples, now)
+                return
+            peers = {peer.to_bytes() for peer in expected.peers}
+            known = {peer for peer in self._absent if peer in self._companions}
+            self._absent = frozenset((known | peers).difference(samples))
+            self.evidence.begin_to_wait(peers, expected.since, expected.patience)
+            self.evidence.note_round(samples, now, self._companions, expected.slot)
+
+    def set_steps(self, steps: int) -> None:
+        """The slot that begins has so many steps. Only where slots are counted in these."""
+        self._target_batch_size = steps
+
+    def everybody(self, now: float) -> set[bytes]:
+        """All other peers that are known and can be reached, whatever slot they are at."""
+        with self._lock:
+            self._drop_expired(now)
+            present = {peer: companion for peer, companion in self._companions.items() if companion.is_reachable(now)}
+            return {peer for peer, companion in present.items() if not companion.record.is_donor}
+
+    def electorate(self, now: float, until_epoch: int) -> set[bytes]:
+        """Other peers that count when it is asked whether most have come to a round.
+
+        These are all that can be expected, also those for which it is not worth to wait: two halves of a run that wait
+        for nobody else would both be the majority of those whom they know. Who was expected and did not come does not
+        count until it comes.
+
+        Args:
+            until_epoch: a peer beyond this epoch has finished the round.
+        """
+        with self._lock:
+            kin = self._kin(now)
+            return expected_members(self.own.epoch, until_epoch, kin, self._last_members, now) - self._absent
+
+
+class OuterTracker(ProgressTracker):
+    """A tracker whose epochs are slots, which are counted in samples."""
+
+    make_board = OuterBoard
+    board: OuterBoard
+
+    def electorate(self, until_epoch: int) -> set[PeerID]:
+        """See :meth:`OuterBoard.electorate`."""
+        return {PeerID(peer) for peer in self.board.electorate(get_dht_time(), until_epoch)}
+
+
+class SlotBoard(OuterBoard):
     """A board on which peers count their own inner steps, and do not add them up.
 
     Whoever has made all steps of the slot is ready. The others may complete theirs, but not for longer than the
@@ -27,10 +100,6 @@ class SlotBoard(ProgressBoard):
     # Of the slot with this number: until when this peer may go on, by what it has heard so far.
     _deadline: tuple[int, float] = (-1, math.inf)
 
-    def set_steps(self, steps: int) -> None:
-        """The slot that begins has so many steps."""
-        self._target_batch_size = steps
-
     @property
     def has_made_all(self) -> bool:
         """Whether this peer has made all steps of its slot."""
@@ -38,7 +107,8 @@ class SlotBoard(ProgressBoard):
 
     def _summary_of(self, companions: Mapping[bytes, Companion], now: float) -> GlobalTrainingProgress:
         summary, own = super()._summary_of(companions, now), self.own
-        records = [c.record for c in companions.values() if c.is_reachable(now) and c.record.epoch == summary.epoch]
+        others = [c.record for c in companions.values() if c.is_reachable(now) and c.record.epoch == summary.epoch]
+        records = self.evidence.limited(others, now, self._batch_size)
         records += [own] if own.epoch == summary.epoch else []
         most = max((record.samples_accumulated for record in records), default=0)
         ends = [math.inf]
@@ -72,20 +142,13 @@ class SlotBoard(ProgressBoard):
             self._deadline = self.own.epoch, min(called, known if slot == self.own.epoch else math.inf)
             return max(now, self._deadline[1])
 
-    def everybody(self, now: float) -> set[bytes]:
-        """All other peers that are known and can be reached, whatever slot they are at."""
-        with self._lock:
-            self._drop_expired(now)
-            present = {peer: companion for peer, companion in self._companions.items() if companion.is_reachable(now)}
-            return {peer for peer, companion in present.items() if not companion.record.is_donor}
-
     def begin_update(self, now: float, patience: float) -> None:
         super().begin_update(now, patience)
         if self.has_made_all:
             self._declared_end = now + patience
 
 
-class SlotTracker(ProgressTracker):
+class SlotTracker(OuterTracker):
     """A tracker whose epochs are slots, and whose samples are inner steps.
 
     Args:
@@ -106,3 +169,11 @@ class SlotTracker(ProgressTracker):
     def time_of_first(self) -> float:
         """DHT time at which the first peer is expected to have made all steps."""
         return self.board.global_progress(get_dht_time()).eta_next_epoch
+
+
+def make_tracker(dht: DHT, run_id: str, schedule: Schedule, settings: OuterSettings, **options: Any) -> OuterTracker:
+    """The tracker that counts what the slots of this schedule are counted in: samples of all peers, or inner steps."""
+    if schedule.target_batch_size is not None:
+        return OuterTracker(dht, run_id, schedule.target_batch_size, **options)
+    patience, overlaps = settings.straggler_patience, settings.others_may_be_ahead
+    return SlotTracker(dht, run_id, schedule.steps_of(0), patience=patience, overlaps=overlaps, **options)

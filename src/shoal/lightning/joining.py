@@ -1,0 +1,39 @@
+"""How a peer of a ``Trainer`` joins others, and what tells other machines to join it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+
+INITIAL_PEERS_ENV = "PL_INITIAL_PEERS"
+# Read if the other one is not set.
+OTHER_INITIAL_PEERS_ENV = "INITIAL_PEERS"
+
+
+def initial_peer_addresses(argument: str | Sequence[str] | None) -> list[str]:
+    """Addresses of peers to join: those in the environment, or else the argument. A string is split at commas."""
+    given = os.environ.get(INITIAL_PEERS_ENV) or os.environ.get(OTHER_INITIAL_PEERS_ENV) or argument or []
+    parts = given.split(",") if isinstance(given, str) else [str(address) for address in given]
+    return [address.strip() for address in parts if address.strip()]
+
+
+def joining_instructions(addresses: Iterable[str]) -> str:
+    """What to type on another machine to make it join."""
+    known = list(addresses)
+    peers = ",".join([address for address in known if not _is_loopback(address)] or known)
+    is_script = bool(sys.argv) and sys.argv[0] not in ("", "-", "-c", "-m")
+    script = shlex.join(["python", *sys.argv]) if is_script else "python SCRIPT"
+    return (
+        "Other machines join this run with either of:\n"
+        f"    {INITIAL_PEERS_ENV}={shlex.quote(peers)} {script}\n"
+        f'    HivemindStrategy(..., initial_peers="{peers}")'
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether the address is known to work on this machine only; for names and relays it is not known."""
+    _, protocol, value, *_ = [*address.split("/"), "", "", ""]
+    return protocol in ("ip4", "ip6") and ipaddress.ip_address(value).is_loopback
