@@ -107,7 +107,7 @@ def _watch(arguments: argparse.Namespace, stack: ExitStack) -> None:
     )
     # Loaded here, because it loads torch, which takes longer than to find out that nobody answers.
     from shoal.monitor.observer import Monitor
-    from shoal.optim.optimizer_settings import check_run_id
+    from shoal.optim.joint_optimizer import check_run_id
 
     check_run_id(arguments.run_id)
 

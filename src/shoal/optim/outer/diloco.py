@@ -171,8 +171,7 @@ class DiLoCo(JointOptimizer):
         self.schedule = Schedule(len(parts), sync_every, target_batch_size)
         extra = ExtraTensors(extra_tensors, self.inner.parameters)
         self.be_the_only(f"a DiLoCo with run_id {run_id!r}", dht)
-        self.dht, self.run_id = dht, run_id
-        self.client_mode, self.auxiliary = client_mode, auxiliary
+        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self._shutdown_timeout, self._closing = shutdown_timeout, threading.Event()
         self._counter, lock = SlotCounter(self.schedule), threading.RLock()
         self.inner_steps = 0
@@ -203,9 +202,8 @@ class DiLoCo(JointOptimizer):
         self.outer_optimizers = tuple(each.state.optimizer for each in self._fragments)
         """The optimizer of each fragment's outer parameters."""
         warn_of_momentum(self.outer_optimizers, average, is_sparse=settings.is_sparse)
-        tracker_opts = {"performance_ema_alpha": performance_ema_alpha, **(tracker_opts or {})}
-        options = {"client_mode": client_mode, "start": False, **tracker_opts}
-        self.tracker = make_tracker(dht, run_id, self.schedule, settings, **options)
+        defaults = {"client_mode": client_mode, "start": False, "performance_ema_alpha": performance_ema_alpha}
+        self.tracker = make_tracker(dht, run_id, self.schedule, settings, **{**defaults, **(tracker_opts or {})})
         giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
         if next_chunk_timeout is None:
             next_chunk_timeout = max(matchmaking_time, averaging_timeout / 4)
