@@ -26,7 +26,7 @@ from shoal.p2p.pcp import Granted, read_nat_pmp, read_pcp
 from shoal.p2p.routers import NoMappingError, gateway_in_ipv6_route, gateway_in_route, outer_address
 from shoal.p2p.tokens import Token
 from shoal.p2p.transport import decode_header
-from shoal.p2p.upnp import is_of_host, location_in
+from shoal.p2p.upnp_search import is_of_host, location_in
 from shoal.serializer import MSGPackSerializer
 from tests.dht.members import Authority, Member
 from tests.fuzz.fuzzing import Target
