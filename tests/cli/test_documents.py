@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import re
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +23,42 @@ pytestmark = pytest.mark.timeout(300)
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=200, check=False)
+
+
+def shown_code() -> list[tuple[str, str]]:
+    """Each block of Python in the documents, and where it is."""
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [
+        (f"{document.name}-{number}", match[1])
+        for document in documents
+        for number, match in enumerate(re.finditer(r"```python\n(.*?)```", document.read_text("utf-8"), re.DOTALL))
+    ]
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, id=place) for place, code in shown_code()])
+def test_what_documents_name_exists(code: str) -> None:
+    """All of it can be parsed, whatever starts with ``shoal.`` is there, and so is each argument by name."""
+    for node in ast.walk(ast.parse(textwrap.dedent(code))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shoal"):
+            assert node.module is not None
+            room = importlib.import_module(node.module)
+            assert all(hasattr(room, name.name) for name in node.names), ast.unparse(node)
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"shoal(\.\w+)+", path := ast.unparse(node)):
+            assert found(path) is not None, path
+        if isinstance(node, ast.Call) and re.fullmatch(r"shoal(\.\w+)+", path := ast.unparse(node.func)):
+            parameters = inspect.signature(found(path)).parameters
+            if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+                assert {each.arg for each in node.keywords if each.arg} <= parameters.keys(), ast.unparse(node)
+
+
+def found(path: str) -> Any:
+    """What a dotted path such as ``shoal.dht.DHT`` leads to."""
+    value: Any = importlib.import_module("shoal")
+    for place, name in enumerate(path.split(".")[1:], 2):
+        if not hasattr(value, name):
+            importlib.import_module(".".join(path.split(".")[:place]))
+        value = getattr(value, name)
+    return value
 
 
 def test_first_code_of_the_readme() -> None:
