@@ -114,6 +114,7 @@ def test_the_host_of_a_peer_changes_with_its_addresses() -> None:
         ("/ip4/127.0.0.1/tcp/5", None, True),
         ("/ip4/9.9.9.9/tcp/5", None, True),
     ],
+    ids=["never", "by a relay", "itself", "elsewhere in it", "this machine", "public"],
 )
 def test_a_refusal_in_a_private_network_may_come_from_somebody_else(
     address: str, answered_at: str | None, is_gone: bool
