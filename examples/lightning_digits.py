@@ -10,6 +10,7 @@ data: pip install 'shoal[lightning,examples]'
 
 import lightning
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
@@ -48,7 +49,8 @@ strategy = HivemindStrategy(
     target_batch_size=2048,  # samples that all peers together gather for one step, which moves the learning rate, too
     matchmaking_time=2.0,  # seconds to wait for peers that are late
 )
-trainer = lightning.Trainer(strategy=strategy, max_epochs=100, accelerator="cpu", devices=1)
+logger = CSVLogger(".")  # writes lightning_logs/version_0/metrics.csv
+trainer = lightning.Trainer(strategy=strategy, logger=logger, max_epochs=100, accelerator="cpu", devices=1)
 trainer.fit(
     Classifier(),
     DataLoader(training, batch_size=32, shuffle=True),  # every peer shuffles in its own way

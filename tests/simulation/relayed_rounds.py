@@ -134,6 +134,7 @@ def run_round(
     relays: int = RELAYS,
     after: float = 0.7,
     link: Link = ANYWHERE,
+    window: float = WINDOW,
 ) -> Round:
     """A round of one member behind each kind of router.
 
@@ -142,6 +143,7 @@ def run_round(
         relays: how many public peers there are, which do not average.
         after: seconds from the moment when everybody averages.
         link: between any two.
+        window: seconds in which they look for each other.
     """
 
     async def main() -> Round:
@@ -156,7 +158,7 @@ def run_round(
             host = internet.host_of(node)
             host.uplink = host.downlink = LINE
             values = torch.full((VALUES,), own_value(index))
-            settings = {"min_matchmaking_time": WINDOW, "part_size_bytes": PART_BYTES, **PATIENCE}
+            settings = {"min_matchmaking_time": window, "part_size_bytes": PART_BYTES, **PATIENCE}
             averager = await start_averager(host, [values], node, **settings)
             members.append(Member(index, averager, host, values))
         await asyncio.sleep(SETTLED_SECONDS)

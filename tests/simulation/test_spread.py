@@ -102,8 +102,9 @@ def test_nobody_writes_in_the_name_of_another_one_or_counts_twice_in_any_key(mon
         await asyncio.sleep(5)
         peer.exchange.spread.depth = 3
         now = get_dht_time()
-        forged = ProgressRecord(victim.id, 7, 1, 1.0, now + 1, False, [], endorse(peer.p2p.identity, b"stranger"))
-        honest = ProgressRecord(victim.id, 0, 60, 1.0, now, False, [], endorse(victim.p2p.identity, b"its own"))
+        by_stranger, by_itself = endorse(peer.p2p.identity, b"stranger"), endorse(victim.p2p.identity, b"its own")
+        forged = ProgressRecord(victim.id, 7, 1, 1.0, now + 1, False, endorsement=by_stranger)
+        honest = ProgressRecord(victim.id, 0, 60, 1.0, now, False, endorsement=by_itself)
         key = spread.key_at("run_progress", peer.exchange.spread.place)
         for tag, record in ((b"stranger", forged), (b"its own", honest)):
             await table.store(key, record.to_dict(), now + 60, subkey=tag)

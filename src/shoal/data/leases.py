@@ -194,6 +194,8 @@ class Leases:
         self._claimed.clear()
         self._ready.clear()
         self._begun.clear()
+        if self._node.is_alive and self.is_over:
+            await self._look_at_pass()  # tells that it is
         if self._node.is_alive:
             await asyncio.gather(*(self._write(number) for number in list(self._blocks) if number in self._written))
 

@@ -144,8 +144,12 @@ class SharedPass(Facade, Sampler[list[int]]):
         return self._leases
 
     def begin(self) -> None:
-        """Begin the next pass if the last one is over; otherwise what was begun and is not done comes once more."""
+        """Begin the next pass if the last one is over; otherwise go on."""
         self.finish_if_over()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """What was begun and is not done comes once more."""
         self._in_loop(self.leases().begin_again)
 
     def finish_if_over(self) -> bool:
@@ -246,7 +250,10 @@ class _Batches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         shared = self._shared
-        shared.begin()
+        if self._drawn_ahead < math.inf:
+            shared.begin()
+        else:
+            shared.go_on()
         self._samples.clear()
         self._chunks.clear()
         self._open.clear()
@@ -296,8 +303,9 @@ class _Loader(Iterable[Any]):
         self._loader: DataLoader[Any] = DataLoader(shared.dataset, batch_sampler=self._batches, **options)
 
     def __iter__(self) -> Iterator[Any]:
+        self._shared.begin()
         is_over = False
-        while not is_over:
+        while not is_over:  # a loader with workers ends when it would have to wait for others
             for batch in self._loader:
                 yield batch
                 self._batches.confirm_first()
