@@ -51,7 +51,7 @@ def peers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("method", mostly_drills(METHODS, quick=2))  # the third differs in a codec
+@pytest.mark.parametrize("method", mostly_drills(METHODS))
 def test_a_short_run_loses_a_peer_gains_a_peer_and_ends_with_equal_parameters(
     start: Start, tmp_path: Path, method: str
 ) -> None:

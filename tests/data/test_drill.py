@@ -10,6 +10,7 @@ from tests.data.drill import pass_over
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow_drill
 def test_everything_is_seen_though_a_process_is_killed(tmp_path: Path) -> None:
     def once_others_work(_: float, deaths: int) -> bool:
         return deaths == 0 and sum(file.stat().st_size > 0 for file in tmp_path.iterdir()) == 3

@@ -117,6 +117,7 @@ class Swarm:
         return len(self.keys.get(place, [])) + (len(self.keys.get(place[:-1], [])) if place else 0)
 
 
+@pytest.mark.slow_drill
 def test_all_agree_about_a_swarm_that_grows_and_shrinks():
     swarm = Swarm()
     swarm.join(50)

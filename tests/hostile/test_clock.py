@@ -32,6 +32,7 @@ def watch_identities(me: Attacker) -> list[PeerID]:
 
 
 @pytest.mark.timeout(300)  # it only computes
+@pytest.mark.slow_drill
 def test_seven_newcomers_do_not_move_the_time_of_three() -> None:
     async def main() -> None:
         swarm = Swarm(Network(LINK), Course(target_batch_size=PEERS * 1000))

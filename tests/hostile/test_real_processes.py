@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.drills import mostly_drills
 from tests.hostile.attacks import OF_MACHINES
 from tests.hostile.scene import OPTIONS, Scene, check_undisturbed
 from tests.system.swarm import START_LIMIT_SECONDS, Peer, Swarm
@@ -40,7 +41,7 @@ def scene() -> Iterator[Scene]:
             attacker.close()
 
 
-@pytest.mark.parametrize("name", sorted(OF_MACHINES))
+@pytest.mark.parametrize("name", mostly_drills(sorted(OF_MACHINES)))
 def test_a_stranger_changes_nothing(scene: Scene, name: str) -> None:
     memory, lines, began = scene.memory(), scene.lines(), time.monotonic()
     scene.attacker.tell(name)

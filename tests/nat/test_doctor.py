@@ -59,7 +59,10 @@ def test_a_public_host(lab: Laboratory) -> None:
     assert found[seeds[0], "circuit"]["verdict"] == "ok"
 
 
-@pytest.mark.parametrize(("kind", "nat"), [(Kind.PORT_RESTRICTED, "easy"), (Kind.SYMMETRIC, "hard")])
+@pytest.mark.parametrize(
+    ("kind", "nat"),
+    [(Kind.PORT_RESTRICTED, "easy"), pytest.param(Kind.SYMMETRIC, "hard", marks=pytest.mark.slow_drill)],
+)
 def test_a_private_host(lab: Laboratory, kind: Kind, nat: str) -> None:
     seeds = [start_seed(lab.host("public")) for _ in range(2)]
     host = lab.host(kind)

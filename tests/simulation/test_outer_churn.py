@@ -24,6 +24,7 @@ def test_they_do_so_for_longer(kind, seed):
     check(Churn(kind, seed, seconds=45.0, peace=45.0))
 
 
+@pytest.mark.slow_drill
 def test_the_same_seed_gives_the_same_run():
     first, second = (Churn("delayed", 3, seconds=10.0, peace=15.0) for _ in range(2))
     assert first.events == second.events

@@ -126,6 +126,7 @@ def test_nobody_writes_in_the_name_of_another_one_or_counts_twice_in_any_key(mon
     run(main(), seed=2)
 
 
+@pytest.mark.slow_drill
 def test_peers_that_come_all_at_once_agree_about_the_keys_soon():
     async def main() -> None:
         network, table = Network(LINK), SharedTable(delay=0.05)

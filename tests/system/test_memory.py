@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow_drill
 def test_peak_memory_after_50_rounds_is_that_after_10() -> None:
     with Swarm("average.py", 2, "--rounds", 50) as swarm:
         for peer in swarm.peers:

@@ -14,6 +14,7 @@ LIMIT_SECONDS = 240
 
 
 @pytest.mark.timeout(600)  # seconds on a quiet machine
+@pytest.mark.slow_drill
 def test_every_value_is_found_by_another_process() -> None:
     shares = [range(number, KEYS, PEERS) for number in range(PEERS)]
     with Swarm("share_a_table.py", PEERS, fresh=True) as swarm:

@@ -9,6 +9,7 @@ from tests.system import training_churn
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow_drill
 def test_training_goes_on_while_peers_are_killed_and_replaced() -> None:
     churn = training_churn.run(peers=3, seconds=12, kill_every=3, pause=0.04)
     assert churn.killed == 4
