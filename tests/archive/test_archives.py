@@ -25,6 +25,9 @@ from tests.optim.conftest import in_parallel, values, wait_until
 RUN = "run"
 
 
+TORCH_TAKES_NAMES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+
+
 def make_model(seed: int = 0, *, buffers: bool = False) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     norm = [torch.nn.BatchNorm1d(8)] if buffers else []
@@ -35,16 +38,26 @@ def adam(params) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.05)
 
 
+def name_afterwards(opt: Optimizer | DiLoCo, net: torch.nn.Module, *, named: bool) -> None:
+    """What users of older versions of torch do."""
+    if named and not TORCH_TAKES_NAMES:
+        opt.name_parameters(net)
+
+
 def make_optimizer(dht, net, *, named: bool = True, **options) -> Optimizer:
-    inner = adam(net.named_parameters() if named else net.parameters())
+    inner = adam(net.named_parameters() if named and TORCH_TAKES_NAMES else net.parameters())
     rest = {"matchmaking_time": 10.0, "averaging_timeout": 20.0, **options}
-    return Optimizer(dht=dht, run_id=RUN, target_batch_size=16, optimizer=inner, **rest)
+    opt = Optimizer(dht=dht, run_id=RUN, target_batch_size=16, optimizer=inner, **rest)
+    name_afterwards(opt, net, named=named)
+    return opt
 
 
 def make_diloco(dht, model, *, named: bool = True, **options) -> DiLoCo:
-    params = model.named_parameters() if named else model.parameters()
+    params = model.named_parameters() if named and TORCH_TAKES_NAMES else model.parameters()
     rest = {"sync_every": 2, "compression": NoCompression(), "matchmaking_time": 10.0, "averaging_timeout": 20.0}
-    return DiLoCo(dht=dht, run_id=RUN, optimizer=adam(params), batch_size_per_step=8, **{**rest, **options})
+    opt = DiLoCo(dht=dht, run_id=RUN, optimizer=adam(params), batch_size_per_step=8, **{**rest, **options})
+    name_afterwards(opt, model, named=named)
+    return opt
 
 
 def step(opt, model, rng) -> None:
