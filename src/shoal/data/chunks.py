@@ -117,15 +117,6 @@ class Block:
         own = rank(self._owner, number)
         return any(chunk in self._held[owner][0] and rank(owner, number) < own for owner in self.holders(now))
 
-    def next_end(self, now: float) -> float | None:
-        """When the first lease of the others ends, if one of their chunks is not done."""
-        ends = [
-            self._held[owner][1]
-            for owner in self.holders(now)
-            if any(not self.done >> chunk & 1 for chunk in self._held[owner][0])
-        ]
-        return min(ends, default=None)
-
     def _lasts(self, until: float, now: float) -> bool:
         return now < until <= now + _LONGEST_LEASE * self._lease_seconds
 

@@ -93,7 +93,7 @@ class Leases:
         self._claimed: list[int] = []  # not yet held: others may claim them, too
         self._begun: set[int] = set()
         self._to_publish: set[int] = set()  # blocks
-        self._written: dict[int, float] = {}  # when each block in which something is held was written
+        self._written: dict[int, float] = {}  # when each block was written last
         self._next_look = 0.0
         self._told: tuple[PassRecord, float] | None = None
         self._expiration = 0.0  # of the last record
@@ -245,14 +245,16 @@ class Leases:
 
     async def _take(self, wanted: int) -> bool:
         """Claim up to so many chunks of the first block that has free ones; returns whether some were got."""
-        unfinished = self._unfinished()
-        for number in unfinished:
-            await self._read(number)
-        now = get_dht_time()
+        unfinished, read = self._unfinished(), set[int]()
         # A stream goes on first, and begins again when nothing is left ahead.
         for first in dict.fromkeys((self.position if self._in_order else 0, 0)):
             for number in unfinished:
-                claimed = self._choose(number, first, wanted, now)
+                if (number + 1) * CHUNKS_PER_BLOCK <= first:
+                    continue
+                if number not in read:  # mostly the first one has free chunks, and no other is read
+                    await self._read(number)
+                    read.add(number)
+                claimed = self._choose(number, first, wanted, get_dht_time())
                 if not claimed:
                     continue
                 self._claimed = claimed
