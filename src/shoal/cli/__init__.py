@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from typing import Any
+
+from shoal.errors import BootstrapError, ValidationError
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
@@ -18,3 +22,16 @@ def add_option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> N
     if "-" in name:
         hidden = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
         parser.add_argument(f"--{name.replace('-', '_')}", **hidden)
+
+
+def end_on_signals() -> None:
+    """Let SIGINT and SIGTERM end this process alike, even as a background job, whose SIGINT the shell has disabled."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+def tell_error(command: str, error: Exception) -> None:
+    """Print why a command ends, and what tells more if it could not join."""
+    print(f"shoal {command}: {error}", file=sys.stderr)
+    if isinstance(error, (BootstrapError, ValidationError)):
+        print("More about each address: shoal doctor ADDRESS", file=sys.stderr)

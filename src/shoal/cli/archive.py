@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
-import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import add_option
+from shoal.cli import add_option, end_on_signals, tell_error
 from shoal.cli.dht import how_to_join, rate_of
 from shoal.cli.token import add_token_option
-from shoal.errors import BootstrapError, ShoalError, ValidationError
+from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -88,18 +86,14 @@ def _count(text: str) -> int:
 
 def _guarded(name: str, command: Callable[[argparse.Namespace, threading.Event], int], arguments: Any) -> int:
     stop = threading.Event()
-    # Both signals end it in the same way, even as a background job, whose SIGINT the shell has disabled.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    end_on_signals()
     try:
         return command(arguments, stop)
     except KeyboardInterrupt:
         _say("Leaving.")
         return 0
     except (ShoalError, ValueError, OSError) as error:
-        print(f"shoal {name}: {error}", file=sys.stderr)
-        if isinstance(error, (BootstrapError, ValidationError)):
-            print("More about each address: shoal doctor ADDRESS", file=sys.stderr)
+        tell_error(name, error)
         return 1
 
 

@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from shoal.cli import add_option
+from shoal.cli import add_option, end_on_signals, tell_error
 from shoal.cli.token import add_token_option
 from shoal.dht import DHT, DHTNode
-from shoal.errors import BootstrapError, P2PDaemonError, ShoalError, ValidationError
+from shoal.errors import P2PDaemonError, ShoalError
 from shoal.logs import counted
 from shoal.p2p import Identity, Multiaddr
 from shoal.p2p.limits import RelayLimits, increase_file_limit
@@ -265,9 +265,7 @@ _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9}
 
 def run(arguments: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM and return the exit status."""
-    # Both signals end it in the same way, even as a background job, whose SIGINT the shell has disabled.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    end_on_signals()
     ignored = [f"--{name}" for name in WITHOUT_EFFECT if getattr(arguments, name.replace("-", "_"))]
     if ignored:
         print(f"shoal dht: no effect here: {', '.join(ignored)}", file=sys.stderr)
@@ -279,9 +277,7 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             return 0
         except (ShoalError, ValueError, OSError) as error:
-            print(f"shoal dht: {error}", file=sys.stderr)
-            if isinstance(error, (BootstrapError, ValidationError)):
-                print("More about each address: shoal doctor ADDRESS", file=sys.stderr)
+            tell_error("dht", error)
             return 1
         try:
             _say(

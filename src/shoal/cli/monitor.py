@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -12,10 +11,10 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.cli import add_option
+from shoal.cli import add_option, end_on_signals, tell_error
 from shoal.cli.token import add_token_option
 from shoal.dht import DHT
-from shoal.errors import BootstrapError, ShoalError, ValidationError
+from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.monitor.exporters import Exporter
@@ -77,17 +76,14 @@ def _port(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Watch until SIGINT or SIGTERM and return the exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    end_on_signals()
     try:
         with ExitStack() as stack:
             _watch(arguments, stack)
     except KeyboardInterrupt:
         return 0
     except (ShoalError, ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"shoal monitor: {error}", file=sys.stderr)
-        if isinstance(error, (BootstrapError, ValidationError)):
-            print("More about each address: shoal doctor ADDRESS", file=sys.stderr)
+        tell_error("monitor", error)
         return 1
     return 0
 
