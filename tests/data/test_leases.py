@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from shoal.data import leases as module
 from shoal.data.leases import LEASE_SECONDS, WAITING, Leases
 from shoal.dht import DHTNode
 from shoal.dht.crypto import tag_of
+from shoal.errors import DHTError
 from shoal.testing import run
 from shoal.testing.swarm import DHTSwarm
 
@@ -221,3 +223,25 @@ def test_another_data_set_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
     run(main(), seed=8)
     assert "passes over 10 samples in chunks of 1, and this peer over 12 in chunks of 1" in caplog.text
+
+
+def test_a_table_that_cannot_be_used_for_a_while_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    get, fails = DHTNode.get, iter([True] * 5)
+
+    async def get_if_it_works(node: DHTNode, *arguments: Any, **options: Any) -> Any:
+        if next(fails, False):
+            raise DHTError("the cable is out")
+        return await get(node, *arguments, **options)
+
+    async def main() -> None:
+        crowd = Crowd(samples=10)
+        await crowd.join()
+        await crowd.finish()
+        assert crowd.seen == Counter(range(10))
+        await crowd.close()
+
+    monkeypatch.setattr(DHTNode, "get", get_if_it_works)
+    run(main(), seed=9)
+    assert "no more data are leased for now: the cable is out" in caplog.text

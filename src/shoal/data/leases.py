@@ -33,6 +33,7 @@ from shoal.data.chunks import (
 )
 from shoal.dht import DHTNode
 from shoal.dht.crypto import peer_of, tag_of
+from shoal.errors import ShoalError
 from shoal.logs import Seldom, one_line
 from shoal.tasks import cancel_and_wait, wait_at_most
 
@@ -204,7 +205,14 @@ class Leases:
     async def _keep(self) -> None:
         try:
             while not self.is_over:
-                pause = await self._turn()
+                try:
+                    pause = await self._turn()
+                except ShoalError as e:
+                    if not self._node.is_alive:
+                        raise
+                    # Such as a cable that is out: what is held goes on, and the rest when the table is back.
+                    self._claimed, pause = [], POLL_SECONDS
+                    self._warn_seldom("the table cannot be used, so no more data are leased for now: %s", e)
                 await wait_at_most(self._wake, pause)
                 self._wake.clear()
         except Exception as e:  # it reaches the training loop, which waits for chunks
