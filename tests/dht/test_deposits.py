@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -81,3 +82,27 @@ async def test_honest_nodes_are_not_named(caplog):
     await read_all(nodes)
     assert not lines_about(caplog)
     assert not any(node.p2p.metrics.troubles[KIND] for node in nodes)
+
+
+@in_virtual_time
+async def test_a_node_is_not_named_while_its_answer_to_a_newer_record_is_on_its_way(caplog):
+    """It leaves out the newer one, which the owner has itself, and no longer has the older one."""
+    swarm = Swarm(seed=3)
+    nodes = await swarm.grow(7)
+    owner = nodes[0]
+    await store_everywhere(owner, 20.0)
+    call_store = owner.protocol.call_store
+
+    async def answers_come_late(*args):
+        accepted = await call_store(*args)
+        await asyncio.sleep(5.0)
+        return accepted
+
+    owner.protocol.call_store = answers_come_late
+    storing = owner.protocol.spawn(store_everywhere(owner, 30.0))
+    while not storing.done():
+        await read_all([owner])
+        await asyncio.sleep(0.1)
+    await storing
+    assert not lines_about(caplog)
+    assert owner.p2p.metrics.troubles[KIND] == 0

@@ -133,6 +133,15 @@ class Deposits:
         if len(self._kept) > MAX_DEPOSITS:
             self._kept.popitem(last=False)
 
+    def set_aside(self, peer: PeerID, record: NewRecord) -> None:
+        """A node is asked to keep a newer record: until it answers, it may tell the one or the other.
+
+        It leaves out the newer one, which its owner has, and then it would seem to tell none.
+        """
+        entries = self._kept.get((peer, record.key_id))
+        if entries is not None:
+            entries.pop(record.subkey, None)
+
     def check(
         self,
         peer: PeerID,
@@ -239,6 +248,8 @@ class Writer:
             peer = lookup.peer_of(node_id)
             if peer is None:
                 return None
+            for record in batch:
+                self._deposits.set_aside(peer, record)
             accepted = await self._protocol.call_store(peer, batch)
             for record, is_kept in zip(batch, accepted or (), strict=False):
                 if is_kept:
