@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Sequence
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.p2p.answering import MAX_ANSWERS, may_be_dialled
 from shoal.p2p.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks
 from shoal.p2p.circuits import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
-from shoal.p2p.connection_pool import CIRCUIT_SECONDS, CIRCUIT_STAGGER
+from shoal.p2p.dialler import CIRCUIT_SECONDS, CIRCUIT_STAGGER
 from shoal.p2p.identity import circuit_address
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.pipes import PipeEnd
@@ -514,3 +515,44 @@ async def test_the_relay_is_killed_in_a_call(kind: str) -> None:
             with pytest.raises(StreamClosedError):
                 await call.receive(Number)
         assert await square(caller, guest) == 9
+
+
+@both_kinds
+@pytest.mark.parametrize("carried", [0, 100_000])
+async def test_a_relay_that_ends_all_circuits_early_is_left_for_another_one(
+    kind: str, carried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends each before, or long after, both ends know each other; nobody is reached but the target."""
+    payload = secrets.token_bytes(2**20)
+    async with Relayed(kind) as peers:
+        liar, honest = await peers.relay(), await peers.relay()
+        join = liar.transport.join
+
+        async def end_early(*args: Any) -> None:
+            carrying = asyncio.ensure_future(join(*args))
+            before = liar.metrics.bytes_carried
+            await until(lambda: liar.metrics.bytes_carried - before >= carried or carrying.done())
+            carrying.cancel()
+
+        monkeypatch.setattr(liar.transport, "join", end_early)
+        guest, caller = await peers.guest(), await peers.caller()
+
+        def add_way(relay: P2P) -> None:
+            place = relay.get_addresses(relay.peer_id)[0]
+            caller.add_addresses(relay.peer_id, [place])
+            caller.add_addresses(guest.peer_id, [circuit_address(place, relay.peer_id)])
+
+        async def transfer() -> PeerID | None:
+            """Through which relay this was."""
+            async with stub(caller, guest).rpc_echo() as call:
+                await call.send(Number(value=1), payload, end=True)
+                await call.receive(Number)
+                assert await call.read_payload(2**21) == payload
+                return call.connection.stream.via
+
+        add_way(liar)
+        with pytest.raises((DialError, StreamClosedError)):
+            await transfer()
+        add_way(honest)
+        assert await transfer() == honest.peer_id
+        assert liar.metrics.circuits_carried

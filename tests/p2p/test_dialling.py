@@ -10,7 +10,7 @@ from shoal.errors import DialError
 from shoal.metrics import Metrics
 from shoal.p2p import Identity, PeerID
 from shoal.p2p.addresses import AddressBook
-from shoal.p2p.connection_pool import DIAL_STAGGER, HANDSHAKE_STAGGER, Dialler
+from shoal.p2p.dialler import DIAL_STAGGER, HANDSHAKE_STAGGER, Dialler
 from shoal.p2p.memory import MemoryNetwork, MemoryTransport
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.transport import ON_ANSWER, Stream

@@ -6,7 +6,8 @@
 - A transport makes streams of bytes (:mod:`~.transport`): :mod:`~.tcp` with TLS, where both sides prove who they are
   (:mod:`~.handshake`), and :mod:`~.memory` within a process.
 - A message on a stream is a small header and a payload that goes straight to where it belongs. A
-  :mod:`~.connection` carries one call at a time; a :mod:`~.connection_pool` dials, keeps and reuses connections.
+  :mod:`~.connection` carries one call at a time; a :mod:`~.dialler` makes connections, and a
+  :mod:`~.connection_pool` keeps and reuses them.
 - A :mod:`~.service` is a class whose ``rpc_`` methods others call; :mod:`~.server` runs them, within :mod:`~.limits`.
 - In a private run, peers show :mod:`~.badges`, which they make from :mod:`~.tokens`. A :mod:`~.membership` judges them,
   and :mod:`~.revocation` keeps out who was expelled.

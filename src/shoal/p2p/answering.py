@@ -16,7 +16,7 @@ from shoal.errors import DialError, ShoalError
 from shoal.logs import Seldom, quoted
 from shoal.p2p.addresses import ip_text_of, is_loopback
 from shoal.p2p.circuit import Circuit, Punching, mark_relayed, open_circuits, parse_told, successes
-from shoal.p2p.connection_pool import CIRCUIT_SECONDS
+from shoal.p2p.dialler import CIRCUIT_SECONDS
 from shoal.p2p.identity import PeerID, is_circuit
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.relay_messages import MAX_PLACES, Incoming, Reach

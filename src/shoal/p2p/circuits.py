@@ -27,7 +27,7 @@ from shoal.errors import (
 from shoal.logs import quoted
 from shoal.p2p.badges import ANY_ROLE
 from shoal.p2p.circuit import Circuit, Punching, Setbacks, mark_relayed, open_circuits, successes
-from shoal.p2p.connection_pool import CIRCUIT_SECONDS, DIRECT_ONLY
+from shoal.p2p.dialler import CIRCUIT_SECONDS, DIRECT_ONLY
 from shoal.p2p.identity import PeerID, relay_of
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pooled_peer import SPARE

@@ -1,174 +1,26 @@
 """Connections to other peers, each used by one call at a time and kept for the next one.
 
 A call that finds no idle connection dials a new one, so a bulk transfer never blocks a small call. Many calls to one
-peer share a few dials: the call that has waited longest takes the first connection that becomes free. A dial tries
-all known addresses of the peer, each a little later than the one before. Direct connections are preferred to those
-through relays, which end when there are direct ones.
+peer share a few dials: the call that has waited longest takes the first connection that becomes free. Direct
+connections are preferred to those through relays, which end when there are direct ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import math
-from collections.abc import Awaitable, Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable
 
 from shoal.errors import (
     BusyError,
     DialError,
-    NoRelayError,
-    NoReservationError,
-    NotAMemberError,
     P2PDaemonError,
     ShoalError,
-    kind_of_dial_errors,
 )
-from shoal.metrics import Metrics
-from shoal.p2p.addresses import AddressBook, Notes
 from shoal.p2p.connection import Connection
-from shoal.p2p.identity import PeerID, is_circuit, relay_of
-from shoal.p2p.multiaddr import Multiaddr
+from shoal.p2p.identity import PeerID
 from shoal.p2p.pooled_peer import BARREN_SECONDS, PooledPeer, Turn
-from shoal.p2p.transport import ON_ANSWER, Stream, Transport
-
-# Seconds after which the next address of a peer is tried in parallel with the one that has not answered yet.
-DIAL_STAGGER = 0.25
-# The same after a machine has answered there: the handshake of two busy machines takes long, and two take longer.
-HANDSHAKE_STAGGER = 2.0
-# The same for the next relay of a peer, because each needs a few round trips.
-CIRCUIT_STAGGER = 1.5
-CIRCUIT_SECONDS = 10.0
-"""How long the way through one relay may take."""
-
-SILENT_RELAY_SECONDS = 60.0  # a relay that has fallen silent is tried last
-
-DIRECT_ONLY: ContextVar[bool] = ContextVar("DIRECT_ONLY", default=False)
-"""A relay itself is being dialled, so that no other relay may come into it."""
-
-
-class Dialler:
-    """Dials peers at their known addresses; :meth:`close` gives up all dials at once."""
-
-    def __init__(self, transport: Transport, addresses: AddressBook, metrics: Metrics) -> None:
-        self._transport = transport
-        self._addresses = addresses
-        self._metrics = metrics
-        self.dial_circuit: Callable[[Multiaddr, PeerID], Awaitable[Stream]] | None = None
-        """Dials through a relay; ``None``: relays are not used."""
-        self.tasks: dict[asyncio.Task[Stream], None] = {}
-        """Dials in progress."""
-        self._silent_at: Notes[float] = Notes()
-        self._closed = False
-
-    async def dial(self, peer: PeerID) -> Stream:
-        """Dial the addresses of a peer, each a little later than the one before; the first success wins.
-
-        Raises:
-            DialError: no address is known, or none answers as that peer.
-            RefusedDialError: nothing listens at any of them.
-            P2PDaemonError: this peer is shut down.
-        """
-        addresses = [*self.direct_addresses(peer), *self.circuits(peer)]
-        if not addresses:
-            raise DialError(f"no address of peer {peer} is known: it may be in client mode, or it has left")
-        return await self._dial_first(peer, addresses)
-
-    def direct_addresses(self, peer: PeerID) -> list[Multiaddr]:
-        """Where a peer itself may be, in the order to try."""
-        direct = [each for each in self._addresses.get(peer) if not is_circuit(each)]
-        return self._transport.worth_dialling(direct, have_others=bool(self.circuits(peer)))
-
-    def circuits(self, peer: PeerID) -> list[Multiaddr]:
-        """Its addresses at relays that this peer can dial."""
-        if self.dial_circuit is None or DIRECT_ONLY.get():
-            return []
-        since = asyncio.get_running_loop().time() - SILENT_RELAY_SECONDS
-        found = [each for each in self._addresses.get(peer) if self.supports_circuit(each)]
-        silent = {each for each in found if (at := relay_of(each)) and self._silent_at.get(at[1], -math.inf) > since}
-        return sorted(found, key=silent.__contains__)
-
-    def note_silent(self, relay: PeerID) -> None:
-        """A relay does not answer any more: others are dialled first for a while."""
-        self._silent_at.note(relay, asyncio.get_running_loop().time())
-
-    def supports_circuit(self, address: Multiaddr) -> bool:
-        """Whether an address leads through a relay that this peer can dial."""
-        relay = relay_of(address)
-        return relay is not None and self._transport.supports(relay[0])
-
-    async def dial_address(self, peer: PeerID, address: Multiaddr) -> Stream:
-        """Dial one address of a peer; raises what :meth:`dial` raises."""
-        return await self._dial_first(peer, [address])
-
-    async def _dial_first(self, peer: PeerID, addresses: Sequence[Multiaddr]) -> Stream:
-        dials: dict[asyncio.Task[Stream], Multiaddr] = {}
-        errors: list[BaseException] = []
-        waiting, answered = list(addresses), set[Multiaddr]()
-        try:
-            while waiting or dials:
-                if waiting:
-                    address = waiting.pop(0)
-                    dials[self._start(peer, address, answered)] = address
-                stagger = CIRCUIT_STAGGER if is_circuit(address) else DIAL_STAGGER
-                await asyncio.wait(dials, timeout=stagger if waiting else None, return_when=asyncio.FIRST_COMPLETED)
-                if waiting and address in answered and not any(task.done() for task in dials):
-                    await asyncio.wait(dials, timeout=HANDSHAKE_STAGGER - stagger, return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in dials if task.done()]:
-                    address = dials.pop(task)
-                    error = asyncio.CancelledError() if task.cancelled() else task.exception()
-                    if error is None:
-                        self._addresses.prefer(peer, address)
-                        self._metrics.dials_direct += not is_circuit(address)
-                        return task.result()
-                    errors.append(self._addresses.judged(peer, address, error))
-                    if isinstance(error, NoReservationError):
-                        self._addresses.forget(peer, address)
-        finally:
-            for task in dials:
-                task.add_done_callback(_abort_late)
-                task.cancel()
-        if self._closed:
-            raise P2PDaemonError("this peer is shut down")
-        refusal = next((error for error in errors if isinstance(error, NotAMemberError)), errors[0])
-        if all(isinstance(error, NoRelayError) for error in errors):
-            raise NoRelayError(
-                f"only relayed addresses of peer {peer} are known, and no relay answers: "
-                f"{'; '.join(map(str, errors))}. Wait, because it will choose others; or restart that peer"
-            )
-        if len(errors) == 1 or isinstance(refusal, NotAMemberError):
-            raise refusal
-        raise kind_of_dial_errors(errors)(f"cannot reach peer {peer}: " + "; ".join(map(str, errors)))
-
-    def _start(self, peer: PeerID, address: Multiaddr, answered: set[Multiaddr]) -> asyncio.Task[Stream]:
-        if self._closed:
-            raise P2PDaemonError("this peer is shut down")
-        if is_circuit(address) and self.dial_circuit is not None:
-            task = asyncio.ensure_future(self.dial_circuit(address, peer))
-        else:
-            task = asyncio.ensure_future(self._dial_directly(peer, address, answered))
-        self.tasks[task] = None
-        task.add_done_callback(self.tasks.pop)
-        return task
-
-    async def _dial_directly(self, peer: PeerID, address: Multiaddr, answered: set[Multiaddr]) -> Stream:
-        ON_ANSWER.set(functools.partial(answered.add, address))
-        return await self._transport.dial(address, peer)
-
-    async def close(self) -> None:
-        """Give up every dial in progress."""
-        self._closed = True
-        tasks = list(self.tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _abort_late(task: asyncio.Task[Stream]) -> None:
-    """Abort a late success: another address was faster, or nobody waits any more."""
-    if not task.cancelled() and task.exception() is None:
-        task.result().abort()
-
+from shoal.p2p.transport import Stream
 
 # Limits on idle connections: a new connection costs round trips, an idle one costs a socket at both ends.
 MAX_IDLE_PER_PEER = 12
@@ -195,6 +47,8 @@ class ConnectionPool:
         self._closed = False
         self.on_circuit: Callable[[PeerID], object] = lambda peer: None
         """Called with a peer to which there is a new connection through a relay, or one that a relay has arranged."""
+        self.on_broken: Callable[[PeerID], object] = lambda relay: None
+        """Called with a relay through which a connection has broken."""
 
     def __contains__(self, peer: object) -> bool:
         """Whether there are connections to this peer, or soon will be."""
@@ -255,8 +109,11 @@ class ConnectionPool:
         A relayed one is not kept as well, if there are direct ones to that peer.
         """
         peer = self._peers[connection.remote]
-        is_old = connection.opened_at < asyncio.get_running_loop().time() - MAX_AGE_SECONDS
-        is_old = is_old and not connection.stream.is_arranged
+        stream = connection.stream
+        if not reusable and connection.closed and stream.via is not None:
+            self.on_broken(stream.via)
+        oldest = asyncio.get_running_loop().time() - MAX_AGE_SECONDS
+        is_old = connection.opened_at < oldest and not stream.is_arranged
         if not reusable or connection.closed or self._closed or is_old:
             connection.abort()
             del peer.in_use[connection]
@@ -267,10 +124,10 @@ class ConnectionPool:
             turn.set_result(connection)
             return
         del peer.in_use[connection]
-        if connection.stream.via is not None and peer.has_direct:
+        if stream.via is not None and peer.has_direct:
             connection.abort()
-            return
-        self._keep(peer, connection)
+        else:
+            self._keep(peer, connection)
 
     async def prepare(self, peer_id: PeerID, count: int) -> None:
         """Dial until ``count`` connections are idle, for calls that will be made soon.

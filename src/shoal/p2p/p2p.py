@@ -19,7 +19,8 @@ from shoal.p2p.behaviour import Behaviour
 from shoal.p2p.calling import Caller
 from shoal.p2p.circuits import Circuits
 from shoal.p2p.connection import Connection, Hello
-from shoal.p2p.connection_pool import ConnectionPool, Dialler
+from shoal.p2p.connection_pool import ConnectionPool
+from shoal.p2p.dialler import Dialler
 from shoal.p2p.identity import Identity, PeerID, PeerInfo
 from shoal.p2p.joining import Checkup, Target, reach_first
 from shoal.p2p.joining import parse_peer_addresses as parse_peer_addresses
@@ -82,6 +83,7 @@ class P2P(Caller):
         self.late_answers = {}
         self.pool = ConnectionPool(self.dial, idle_timeout)
         """Those connections."""
+        self.pool.on_broken = self.dialler.note_broken
         self.behaviour = Behaviour(metrics, asyncio.get_running_loop().time)
         """What this peer has seen others do."""
         self.membership = None

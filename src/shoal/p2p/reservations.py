@@ -19,7 +19,7 @@ from shoal.errors import ProtocolError, ShoalError
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER, ip_text_of, is_loopback
 from shoal.p2p.badges import ANY_ROLE
 from shoal.p2p.connection import Call
-from shoal.p2p.connection_pool import DIRECT_ONLY
+from shoal.p2p.dialler import DIRECT_ONLY
 from shoal.p2p.identity import PeerID, circuit_address, is_circuit
 from shoal.p2p.joining import Target
 from shoal.p2p.multiaddr import Multiaddr
@@ -295,7 +295,7 @@ class Reservations:
 
     def _drop_via(self, relay: PeerID) -> None:
         """A relay is dead: nothing will come through its circuits any more."""
-        self._p2p.dialler.note_silent(relay)
+        self._p2p.dialler.note_broken(relay)
         self._p2p.pool.end_idle(relay)
         self._p2p.pool.drop_via(relay)
         self._p2p.server.cut(lambda stream: stream.via == relay, "its relay is silent")
