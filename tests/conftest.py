@@ -51,6 +51,12 @@ WITH_PROCESSES = {
     "tests/optim/test_multi_process.py": "groups",
 }
 """Tests that start processes, which need the machine's cores: of each kind, one at a time."""
+SHARING = {
+    "tests/dht/test_spread.py": "spread",
+    "tests/hostile/test_simulated.py": "hostile swarms",
+    "tests/test_house.py": "house",
+}
+"""Tests that compare with something that takes long, and is made once in each process."""
 ON_HOSTS = (
     *("tests/system/test_hosts.py", "tests/system/test_outages.py", "tests/system/test_two_machines.py"),
     "tests/nat/",
@@ -102,7 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if path.startswith(ON_HOSTS):
             item.add_marker(pytest.mark.xdist_group("hosts"))
             continue
-        for start, group in WITH_PROCESSES.items():
+        for start, group in {**WITH_PROCESSES, **SHARING}.items():
             if path.startswith(start):
                 item.add_marker(pytest.mark.xdist_group(group))
 

@@ -1,10 +1,12 @@
-"""Targets that turn bytes into tensors."""
+"""Targets that turn bytes into tensors, or take apart tensors by what somebody says of them."""
 
 from __future__ import annotations
 
 import torch
 
+from shoal.archive.contents import order_of, put_together, take_apart
 from shoal.averaging.message_means import Messages, as_bytes, unpack
+from shoal.averaging.state.download import State
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionInfo,
@@ -16,6 +18,8 @@ from shoal.compression import (
 )
 from shoal.compression.one_result import Relayed
 from shoal.compression.serialization import is_sparse
+from shoal.serializer import MSGPackSerializer
+from tests.archive.states import small_state
 from tests.fuzz.fuzzing import Target
 from tests.fuzz.mutation import Mutator
 
@@ -70,8 +74,43 @@ def _relayed() -> Target:
     return Target("messages passed on", hostile, feed)
 
 
+_OF_DILOCO = {
+    "slot": 7,
+    "names": ["weight", "bias"],
+    "fragments": [
+        {"layout": [[0, 0, [3, 2]]], "tensors": 2, "optimizer": {"names": ["/0/momentum_buffer"]}},
+        {"layout": [[1, 2, [3]]], "tensors": 1, "optimizer": {"names": []}},
+    ],
+    "inner": [{"names": ["/0/exp_avg", "/1/exp_avg"]}],
+}
+_STATES = {
+    "Optimizer": small_state(3),
+    "DiLoCo": State(_OF_DILOCO, [torch.ones(6), torch.ones(6), torch.ones(5), torch.ones(3, 2), torch.ones(3)]),
+}
+
+
+def _state(kind: str) -> Target:
+    """The state that a donor gives to who keeps archives."""
+    state = _STATES[kind]
+    packed = MSGPackSerializer.dumps(state.metadata)
+
+    def feed(data: bytes) -> str:
+        try:
+            given = State(MSGPackSerializer.loads(data), state.tensors)
+            pieces = take_apart(kind, given)
+        except ValueError:
+            return "refused"
+        kept = {piece.name: piece.tensor for each in pieces for piece in each}
+        assert all(map(torch.equal, put_together(order_of(pieces), kept), state.tensors))
+        return "kept"
+
+    assert feed(packed) == "kept"
+    return Target(f"archived state, {kind}", lambda mutator: mutator.packed(packed), feed)
+
+
 def targets() -> list[Target]:
     return [
+        *map(_state, _STATES),
         _relayed(),
         _target("tensor, largest values", [code for code in CompressionType if is_sparse(code)]),
         _target("tensor, all values", [code for code in CompressionType if not is_sparse(code)]),

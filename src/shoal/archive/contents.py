@@ -29,6 +29,8 @@ EPOCHS = {"Optimizer": "epoch", "DiLoCo": "slot"}
 MODEL, TRAINING = "model", "training"
 """The two kinds of files: what a model holds, by the names that it has there; and all else that training needs."""
 _LONGEST_NAME = 500
+# Numbers are made up for parameters without names, as many as a donor says there are.
+_MOST_PARAMETERS = 2**20
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,11 @@ def take_apart(kind: str, state: State) -> list[list[Piece]]:
     epoch_of(kind, metadata)
     try:
         named = list((_of_optimizer if kind == "Optimizer" else _of_diloco)(metadata, tensors))
-    except (KeyError, TypeError, IndexError, AttributeError) as e:
+    except (LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as e:  # what torch raises, too
         raise ValueError(f"the state of the {kind} is malformed: {e!r}") from e
     pieces = [piece for each in named for piece in each]
+    if not all(named):
+        raise ValueError(f"the state of the {kind} has an empty fragment")
     names = [piece.name for piece in pieces]
     if len(set(names)) < len(names) or max(map(len, names), default=0) > _LONGEST_NAME:
         raise ValueError("names of tensors in the state are too long, or occur twice")
@@ -107,7 +111,7 @@ def _of_optimizer(metadata: Any, tensors: Sequence[torch.Tensor]) -> Iterator[li
 
 def _of_diloco(metadata: Any, tensors: Sequence[torch.Tensor]) -> Iterator[list[Piece]]:
     layouts = [each["layout"] for each in metadata["fragments"]]
-    names = _names_or_numbers(metadata["names"], 1 + max(number for each in layouts for number, _, _ in each))
+    names = _names_or_numbers(metadata["names"], 1 + max(_count(number) for each in layouts for number, _, _ in each))
     left = iter(tensors)
     for number, (fragment, layout) in enumerate(zip(metadata["fragments"], layouts, strict=True)):
         vector = next(left)
@@ -148,7 +152,7 @@ def _cut(
             yield Piece(f"{filling}.filling.{end}", TRAINING, vector[end:offset], is_whole=False)
         if number < 0:
             return
-        end = offset + math.prod(shape)
+        end = offset + math.prod(map(_count, shape))
         name = names[number] if of is None else f"{of}.{names[number]}"
         yield Piece(name, MODEL if of is None else TRAINING, vector[offset:end].view(shape), is_whole=False)
 
@@ -162,6 +166,8 @@ def _name_of_statistic(path: Any, names: Sequence[str]) -> str:
 
 def _names_or_numbers(names: Any, count: int) -> list[str]:
     """The names of parameters, or their numbers if they have none."""
+    if not 0 <= count <= _MOST_PARAMETERS:
+        raise ValueError(f"a state cannot have {count} parameters")
     if not names:
         return list(map(str, range(count)))
     if len(names) < count or not all(isinstance(name, str) for name in names):
@@ -171,7 +177,7 @@ def _names_or_numbers(names: Any, count: int) -> list[str]:
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{quoted(value)} is no number of tensors")
+        raise ValueError(f"{quoted(value)} is no number")
     return value
 
 
