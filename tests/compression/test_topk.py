@@ -299,6 +299,7 @@ def digest() -> str:
     return found.hexdigest()
 
 
+@pytest.mark.slow_drill
 @pytest.mark.timeout(300)  # both processes only compute
 def test_both_code_paths_of_torch_send_and_read_the_same_bits() -> None:
     check_same_on_both("tests.compression.test_topk")

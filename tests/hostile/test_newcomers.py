@@ -61,10 +61,12 @@ def test_newcomers_find_the_run_although_others_withdraw_it() -> None:
     check(*newcomers_of(1, lambda swarm, _: _strike(swarm, "withdraws_what_others_declared")))
 
 
+@pytest.mark.slow_drill
 def test_newcomers_find_the_run_although_donors_are_busy() -> None:
     check(*newcomers_of(1, lambda swarm, _: _strike(swarm, "asks_for_a_chunk_now_and_then")))
 
 
+@pytest.mark.slow_drill
 def test_newcomers_find_the_run_where_nodes_hide_it() -> None:
     check(*newcomers_of(1, lambda swarm, _: _strike(swarm, "hides_what_is_stored")))
 

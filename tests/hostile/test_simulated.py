@@ -22,6 +22,8 @@ ELSEWHERE = OF_MACHINES | {
     "asks_for_a_chunk_now_and_then",
     "tells_another_time",
 }
+LIKE_OTHERS = {"calls_the_end_of_an_epoch_far_away", "claims_a_billion_samples"}
+"""What must not count is found by the same rules as a million epochs."""
 NAMED = {"claims_a_million_epochs"}
 """What would be as bad if a member did it."""
 LINES = 20 * PEERS
@@ -38,7 +40,14 @@ def check_equal(outcome: Outcome, peace: Outcome, *, goodput: float) -> None:
     assert outcome.downloads == 0, "nobody was behind"
 
 
-@pytest.mark.parametrize("name", [name for name in STRANGERS if name not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow_drill] if name in LIKE_OTHERS else [])
+        for name in STRANGERS
+        if name not in ELSEWHERE
+    ],
+)
 def test_a_stranger_changes_nothing(name: str) -> None:
     peace, attacked = train(1, peers=PEERS, epochs=EPOCHS), train(1, (name,), peers=PEERS, epochs=EPOCHS)
     check_equal(attacked, peace, goodput=0.9 if name in JOINING else 0.95)
@@ -68,7 +77,7 @@ def test_a_reducer_that_lies_is_caught_with_the_option_for_it() -> None:
         # With other seeds it may have no share to withhold, or none of its claims counts: then nobody is told.
         ("claims_all_the_weight", 3),
         ("withholds_averages", 1),
-        ("withholds_averages", 3),
+        pytest.param("withholds_averages", 3, marks=pytest.mark.slow_drill),
         ("sends_what_is_not_finite", 1),
         ("says_that_it_comes_and_never_does", 1),
     ],

@@ -30,6 +30,7 @@ def wait_for_group(peer: Peer, size: int, after: int = 0) -> int:
     return epoch
 
 
+@pytest.mark.slow_drill
 @pytest.mark.timeout(2 * START_LIMIT_SECONDS + 6 * TRAINING_SECONDS)
 def test_a_swarm_of_both_packages(tmp_path: Path) -> None:
     for package in PACKAGES:

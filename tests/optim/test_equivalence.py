@@ -220,8 +220,8 @@ def digits() -> torch.Tensor:
     ("of_gradients", "of_parameters"),
     [
         (BlockwiseQuantization, BlockwiseQuantization),
-        (Uniform8BitQuantization, NoCompression),
-        (NoCompression, Uniform8BitQuantization),
+        pytest.param(Uniform8BitQuantization, NoCompression, marks=pytest.mark.slow_drill),
+        pytest.param(NoCompression, Uniform8BitQuantization, marks=pytest.mark.slow_drill),
     ],
 )
 def test_compression_costs_hardly_any_loss(make_dhts, closing, digits, of_gradients, of_parameters):

@@ -221,7 +221,7 @@ def test_an_optimizer_reports(make_trainers):
     ((tag, entry),) = found().value.items()
     report = parse_report(entry.value)
     assert tag == tag_of(trainer.opt.dht.peer_id)
-    assert (report.samples, report.metrics, report.epoch) == (72, {"loss": 0.5}, 2)
+    assert (report.samples, report.metrics, report.epoch) == (72, {"loss": 0.5}, trainer.opt.local_epoch)
     assert report.step_seconds > 0
     trainer.opt.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):

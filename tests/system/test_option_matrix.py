@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.drills import mostly_drills
 from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.leaves_something]  # processes that go on to the next test
@@ -95,10 +96,11 @@ GRADIENT_OPTIONS = {
 }
 
 
-# every option with one way to accumulate; tests/optim/test_option_pairs.py has the others
-@pytest.mark.parametrize(("name", "reuse_grad_buffers"), list(zip(GRADIENT_OPTIONS, [False, True] * 2, strict=True)))
-def test_peers_that_average_gradients_learn_to_read(crew: Crew, name: str, reuse_grad_buffers: bool) -> None:
+@pytest.mark.parametrize("name", mostly_drills(reversed(GRADIENT_OPTIONS), quick=2))
+def test_peers_that_average_gradients_learn_to_read(crew: Crew, name: str) -> None:
     options = GRADIENT_OPTIONS[name]
+    # every option with one way to accumulate; tests/optim/test_option_pairs.py has the others
+    reuse_grad_buffers = list(GRADIENT_OPTIONS).index(name) % 2 == 1
     task = f"{name}, {'in place' if reuse_grad_buffers else 'accumulators'}"
     epochs, lr = (STALE_EPOCHS, STALE_LEARNING_RATE) if options["from_function"] else (EPOCHS, LEARNING_RATE)
     trainers, auxiliary = crew.run(task, epochs, lr, reuse_grad_buffers=reuse_grad_buffers, **options)
@@ -127,7 +129,7 @@ LOCAL_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", LOCAL_OPTIONS)
+@pytest.mark.parametrize("name", mostly_drills(reversed(LOCAL_OPTIONS)))
 def test_peers_that_step_locally_learn_to_read(crew: Crew, name: str) -> None:
     options = LOCAL_OPTIONS[name]
     trainers, auxiliary = crew.run(name, LOCAL_EPOCHS, LOCAL_LEARNING_RATE, use_local_updates=True, **options)

@@ -202,6 +202,7 @@ def test_two_computers_run_the_quickstart_together(hosts: list[Host]) -> None:
         peer.wait_for_line("2 peers", LIMIT)
 
 
+@pytest.mark.slow_drill
 def test_two_computers_run_the_lightning_example_together(hosts: list[Host]) -> None:
     pytest.importorskip("lightning")
     first = hosts[0].start(ROOT / "examples/lightning_digits.py")

@@ -320,6 +320,7 @@ def digest() -> str:
     return found.hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # both processes only compute
 def test_both_code_paths_of_torch_make_the_same_rounds() -> None:
     check_same_on_both("tests.optim.outer.test_compressor")
