@@ -1,0 +1,126 @@
+"""What `make docs` needs beside mkdocs.yml: documents from outside docs/, and cross-references of docstrings.
+
+mkdocs calls the functions whose names begin with ``on_``; griffe, which reads the source for the reference, finds the
+class :class:`References`.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "README.md": "index.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "deploy/README.md": "deploy.md",
+}
+"""Documents that GitHub wants elsewhere, and the pages that they are."""
+_LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)]*)?\)")
+_ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`(?P<short>~?)(?P<path>[\w.]+)`")
+_LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^\s>\"]+")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the documents from outside docs/, and a page for each example."""
+    for name, page in OUTSIDE.items():
+        if page not in files.src_uris:
+            files.append(File.generated(config, page, content=relink((ROOT / name).read_text("utf-8"), name)))
+    for example in sorted((ROOT / "examples").iterdir()):
+        if example.suffix in (".py", ".ipynb"):
+            name = f"examples/{example.name}"
+            files.append(File.generated(config, page_of(name), content=page_of_example(example)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Links that leave docs/ lead to the pages made of what they lead to."""
+    return markdown if page.file.generated_by else relink(markdown, f"docs/{page.file.src_uri}")
+
+
+def on_post_page(output: str, *, page: Any, **_: Any) -> str:
+    """Nobody who reads the documents tells a third party of it."""
+    if found := _LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads something from elsewhere: {found[0]}")
+    return output
+
+
+def page_of(name: str) -> str:
+    """The page of a file of the repository; "" if it has none."""
+    if name.startswith("docs/"):
+        return name.removeprefix("docs/")
+    if name.startswith("examples/") and name.endswith((".py", ".ipynb")):
+        return name.replace(".", "-") + ".md"
+    return OUTSIDE.get(name, "examples.md" if name == "examples" else "")
+
+
+def relink(markdown: str, source: str) -> str:
+    """Turn links between files of the repository into links between pages.
+
+    Args:
+        markdown: the text.
+        source: where it is in the repository.
+    """
+    page = page_of(source)
+
+    def replace(match: re.Match[str]) -> str:
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(source), match["target"]))
+        if not (ROOT / name).exists():
+            raise PluginError(f"{source} has a link to {match['target']}, which does not exist")
+        target = page_of(name)
+        if not target:
+            return match["text"]  # a file that is no page, such as a test
+        return f"[{match['text']}]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{match['anchor'] or ''})"
+
+    # Not in blocks of code, where brackets are something else.
+    return "".join(
+        part if part.lstrip().startswith("```") else _LINK.sub(replace, part)
+        for part in re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    )
+
+
+def page_of_example(path: Path) -> str:
+    """A program, or the cells of a notebook, as a page."""
+    if path.suffix == ".py":
+        return f"# {path.name}\n\n```python\n{path.read_text('utf-8')}```\n"
+    shown = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        shown.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        shown += [f"```text\n{''.join(out['text'])}```" for out in cell.get("outputs", []) if "text" in out]
+    return "\n\n".join(shown) + "\n"
+
+
+class References(griffe.Extension):
+    """Docstrings name things as Sphinx does; here these become links to the reference, or stay code."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            text = obj.docstring.value.replace("``", "`")
+            text = re.sub(r"^::\n", "", text, flags=re.MULTILINE)
+            text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
+            obj.docstring.value = _ROLE.sub(lambda match: self._link(match, obj), text)
+
+    def _link(self, match: re.Match[str], obj: griffe.Object) -> str:
+        path, module = match["path"], obj.module
+        if path.startswith("."):
+            package = module.path if module.is_init_module else module.path.rpartition(".")[0]
+            path = package + path
+        elif "." not in path:
+            owner = obj if obj.is_class else obj.parent
+            if owner is not None and path in owner.members:
+                path = f"{owner.path}.{path}"
+            elif path in module.members:
+                path = f"{module.path}.{path}"
+        name = path.rpartition(".")[2] if match["short"] else match["path"]
+        return f'<autoref identifier="{path}" optional><code>{name}</code></autoref>'
