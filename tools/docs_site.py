@@ -6,6 +6,7 @@ class :class:`References`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import posixpath
 import re
@@ -104,23 +105,26 @@ def page_of_example(path: Path) -> str:
 class References(griffe.Extension):
     """Docstrings name things as Sphinx does; here these become links to the reference, or stay code."""
 
-    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        self._visit(pkg)
+
+    def _visit(self, obj: griffe.Object) -> None:
         if obj.docstring:
             text = obj.docstring.value.replace("``", "`")
             text = re.sub(r"^::\n", "", text, flags=re.MULTILINE)
             text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
             obj.docstring.value = _ROLE.sub(lambda match: self._link(match, obj), text)
+        for member in obj.members.values():
+            if isinstance(member, griffe.Object):
+                self._visit(member)
 
     def _link(self, match: re.Match[str], obj: griffe.Object) -> str:
         path, module = match["path"], obj.module
         if path.startswith("."):
-            package = module.path if module.is_init_module else module.path.rpartition(".")[0]
-            path = package + path
-        elif "." not in path:
-            owner = obj if obj.is_class else obj.parent
-            if owner is not None and path in owner.members:
-                path = f"{owner.path}.{path}"
-            elif path in module.members:
-                path = f"{module.path}.{path}"
+            path = (module.path if module.is_init_module else module.path.rpartition(".")[0]) + path
+        else:
+            first, dot, rest = path.partition(".")
+            with contextlib.suppress(griffe.NameResolutionError):
+                path = obj.resolve(first) + dot + rest
         name = path.rpartition(".")[2] if match["short"] else match["path"]
         return f'<autoref identifier="{path}" optional><code>{name}</code></autoref>'
