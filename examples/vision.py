@@ -1,0 +1,92 @@
+"""A convolutional network that several machines train on one data set, over which they pass together, each image once.
+
+First one:   python examples/vision.py
+Second one:  python examples/vision.py ADDRESS      (the address that the first one prints)
+
+Needs scikit-learn for the data, handwritten digits: pip install 'shoal[examples]'
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import shoal
+
+torch.set_num_threads(1)  # the model is small, and the peers may share one machine
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+labels = torch.tensor(digits.target)
+training = TensorDataset(images[:1500], labels[:1500])  # the rest is for testing
+
+
+def convolution(inputs, outputs):
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), torch.nn.BatchNorm2d(outputs), torch.nn.ReLU()
+    )
+
+
+model = torch.nn.Sequential(
+    convolution(1, 16),
+    convolution(16, 32),
+    torch.nn.MaxPool2d(2),
+    convolution(32, 64),
+    torch.nn.AdaptiveAvgPool2d(1),
+    torch.nn.Flatten(),
+    torch.nn.Linear(64, 10),
+)
+
+
+def augment(batch):
+    """Move all images of a batch by up to a pixel."""
+    right, down = torch.randint(-1, 2, (2,)).tolist()
+    return batch.roll((down, right), dims=(2, 3))
+
+
+@torch.no_grad()
+def accuracy():
+    model.eval()
+    found = model(images[1500:]).argmax(dim=1)
+    model.train()
+    return (found == labels[1500:]).float().mean()
+
+
+def train(optimizer, shared, passes):
+    for number in range(1, passes + 1):
+        for batch, truth in shared.loader():  # ends when all peers together have passed over everything
+            optimizer.zero_grad()
+            loss = cross_entropy(model(augment(batch)), truth)
+            loss.backward()
+            optimizer.step(batch_size=len(batch))
+            optimizer.report(loss=loss)  # for `shoal monitor ADDRESS --run vision`
+        print(f"pass {number}: epoch {optimizer.local_epoch}, test accuracy {accuracy():.1%}", flush=True)
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("initial_peers", nargs="*", metavar="ADDRESS")
+parser.add_argument("--passes", type=int, default=30, help="pass over the data so many times (default: 30)")
+arguments = parser.parse_args()
+
+try:
+    with shoal.DHT(initial_peers=arguments.initial_peers, start=True) as dht:
+        print("Others join with: python examples/vision.py", dht.get_visible_maddrs()[0], flush=True)
+        adam = torch.optim.Adam(model.parameters(), lr=0.01)
+        with (
+            shoal.data.SharedPass(training, dht, "vision", batch_size=32, chunk=96) as shared,
+            shoal.Optimizer(
+                dht=dht,
+                run_id="vision",  # peers with the same name train together
+                target_batch_size=256,  # samples that all peers together gather for one step: an epoch
+                optimizer=adam,
+                scheduler=torch.optim.lr_scheduler.ExponentialLR(adam, gamma=0.99),  # counts epochs
+                model=model,  # so that the statistics of the batch norms are averaged, too
+                matchmaking_time=2.0,  # seconds to wait for peers that are late
+                grad_compression=shoal.Float16Compression(),  # half the bytes
+            ) as optimizer,
+        ):
+            train(optimizer, shared, arguments.passes)
+except KeyboardInterrupt:
+    print("Stopped. The others carry on.")  # the end of each block has told them

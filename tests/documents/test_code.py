@@ -1,0 +1,279 @@
+"""Python that the documents show runs: the blocks of a page one after the other, as one program.
+
+A page takes for granted what its reader has: a model, its data, peers. That is given here, by its name in the page, and
+stands also for the ``...`` among the arguments of what a page makes.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.archive.keeping import Archiver
+from shoal.archive.store import Store
+from shoal.compression.base import CompressionInfo
+from shoal.p2p.tokens import Token
+from tests.documents.pages import PAGES, ROOT, Block, blocks_of, name_of
+
+pytestmark = pytest.mark.timeout(240)
+ELSEWHERE = {
+    "README.md": "tests/documents/test_examples.py",
+    "docs/tutorial.md": "tests/documents/test_tutorial.py",
+}
+"""Pages whose programs are run by other tests, as processes."""
+CODE = [block for page in PAGES for block in blocks_of(page) if block.language == "python"]
+
+
+class Setting:
+    """What the reader of a page has.
+
+    Args:
+        folder: the one in which the code runs.
+        stack: for what must end after it.
+    """
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.folder, self.stack = folder, stack
+        self.names: dict[str, Any] = {"torch": torch, "shoal": shoal, "given": self._given}
+        self.replaced: dict[str, str] = {}
+        self.says = ""
+        self._made = 0
+
+    def dht(self, **options: Any) -> shoal.DHT:
+        return self.stack.enter_context(shoal.DHT(start=True, **options))
+
+    def _given(self, kind: str, explicit: frozenset[str]) -> dict[str, Any]:
+        """Arguments instead of ``...``, but for those that the page has."""
+        if kind != "Optimizer":
+            return {}
+        self._made += 1
+        common = {
+            "dht": self.names.get("dht") or self.dht(),
+            "run_id": f"run_{self._made}",
+            "target_batch_size": 16,
+            "optimizer": torch.optim.SGD(self.names["model"].parameters(), lr=0.1),
+            "matchmaking_time": 1.0,
+        }
+        return {name: value for name, value in common.items() if name not in explicit}
+
+    def learns(self) -> None:
+        """Most pages speak of a model, batches and a loss."""
+        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+        batch, labels = torch.randn(8, 8), torch.randint(4, (8,))
+        data = TensorDataset(torch.randn(32, 8), torch.randint(4, (32,)))
+        self.names |= {"model": model, "batch": batch, "labels": labels, "batches": [batch] * 4, "dataset": data}
+        self.names |= {"loss_of": lambda model, batch: model(batch).square().mean(), "DataLoader": DataLoader}
+
+
+def archives(setting: Setting) -> None:
+    setting.learns()
+    model, seed, folder = setting.names["model"], setting.dht(), setting.folder / "archives"
+    with shoal.Optimizer(
+        dht=seed,
+        run_id="my_run",
+        target_batch_size=8,
+        batch_size_per_step=8,
+        optimizer=torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9),
+        matchmaking_time=1.0,
+    ) as optimizer:
+        while optimizer.local_epoch < 1:
+            model(setting.names["batch"]).mean().backward()
+            optimizer.step()
+        with shoal.DHT(seed.get_visible_maddrs(), start=True, client_mode=True) as dht:
+            archiver = Archiver(dht, "my_run", Store(str(folder)), say=lambda *_: None, every=60, keep=5, rate=1e9)
+            archiver.write_one()
+            archiver.close()
+    setting.names["optimizer"] = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    setting.replaced = {"/mnt/archives/my_run": str(folder)}
+    setting.says = "my_run 1 "
+
+
+def compression(setting: Setting) -> None:
+    setting.learns()
+    gradient = torch.randn(100)
+    setting.names |= {
+        "codec": shoal.BlockwiseQuantization(),
+        "gradient": gradient,
+        "residual": torch.zeros(100),
+        "info": CompressionInfo.from_tensor(gradient),
+    }
+
+
+def data(setting: Setting) -> None:
+    setting.learns()
+    setting.names["dht"] = setting.dht()
+    setting.replaced = {"num_workers=4": "num_workers=0", "range(10)": "range(2)"}
+
+
+def gradients(setting: Setting) -> None:
+    setting.learns()
+    setting.names["path"] = setting.folder / "checkpoint.pt"
+
+
+def lightning(setting: Setting) -> None:
+    package = pytest.importorskip("lightning")
+    setting.stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")  # Lightning has much to say about small data
+    setting.stack.enter_context(one_process())
+
+    class Module(package.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    samples = TensorDataset(torch.randn(4096, 8), torch.randint(4, (4096,)))
+    setting.names |= {"model": Module(), "loader": DataLoader(samples, batch_size=4096), "initial_peers": []}
+
+
+def low_communication(setting: Setting) -> None:
+    setting.stack.enter_context(one_process())
+    setting.names["initial_peers"] = []
+    setting.says = "made 150 steps in 3 slots"
+
+
+def monitoring(setting: Setting) -> None:
+    setting.learns()
+    setting.names["dht"] = setting.dht()
+    arguments = setting._given("Optimizer", frozenset())
+    setting.names["optimizer"] = shoal.Optimizer(**arguments, batch_size_per_step=8)
+
+
+def private_swarms(setting: Setting) -> None:
+    key = Token.new_run("friends")
+    address = str(setting.dht(token=key.text).get_visible_maddrs()[0])
+    setting.replaced = {"ADDRESS": address, "shoal-invite-...": key.invite(shoal.p2p.Roles.TRAIN, 2**32).text}
+
+
+def training(setting: Setting) -> None:
+    setting.replaced = {"time.sleep(0.1)": "time.sleep(0)"}
+    setting.says = "trained for 3 epochs"
+
+
+SETTINGS: dict[str, Callable[[Setting], None]] = {
+    "docs/archives.md": archives,
+    "docs/coming-from.md": Setting.learns,
+    "docs/compression.md": compression,
+    "docs/data.md": data,
+    "docs/gradients.md": gradients,
+    "docs/index.md": Setting.learns,
+    "docs/lightning.md": lightning,
+    "docs/low-communication.md": low_communication,
+    "docs/monitoring.md": monitoring,
+    "docs/private-swarms.md": private_swarms,
+    "docs/robust-averages.md": Setting.learns,
+    "docs/training.md": training,
+}
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """As ``torchrun`` sets it up for one process."""
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setenv(name, value)
+        try:
+            yield
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+class _Given(ast.NodeTransformer):
+    """Puts what is given in the place of ``...``."""
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        if node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value is ...:
+            kind = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            names = [each.arg for each in node.keywords if each.arg]
+            given = ast.parse(f"given({kind!r}, frozenset({names!r}))", mode="eval").body
+            node.args.pop(0)
+            node.keywords.append(ast.keyword(arg=None, value=given))
+        return node
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page) for page in sorted({block.page for block in CODE})])
+def test_code_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if page in ELSEWHERE:
+        assert Path(page).name in (ROOT / ELSEWHERE[page]).read_text(encoding="utf-8")
+        return
+    assert page in SETTINGS, "say what its code needs, or which test runs it"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with contextlib.ExitStack() as stack:
+        setting = Setting(tmp_path, stack)
+        SETTINGS[page](setting)
+        stack.callback(shut_down, setting.names)
+        for block in blocks_of(ROOT / page):
+            if block.language == "python":
+                run(block, setting)
+    if setting.says:
+        assert setting.says in capsys.readouterr().out
+
+
+def run(block: Block, setting: Setting) -> None:
+    code = block.code
+    for shown, real in setting.replaced.items():
+        code = code.replace(shown, real)
+    # Lines are those of the page, so that a traceback shows where it is.
+    tree = ast.increment_lineno(_Given().visit(ast.parse(code)), block.line)
+    exec(compile(ast.fix_missing_locations(tree), str(ROOT / block.page), "exec"), setting.names)
+
+
+def shut_down(names: dict[str, Any]) -> None:
+    """What the code has not ended itself: first what uses a table, then tables."""
+    ending = [value for value in names.values() if callable(getattr(value, "shutdown", None))]
+    for value in sorted(ending, key=lambda value: isinstance(value, shoal.DHT)):
+        value.shutdown()
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.place) for block in CODE])
+def test_what_code_names_exists(block: Block) -> None:
+    """All of it can be parsed, whatever starts with ``shoal.`` is there, and so is each argument by name."""
+    for node in ast.walk(ast.parse(block.code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shoal"):
+            assert node.module is not None
+            room = importlib.import_module(node.module)
+            assert all(hasattr(room, name.name) for name in node.names), ast.unparse(node)
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"shoal(\.\w+)+", path := ast.unparse(node)):
+            assert found(path) is not None, path
+        if isinstance(node, ast.Call) and re.fullmatch(r"shoal(\.\w+)+", path := ast.unparse(node.func)):
+            parameters = inspect.signature(found(path)).parameters
+            if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+                assert {each.arg for each in node.keywords if each.arg} <= parameters.keys(), ast.unparse(node)
+
+
+def found(path: str) -> Any:
+    """What a dotted path such as ``shoal.dht.DHT`` leads to."""
+    value: Any = importlib.import_module("shoal")
+    for place, name in enumerate(path.split(".")[1:], 2):
+        if not hasattr(value, name):
+            importlib.import_module(".".join(path.split(".")[:place]))
+        value = getattr(value, name)
+    return value
+
+
+def test_no_page_is_forgotten() -> None:
+    assert {name_of(page) for page in PAGES} >= {*SETTINGS, *ELSEWHERE}

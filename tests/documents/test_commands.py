@@ -1,0 +1,81 @@
+"""Commands that the documents show can be given as they stand: programs, options, packages, targets and files exist."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from shoal.cli.__main__ import build_parser
+from tests.documents.pages import PAGES, ROOT, Block, blocks_of, inline_commands, name_of
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+FOREIGN = {"cd", "git", "journalctl", "systemctl", "export"}
+"""Commands of the system, whose words are not ours."""
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+TARGETS = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def test_each_block_says_what_it_is() -> None:
+    """What is Python is run by ``test_code.py``, what is for a shell is checked here, and text is no code."""
+    unknown = [block.place for block in BLOCKS if block.language not in ("python", "sh", "text")]
+    assert not unknown, "begin them with ```python, ```sh or ```text"
+    assert len(BLOCKS) > 60
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.place) for b in BLOCKS if b.language == "sh"])
+def test_commands_can_be_given(block: Block) -> None:
+    shown = {each.title for each in BLOCKS if each.title.endswith(".py")} | {"train.py"}
+    for line in block.code.splitlines():
+        for command in re.split(r"&&|;", line.partition(" #")[0]):
+            check(shlex.split(command), shown)
+
+
+def check(words: list[str], shown: set[str]) -> None:
+    while words and (words[0] == "sudo" or re.match(r"[A-Z_]+=", words[0])):
+        words = words[1:]
+    if not words:
+        return
+    program, *rest = words
+    program = program.rpartition("/")[2]
+    if program == "shoal":
+        build_parser().parse_args(rest)
+    elif program == "pip":
+        assert rest[0] == "install"
+        for package in rest[1:]:
+            name, _, extras = package.partition("[")
+            assert name == "shoal", package
+            assert set(filter(None, extras.rstrip("]").split(","))) <= EXTRAS.keys(), package
+    elif program == "make":
+        assert {word for word in rest if "=" not in word} <= TARGETS
+    elif program in ("python", "python3", "torchrun"):
+        assert rest[0] == "-m" or rest[0] in shown or (ROOT / rest[0]).is_file(), rest
+    elif program in ("docker", "cp"):
+        named = [word for word in rest if word.startswith("deploy/")]
+        assert named
+        assert all((ROOT / word).is_file() for word in named)
+    else:
+        assert program in FOREIGN, f"tell tests/documents what may be said with {program}"
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in PAGES if inline_commands(page)])
+def test_options_of_commands_within_sentences_exist(page: Path) -> None:
+    for command in inline_commands(page):
+        parser, words = build_parser(), command.split()[1:]
+        while words and (choices := subcommands(parser)):
+            assert words[0] in choices or not words[0].isalpha() or words[0].isupper(), command
+            if words[0] not in choices:
+                break
+            parser, words = choices[words[0]], words[1:]
+        known = {option for action in parser._actions for option in action.option_strings}
+        named = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        assert named <= known, command
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return found[0].choices if found else {}
