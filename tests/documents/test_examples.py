@@ -1,64 +1,27 @@
-"""Code that the documents show runs as it stands, and the examples do."""
+"""The examples run, and so does the first code of the README, as processes of their own; and the notebook."""
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.computers import CAN_MAKE_COMPUTERS
+from tests.documents.pages import ROOT
+from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=200, check=False)
-
-
-def shown_code() -> list[tuple[str, str]]:
-    """Each block of Python in the documents, and where it is."""
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [
-        (f"{document.name}-{number}", match[1])
-        for document in documents
-        for number, match in enumerate(re.finditer(r"```python\n(.*?)```", document.read_text("utf-8"), re.DOTALL))
-    ]
-
-
-@pytest.mark.parametrize("code", [pytest.param(code, id=place) for place, code in shown_code()])
-def test_what_documents_name_exists(code: str) -> None:
-    """All of it can be parsed, whatever starts with ``shoal.`` is there, and so is each argument by name."""
-    for node in ast.walk(ast.parse(textwrap.dedent(code))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shoal"):
-            assert node.module is not None
-            room = importlib.import_module(node.module)
-            assert all(hasattr(room, name.name) for name in node.names), ast.unparse(node)
-        if isinstance(node, ast.Attribute) and re.fullmatch(r"shoal(\.\w+)+", path := ast.unparse(node)):
-            assert found(path) is not None, path
-        if isinstance(node, ast.Call) and re.fullmatch(r"shoal(\.\w+)+", path := ast.unparse(node.func)):
-            parameters = inspect.signature(found(path)).parameters
-            if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-                assert {each.arg for each in node.keywords if each.arg} <= parameters.keys(), ast.unparse(node)
-
-
-def found(path: str) -> Any:
-    """What a dotted path such as ``shoal.dht.DHT`` leads to."""
-    value: Any = importlib.import_module("shoal")
-    for place, name in enumerate(path.split(".")[1:], 2):
-        if not hasattr(value, name):
-            importlib.import_module(".".join(path.split(".")[:place]))
-        value = getattr(value, name)
-    return value
 
 
 def test_first_code_of_the_readme() -> None:
@@ -123,18 +86,56 @@ def test_ctrl_c_ends_the_examples_politely(tmp_path: Path, name: str, needs: str
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
-        "docs/architecture.md",
-        "docs/private-swarms.md",
-        "docs/reachability.md",
-    ],
+    ("name", "option", "says"),
+    [("language_model", "--slots", r"slot 2: loss [0-4]\.\d+ nats.*\nThe statement "), ("vision", "--passes", "pass 2: epoch")],
 )
-def test_files_that_the_documents_point_to_exist(name: str) -> None:
-    document = ROOT / name
-    targets = re.findall(r"\]\(([^)#]+)\)", document.read_text())
-    missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]
-    assert not missing
+def test_two_peers_run_an_example(tmp_path: Path, name: str, option: str, says: str) -> None:
+    """The second one joins through the line that the first one prints."""
+    environment = os.environ | {"PYTHONWARNINGS": "error"}
+    program = ROOT / "examples" / f"{name}.py"
+    first = Peer(program, option, "100000", cwd=tmp_path, environment=environment)
+    try:
+        line = first.wait_for_line("^Others join with: python (.*)", START_LIMIT_SECONDS)[1]
+        path, address = line.split()
+        assert ROOT / path == program
+        first.wait_for_line("^(slot|pass) 1: ", START_LIMIT_SECONDS)
+        second = Peer(program, address, option, "2", cwd=tmp_path, environment=environment)
+        try:
+            assert second.wait(START_LIMIT_SECONDS) == 0, second.errors()
+            printed = "\n".join(event["line"] for event in second.all("line"))
+            assert re.search(says, printed), printed
+        finally:
+            second.close()
+        os.kill(first.process.pid, signal.SIGINT)
+        assert first.wait(START_LIMIT_SECONDS) == 0, first.errors()
+        assert first.all("line")[-1]["line"] == "Stopped. The others carry on."
+        assert "Traceback" not in first.errors()
+    finally:
+        first.close()
+
+
+def test_examples_are_short() -> None:
+    programs = sorted((ROOT / "examples").glob("*.py"))
+    assert len(programs) >= 4
+    assert [path.name for path in programs if len(lines_of(path)) >= 100] == []
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+async def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """All cells in one namespace, while an event loop runs in this thread, as one does in a notebook."""
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    try:
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                exec("".join(cell["source"]), names)
+    finally:
+        for name in ("second", "first"):
+            if name in names:
+                names[name].shutdown()
+    printed = capsys.readouterr().out
+    assert "a fact" in printed
+    assert len(re.findall(r"epoch \d+, peers: 2, test accuracy [6-9]\d%", printed)) == 2, printed

@@ -1,0 +1,126 @@
+"""docs/tutorial.md is true: its commands run in its order, in real processes, and print what it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.documents.pages import ROOT, Block, blocks_of
+from tests.system.swarm import Peer
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals"),
+]
+PAGE = ROOT / "docs" / "tutorial.md"
+LIMIT_SECONDS = 120
+"""For one line of output, on a machine that does other things, too."""
+ADDRESS = r"/ip4/\S+/tcp/\d+/p2p/12D3KooW\w+"
+# A peer without an invitation ends with an error; all else ends with Ctrl-C, and says nothing of it.
+STRANGER = "a stranger"
+
+
+class Story:
+    """What the reader has done so far.
+
+    Args:
+        folder: where all of the reader's terminals are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.words = {"ADDRESS": "", "INVITATION": "", "WATCHER": ""}
+        self.terminals: list[tuple[str, Peer]] = []
+        self._exported: dict[str, dict[str, str]] = {}
+        self.told: list[str] = []
+
+    def go_on(self, block: Block) -> None:
+        """Do what the next block says."""
+        if block.language == "python":
+            (self.folder / block.title).write_text(block.code, encoding="utf-8")
+        elif block.language == "sh":
+            for line in block.code.splitlines():
+                self._give(block.title, shlex.split(line))
+        elif block.code == "Ctrl-C\n":
+            self.stop()
+        else:
+            for line in block.code.splitlines():
+                self._expect(block.title, line)
+
+    def _give(self, place: str, words: list[str]) -> None:
+        words = [re.sub("|".join(self.words), lambda match: self.words[match[0]], word) for word in words]
+        exported = self._exported.setdefault(place, {})
+        program, *arguments = words
+        if program == "pip":
+            return  # what it installs is there; test_commands.py has looked at its words
+        if program == "export":
+            exported.update(word.split("=", 1) for word in arguments)
+            return
+        # "shoal" itself is a script that does no more than this file.
+        script = str(ROOT / "src/shoal/cli/__main__.py") if program == "shoal" else str(self.folder / arguments.pop(0))
+        environment = {**os.environ, "XDG_STATE_HOME": str(self.folder), **exported}
+        peer = Peer(script, *arguments, cwd=self.folder, environment=environment)
+        self.terminals.append((place, peer))
+        if arguments[:1] == ["token"]:
+            assert peer.wait(LIMIT_SECONDS) == 0, peer.errors()
+            if arguments[1] == "invite":
+                self.words["WATCHER" if "monitor" in arguments else "INVITATION"] = peer.all("line")[0]["line"]
+
+    def _expect(self, place: str, line: str) -> None:
+        """See a line in the terminal that was opened last, there if a place is named."""
+        peer = next(peer for title, peer in reversed(self.terminals) if place in ("", title))
+        title = next(title for title, each in self.terminals if each is peer)
+        if title == STRANGER:
+            assert peer.wait(LIMIT_SECONDS) != 0
+            assert line in peer.errors()
+            return
+        pattern = re.escape(line.strip())
+        pattern = re.sub(r"/ip4/\S+?/tcp/\\?\d+/p2p/12D3KooW…", lambda _: f"({ADDRESS})", pattern)
+        pattern = re.sub(r"(?<![\w()])\d[\d:]*(?:\\\.\d+)?(?![\w+)])", r"[\\d:.]+", pattern)
+        if "peers" in line:  # of which there are as many as are shown
+            pattern = re.sub(r"peers.*", lambda _: re.escape(line.partition("peers")[2]).join(["peers", "$"]), pattern)
+        match = peer.wait_for_line(pattern, LIMIT_SECONDS)
+        self.told.append(match[0])
+        if match.re.groups:
+            self.words["ADDRESS"] = match[1]
+
+    def stop(self) -> None:
+        """Press Ctrl-C everywhere, at last where others depend on it."""
+        for title, peer in reversed(self.terminals):
+            if peer.process.returncode is None:
+                os.kill(peer.process.pid, signal.SIGINT)
+            status = peer.wait(LIMIT_SECONDS)
+            assert "Traceback" not in peer.errors() or title == STRANGER, peer.errors()
+            assert (status == 0) == (title != STRANGER), peer.errors()
+            peer.close()
+        self.terminals.clear()
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Iterator[Story]:
+    story = Story(tmp_path)
+    try:
+        yield story
+    finally:
+        for _, peer in story.terminals:
+            with contextlib.suppress(ProcessLookupError):
+                peer.close()
+
+
+def test_the_tutorial(story: Story) -> None:
+    blocks = blocks_of(PAGE)
+    for block in blocks:
+        story.go_on(block)
+    story.stop()
+    epochs = [int(match[1]) for line in story.told if (match := re.match(r"epoch (\d+)", line))]
+    archived = next(int(match[1]) for line in story.told if (match := re.match(r"archive of epoch (\d+)", line)))
+    assert len(epochs) == 4
+    assert min(epochs[2:]) > archived >= epochs[1], "it went on from the archive"
