@@ -14,6 +14,7 @@ PYTEST_OPTIONS := --numprocesses $(PROCESSES) --dist loadgroup
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
 RELEASE_BIN := $(subst $(VENV),$(VENV)/release,$(BIN))
+DOCS_BIN := $(subst $(VENV),$(VENV)/docs,$(BIN))
 # Where Python may not keep what it has compiled, each of the many processes compiles it anew, tests and shoal.
 unexport PYTHONDONTWRITEBYTECODE
 # What a slow drill shows has a quick test, too. The drills show it longer, more often, or with more peers.
@@ -44,7 +45,7 @@ SYSTEMS ?= windows macos
 PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
 .PHONY: demo test test-slow test-for test-lightning test-oldest test-devices test-pretend
-.PHONY: collected check style types fuzz bench dist format install oldest clean
+.PHONY: collected check style types fuzz bench dist docs format install oldest clean
 .DEFAULT_GOAL := check
 
 # Train a small language model with four peers on this machine; the report goes to demo-report/.
@@ -123,6 +124,11 @@ dist: $(VENV)/release.stamp
 	$(RELEASE_BIN)/check-wheel-contents dist/*.whl
 	$(PYTHON) tools/try_package.py dist/*.whl
 
+# The documents as a site, in site/: index.html can be opened as it is, and searched once a server shows it. Whatever is
+# wrong with a link or with a name in the reference ends it.
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -167,5 +173,11 @@ $(VENV)/release.stamp: requirements-release.txt
 	$(RELEASE_BIN)/python -m pip install --disable-pip-version-check -r requirements-release.txt
 	@touch $@
 
+$(VENV)/docs.stamp: requirements-docs.txt
+	rm -rf $(VENV)/docs
+	$(PYTHON) -m venv $(VENV)/docs
+	$(DOCS_BIN)/python -m pip install --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report
+	rm -rf $(VENV) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report

@@ -40,6 +40,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests and their p
 
 WITH_PROCESSES = {
     "tests/cli/": "commands",
+    "tests/documents/test_examples.py": "commands",
+    "tests/documents/test_tutorial.py": "commands",
     "tests/data/test_drill.py": "systems",
     "tests/hostile/test_liars.py": "systems",
     "tests/hostile/test_real_processes.py": "systems",

@@ -1,14 +1,10 @@
-"""docs/low-communication.md is true: its program runs, it has every option, and shoal does log what it explains."""
+"""docs/low-communication.md is true: it has every option, and shoal does log what it explains."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 import shoal
 
@@ -38,22 +34,3 @@ def test_all_lines_are_logged_and_all_warnings_explained():
     assert logged
     for line in logged:
         assert line.partition("(")[0].strip()[:40] in GUIDE.replace("…", "%d"), line
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_the_program_runs(tmp_path):
-    program = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert program is not None
-    command = [sys.executable, "-c", program[1]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "made 150 steps in 3 slots" in done.stdout
-    assert (tmp_path / "model.pt").exists()
-
-
-def test_files_that_the_guide_points_to_exist():
-    targets = re.findall(r"\]\(([^)#]+)\)", GUIDE)
-    assert targets
-    assert all((ROOT / "docs" / target).exists() for target in targets)
