@@ -32,7 +32,9 @@ class LanguageModel(torch.nn.Module):
         super().__init__()
         self.bytes = torch.nn.Embedding(256, width)
         self.places = torch.nn.Embedding(WINDOW, width)
-        layer = torch.nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        layer = torch.nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.layers = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.out = torch.nn.Linear(width, 256)
 

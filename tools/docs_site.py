@@ -97,7 +97,8 @@ def page_of_example(path: Path) -> str:
     shown = []
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         text = "".join(cell["source"])
-        shown.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        is_text = cell["cell_type"] == "markdown"
+        shown.append(relink(text, f"examples/{path.name}") if is_text else f"```python\n{text}\n```")
         shown += [f"```text\n{''.join(out['text'])}```" for out in cell.get("outputs", []) if "text" in out]
     return "\n\n".join(shown) + "\n"
 

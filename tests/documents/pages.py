@@ -8,10 +8,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "deploy/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "deploy/README.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-_BLOCK = re.compile(r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]*)")?\n(?P<code>.*?)^ *```$', re.M | re.S)
+_BLOCK = re.compile(
+    r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]*)")?\n(?P<code>.*?)^ *```$', re.M | re.S
+)
 _INLINE = re.compile(r"(?<!`)`(?P<command>shoal [a-z][^`]*)`(?!`)")
 
 

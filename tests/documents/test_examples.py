@@ -87,7 +87,10 @@ def test_ctrl_c_ends_the_examples_politely(tmp_path: Path, name: str, needs: str
 
 @pytest.mark.parametrize(
     ("name", "option", "says"),
-    [("language_model", "--slots", r"slot 2: loss [0-4]\.\d+ nats.*\nThe statement "), ("vision", "--passes", "pass 2: epoch")],
+    [
+        ("language_model", "--slots", r"slot 2: loss [0-4]\.\d+ nats.*\nThe statement "),
+        ("vision", "--passes", "pass 2: epoch"),
+    ],
 )
 def test_two_peers_run_an_example(tmp_path: Path, name: str, option: str, says: str) -> None:
     """The second one joins through the line that the first one prints."""

@@ -18,6 +18,7 @@ import yaml
 import shoal
 from tests.documents.pages import PAGES, ROOT, name_of
 from tests.interface import find
+from tests.test_inherited_api import NAMES
 
 DOCS = ROOT / "docs"
 FROM_OUTSIDE = {"benchmarks.md", "changelog.md", "contributing.md", "deploy.md"}
@@ -60,6 +61,16 @@ def test_the_reference_has_every_public_name_once() -> None:
             if not plain and home not in modules and not any(value is each for each in there):
                 missing.append(f"{module.__name__}.{name}")
     assert not missing, "add them to a page under docs/api"
+
+
+def test_users_of_hivemind_find_every_name_that_they_import_from_its_top() -> None:
+    table = (DOCS / "coming-from.md").read_text(encoding="utf-8").partition("### Names")[2].partition("## From Dist")[0]
+    told = set(re.findall(r"`(\w+)`", table))
+    rooms = {"averaging", "compression", "dht", "optim", "p2p", "utils", "__version__"}
+    new = {"BFloat16Compression", "Blockwise4BitQuantization"}
+    assert set(NAMES["shoal"].split()) - rooms - new <= told
+    for name in told - rooms:
+        assert any(name in names.split() for names in NAMES.values()) or name in ("StepControl",), name
 
 
 def slug_of(heading: str) -> str:
