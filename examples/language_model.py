@@ -39,16 +39,14 @@ class LanguageModel(torch.nn.Module):
         self.out = torch.nn.Linear(width, 256)
 
     def forward(self, x):
-        length = x.shape[1]
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(length)
-        x = self.bytes(x) + self.places(torch.arange(length))
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        x = self.bytes(x) + self.places(torch.arange(x.shape[1]))
         return self.out(self.layers(x, mask=mask, is_causal=True))
 
 
 def loss_of(model, source, count):
     """The mean loss of windows at random places, in nats per byte."""
-    starts = torch.randint(0, len(source) - WINDOW - 1, (count, 1))
-    windows = source[starts + torch.arange(WINDOW + 1)]
+    windows = source[torch.randint(0, len(source) - WINDOW - 1, (count, 1)) + torch.arange(WINDOW + 1)]
     return cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
