@@ -54,7 +54,7 @@ class Setting:
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.stack, self.monkeypatch = folder, stack, monkeypatch
-        self.names: dict[str, Any] = {"torch": torch, "shoal": shoal, "given": self._given}
+        self.names: dict[str, Any] = {"torch": torch, "shoal": shoal, "given": self.given}
         self.replaced: dict[str, str] = {}
         self.says = ""
         self._made = 0
@@ -62,7 +62,7 @@ class Setting:
     def dht(self, **options: Any) -> shoal.DHT:
         return self.stack.enter_context(shoal.DHT(start=True, **options))
 
-    def _given(self, kind: str, explicit: frozenset[str]) -> dict[str, Any]:
+    def given(self, kind: str, explicit: frozenset[str]) -> dict[str, Any]:
         """Arguments instead of ``...``, but for those that the page has."""
         if kind != "Optimizer":
             return {"target_batch_size": 4096}
@@ -159,7 +159,7 @@ def low_communication(setting: Setting) -> None:
 def monitoring(setting: Setting) -> None:
     setting.learns()
     setting.names["dht"] = setting.dht()
-    arguments = setting._given("Optimizer", frozenset())
+    arguments = setting.given("Optimizer", frozenset())
     setting.names["optimizer"] = shoal.Optimizer(**arguments, batch_size_per_step=8)
 
 
