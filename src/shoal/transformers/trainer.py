@@ -1,62 +1,30 @@
-"""For users of Hugging Face's ``Trainer``: :class:`SwarmTrainer` trains with peers over the internet.
+"""A ``Trainer`` of Hugging Face that trains with peers over the internet.
 
 The ``Trainer`` makes a *local step* after each batch, or after ``gradient_accumulation_steps`` of them. With peers, a
 local step only adds the gradients of these batches; a *swarm step* comes when all peers together have
-``target_batch_size`` samples. So ``max_steps``, ``logging_steps`` and ``save_steps`` count local steps of this peer, but
-the learning rate, clipping and ``swarm_steps`` go by swarm steps.
+``target_batch_size`` samples. So ``max_steps``, ``logging_steps`` and ``save_steps`` count local steps of this peer,
+but the learning rate, clipping and ``swarm_steps`` go by swarm steps.
 
 Of the ``Trainer``, only methods are used that its documentation offers for subclasses: ``create_optimizer``,
 ``create_scheduler``, ``training_step``, ``log``, and a callback.
-
-Adapters of peft are trained together while the frozen model beneath them stays at home; see :func:`fingerprint`.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import blake3
 import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 import shoal
 from shoal.optim.schedules import HiveMindScheduler, forget_schedule
-
-try:
-    from transformers import SchedulerType, Trainer, TrainerCallback, TrainingArguments, get_scheduler
-except ImportError as e:
-    raise ModuleNotFoundError(
-        f"shoal.transformers needs the packages transformers and accelerate ({e}): pip install 'shoal[transformers]'"
-    ) from e
+from shoal.transformers.fingerprint import fingerprint
+from shoal.transformers.options import check_arguments, check_launch, check_optimizers, check_options, check_schedule
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
-
-__all__ = ["SwarmTrainer", "fingerprint"]
-
-logger = logging.getLogger(__name__)
-
-# Options of shoal.Optimizer that the trainer fills in itself.
-_FILLED_IN = frozenset(
-    {"self", "dht", "run_id", "target_batch_size", "batch_size_per_step", "optimizer", "params", "model", "frozen_base"}
-)
-# Options that cannot work here, and why.
-_EXCLUDED = {
-    "reuse_grad_buffers": "the Trainer zeroes gradients after each local step: leave it out",
-    "auxiliary": "a peer without data needs no Trainer: make a shoal.Optimizer(auxiliary=True) without one",
-    **dict.fromkeys(
-        ("offload_optimizer", "delay_optimizer_step", "delay_grad_averaging"),
-        "the optimizer of the Trainer steps the model's own parameters: leave it out",
-    ),
-}
-# Schedules that end need to know when.
-_ENDLESS = frozenset({SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, SchedulerType.INVERSE_SQRT})
-# Characters of a fingerprint: enough that no two are equal by chance, and short enough to be compared by eye.
-_DIGITS = 16
 
 
 class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
@@ -91,6 +59,9 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
         TypeError: ``swarm_options`` has an option that does not exist.
     """
 
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(
         self,
         model: Any = None,
@@ -107,10 +78,10 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
     ) -> None:
         args = TrainingArguments() if args is None else args
         given = {"delay_state_averaging": False, **(swarm_options or {})}
-        _check_arguments(args, grad_scaler)
-        _check_options(given)
-        _check_schedule(args, swarm_steps, given)
-        self.swarm: shoal.Optimizer | None = None
+        check_arguments(args, grad_scaler)
+        check_options(given)
+        check_schedule(args, swarm_steps, given)
+        self.swarm: _CountingOptimizer | None = None
         """The optimizer of the run while :meth:`train` is running."""
         self.swarm_steps, self._base = swarm_steps, base
         self._swarm_options = {"dht": dht, "run_id": run_id, "target_batch_size": target_batch_size, **given}
@@ -121,8 +92,8 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
             args.data_seed = int.from_bytes(dht.peer_id.to_bytes()[-4:], "big")
         self._grad_norm: torch.Tensor | None = None
         super().__init__(model, args, *further, **options)
-        _check_launch(self.accelerator)
-        _check_optimizers(self.optimizer, self.lr_scheduler)
+        check_launch(self.accelerator)
+        check_optimizers(self.optimizer, self.lr_scheduler)
         if grad_scaler is not None:
             self.accelerator.scaler = grad_scaler
         self.add_callback(_FollowSwarm(self))
@@ -151,7 +122,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
             **{"scheduler": self._make_schedule, **self._swarm_options},
         )
         self.swarm.name_parameters(model)
-        inner.register_step_pre_hook(self._clip)
+        self._clipping = inner.register_step_pre_hook(self._clip)
         self.optimizer = self.swarm
         return self.swarm
 
@@ -184,6 +155,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
         swarm, self.swarm = self.swarm, None
         # Another train() begins with the plain optimizer.
         self.optimizer, self.lr_scheduler = swarm.opt, None
+        self._clipping.remove()
         swarm.shutdown()
         forget_schedule(swarm.opt)
 
@@ -193,7 +165,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
         """Compute the gradients of a batch, and count its samples."""
         samples = _samples_in(inputs, getattr(self.model, "main_input_name", "input_ids"))
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
-        if isinstance(self.swarm, _CountingOptimizer):
+        if self.swarm is not None:
             self.swarm.samples += samples
             # To read a loss means to wait for the device, so only those are read that are published.
             if self.swarm.report_is_due:
@@ -276,154 +248,3 @@ def _samples_in(inputs: Any, main_input: str) -> int:
             "return tensors whose first dimension is the batch"
         )
     return len(tensors.get(main_input, next(iter(tensors.values()))))
-
-
-# --- what cannot work -------------------------------------------------------------------------------------------------
-
-
-def _check_arguments(args: TrainingArguments, grad_scaler: Any) -> None:
-    """Check the arguments of a trainer.
-
-    Raises:
-        ValueError: something cannot work with peers.
-    """
-    if args.fp16 and not isinstance(grad_scaler, shoal.GradScaler):
-        raise ValueError(
-            f"fp16=True with grad_scaler={grad_scaler!r}: the usual scaler knows nothing of steps that many batches make "
-            "together. Use bf16=True, or give grad_scaler=shoal.GradScaler()"
-        )
-    if grad_scaler is not None and not args.fp16:
-        raise ValueError("grad_scaler is for fp16=True: leave it out")
-    whole = "each peer holds the whole model: leave it out, and train adapters if the model is too large (docs: LoRA)"
-    for name in ("deepspeed", "fsdp", "parallelism_config"):
-        if value := getattr(args, name, None):
-            raise ValueError(f"{name}={value!r} splits a model over several devices, but {whole}")
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"n_gpu={args.n_gpu}: the Trainer would use DataParallel. A peer has one device: set CUDA_VISIBLE_DEVICES=0, "
-            "and start one peer for each GPU"
-        )
-    if args.world_size > 1:
-        raise ValueError(
-            f"world_size={args.world_size}: this process is one of several of a launcher such as torchrun. Start each "
-            "as a peer of its own, without the launcher"
-        )
-    if getattr(args, "auto_find_batch_size", False):
-        raise ValueError("auto_find_batch_size=True begins anew with each size: set per_device_train_batch_size")
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    if optimizer.endswith("layerwise") or "lomo" in optimizer:
-        raise ValueError(
-            f"optim={optimizer!r} steps during backward, when there are only gradients of one batch of this peer: use "
-            "optim='adamw_torch'"
-        )
-
-
-def _check_schedule(args: TrainingArguments, swarm_steps: int | None, options: Mapping[str, Any]) -> None:
-    """Check that the learning rate can follow the swarm.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if swarm_steps is not None and swarm_steps < 1:
-        raise ValueError(f"swarm_steps={swarm_steps}: give the number of swarm steps, at least 1")
-    kind = SchedulerType(args.lr_scheduler_type)
-    if options.get("scheduler") is not None:
-        return
-    if kind in (SchedulerType.REDUCE_ON_PLATEAU, getattr(SchedulerType, "GREEDY", None)):
-        raise ValueError(
-            f"lr_scheduler_type={kind.value!r} depends on a metric that differs between peers: use one that depends on "
-            "steps alone, such as 'cosine'"
-        )
-    if swarm_steps is None and (kind not in _ENDLESS or 0 < args.warmup_steps < 1):
-        raise ValueError(
-            f"lr_scheduler_type={kind.value!r} with warmup_steps={args.warmup_steps} needs the length of the run: give "
-            "swarm_steps=…, the number of steps that all peers make together, or use lr_scheduler_type='constant'"
-        )
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Check the names of further options of the swarm's optimizer.
-
-    Raises:
-        TypeError: an option does not exist.
-        ValueError: an option cannot work here.
-    """
-    known = inspect.signature(shoal.Optimizer.__init__).parameters.keys() - _FILLED_IN
-    if unknown := sorted(options.keys() - known):
-        raise TypeError(f"swarm_options has {unknown}; it takes these of shoal.Optimizer: {', '.join(sorted(known))}")
-    for name in options.keys() & _EXCLUDED.keys():
-        if options[name]:
-            raise ValueError(f"swarm_options={{{name!r}: {options[name]!r}}}: {_EXCLUDED[name]}")
-
-
-def _check_launch(accelerator: Any) -> None:
-    """Check what the environment has made of the arguments, such as the file of ``accelerate config``.
-
-    Raises:
-        ValueError: there is more than one process or device.
-    """
-    kind = accelerator.distributed_type
-    if kind != "NO":
-        raise ValueError(
-            f"accelerate is configured for {getattr(kind, 'value', kind)}, but a peer is one process that holds the whole "
-            "model: start it with python instead of accelerate launch, once for each device"
-        )
-
-
-def _check_optimizers(optimizer: Any, scheduler: Any) -> None:
-    """Check the user's ``optimizers``.
-
-    Raises:
-        ValueError: there is a scheduler, or the optimizer is shoal's already.
-    """
-    if scheduler is not None:
-        raise ValueError(
-            "optimizers=(…, scheduler): it would count the batches of this peer. Give the arguments a lr_scheduler_type, "
-            "or swarm_options={'scheduler': lambda opt: …}"
-        )
-    if isinstance(optimizer, shoal.Optimizer):
-        raise ValueError("optimizers has a shoal.Optimizer, but SwarmTrainer makes one: give it the torch optimizer")
-
-
-# --- the base of adapters ---------------------------------------------------------------------------------------------
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """Tell which frozen model adapters belong to, in a short text that is the same in all peers with this model.
-
-    It is the revision on the hub, or a hash of the files of the checkpoint, wherever they are. One peer may hold the
-    model in bf16 and another in 4 bits: what was loaded counts, not what it became. A model that came from neither is
-    known by the names and shapes of its frozen parameters alone, which a warning says.
-
-    Args:
-        model: as ``from_pretrained`` returns it, or with adapters of peft.
-    """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    revision = getattr(getattr(base, "config", None), "_commit_hash", None)
-    if revision:
-        return f"revision {revision[:_DIGITS]}"
-    folder = getattr(base, "name_or_path", "")
-    if folder and (files := _weights_in(Path(folder))):
-        digest = blake3.blake3(max_threads=blake3.blake3.AUTO)
-        for file in files:
-            digest.update(f"{file.name}:{file.stat().st_size};".encode())
-            digest.update_mmap(file)
-        return f"files {digest.hexdigest()[:_DIGITS]}"
-    logger.warning(
-        "the base model was loaded neither from the hub nor from files: peers compare only names and shapes of its "
-        "parameters, so one with other weights would go unnoticed. If you know what it is, say so: base='…'"
-    )
-    frozen = sorted(f"{name}:{_shape_of(p)}" for name, p in base.named_parameters() if not p.requires_grad)
-    return f"names and shapes {blake3.blake3(';'.join(frozen).encode()).hexdigest()[:_DIGITS]}"
-
-
-def _weights_in(folder: Path) -> list[Path]:
-    """The files with the weights of a checkpoint, in order; the adapters beside them are no part of it."""
-    found = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    return [file for file in found if not file.name.startswith("adapter_")]
-
-
-def _shape_of(parameter: Any) -> tuple[int, ...]:
-    """The shape that a parameter has as long as it is not packed into 4 bits."""
-    packed = getattr(parameter, "quant_state", None)
-    return tuple(parameter.shape if packed is None else packed.shape)
