@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
 from shoal.averaging.arguments import MOST_AGREED
 from shoal.averaging.groups.settings import FROZEN_BASE
-from XX
 from tests.averaging.swarm import Swarm, make_control
+from tests.dht.virtual_time import alone_in_virtual_time
 
 ONE, OTHER = {FROZEN_BASE: "revision 1111"}, {FROZEN_BASE: "files 2222"}
 FIX = "load the same checkpoint in both, or if it is the same, give both the same name for it"
@@ -25,7 +27,7 @@ async def test_peers_that_differ_do_not_average_and_both_hear_why(caplog: pytest
     for tensor, agreement in zip(tensors, (ONE, ONE, OTHER), strict=True):
         await swarm.add([tensor], agreement=agreement)
     controls = [make_control(node, timeout=4.0) for node in swarm.nodes]
-    await swarm.step(controls)
+    await asyncio.gather(*(node.run_step(control) for node, control in zip(swarm.nodes, controls, strict=True)))
     assert [tensor.tolist() for tensor in tensors] == [[0.5] * 3, [0.5] * 3, [2.0] * 3]
     assert isinstance(controls[2].exception(), Exception)
     here = f"{FROZEN_BASE} is 'revision 1111' there and 'files 2222' here; {FIX}"

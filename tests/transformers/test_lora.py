@@ -16,15 +16,12 @@ from shoal.transformers import SwarmTrainer, fingerprint
 from tests.transformers.small import make_arguments, make_data, make_model
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
-QUICK: dict[str, Any] = {
-    "matchmaking_time": 2.0,
-    "tracker_opts": {"min_refresh_period": 0.2, "default_refresh_period": 0.5},
-}
 
 
 def with_adapters(model: Any, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM"))
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
 
 
 @pytest.fixture
@@ -169,7 +166,9 @@ def test_a_trainer_with_another_base_does_not_begin(dht: shoal.DHT, checkpoint: 
             swarm_steps=3,
             base="another",
         )
-        with pytest.raises(ValueError, match=r"do not train with this one:\n.*frozen base is 'files .*' there and 'another' here"):
+        with pytest.raises(
+            ValueError, match=r"do not train with this one:\n.*frozen base is 'files .*' there and 'another' here"
+        ):
             trainer.train()
     finally:
         friend.close()

@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer
 
 import shoal
+from shoal.optim.report import parse_report
 from shoal.transformers import SwarmTrainer
 from tests.transformers.small import make_arguments, make_data, make_model
 
@@ -52,7 +53,8 @@ def test_training_in_two_pieces_makes_the_steps_of_a_plain_trainer(dht: shoal.DH
     rates = {int(entry["swarm_epoch"]): entry["learning_rate"] for entry in logged}
     # A plain trainer logs the rate of the last step, and here it is that of the next one.
     expected = {entry["step"] - 1: entry["learning_rate"] for entry in reference.state.log_history if "loss" in entry}
-    assert rates == pytest.approx({epoch: expected.get(epoch, 0.0) for epoch in range(STEPS // 2, STEPS + 1)})
+    assert {*range(STEPS // 2 + 1, STEPS + 1)} <= set(rates)
+    assert rates == pytest.approx({epoch: expected.get(epoch, 0.0) for epoch in rates})
     norms = {entry["step"]: entry["grad_norm"] for entry in reference.state.log_history if "loss" in entry}
     own = {int(entry["swarm_epoch"]): entry["swarm_grad_norm"] for entry in logged if "swarm_grad_norm" in entry}
     assert max(norms.values()) > 0.5, "something was clipped"
@@ -69,11 +71,11 @@ def test_bf16_and_workers_and_what_is_logged_and_shown(dht: shoal.DHT, tmp_path:
     assert figures["swarm_samples_per_second"] > 0
     assert figures["loss"] < trainer.state.log_history[0]["loss"]
     assert trainer.swarm_figures() == {}, "the run is over for this peer"
-    first = trainer.state.log_history[0]
     reports = dht.get("run_reports", latest=True)
     assert reports is not None
     [report] = reports.value.values()
-    assert any(value == {"loss": pytest.approx(first["loss"], abs=0.05)} for value in report.value)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert min(losses) - 0.2 < parse_report(report.value).metrics["loss"] < max(losses) + 0.2
     trainer.train()  # once more, with the state of the torch optimizer
 
 
@@ -109,18 +111,19 @@ class Pretended:
 
     def __init__(self, arguments: Any, **values: Any) -> None:
         self.__dict__ = {**vars(arguments), **values}
-        self._arguments = arguments
+        self.arguments = arguments
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._arguments, name)
+        return getattr(self.arguments, name)
 
 
 @pytest.mark.parametrize(("arguments", "options", "message"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_cannot_work_is_refused_when_the_trainer_is_made(
     dht: shoal.DHT, tmp_path: Path, arguments: dict, options: dict, message: str
 ) -> None:
+    pretended = Pretended(make_arguments(tmp_path), **arguments)
     with pytest.raises(ValueError, match=message):
-        swarm_trainer(dht, Pretended(make_arguments(tmp_path), **arguments), **options)
+        swarm_trainer(dht, pretended if arguments else pretended.arguments, **options)
 
 
 def test_options_that_do_not_exist(dht: shoal.DHT, tmp_path: Path) -> None:
