@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.system.swarm import START_LIMIT_SECONDS, Peer
+from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 SCRIPT = Path(__file__).parent / "train_gpt2.py"
 TRAINING_SECONDS = 150
@@ -15,15 +16,17 @@ TRAINING_SECONDS = 150
 def wait_for_group(peers: list[Peer], after: int = 0) -> int:
     """The first epoch after that one which exactly these peers have made together; they have the same parameters."""
     while True:
-        first = peers[0].wait_for(
-            "epoch", TRAINING_SECONDS, lambda event: event["epoch"] > after and len(event["group"]) == len(peers)
-        )
-        after = first["epoch"]
-        events = [peer.wait_for("epoch", TRAINING_SECONDS, lambda event: event["epoch"] >= after) for peer in peers]
-        # On a busy machine, a member may have missed the end of this very round.
-        if all((event["epoch"], event["group"]) == (after, first["group"]) for event in events):
+        # On a busy machine, a member may miss the end of a round, or tell of it an epoch later.
+        events = [peer.wait_for("epoch", TRAINING_SECONDS, partial(is_later, after)) for peer in peers]
+        after = max(event["epoch"] for event in events)
+        groups = {(event["epoch"], *event["group"]) for event in events}
+        if len(groups) == 1 and len(events[0]["group"]) == len(peers):
             assert len({event["parameters"] for event in events}) == 1, events
             return after
+
+
+def is_later(epoch: int, event: Event) -> bool:
+    return bool(event["epoch"] > epoch)
 
 
 @pytest.mark.timeout(2 * START_LIMIT_SECONDS + 5 * TRAINING_SECONDS)
