@@ -44,7 +44,7 @@ SAME_EVERYWHERE := \
 SYSTEMS ?= windows macos
 PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
-.PHONY: demo test test-slow test-for test-lightning test-oldest test-devices test-pretend
+.PHONY: demo test test-slow test-for test-lightning test-transformers test-oldest test-devices test-pretend
 .PHONY: collected check style types fuzz bench dist docs format install oldest clean
 .DEFAULT_GOAL := check
 
@@ -68,6 +68,10 @@ test-for: install
 # test` has the newest of both packages; at one version they differ in their name only.
 test-lightning: install $(VENV)/lightning-oldest.stamp
 	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) -m "not $(DRILLS)" $(LIGHTNING_TESTS)
+
+# The trainer of Hugging Face once more, with the oldest versions that pyproject.toml allows.
+test-transformers: install $(VENV)/transformers-oldest.stamp
+	PYTHONPATH=$(VENV)/transformers-oldest $(PYTEST) -m "not $(DRILLS)" tests/transformers
 
 # Without what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
 # Python 3.11, which is the newest for which all of these were built.
@@ -150,6 +154,11 @@ $(VENV)/package.stamp: $(VENV)/requirements.stamp pyproject.toml
 $(VENV)/lightning-oldest.stamp: $(VENV)/requirements.stamp requirements-lightning-oldest.txt
 	rm -rf $(VENV)/lightning-oldest
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(VENV)/lightning-oldest -r requirements-lightning-oldest.txt
+	@touch $@
+
+$(VENV)/transformers-oldest.stamp: $(VENV)/requirements.stamp requirements-transformers-oldest.txt
+	rm -rf $(VENV)/transformers-oldest
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(VENV)/transformers-oldest -r requirements-transformers-oldest.txt
 	@touch $@
 
 # Only what is downloaded, so that it can be made beside all else.

@@ -49,6 +49,7 @@ WITH_PROCESSES = {
     "tests/lightning/test_distributed.py": "groups",
     "tests/lightning/test_equivalence.py": "groups",
     "tests/lightning/test_swarm.py": "groups",
+    "tests/transformers/test_swarm.py": "groups",
     "tests/optim/outer/test_outer_multi_process.py": "groups",
     "tests/optim/test_multi_process.py": "groups",
 }

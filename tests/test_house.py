@@ -14,7 +14,7 @@ MOST_FLOORS = 8
 LONGEST_FILE = 500
 MOST_PRIVATE_USES = 30
 """Tests reach through doors: what many of them look at is public, and what is private may change."""
-MOST_FILES = 270
+MOST_FILES = 274
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IN_OTHER_FILES = {
     "lightning": "requirements-lightning-oldest.txt",
     "pytorch-lightning": "requirements-lightning-oldest.txt",
+    "transformers": "requirements-transformers-oldest.txt",
 }
 """For all but these extras: ``requirements-oldest.txt``."""
 NOT_INSTALLED = ("wandb",)

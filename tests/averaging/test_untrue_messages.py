@@ -12,7 +12,8 @@ import torch
 
 from shoal.averaging import DecentralizedAverager
 from shoal.averaging.groups.candidates import Trust
-from shoal.averaging.groups.leading import MAX_GROUP_BYTES, MAX_SETTINGS, difference_of, follower_of, is_full, learn
+from shoal.averaging.groups.leading import MAX_GROUP_BYTES, follower_of, is_full, learn
+from shoal.averaging.groups.settings import MAX_SETTINGS, difference_of
 from shoal.averaging.messages import (
     MAX_BANDWIDTH,
     MAX_GATHERED_BYTES,

@@ -14,6 +14,8 @@ from shoal.compression.one_result import Relayed
 
 # A member is given up after so many seconds of silence, unless the user has set a limit.
 DEFAULT_STALL_TIMEOUT = 30.0
+# The most settings of the user's own; peers refuse those that name more settings than there can be.
+MOST_AGREED = 16
 
 
 @dataclass
@@ -51,6 +53,8 @@ class AveragerConfig:
     """How the values of several members become one; ``None``: their mean."""
     verify_reducers: bool = False
     """Whether members compare the averages that reducers give them."""
+    agreement: Mapping[str, str] = field(default_factory=dict)
+    """Further settings that must be the same in all peers, by name."""
 
     def __post_init__(self) -> None:
         if self.quorum is not None and (self.quorum < 1 or self.quorum_grace < 0 or self.averaging_alpha != 1):
@@ -59,6 +63,11 @@ class AveragerConfig:
                 f"quorum={self.quorum}, quorum_grace={self.quorum_grace}, averaging_alpha={self.averaging_alpha}"
             )
         check_aggregation("aggregation", self.aggregation)
+        for name, value in self.agreement.items():
+            if not (isinstance(name, str) and isinstance(value, str)):
+                raise TypeError(f"agreement must have texts by name, got {name!r}: {value!r}")
+        if len(self.agreement) > MOST_AGREED:
+            raise ValueError(f"agreement takes at most {MOST_AGREED} settings, got {len(self.agreement)}: hash them")
         if self.aggregation is not None and isinstance(self.compression, Relayed):
             raise ValueError(
                 f"aggregation={self.aggregation.fingerprint} needs the values of members, but with this compression "

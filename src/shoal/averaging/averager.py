@@ -90,6 +90,8 @@ class DecentralizedAverager(Facade):
             members, it is found out, and the others average its part again in the same round. Needs lossless
             compression, ``averaging_alpha=1`` and no quorum. Keeps a copy of the tensors during a round, and a round
             takes one round trip more. The same in all peers.
+        agreement: further settings by name, such as what is trained on. A peer with other values of them gets neither
+            into a group nor a state, and both sides are told.
 
     Raises:
         AssertionError: an argument that the description above excludes.
@@ -136,6 +138,7 @@ class DecentralizedAverager(Facade):
         tags: Mapping[str, Sequence[int]] | None = None,
         aggregation: Aggregation | None = None,
         verify_reducers: bool = False,
+        agreement: Mapping[str, str] | None = None,
     ) -> None:
         check_dht(dht)
         check_names(prefix, initial_group_bits, bandwidth)
@@ -162,9 +165,7 @@ class DecentralizedAverager(Facade):
         self.tensor_infos = tuple(
             tensor_infos or (CompressionInfo.from_tensor(t, key=i) for i, t in enumerate(tensors))
         )
-        assert len(self.tensor_infos) == len(tensors), (
-            f"{len(tensors)} tensors, but {len(self.tensor_infos)} tensor_infos"
-        )
+        assert len(self.tensor_infos) == len(tensors), f"{len(tensors)} tensors, {len(self.tensor_infos)} tensor_infos"
         self.request_timeout, self.shutdown_timeout = request_timeout, shutdown_timeout
         self._tensors, self._lock = tensors, TensorLock()
         self.total_size = sum(tensor.numel() for tensor in tensors)
@@ -183,6 +184,7 @@ class DecentralizedAverager(Facade):
             state_compression=state_compression or NoCompression(),
             phases=self.phases,
             tags=check_tags(tags or {}, len(tensors)),
+            agreement=agreement or {},
         )
         self._config.check(self.tensor_infos)
         self.matchmaking_kwargs = {
@@ -223,9 +225,12 @@ class DecentralizedAverager(Facade):
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until other averagers can reach this one; raises the error that prevented it."""
+        self._beginning().result(timeout)
+
+    def _beginning(self) -> concurrent.futures.Future[AveragerNode]:
         if self._started is None:
             raise ReactorError(f"this {type(self).__name__} was made with start=False: call run_in_background() first")
-        self._started.result(timeout)
+        return self._started
 
     async def _start(self) -> AveragerNode:
         # Weak, because the node must not keep an averager alive that its user has dropped.
@@ -263,9 +268,7 @@ class DecentralizedAverager(Facade):
     @property
     def node(self) -> AveragerNode:
         """The coroutine side, for components that live in the loop."""
-        if self._started is None:
-            raise ReactorError(f"this {type(self).__name__} was made with start=False: call run_in_background() first")
-        return self._started.result()
+        return self._beginning().result()
 
     def is_alive(self) -> bool:
         """Whether this averager answers others."""
@@ -389,15 +392,12 @@ class DecentralizedAverager(Facade):
         await average_once(session, tensors, infos)
 
     def _check_tag(self, tag: str) -> str:
-        known = tuple(self._config.tags) or ("",)
-        if tag not in known:
+        if tag not in (known := tuple(self._config.tags) or ("",)):
             raise ValueError(f"tag must be one of {known}, which this averager was made with; got {tag!r}")
         return tag
 
     async def _ready_node(self) -> AveragerNode:
-        if self._started is None:
-            raise ReactorError(f"this {type(self).__name__} was made with start=False: call run_in_background() first")
-        return await asyncio.wrap_future(self._started)
+        return await asyncio.wrap_future(self._beginning())
 
     async def _run_step(self, control: StepControl) -> None:
         try:

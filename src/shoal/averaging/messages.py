@@ -343,6 +343,8 @@ class DownloadRequest(Header):
     """Names a part of the state, in a way that averagers of one kind agree on; empty: all of it."""
     trains: bool = True
     """Whether the asker is going to train with it; an archive only keeps it."""
+    agreement: dict[str, str] = msgspec.field(default_factory=dict)
+    """Settings that must be the same in both peers, as far as both have them."""
 
 
 class StateHeader(Header):
@@ -355,6 +357,8 @@ class StateHeader(Header):
     """If busy: the number of seconds after which there may be a place."""
     others: Annotated[list[PeerRecord], Meta(max_length=MAX_OTHER_DONORS)] = msgspec.field(default_factory=list)
     """If busy: peers that have downloaded this state and may give it."""
+    contradiction: str = ""
+    """If refused for a difference in the agreement: which, in words."""
     metadata: bytes = b""
     tensors: list[TensorMetadata] = msgspec.field(default_factory=list)
     tensor_bytes: list[Count] = msgspec.field(default_factory=list)

@@ -106,6 +106,7 @@ class Lane:
                 "aggregation": "mean" if config.aggregation is None else config.aggregation.fingerprint,
                 "quorum": "none" if config.quorum is None else f"{config.quorum}, {config.quorum_grace:g} s of grace",
                 **({"verify_reducers": "yes"} if config.verify_reducers else {}),
+                **config.agreement,
             },
         )
         self.matchmaking = Matchmaking(p2p, self.keys, settings, get_stub, trust, leave_group)
@@ -183,6 +184,7 @@ class AveragerNode(ServicerBase):
             # A state may hold much more than the averaged tensors, such as optimizer statistics.
             max_bytes=16 * vector_bytes + 2**30,
             get_stub=self.stub,
+            agreement=config.agreement,
         )
         self._warn_seldom = Seldom(logger.warning)
         self._tasks: list[asyncio.Task[Any]] = []

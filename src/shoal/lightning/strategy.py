@@ -20,13 +20,12 @@ from shoal.lightning.local_processes import LocalProcesses
 from shoal.lightning.options import check_delays, check_names, outer_options
 from shoal.lightning.training_loop import (
     GradientClipping,
-    HiveMindScheduler,
     SwarmProgress,
-    forget_schedule,
     joint_schedule,
     move_optimizer,
     progress_of,
 )
+from shoal.optim.schedules import HiveMindScheduler, forget_schedule
 from shoal.optim.several_processes import SeveralProcesses
 
 __all__ = ["HiveMindScheduler", "HivemindStrategy"]

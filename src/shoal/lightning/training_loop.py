@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.optim.joint_optimizer import JointOptimizer
 from shoal.optim.outer.slot_tracker import SlotTracker
-from shoal.optim.schedules import catch_up
 from shoal.optim.several_processes import SeveralProcesses
 
 if TYPE_CHECKING:
@@ -20,43 +19,6 @@ if TYPE_CHECKING:
     from shoal.lightning.strategy import HivemindStrategy
 else:
     Callback = object
-
-
-class HiveMindScheduler:
-    """Wraps a scheduler so that it moves only when the swarm has made a step, however often Lightning steps it.
-
-    The learning rate is always that of ``optimizer.local_epoch``. A ``DiLoCo`` with ``sync_every`` moves it with its
-    inner steps by itself. All other attributes are read from the scheduler.
-
-    Args:
-        optimizer: its ``local_epoch`` counts.
-        scheduler: a torch scheduler.
-    """
-
-    def __init__(self, optimizer: shoal.Optimizer | SeveralProcesses | shoal.DiLoCo, scheduler: Any) -> None:
-        self.optimizer, self.scheduler = optimizer, scheduler
-
-    def step(self, epoch: int | None = None) -> None:
-        """Catch up with the swarm.
-
-        Args:
-            epoch: ignored; Lightning's epochs are not those of the swarm.
-        """
-        catch_up(self.scheduler, self.optimizer.local_epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the scheduler itself."""
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the scheduler itself."""
-        self.scheduler.load_state_dict(state_dict)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not set yet, such as while the object is being copied
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -70,13 +32,6 @@ def move_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, 
     optimizer.state.clear()
     optimizer.load_state_dict(state)
     return optimizer
-
-
-def forget_schedule(optimizer: torch.optim.Optimizer) -> None:
-    """Restore the initial learning rates, so that another scheduler starts from the beginning."""
-    for group in optimizer.param_groups:
-        if "initial_lr" in group:
-            group["lr"] = group.pop("initial_lr")
 
 
 def joint_schedule(schedulers: Sequence[Any]) -> Callable[[torch.optim.Optimizer], Any] | None:

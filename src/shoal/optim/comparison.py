@@ -85,6 +85,24 @@ class Remainder:
                         found.buffers.append((start + name, buffer))
         return found
 
+    def leave_at_home(self, base: str, *, buffers: bool) -> None:
+        """Do not compare the frozen parameters by value: that they come from the same base is agreed otherwise.
+
+        Args:
+            base: the name of the base.
+            buffers: whether all buffers belong to the base, too.
+
+        Raises:
+            TypeError, ValueError: this is no name.
+        """
+        if not isinstance(base, str):
+            raise TypeError(f"frozen_base must be a text that names the frozen model, got {base!r}")
+        if not base:
+            raise ValueError("frozen_base is empty: give the frozen model a name, or leave frozen_base out")
+        self.frozen = []
+        if buffers:
+            self.buffers = []
+
     def take_what_changes(self) -> Named:
         """Remove the tensors that may change during training from the remainder, and return them to be averaged."""
         changing = [*self.trained, *self.buffers]

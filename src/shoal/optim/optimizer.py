@@ -100,6 +100,9 @@ class Optimizer(JointOptimizer):
         state_aggregation: the same for parameters and what is averaged with them, such as ``TrimmedMean(0.3)``.
         peer_momentum: send momentum with this factor, such as 0.9, instead of gradients, so that small lies stand out,
             too. The optimizer must have no momentum of its own. Must be the same in all peers.
+        frozen_base: names the frozen model beneath the parameters, such as by :func:`shoal.transformers.fingerprint`.
+            It stays at home, and may have another precision in each peer: its values are not compared. A peer with
+            another base gets neither into a group nor a state, and both sides are told.
         averager_opts: further options of both averagers.
         tracker_opts: further options of the progress tracker.
         performance_ema_alpha: weight of the newest measurement in the estimate of this peer's speed, from 0 to 1.
@@ -158,6 +161,7 @@ class Optimizer(JointOptimizer):
         aggregation: Aggregation | None = None,
         state_aggregation: Aggregation | None = None,
         peer_momentum: float = 0.0,
+        frozen_base: str | None = None,
     ) -> None:
         check_dht(dht)
         check_run_id(run_id)
@@ -170,6 +174,8 @@ class Optimizer(JointOptimizer):
         params = listed(params)
         main = main_parameters(optimizer, params)
         remainder = Remainder.find(model, main, extra_tensors)
+        if frozen_base is not None:
+            remainder.leave_at_home(frozen_base, buffers=model is None)
         extra = [] if model is None else remainder.take_what_changes()
         extra_tensors = [*extra_tensors, *(tensor for _, tensor in extra)]
         self.be_the_only(f"an Optimizer with run_id {run_id!r}", dht)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.averaging.aggregation import check_aggregation
+from shoal.averaging.groups.settings import FROZEN_BASE
 from shoal.compression.base import check_codec
 from shoal.compression.serialization import check_state_codec
 from shoal.facade import options_from
@@ -210,7 +211,9 @@ def averager_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         "auxiliary": given["auxiliary"],
         "start": False,
     }
-    own = given["averager_opts"] or {}
+    own = dict(given["averager_opts"] or {})
+    if given["frozen_base"] is not None:
+        own["agreement"] = {**(own.get("agreement") or {}), FROZEN_BASE: given["frozen_base"]}
     # A factory may have its own.
     wanted = {"compression": given["grad_compression"], "aggregation": given["aggregation"]}
     gradients = {name: value for name, value in wanted.items() if value is not None}

@@ -11,7 +11,7 @@ import bisect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import lr_scheduler
@@ -64,6 +64,58 @@ def catch_up(scheduler: Any, epoch: int) -> None:
         return
     while position_of(scheduler) < epoch:
         scheduler.step()
+
+
+class HasEpoch(Protocol):
+    """An optimizer that steps with others."""
+
+    @property
+    def local_epoch(self) -> int:
+        """How many steps it has made with them."""
+
+
+class HiveMindScheduler:
+    """Wraps a scheduler so that it moves only when the swarm has made a step, however often a trainer steps it.
+
+    The learning rate is always that of ``optimizer.local_epoch``. A ``DiLoCo`` with ``sync_every`` moves it with its
+    inner steps by itself. All other attributes are read from the scheduler.
+
+    Args:
+        optimizer: its ``local_epoch`` counts.
+        scheduler: a torch scheduler.
+    """
+
+    def __init__(self, optimizer: HasEpoch, scheduler: Any) -> None:
+        self.optimizer, self.scheduler = optimizer, scheduler
+
+    def step(self, epoch: int | None = None) -> None:
+        """Catch up with the swarm.
+
+        Args:
+            epoch: ignored; the epochs of trainers are not those of the swarm.
+        """
+        catch_up(self.scheduler, self.optimizer.local_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the scheduler itself."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the scheduler itself."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not set yet, such as while the object is being copied
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+
+def forget_schedule(optimizer: torch.optim.Optimizer) -> None:
+    """Restore the initial learning rates, so that another scheduler starts from the beginning."""
+    for group in optimizer.param_groups:
+        if "initial_lr" in group:
+            group["lr"] = group.pop("initial_lr")
 
 
 def _jump(scheduler: Any, epoch: int) -> None:

@@ -51,8 +51,6 @@ REFUSAL = (
 MAX_GROUP_BYTES = 3 * 2**18
 # The bytes that a member takes in it besides its addresses and its gathered value.
 _MEMBER_BYTES = 100
-# The most settings in a request to join: a few more than any version has.
-MAX_SETTINGS = 32
 # A member of the group has so many seconds to end a call of an invitation that is not needed any more.
 MEMBER_PATIENCE = 1.0
 
@@ -96,24 +94,6 @@ def is_full(search: Search, p2p: P2P, peer: PeerID, request: JoinRequest) -> boo
     if 1 + len(search.followers) >= (search.settings.target_group_size or MAX_GROUP_SIZE):
         return True
     return search.group_bytes + _bytes_of_member(p2p, peer, request) > MAX_GROUP_BYTES
-
-
-def difference_of(own: dict[str, str], other: dict[str, str]) -> str:
-    """The settings that differ, in words for the other side to read; empty if none does.
-
-    Settings that the other side has not named itself are not shown to it, so nobody can ask just to learn them.
-    """
-    if len(other) > MAX_SETTINGS:
-        return f"it names {len(other)} settings, more than there are"
-    differences = [
-        f"{name} is {own[name][:100]!r} there and {value[:100]!r} here"
-        for name, value in sorted(other.items())
-        if name in own and own[name] != value
-    ]
-    differences += [f"{name[:100]} is not known there" for name in sorted(other.keys() - own.keys())]
-    if own.keys() - other.keys():
-        differences.append("there are settings there that this peer does not have: is its shoal older?")
-    return "; ".join(differences)
 
 
 def describe_group(p2p: P2P, search: Search, trust: Trust) -> GroupStart:

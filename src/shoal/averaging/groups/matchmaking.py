@@ -33,7 +33,6 @@ from shoal.averaging.groups.leading import (
     Invitations,
     Refusals,
     describe_group,
-    difference_of,
     follower_of,
     injustice_of,
     is_full,
@@ -43,6 +42,7 @@ from shoal.averaging.groups.leading import (
     receive_answer,
     record_of,
 )
+from shoal.averaging.groups.settings import difference_of
 from shoal.averaging.messages import (
     CALL_FAILURES,
     Code,
@@ -364,8 +364,7 @@ class Matchmaking:
             search.group.set_result(self._adopt(reply.group))
             return
         if reply.better_leader is not None:
-            better = learn(self.p2p, reply.better_leader)
-            if better != self.p2p.peer_id:
+            if (better := learn(self.p2p, reply.better_leader)) != self.p2p.peer_id:
                 search.note_redirection(better, reply.expiration)
         elif reply.code == Code.BAD_EXPIRATION_TIME:
             search.note_candidate(leader, reply.expiration)
@@ -429,8 +428,9 @@ class Matchmaking:
         if remote in search.refused:
             search.turn_away(remote)
             return JoinReply(code=Code.REFUSED, text=REFUSAL)
-        difference = difference_of(self.settings.agreed, request.settings)
-        if difference:
+        if difference := difference_of(self.settings.agreed, request.settings):
+            seen_here = difference_of(request.settings, self.settings.agreed)
+            self._warn_seldom("peer %s cannot average with this one: %s", remote, seen_here, about=remote)
             return JoinReply(code=Code.SETTINGS_DIFFER, text=difference)
         if search.leader is not None:
             leader, expiration = search.leader

@@ -1,12 +1,20 @@
-"""How one averager looks for groups, and what of that changes with its network."""
+"""How one averager looks for groups, what of that changes with its network, and what must be the same in others."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal.averaging.control import AveragingMode
 from shoal.p2p import P2P
 from shoal.p2p.reachability import Reach
+
+# The most settings that a peer names: a few more than any version has, and those of the user.
+MAX_SETTINGS = 32
+FROZEN_BASE = "frozen base"
+"""The setting that tells which frozen model the trained parameters belong to."""
+# By setting: what to do if it differs.
+_ADVICE = {FROZEN_BASE: "load the same checkpoint in both, or if it is the same, give both the same name for it"}
 
 
 @dataclass
@@ -46,3 +54,24 @@ class MatchmakingSettings:
 def present_mode(wanted: AveragingMode, p2p: P2P) -> AveragingMode:
     """How a peer takes part now: whom nobody can call is a client for the time being."""
     return wanted if wanted is not AveragingMode.NODE or p2p.is_callable else AveragingMode.CLIENT
+
+
+def difference_of(own: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The settings that differ, in words for the other side to read; empty if none does.
+
+    Settings that the other side has not named itself are not shown to it, so nobody can ask just to learn them.
+    """
+    if len(other) > MAX_SETTINGS:
+        return f"it names {len(other)} settings, more than there are"
+    names = [name for name, value in sorted(other.items()) if name in own and own[name] != value]
+    differences = [f"{name} is {own[name][:100]!r} there and {other[name][:100]!r} here" for name in names]
+    differences += [f"{name[:100]} is not known there" for name in sorted(other.keys() - own.keys())]
+    if own.keys() - other.keys():
+        differences.append("there are settings there that this peer does not have: is its shoal older?")
+    return "; ".join([*differences, *(_ADVICE[name] for name in names if name in _ADVICE)])
+
+
+def contradiction_of(own: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The same, but only of settings that both sides have."""
+    common = own.keys() & other.keys()
+    return difference_of({name: own[name] for name in common}, {name: other[name] for name in common})

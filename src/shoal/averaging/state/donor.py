@@ -10,9 +10,10 @@ import functools
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from shoal.averaging.groups.settings import contradiction_of
 from shoal.averaging.messages import (
     MAX_OTHER_DONORS,
     ChunkRequest,
@@ -66,6 +67,7 @@ class StateSharing:
         get_stub: makes a stub of the averager protocol for a peer.
         trains: whether this peer trains with what it downloads; an archive only keeps it.
         rate: so many bytes are taken in a second at most.
+        agreement: settings that must be the same in a donor and a newcomer, as far as both have them.
     """
 
     def __init__(
@@ -82,7 +84,11 @@ class StateSharing:
         get_stub: Callable[[PeerID], StubBase],
         trains: bool = True,
         rate: float = math.inf,
+        agreement: Mapping[str, str] | None = None,
     ) -> None:
+        self._agreement = dict(agreement or {})
+        self.contradictions: Mapping[PeerID, str] = {}
+        """By donor that has refused in the last download because this peer differs from it: in what, in words."""
         self.allowed = False
         self.priority = 0.0
         self.rank_donors: Callable[[Iterable[PeerID]], dict[PeerID, float]] | None = None
@@ -156,6 +162,11 @@ class StateSharing:
         Raises:
             ProtocolError, P2PDaemonError, TimeoutError: the newcomer failed.
         """
+        if contradiction := contradiction_of(self._agreement, request.agreement):
+            seen_here = contradiction_of(request.agreement, self._agreement)
+            self._warn_seldom("newcomer %s does not get the state: %s", call.remote, seen_here, about=call.remote)
+            await call.send(StateHeader(allowed=False, contradiction=contradiction), end=True)
+            return
         now, part = asyncio.get_running_loop().time, request.part
         places = self._places_of(part) if self.allowed else None
         place = None if places is None else places.find(call.remote, now(), trains=request.trains)
@@ -286,8 +297,10 @@ class StateSharing:
                 most_voters,
                 self._trains,
                 self._rate,
+                self._agreement,
             )
             state = await gathering.run(await self.find_donors(skip))
+            self.contradictions = gathering.contradictions
             pause = max(BUSY_PAUSE, gathering.again_in)
             # Who wants a part can do without it for now.
             if state is not None or part or not gathering.busy or loop.time() + pause > patience_ends:

@@ -17,13 +17,13 @@ import asyncio
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from shoal.averaging.messages import PEER_FAILURES, DownloadRequest, StateChunk, StateHeader, reason_of
 from shoal.averaging.state.arrivals import Arrivals
 from shoal.averaging.state.download import Download, GivenState, open_state, version_of
-from shoal.logs import Seldom
+from shoal.logs import Seldom, one_line
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.tasks import cancel_and_wait, first_completed, run_in_worker
@@ -155,9 +155,13 @@ class Gathering:
         most_voters: int = MAX_VOTERS,
         trains: bool = True,
         rate: float = math.inf,
+        agreement: Mapping[str, str] | None = None,
     ) -> None:
         self.p2p, self.get_stub, self.memory = p2p, get_stub, memory
-        self.request, self.most_voters, self.rate = DownloadRequest(part=part, trains=trains), most_voters, rate
+        self.request = DownloadRequest(part=part, trains=trains, agreement=dict(agreement or {}))
+        self.most_voters, self.rate = most_voters, rate
+        self.contradictions: dict[PeerID, str] = {}
+        """By donor that refuses because this peer differs from it: in what, in words."""
         self.max_bytes, self.chunk_timeout, self._admits = max_bytes, chunk_timeout, admits
         self.busy = False
         """Whether a donor has refused because it serves too many others."""
@@ -189,6 +193,11 @@ class Gathering:
     def note_refusal(self, donor: Donor, header: StateHeader) -> None:
         """Note that a donor has refused, and the other donors that a busy one names."""
         rank, peer = donor
+        if header.contradiction:
+            self.contradictions[peer] = reason = one_line(header.contradiction)
+            self.memory.warn_seldom("donor %s gives its state not to this peer: %s", peer, reason, about=peer)
+            self.leave(peer, "differs")
+            return
         if not header.busy:
             self.leave(peer, "does not share")
             return

@@ -1,0 +1,31 @@
+"""For users of Hugging Face: a ``Trainer`` whose steps peers make together over the internet, and adapters of peft.
+
+A part of this room works without ``transformers``: a loop of one's own, with or without ``accelerate``, needs only
+:class:`shoal.Optimizer`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoal.transformers.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from shoal.transformers.trainer import SwarmTrainer
+
+__all__ = ["SwarmTrainer", "fingerprint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "SwarmTrainer":
+        raise AttributeError(f"module 'shoal.transformers' has no attribute {name!r}")
+    try:
+        from shoal.transformers.trainer import SwarmTrainer
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] == "shoal":
+            raise
+        raise ModuleNotFoundError(
+            f"SwarmTrainer needs the packages transformers and accelerate ({e}): pip install 'shoal[transformers]'",
+            name=e.name,
+        ) from e
+    return SwarmTrainer

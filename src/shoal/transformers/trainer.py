@@ -1,0 +1,250 @@
+"""A ``Trainer`` of Hugging Face that trains with peers over the internet.
+
+The ``Trainer`` makes a *local step* after each batch, or after ``gradient_accumulation_steps`` of them. With peers, a
+local step only adds the gradients of these batches; a *swarm step* comes when all peers together have
+``target_batch_size`` samples. So ``max_steps``, ``logging_steps`` and ``save_steps`` count local steps of this peer,
+but the learning rate, clipping and ``swarm_steps`` go by swarm steps.
+
+Of the ``Trainer``, only methods are used that its documentation offers for subclasses: ``create_optimizer``,
+``create_scheduler``, ``training_step``, ``log``, and a callback.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
+
+import shoal
+from shoal.optim.schedules import HiveMindScheduler, forget_schedule
+from shoal.transformers.fingerprint import fingerprint
+from shoal.transformers.options import check_arguments, check_launch, check_optimizers, check_options, check_schedule
+
+if TYPE_CHECKING:
+    from shoal.dht import DHT
+
+
+class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
+    """A ``transformers.Trainer`` whose steps all peers of a run make together.
+
+    Every peer is a whole trainer with its own data, its own order of them, its own logs and checkpoints. Peers may come
+    and go at any time; see :class:`shoal.Optimizer` for how a step is made. The peer joins the run when :meth:`train`
+    begins, and leaves it when :meth:`train` ends. The DHT stays open.
+
+    - Learning rates follow swarm steps, by ``lr_scheduler_type`` and ``warmup_steps`` of the arguments.
+    - ``max_grad_norm`` limits the averaged gradients of a swarm step, not those of a batch.
+    - Logs also have ``swarm_epoch`` (swarm steps so far), ``swarm_peers``, ``swarm_samples_per_second`` (of this peer)
+      and ``swarm_grad_norm`` (of the last swarm step, before clipping). The loss is shown to ``shoal monitor``.
+    - ``train(resume_from_checkpoint=...)`` goes on from a checkpoint; where the swarm is ahead, from its state.
+    - With peft adapters, the frozen base stays at home. Peers with another base are refused.
+
+    Args:
+        model, args, further, options: as for ``Trainer``. ``optimizers`` may have an optimizer, but no scheduler.
+            Without a ``data_seed``, each peer goes through its data in an order of its own.
+        dht: connected DHT of this peer.
+        run_id: name of the run; peers with the same name train together.
+        target_batch_size: samples that all peers together gather for a swarm step. A sample is a row of a batch.
+        swarm_steps: length of the learning rate schedule, in swarm steps. Training ends after the last one, if ``args``
+            do not end it before. Needed unless the schedule is endless, such as ``"constant"``.
+        swarm_options: further options of :class:`shoal.Optimizer` by name, such as ``matchmaking_time``.
+        base: name of the frozen model beneath adapters, for those who know that it is the same although its files are
+            not. Default: :func:`fingerprint`, if the model has adapters.
+        grad_scaler: a :class:`shoal.GradScaler`; needed with ``fp16=True``.
+
+    Raises:
+        ValueError: something in the arguments cannot work with peers; the text names it, and what to do.
+        TypeError: ``swarm_options`` has an option that does not exist.
+    """
+
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *further: Any,
+        dht: DHT,
+        run_id: str,
+        target_batch_size: int,
+        swarm_steps: int | None = None,
+        swarm_options: Mapping[str, Any] | None = None,
+        base: str | None = None,
+        grad_scaler: shoal.GradScaler | None = None,
+        **options: Any,
+    ) -> None:
+        args = TrainingArguments() if args is None else args
+        given = {"delay_state_averaging": False, **(swarm_options or {})}
+        check_arguments(args, grad_scaler)
+        check_options(given)
+        check_schedule(args, swarm_steps, given)
+        self.swarm: _CountingOptimizer | None = None
+        """The optimizer of the run while :meth:`train` is running."""
+        self.swarm_steps, self._base = swarm_steps, base
+        self._swarm_options = {"dht": dht, "run_id": run_id, "target_batch_size": target_batch_size, **given}
+        # A copy, because the caller's arguments are theirs. The Trainer would clip each batch: here it must not.
+        args, self._max_grad_norm = copy.copy(args), float(args.max_grad_norm or 0.0)
+        args.max_grad_norm = 0.0
+        if args.data_seed is None:
+            args.data_seed = int.from_bytes(dht.peer_id.to_bytes()[-4:], "big")
+        self._grad_norm: torch.Tensor | None = None
+        super().__init__(model, args, *further, **options)
+        check_launch(self.accelerator)
+        check_optimizers(self.optimizer, self.lr_scheduler)
+        if grad_scaler is not None:
+            self.accelerator.scaler = grad_scaler
+        self.add_callback(_FollowSwarm(self))
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Join the run, train as ``Trainer.train`` does, and leave the run, also after an error."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._leave()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the torch optimizer as the ``Trainer`` does, and join the run with it."""
+        if self.swarm is not None:
+            return self.optimizer
+        inner, model = super().create_optimizer(*args, **kwargs), self.model
+        has_adapters = bool(getattr(model, "peft_config", None))
+        base = fingerprint(model) if self._base is None and has_adapters else self._base
+        self.swarm = _CountingOptimizer(
+            optimizer=inner,
+            # Buffers beneath adapters belong to the base, too.
+            model=None if has_adapters else model,
+            frozen_base=base,
+            **{"scheduler": self._make_schedule, **self._swarm_options},
+        )
+        self.swarm.name_parameters(model)
+        self._clipping = inner.register_step_pre_hook(self._clip)
+        self.optimizer = self.swarm
+        return self.swarm
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule of the swarm, which the steps of the ``Trainer`` do not move."""
+        assert self.swarm is not None
+        self.lr_scheduler = HiveMindScheduler(self.swarm, self.swarm.scheduler)
+        return self.lr_scheduler
+
+    def _make_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        steps = self.swarm_steps
+        warmup = self.args.get_warmup_steps(steps if steps is not None else 0)
+        return get_scheduler(
+            self.args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=steps,
+            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+        )
+
+    def _clip(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Called before each step that the optimizer really makes."""
+        if self._max_grad_norm > 0:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+
+    def _leave(self) -> None:
+        if self.swarm is None:
+            return
+        swarm, self.swarm = self.swarm, None
+        # Another train() begins with the plain optimizer.
+        self.optimizer, self.lr_scheduler = swarm.opt, None
+        self._clipping.remove()
+        swarm.shutdown()
+        forget_schedule(swarm.opt)
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute the gradients of a batch, and count its samples."""
+        samples = _samples_in(inputs, getattr(self.model, "main_input_name", "input_ids"))
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        if self.swarm is not None:
+            self.swarm.samples += samples
+            # To read a loss means to wait for the device, so only those are read that are published.
+            if self.swarm.report_is_due:
+                # The Trainer has divided it by the number of batches whose gradients are added up.
+                self.swarm.report(loss=loss.detach() * self.args.gradient_accumulation_steps)
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log the figures of the swarm, too, while it trains."""
+        super().log({**logs, **self.swarm_figures()}, *args, **kwargs)
+
+    def swarm_figures(self) -> dict[str, float]:
+        """What is added to the logs; empty if this peer is in no run."""
+        if self.swarm is None:
+            return {}
+        tracker = self.swarm.tracker
+        figures = {
+            "swarm_epoch": float(self.swarm.local_epoch),
+            "swarm_peers": float(max(1, tracker.global_progress.num_peers)),
+            "swarm_samples_per_second": float(tracker.local_progress.samples_per_second),
+        }
+        if self._grad_norm is not None:
+            figures["swarm_grad_norm"] = float(self._grad_norm)
+        return figures
+
+
+class _CountingOptimizer(shoal.Optimizer):
+    """The ``Trainer`` calls ``step()`` without a number of samples, so they are counted here between two steps."""
+
+    samples = 0
+
+    def step(self, closure: Any = None, batch_size: int | None = None, grad_scaler: Any = None) -> Any:
+        if batch_size is None:
+            batch_size, self.samples = self.samples, 0
+        return super().step(closure, batch_size, grad_scaler)
+
+
+class _FollowSwarm(TrainerCallback):  # type: ignore[misc]  # its package is not checked
+    """Begins with the state of the swarm, and ends with the last swarm step."""
+
+    def __init__(self, trainer: SwarmTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """By now a checkpoint is loaded: what the swarm has is taken if it is not older."""
+        swarm = self._trainer.swarm
+        assert swarm is not None
+        swarm.load_state_from_peers()
+        _check_admission(swarm)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        assert trainer.swarm is not None
+        if trainer.swarm_steps is not None and trainer.swarm.local_epoch >= trainer.swarm_steps:
+            control.should_training_stop = True
+
+
+def _check_admission(swarm: shoal.Optimizer) -> None:
+    """Check that this peer was not turned away by all others.
+
+    Raises:
+        ValueError: it was, and this is its first step: it would train alone, under the name of a run.
+    """
+    refusals = swarm.state_averager.node.state_sharing.contradictions
+    if refusals and swarm.local_epoch == 0:
+        told = "".join(f"\n  {peer}: {reason}" for peer, reason in refusals.items())
+        raise ValueError(f"the peers of the run {swarm.run_id!r} do not train with this one:{told}")
+
+
+def _samples_in(inputs: Any, main_input: str) -> int:
+    """The number of samples in a batch.
+
+    Raises:
+        ValueError: it has no tensor.
+    """
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
+    if not tensors:
+        raise ValueError(
+            f"a batch with {sorted(inputs)} has no tensor, so its samples cannot be counted: let the data_collator "
+            "return tensors whose first dimension is the batch"
+        )
+    return len(tensors.get(main_input, next(iter(tensors.values()))))

@@ -1,0 +1,40 @@
+"""What these tests share: a DHT of one peer, and nothing that looks for the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import tqdm
+
+import shoal
+
+FOREIGN = r"(transformers|accelerate|peft|huggingface_hub|torch)(\..*)?"
+"""Their own warnings are no business of these tests."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings(f"ignore::Warning:{FOREIGN}"), append=False)
+            item.add_marker(pytest.mark.timeout(120))  # importing these packages takes long on a busy machine
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is asked of the hub, and one thread is enough for models of this size."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # else its bars leave a thread behind
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def dht() -> Iterator[shoal.DHT]:
+    with shoal.DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"]) as dht:
+        yield dht
