@@ -169,7 +169,7 @@ class Optimizer(JointOptimizer):
         gradient_options, state_options = averager_options(locals())
         params = listed(params)
         main = main_parameters(optimizer, params)
-        remainder = Remainder.find(model, main, extra_tensors)
+        remainder = self._find_remainder(model, main, extra_tensors)
         extra = [] if model is None else remainder.take_what_changes()
         extra_tensors = [*extra_tensors, *(tensor for _, tensor in extra)]
         self.be_the_only(f"an Optimizer with run_id {run_id!r}", dht)
@@ -226,6 +226,11 @@ class Optimizer(JointOptimizer):
         self._main_groups = main_groups(self.opt, self.state_averager.main_parameters)
         self._become_torch_optimizer(dict(self.opt.defaults))
         self._begin()
+
+    def _find_remainder(
+        self, model: torch.nn.Module | None, parameters: Sequence[torch.Tensor], extra: Sequence[torch.Tensor]
+    ) -> Remainder:
+        return Remainder.find(model, parameters, extra)
 
     def _begin(self) -> None:
         """From now on others hear of this peer. It comes last, after all that can be wrong with the arguments."""
