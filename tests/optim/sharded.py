@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -105,7 +106,7 @@ def check_agreement(model: torch.nn.Module, reference: torch.nn.Module) -> None:
 
 
 @contextmanager
-def swarm(peers: list[list[int]], model: torch.nn.Module, group: Any = None, **options: Any) -> Iterator[Any]:
+def swarm(peers: list[list[int]], model: torch.nn.Module, group: Any = None, /, **options: Any) -> Iterator[Any]:
     """The optimizer of this process.
 
     Args:
@@ -146,14 +147,26 @@ def swarm_of(opt: Any) -> Any:
     return opt.swarm if isinstance(opt, MultiProcessOptimizer) else opt
 
 
-def train(opt: Any, model: torch.nn.Module, batches: list[torch.Tensor], peers: int, scaler: Any = None) -> None:
-    """Contribute one batch to every epoch."""
+def train(
+    opt: Any,
+    model: torch.nn.Module,
+    batches: list[torch.Tensor],
+    peers: int = 1,
+    scaler: GradScaler | None = None,
+    counts: bool = True,
+) -> None:
+    """Contribute one batch to every epoch.
+
+    Args:
+        peers: in the swarm.
+        counts: whether this process counts its samples.
+    """
     pause = threading.Event()
     for epoch, batch in enumerate(batches):
         opt.zero_grad()
         loss = loss_of(model, batch)
         (loss if scaler is None else scaler.scale(loss)).backward()
-        opt.step(batch_size=len(batch), grad_scaler=scaler)
+        opt.step(batch_size=len(batch) if counts else 0, grad_scaler=scaler)
         if epoch == 0 and swarm_of(opt) is not None:
             wait_until(lambda: swarm_of(opt).tracker.expected_group_size == peers, "all peers know each other")
         while opt.local_epoch == epoch:
@@ -218,7 +231,7 @@ def hybrid_sharding(mesh: DeviceMesh) -> None:
     batches = make_batches([4, 4, 4, 4])
     model = shard_all(Net(), mesh)
     with swarm([[0, 1, 2, 3]], model, dist.group.WORLD, target_batch_size=16) as opt:
-        train(opt, model, [epoch[dist.get_rank()] for epoch in batches], 1)
+        train(opt, model, [epoch[dist.get_rank()] for epoch in batches])
         check_agreement(model, train_alone(batches))
 
 
@@ -229,18 +242,12 @@ def tensor_parallelism(mesh: DeviceMesh) -> None:
     rank = dist.get_rank()
     batches = make_batches([8, 8])
     torch.manual_seed(1)
-    make = [torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)]
-    reference = train_alone(batches, torch.nn.Sequential(*make))
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    reference = train_alone(batches, copy.deepcopy(model))
     parallelize_module(model, mesh["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["outer"])
     with swarm([[0, 1, 2, 3]], model, dist.group.WORLD, target_batch_size=16) as opt:
-        for epoch, shares in enumerate(batches):
-            opt.zero_grad()
-            loss_of(model, shares[rank // 2]).backward()
-            opt.step(batch_size=8 if rank % 2 == 0 else 0)
-            assert opt.local_epoch == epoch + 1
+        train(opt, model, [epoch[rank // 2] for epoch in batches], counts=rank % 2 == 0)
         check_agreement(model, reference)
 
 
@@ -328,12 +335,14 @@ def overflow(group: Any, mesh: DeviceMesh) -> None:
                 gradient.to_local()[0, 0] = torch.inf
             scaler.step(opt, batch_size=4)
             scaler.update()
-            assert opt.local_epoch == (0 if goes_wrong else 1)
             assert scaler.get_scale() == 8
+            assert (opt.swarm is None) or opt.swarm.local_progress.samples_accumulated == 0 or not goes_wrong
+        while opt.local_epoch == 0:
+            opt.step(batch_size=0)
 
 
 @contextmanager
-def alone(model: torch.nn.Module, group: Any, **options: Any) -> Iterator[MultiProcessOptimizer]:
+def alone(model: torch.nn.Module, group: Any, /, **options: Any) -> Iterator[MultiProcessOptimizer]:
     """A sharded peer without others."""
     dht = DHT(start=True) if dist.get_rank() == 0 else None
     options = {"optimizer": make_adamw, "params": list(model.parameters()), "run_id": "run", **options}
@@ -348,15 +357,11 @@ def alone(model: torch.nn.Module, group: Any, **options: Any) -> Iterator[MultiP
 def compiled(group: Any, mesh: DeviceMesh) -> None:
     """The model is compiled, and so is the step of the optimizer, and the step of training around both."""
     batches = make_batches([4, 4])
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = make_adamw(parameters)
-        optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
-        return optimizer
-
     model = shard_all(Net(), mesh)
     fast = torch.compile(model, backend="aot_eager")
-    with alone(model, group, optimizer=make, scheduler=halve_after_two, target_batch_size=8) as opt:
+    with alone(model, group, scheduler=halve_after_two, target_batch_size=8) as opt:
+        inner: Any = opt.opt
+        inner.step = torch.compile(inner.step, backend="aot_eager")
 
         @torch.compile(backend="aot_eager")
         def train_step(batch: torch.Tensor) -> torch.Tensor:
@@ -368,7 +373,8 @@ def compiled(group: Any, mesh: DeviceMesh) -> None:
 
         for number, shares in enumerate(batches):
             assert train_step(shares[dist.get_rank()]).isfinite()
-            assert opt.local_epoch == number + 1
+            while opt.local_epoch == number:
+                opt.step(batch_size=0)
         check_agreement(model, train_alone(batches))
 
 
