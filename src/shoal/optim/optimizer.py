@@ -40,6 +40,7 @@ from shoal.optim.training_setup import (
     main_parameters,
 )
 from shoal.optim.training_state import OWN
+from shoal.optim.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -249,6 +250,7 @@ class Optimizer(JointOptimizer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
     ) -> Any:

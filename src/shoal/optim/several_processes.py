@@ -27,6 +27,7 @@ from shoal.optim.training_setup import (
     main_groups,
     with_parameters,
 )
+from shoal.optim.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -134,6 +135,7 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
     ) -> Any:

@@ -38,6 +38,7 @@ from shoal.optim.report import Reporting
 from shoal.optim.synchronization import Retries
 from shoal.optim.training_setup import Parameters, ParamGroups, SchedulerFactory
 from shoal.optim.training_state import OWN
+from shoal.optim.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
@@ -263,6 +264,7 @@ class DiLoCo(JointOptimizer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
     ) -> Any:
@@ -467,11 +469,9 @@ class DiLoCo(JointOptimizer):
         own = state_dict.get(OWN) or {}
         saved = self._rounds.parse_checkpoint(own["outer"]) if "outer" in own else None
         lengths, model = [each.fragment.length for each in self._fragments], own.get("model")
-        if model is not None and [values.numel() for values in model] != lengths:
-            raise ValueError(
-                f"the checkpoint's model has fragments of {[values.numel() for values in model]} values, and this "
-                f"peer's has {lengths}: it is of another model"
-            )
+        given = lengths if model is None else [values.numel() for values in model]
+        if given != lengths:
+            raise ValueError(f"it is of another model: fragments of {given} values, and this peer's has {lengths}")
         self.inner.load_state_dict(state_dict, own.get("schedulers") if saved is not None else None)
         if saved is not None:
             self._rounds.restore(saved, self._shutdown_timeout)
