@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from shoal.optim import processes as several
+from shoal.optim.comparison import owners_of
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.training_setup import is_dtensor
+from shoal.optim.training_setup import is_dtensor, is_sharded_module
 
 Span = tuple[int, int]
 Box = tuple[Span, ...]
@@ -151,6 +152,8 @@ class Shards:
                 layout = parameters[index]
                 empty = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
                 self.whole[index] = torch.nn.Parameter(empty, layout.requires_grad)
+        _, around = owners_of(parameters, None)
+        self._modules: list[Any] = [module for module in around if is_sharded_module(module)]
         # They share memory with the parameters, and get their gradients for a moment.
         self._leaves = [local_part(parameters[index]).requires_grad_() for index in self._trained]
         self.accumulator = GradientAccumulator(self._leaves)
@@ -194,6 +197,9 @@ class Shards:
     @torch.no_grad()
     def spread_values(self) -> None:
         """Bring the values of the first process' whole parameters into the parts, and into the others' copies."""
+        # Whole parameters that a module has kept since its last pass would be out of date.
+        for module in self._modules:
+            module.reshard()
         parts = [local_part(parameter) for parameter in self._parameters]
         for boxes, bucket in self._buckets(self._shares, parts):
             if self._processes.is_first:
@@ -269,11 +275,13 @@ class Shards:
 def _grouped(boxes: Sequence[tuple[int, Box]], limit: int) -> Iterator[list[tuple[int, Box]]]:
     """Groups of boxes with at most ``limit`` values together."""
     group: list[tuple[int, Box]] = []
-    for numbered in boxes:
-        if group and sum(_volume(box) for _, box in group) + _volume(numbered[1]) > limit:
+    size = 0
+    for number, box in boxes:
+        if group and size + _volume(box) > limit:
             yield group
-            group = []
-        group.append(numbered)
+            group, size = [], 0
+        group.append((number, box))
+        size += _volume(box)
     if group:
         yield group
 

@@ -26,6 +26,8 @@ SchedulerFactory = Callable[[TorchOptimizer], Any]
 # Classes of parameters that are sharded over processes. If a module is not loaded, there are no objects of its class.
 _DTENSOR = {"torch.distributed.tensor": "DTensor", "torch.distributed._tensor": "DTensor"}
 _FLAT = {"torch.distributed.fsdp._flat_param": "FlatParameter"}
+# What fully_shard makes of modules.
+_SHARDED_MODULE = {"torch.distributed.fsdp": "FSDPModule", "torch.distributed._composable.fsdp": "FSDPModule"}
 
 
 def check_parameters(parameters: Sequence[torch.Tensor], may_be_sharded: bool = False) -> None:
@@ -64,10 +66,15 @@ def is_dtensor(tensor: object) -> bool:
     return _is_one_of(_DTENSOR, tensor)
 
 
-def _is_one_of(kinds: Mapping[str, str], tensor: object) -> bool:
+def is_sharded_module(module: object) -> bool:
+    """Whether ``fully_shard`` has been called with this module."""
+    return _is_one_of(_SHARDED_MODULE, module)
+
+
+def _is_one_of(kinds: Mapping[str, str], thing: object) -> bool:
     modules = ((sys.modules.get(module), name) for module, name in kinds.items())
     classes = tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
-    return isinstance(tensor, classes)
+    return isinstance(thing, classes)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
