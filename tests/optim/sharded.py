@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +27,7 @@ try:
 except ImportError:  # torch before 2.6
     from torch.distributed._composable.fsdp import fully_shard
 
+GUIDE = Path(__file__).parents[2] / "docs" / "sharded.md"
 EPOCHS = 4
 SMALL_BUCKET = 512
 """Bytes: large parameters are cut, small ones go together."""
@@ -178,6 +181,18 @@ def train(
             scaler.update()
 
 
+def run_guide(hybrid: bool = False) -> None:
+    """The program in docs/sharded.md, with all processes as one peer. Its group exists already."""
+    program, change, *_ = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    if hybrid:
+        program, count = re.subn(r"^mesh = .*\n", lambda _: change, program, flags=re.MULTILINE)
+        assert count == 1
+    program, nothing = program.replace("4096", "256"), mock.DEFAULT
+    with mock.patch.multiple(dist, init_process_group=nothing, destroy_process_group=nothing):
+        with mock.patch("sys.argv", ["train.py"]):
+            exec(compile(program, GUIDE, "exec"), {"__name__": "__main__"})
+
+
 # --- with four processes ----------------------------------------------------------------------------------------------
 
 
@@ -187,6 +202,7 @@ def four_processes() -> None:
         two_sharded_peers(mesh)
         hybrid_sharding(mesh)
         tensor_parallelism(mesh)
+    run_guide(hybrid=True)
 
 
 def two_sharded_peers(mesh: DeviceMesh) -> None:
@@ -261,6 +277,7 @@ def three_processes() -> None:
     mixed_swarm(group, mesh)
     mixed_swarm(group, mesh, GradScaler(init_scale=16.0, device="cpu", growth_interval=3))
     download(group, mesh)
+    run_guide()
     if mesh is not None:
         overflow(group, mesh)
         compiled(group, mesh)

@@ -29,6 +29,12 @@ class MultiProcessOptimizer(SeveralProcesses):
     Otherwise it averages after each batch, with the same result if batches have equal sizes. Each process keeps its
     own buffers of the model, such as those of batch normalization.
 
+    The processes may also share the model, with ``fully_shard`` (FSDP2), tensor parallelism, or both. Then parameters are
+    DTensors, and ``optimizer`` must be a function, given with ``params``. The first process trains whole stand-ins of the
+    sharded parameters in the memory of its host; gradients come there, and values go back, in buckets of 64 MiB, which
+    are all that a device holds beside its parts. Gradients of all processes weigh the same there, as in FSDP2, so
+    batches must have equal sizes. ``docs/sharded.md`` has a program, and says what this takes.
+
     If a call fails in one process, it raises the error there, and :class:`~shoal.errors.ProcessGroupError` with its
     text in the others. If a process ends, the next call of the others raises that too; if it hangs, their next call
     does so after the timeout of the group.
@@ -37,11 +43,12 @@ class MultiProcessOptimizer(SeveralProcesses):
         dht: DHT of the first process; ``None`` in the others.
         optimizer, params, scheduler, batch_size_per_step, reuse_grad_buffers, extra_tensors: as for
             :class:`~shoal.Optimizer`, the same in all processes. ``batch_size_per_step`` counts samples of one process.
-        process_group: default: all processes.
+        process_group: default: all processes. Those that share parameters must be in it.
         options: further options of :class:`~shoal.Optimizer`.
 
     Raises:
-        ValueError: there is no process group, models differ, or options contradict each other.
+        ValueError: there is no process group, models differ, options contradict each other, or do not go together with
+            parameters that are sharded.
         ProcessGroupError: another process has ended.
     """
 
@@ -50,9 +57,7 @@ class MultiProcessOptimizer(SeveralProcesses):
         return main_parameters(optimizer, params, may_be_sharded=True)
 
     def _prepare_to_follow(self, optimizer: Any, params: Any, scheduler: Any) -> None:
-        self._setup = prepare_training(
-            optimizer, params, scheduler, None, offload_optimizer=False, may_be_sharded=True
-        )
+        self._setup = prepare_training(optimizer, params, scheduler, None, offload_optimizer=False, may_be_sharded=True)
 
     def _join(self, **options: Any) -> None:
         self.swarm = _FirstProcess(self._fetch_gradients, self._parameters, **options)
@@ -116,9 +121,7 @@ class MultiProcessOptimizer(SeveralProcesses):
 class _FirstProcess(Optimizer):
     """An optimizer that fetches the gradients of all processes before each global step."""
 
-    def __init__(
-        self, fetch_gradients: Callable[[], None], parameters: Sequence[torch.Tensor], **options: Any
-    ) -> None:
+    def __init__(self, fetch_gradients: Callable[[], None], parameters: Sequence[torch.Tensor], **options: Any) -> None:
         self._fetch_gradients, self._users_parameters = fetch_gradients, parameters
         super().__init__(**options)
 
