@@ -188,9 +188,9 @@ def run_guide(hybrid: bool = False) -> None:
         program, count = re.subn(r"^mesh = .*\n", lambda _: change, program, flags=re.MULTILINE)
         assert count == 1
     program, nothing = program.replace("4096", "256"), mock.DEFAULT
-    with mock.patch.multiple(dist, init_process_group=nothing, destroy_process_group=nothing):
-        with mock.patch("sys.argv", ["train.py"]):
-            exec(compile(program, GUIDE, "exec"), {"__name__": "__main__"})
+    without_group = mock.patch.multiple(dist, init_process_group=nothing, destroy_process_group=nothing)
+    with without_group, mock.patch("sys.argv", ["train.py"]):
+        exec(compile(program, GUIDE, "exec"), {"__name__": "__main__"})
 
 
 # --- with four processes ----------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ def wrong_use(group: Any, mesh: DeviceMesh) -> None:
     parameters = list(model.parameters())
     options = {"optimizer": make_adamw, "params": parameters, **common}
     sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    alone_group = [dist.new_group([rank], use_local_synchronization=True) for rank in [dist.get_rank()]][0]
+    alone_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for wrong, message in (
         ({"optimizer": make_adamw(parameters), "params": None}, "give a function that makes the optimizer"),
         ({"reuse_grad_buffers": True}, "cannot accumulate in place"),

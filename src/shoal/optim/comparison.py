@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.optim.training_setup import is_dtensor
+from shoal.optim.devices import is_dtensor
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from shoal.averaging.finite import first_not_finite
-from shoal.optim.shards import local_part
+from shoal.optim.devices import local_part
 
 if TYPE_CHECKING:
     from shoal.optim.grad_averager import GradientAverager

@@ -29,10 +29,10 @@ class MultiProcessOptimizer(SeveralProcesses):
     Otherwise it averages after each batch, with the same result if batches have equal sizes. Each process keeps its
     own buffers of the model, such as those of batch normalization.
 
-    The processes may also share the model, with ``fully_shard`` (FSDP2), tensor parallelism, or both. Then parameters are
-    DTensors, and ``optimizer`` must be a function, given with ``params``. The first process trains whole stand-ins of the
-    sharded parameters in the memory of its host; gradients come there, and values go back, in buckets of 64 MiB, which
-    are all that a device holds beside its parts. Gradients of all processes weigh the same there, as in FSDP2, so
+    The processes may also share the model, with ``fully_shard`` (FSDP2), tensor parallelism, or both. Then parameters
+    are DTensors, and ``optimizer`` must be a function, given with ``params``. The first process trains whole stand-ins
+    of the sharded parameters in the memory of its host. Gradients come there, and values go back, in buckets of 64 MiB,
+    which are all that a device holds beside its parts. Gradients of all processes weigh the same there, as in FSDP2, so
     batches must have equal sizes. ``docs/sharded.md`` has a program, and says what this takes.
 
     If a call fails in one process, it raises the error there, and :class:`~shoal.errors.ProcessGroupError` with its

@@ -21,7 +21,7 @@ from shoal.optim.devices import BatchesAhead
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
-from shoal.optim.joint_optimizer import JointOptimizer, check_run_id
+from shoal.optim.joint_optimizer import JointOptimizer, check_run_id, uncompiled
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
@@ -40,7 +40,6 @@ from shoal.optim.training_setup import (
     main_parameters,
 )
 from shoal.optim.training_state import OWN
-from shoal.optim.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from shoal.dht import DHT

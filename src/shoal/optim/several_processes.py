@@ -12,8 +12,10 @@ import torch
 from shoal.errors import ProcessGroupError, ReactorError
 from shoal.facade import Facade
 from shoal.optim.comparison import Remainder
+from shoal.optim.devices import is_dtensor
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
+from shoal.optim.joint_optimizer import uncompiled
 from shoal.optim.processes import Command, Processes, Word
 from shoal.optim.progress import count_of_samples
 from shoal.optim.schedules import catch_up
@@ -22,12 +24,10 @@ from shoal.optim.training_setup import (
     Parameters,
     ParamGroups,
     SchedulerFactory,
-    is_dtensor,
     listed,
     main_groups,
     with_parameters,
 )
-from shoal.optim.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

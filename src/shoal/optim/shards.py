@@ -1,4 +1,4 @@
-"""Parameters that the processes of a peer share among them, as ``fully_shard`` (FSDP2) and tensor parallelism leave them.
+"""Parameters that the processes of a peer share among them, because of ``fully_shard`` (FSDP2) or tensor parallelism.
 
 Such a parameter is a DTensor: each process holds a *part* of it, a box of its index space. The swarm averages whole
 tensors. So the first process has a *stand-in* for each of these parameters, a whole tensor in the memory of the host.
@@ -16,7 +16,6 @@ holds more than its parts and a bucket or two.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,8 @@ import torch
 
 from shoal.optim import processes as several
 from shoal.optim.comparison import owners_of
+from shoal.optim.devices import is_dtensor, is_sharded_module, local_part
 from shoal.optim.gradient_accumulator import GradientAccumulator
-from shoal.optim.training_setup import is_dtensor, is_sharded_module
 
 Span = tuple[int, int]
 Box = tuple[Span, ...]
@@ -89,7 +88,7 @@ def box_of_part(parameter: torch.Tensor) -> Box:
     if coordinate is None:  # this process has no part of it
         return tuple((0, 0) for _ in spans)
     cuts = [(axis, placement) for axis, placement in enumerate(layout.placements) if not placement.is_replicate()]
-    # A strided cut divides what a later axis of the mesh has cut before: FSDP2 divides what tensor parallelism has left.
+    # A strided cut divides what a later axis of the mesh has cut: FSDP2 divides what tensor parallelism has left.
     for axis, placement in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
         dim = getattr(placement, "dim", None)
         if dim is None:
@@ -107,13 +106,6 @@ def box_of_part(parameter: torch.Tensor) -> Box:
             f"{found} in this process, where {expected} was expected: shard it with fully_shard, or leave it whole"
         )
     return tuple(spans)
-
-
-@torch.no_grad()
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is in this process, without a copy; the tensor itself if it is whole."""
-    part: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[operator]
-    return part.detach()
 
 
 def _local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

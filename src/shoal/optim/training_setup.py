@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from shoal.optim.devices import copy_to_host
+from shoal.optim.devices import copy_to_host, is_dtensor, is_flat_parameter
 from shoal.optim.schedules import LRSchedulerBase, check_scheduler
 
 logger = logging.getLogger(__name__)
@@ -22,12 +21,6 @@ ParamGroups = Iterable[dict[str, Any]]
 TorchOptimizer = torch.optim.Optimizer
 OptimizerFactory = Callable[[Any], TorchOptimizer]
 SchedulerFactory = Callable[[TorchOptimizer], Any]
-
-# Classes of parameters that are sharded over processes. If a module is not loaded, there are no objects of its class.
-_DTENSOR = {"torch.distributed.tensor": "DTensor", "torch.distributed._tensor": "DTensor"}
-_FLAT = {"torch.distributed.fsdp._flat_param": "FlatParameter"}
-# What fully_shard makes of modules.
-_SHARDED_MODULE = {"torch.distributed.fsdp": "FSDPModule", "torch.distributed._composable.fsdp": "FSDPModule"}
 
 
 def check_parameters(parameters: Sequence[torch.Tensor], may_be_sharded: bool = False) -> None:
@@ -46,7 +39,7 @@ def check_parameters(parameters: Sequence[torch.Tensor], may_be_sharded: bool = 
             raise ValueError(
                 f"parameter {index} belongs to a lazy module and has no shape yet: run a batch through the model first"
             )
-        if _is_one_of(_FLAT, parameter):
+        if is_flat_parameter(parameter):
             raise ValueError(
                 f"parameter {index} is a {type(parameter).__name__}, as FullyShardedDataParallel makes them: use "
                 "fully_shard instead, which shoal.MultiProcessOptimizer can train"
@@ -59,22 +52,6 @@ def check_parameters(parameters: Sequence[torch.Tensor], may_be_sharded: bool = 
             )
         if parameter.layout is not torch.strided:
             raise ValueError(f"parameter {index} has the layout {parameter.layout}: convert it with .to_dense()")
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Whether this is a tensor that several processes share among them."""
-    return _is_one_of(_DTENSOR, tensor)
-
-
-def is_sharded_module(module: object) -> bool:
-    """Whether ``fully_shard`` has been called with this module."""
-    return _is_one_of(_SHARDED_MODULE, module)
-
-
-def _is_one_of(kinds: Mapping[str, str], thing: object) -> bool:
-    modules = ((sys.modules.get(module), name) for module, name in kinds.items())
-    classes = tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
-    return isinstance(thing, classes)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.joint_optimizer import JointOptimizer
+from shoal.optim.joint_optimizer import JointOptimizer, uncompiled
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.outer.catching_up import CatchingUp, Giving
 from shoal.optim.outer.chain import Link, hash_of
@@ -38,7 +38,6 @@ from shoal.optim.report import Reporting
 from shoal.optim.synchronization import Retries
 from shoal.optim.training_setup import Parameters, ParamGroups, SchedulerFactory
 from shoal.optim.training_state import OWN
-from shoal.optim.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
