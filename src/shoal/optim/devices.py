@@ -212,5 +212,6 @@ def _is_one_of(kinds: Mapping[str, str], thing: object) -> bool:
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that is in this process, without a copy; the tensor itself if it is whole."""
-    part: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[operator]
+    spread: Any = tensor
+    part: torch.Tensor = spread.to_local() if is_dtensor(tensor) else tensor
     return part.detach()

@@ -46,7 +46,7 @@ def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
         nonlocal plain
         if plain is None:
             # Not when the class is made: it loads the compiler, which takes a second. All optimizers of torch load it.
-            plain = torch.compiler.disable(method)
+            plain = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
         return plain(*args, **kwargs)
 
     return call

@@ -385,12 +385,12 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
             return self._groups_under_construction
         return self._own_groups()
 
-    def _own_groups(self) -> Any:
-        return self._inner.param_groups if self._main_groups is None else self._main_groups
-
     @param_groups.setter
     def param_groups(self, _: Any) -> None:
         """Ignored: the base class sets an empty list, but the groups are those of ``opt``."""
+
+    def _own_groups(self) -> Any:
+        return self._inner.param_groups if self._main_groups is None else self._main_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the last batch.

@@ -109,10 +109,10 @@ def box_of_part(parameter: torch.Tensor) -> Box:
 
 
 def _local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    gradient: Any = parameter.grad
-    if gradient is None or not is_dtensor(gradient):
-        return gradient
+    if parameter.grad is None or not is_dtensor(parameter.grad):
+        return parameter.grad
     layout: Any = parameter
+    gradient: Any = layout.grad
     if tuple(gradient.placements) != tuple(layout.placements):  # tensor parallelism leaves sums that are not made yet
         gradient = gradient.redistribute(placements=layout.placements)
     return local_part(gradient)
@@ -259,7 +259,7 @@ class Shards:
                 bucket = torch.zeros(sum(sizes), dtype=dtype, device=self._processes.device)
                 rooms = [
                     flat.view([stop - start for start, stop in box])
-                    for flat, (_, box) in zip(bucket.split(sizes), group, strict=True)
+                    for flat, (_, box) in zip(torch.split(bucket, sizes), group, strict=True)
                 ]
                 yield list(zip(group, rooms, strict=True)), bucket
 
