@@ -52,6 +52,7 @@ WITH_PROCESSES = {
     "tests/transformers/test_swarm.py": "groups",
     "tests/optim/outer/test_outer_multi_process.py": "groups",
     "tests/optim/test_multi_process.py": "groups",
+    "tests/optim/test_sharded.py": "groups",
 }
 """Tests that start processes, which need the machine's cores: of each kind, one at a time."""
 SHARING = {

@@ -187,3 +187,27 @@ def test_compiled_models(make_trainers, backend, options):
         trainer.opt.step(batch_size=8)
         assert trainer.opt.local_epoch == epoch + 1
     torch.testing.assert_close(values(plain), values(reference))
+
+
+@pytest.mark.leaves_something  # torch's compiler starts a thread that stays
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of the compiler itself
+def test_a_compiled_step_of_training(make_trainers):
+    """A compiled function calls step(), which the compiler leaves alone, and the optimizer's own step is compiled."""
+    (trainer,) = make_trainers(1, target=8)
+    begin(trainer)
+    inner = trainer.opt.opt
+    inner.step = torch.compile(inner.step, backend="aot_eager")
+
+    @torch.compile(backend="aot_eager")
+    def train_step(batch: torch.Tensor) -> None:
+        trainer.opt.zero_grad()
+        backward(trainer.model, batch)
+        trainer.opt.step(batch_size=8)
+
+    rng = torch.Generator().manual_seed(0)
+    for epoch in range(3):
+        train_step(torch.randn(8, 6, generator=rng))
+        assert trainer.opt.local_epoch == epoch + 1
+    reference = make_model()
+    train_alone(sgd(reference.parameters()), reference, 3)
+    torch.testing.assert_close(values(trainer.model), values(reference))

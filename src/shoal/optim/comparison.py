@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.optim.devices import is_dtensor
 from shoal.p2p import PeerID
 
 if TYPE_CHECKING:
@@ -185,7 +186,9 @@ class PeerComparison:
 
     def __init__(self, state_averager: TrainingStateAverager, remainder: Remainder, compares_rates: bool) -> None:
         self._state_averager, self._compares_rates = state_averager, compares_rates
-        self._remainder = {name: getattr(remainder, name) for name in _NAMES}
+        every: dict[str, Named] = {name: getattr(remainder, name) for name in _NAMES}
+        # A process alone cannot read tensors that several share. What is not described is not compared.
+        self._remainder = {n: named for n, named in every.items() if not any(is_dtensor(tensor) for _, tensor in named)}
         self._digests: dict[str, tuple[list[int], bytes]] = {}
         # The description that the others got last.
         self._described: dict[str, Any] = {}

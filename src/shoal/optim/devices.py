@@ -1,4 +1,4 @@
-"""Accelerators: copies to and from them, and work that was launched there but may be unfinished.
+"""Accelerators: copies to and from them, work that was launched there but may be unfinished, and tensors over several.
 
 A device works asynchronously, and each of its streams runs independently. A thread that launches work which another
 thread depends on marks it; the other thread waits for the mark before it reads.
@@ -6,9 +6,10 @@ thread depends on marks it; the other thread waits for the mark before it reads.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from shoal.compression.base import copies_of, room_for
 BATCHES_AHEAD = 2
 # Size of each of two buffers in pinned memory, which a device fills while the host does other things.
 STAGING_BYTES = 16 * 2**20
+# Classes of tensors and modules that are sharded over processes. If a module is not loaded, they have no objects.
+_DTENSOR = {"torch.distributed.tensor": "DTensor", "torch.distributed._tensor": "DTensor"}
+_FLAT = {"torch.distributed.fsdp._flat_param": "FlatParameter"}
+# What fully_shard makes of modules.
+_SHARDED_MODULE = {"torch.distributed.fsdp": "FSDPModule", "torch.distributed._composable.fsdp": "FSDPModule"}
 
 
 def accelerators_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
@@ -180,3 +186,32 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 def _is_widened_on_host(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether to convert the type on the CPU: torch would do it on the device, which may be short of memory."""
     return target.device.type == "cpu" and source.device.type != "cpu" and target.dtype != source.dtype
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether this is a tensor that several processes share among them."""
+    return _is_one_of(_DTENSOR, tensor)
+
+
+def is_flat_parameter(tensor: object) -> bool:
+    """Whether this is a parameter that ``FullyShardedDataParallel`` has made of others."""
+    return _is_one_of(_FLAT, tensor)
+
+
+def is_sharded_module(module: object) -> bool:
+    """Whether ``fully_shard`` has been called with this module."""
+    return _is_one_of(_SHARDED_MODULE, module)
+
+
+def _is_one_of(kinds: Mapping[str, str], thing: object) -> bool:
+    modules = ((sys.modules.get(module), name) for module, name in kinds.items())
+    classes = tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
+    return isinstance(thing, classes)
+
+
+@torch.no_grad()
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is in this process, without a copy; the tensor itself if it is whole."""
+    spread: Any = tensor
+    part: torch.Tensor = spread.to_local() if is_dtensor(tensor) else tensor
+    return part.detach()

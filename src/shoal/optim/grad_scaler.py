@@ -15,6 +15,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from shoal.averaging.finite import first_not_finite
+from shoal.optim.devices import local_part
 
 if TYPE_CHECKING:
     from shoal.optim.grad_averager import GradientAverager
@@ -135,6 +136,11 @@ class GradScaler(TorchGradScaler):
         with self._lock:
             self._has_stepped = True
 
+    def note_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that gradients of this batch are not finite in another process that shares the parameters."""
+        with self._lock:
+            self._finite[id(optimizer)] = False
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
         """Call ``optimizer.step``. A :class:`~shoal.Optimizer` then makes a global step if it is time for one.
 
@@ -217,7 +223,9 @@ class GradScaler(TorchGradScaler):
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.numel()]
+    """The gradients; of those that several processes share, the parts in this process."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [part for part in map(local_part, grads) if part.numel()]
 
 
 class LossScaling:

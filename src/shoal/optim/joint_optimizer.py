@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 
@@ -14,6 +15,9 @@ from shoal.facade import Facade
 if TYPE_CHECKING:
     from shoal.dht import DHT
     from shoal.optim.report import Reporting
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def check_run_id(run_id: object) -> None:
@@ -27,6 +31,25 @@ def check_run_id(run_id: object) -> None:
     if not run_id:
         raise ValueError("run_id is empty: choose a name for the run. Peers with the same name train together")
     assert "." not in run_id, f"run_id must not contain dots, got {run_id!r}: use '_' instead"
+
+
+def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
+    """Let a compiled function that calls this method run it, and all that it calls, as plain Python.
+
+    Otherwise the compiler would go through locks, sockets and threads, and fail there. What the method calls may be
+    compiled itself, such as the step of an inner optimizer.
+    """
+    plain: Callable[P, T] | None = None
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal plain
+        if plain is None:
+            # Not when the class is made: it loads the compiler, which takes a second. All optimizers of torch load it.
+            plain = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+        return plain(*args, **kwargs)
+
+    return call
 
 
 class JointOptimizer(Facade, torch.optim.Optimizer):

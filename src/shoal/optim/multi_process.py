@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shoal.optim.comparison import Remainder
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
 from shoal.optim.optimizer import Optimizer
@@ -28,6 +29,12 @@ class MultiProcessOptimizer(SeveralProcesses):
     Otherwise it averages after each batch, with the same result if batches have equal sizes. Each process keeps its
     own buffers of the model, such as those of batch normalization.
 
+    The processes may also share the model, with ``fully_shard`` (FSDP2), tensor parallelism, or both. Then parameters
+    are DTensors, and ``optimizer`` must be a function, given with ``params``. The first process trains whole stand-ins
+    of the sharded parameters in the memory of its host. Gradients come there, and values go back, in buckets of 64 MiB,
+    which are all that a device holds beside its parts. Gradients of all processes weigh the same there, as in FSDP2, so
+    batches must have equal sizes. ``docs/sharded.md`` has a program, and says what this takes.
+
     If a call fails in one process, it raises the error there, and :class:`~shoal.errors.ProcessGroupError` with its
     text in the others. If a process ends, the next call of the others raises that too; if it hangs, their next call
     does so after the timeout of the group.
@@ -36,23 +43,24 @@ class MultiProcessOptimizer(SeveralProcesses):
         dht: DHT of the first process; ``None`` in the others.
         optimizer, params, scheduler, batch_size_per_step, reuse_grad_buffers, extra_tensors: as for
             :class:`~shoal.Optimizer`, the same in all processes. ``batch_size_per_step`` counts samples of one process.
-        process_group: default: all processes.
+        process_group: default: all processes. Those that share parameters must be in it.
         options: further options of :class:`~shoal.Optimizer`.
 
     Raises:
-        ValueError: there is no process group, models differ, or options contradict each other.
+        ValueError: there is no process group, models differ, options contradict each other, or do not go together with
+            parameters that are sharded.
         ProcessGroupError: another process has ended.
     """
 
     @staticmethod
     def _main_parameters(optimizer: Any, params: Any) -> Sequence[torch.Tensor]:
-        return main_parameters(optimizer, params)
+        return main_parameters(optimizer, params, may_be_sharded=True)
 
     def _prepare_to_follow(self, optimizer: Any, params: Any, scheduler: Any) -> None:
-        self._setup = prepare_training(optimizer, params, scheduler, None, offload_optimizer=False)
+        self._setup = prepare_training(optimizer, params, scheduler, None, offload_optimizer=False, may_be_sharded=True)
 
     def _join(self, **options: Any) -> None:
-        self.swarm = _FirstProcess(self._fetch_gradients, **options)
+        self.swarm = _FirstProcess(self._fetch_gradients, self._parameters, **options)
         if self.swarm.grad_averager is not None:
             self._accumulator = self.swarm.grad_averager.accumulator
         else:
@@ -95,7 +103,12 @@ class MultiProcessOptimizer(SeveralProcesses):
         return self._setup.scheduler if self.swarm is None else self.swarm.scheduler
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the first process' :meth:`state_dict`; all processes must call this with the same state."""
+        """Restore the first process' :meth:`state_dict`; all processes must call this with the same state.
+
+        Load the model before: its parameters stay as they are, unless the optimizer is offloaded.
+        """
+        if self._shards is not None:
+            self._shards.gather_values()
         if self.swarm is None:
             epoch = state_dict["state"].get(EPOCH)
             load_checkpoint(self._setup, {**state_dict, "state": {} if epoch is None else {EPOCH: epoch}})
@@ -108,9 +121,18 @@ class MultiProcessOptimizer(SeveralProcesses):
 class _FirstProcess(Optimizer):
     """An optimizer that fetches the gradients of all processes before each global step."""
 
-    def __init__(self, fetch_gradients: Callable[[], None], **options: Any) -> None:
-        self._fetch_gradients = fetch_gradients
+    def __init__(self, fetch_gradients: Callable[[], None], parameters: Sequence[torch.Tensor], **options: Any) -> None:
+        self._fetch_gradients, self._users_parameters = fetch_gradients, parameters
         super().__init__(**options)
+
+    def _find_remainder(
+        self, model: torch.nn.Module | None, parameters: Sequence[torch.Tensor], extra: Sequence[torch.Tensor]
+    ) -> Remainder:
+        # Modules do not know the tensors that stand in for parameters that are sharded.
+        return super()._find_remainder(model, self._users_parameters, extra)
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        self.state_averager.name_parameters(model, self._users_parameters)
 
     def note_samples(self, samples: int) -> None:
         """All processes together have accumulated so many more samples, of which :meth:`step` is not told."""

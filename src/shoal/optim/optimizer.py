@@ -21,7 +21,7 @@ from shoal.optim.devices import BatchesAhead
 from shoal.optim.global_step import GlobalStep
 from shoal.optim.grad_averager import GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler, LossScaling
-from shoal.optim.joint_optimizer import JointOptimizer, check_run_id
+from shoal.optim.joint_optimizer import JointOptimizer, check_run_id, uncompiled
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings, averager_options
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.progress import count_of_samples
@@ -173,7 +173,7 @@ class Optimizer(JointOptimizer):
         gradient_options, state_options = averager_options(locals())
         params = listed(params)
         main = main_parameters(optimizer, params)
-        remainder = Remainder.find(model, main, extra_tensors)
+        remainder = self._find_remainder(model, main, extra_tensors)
         if frozen_base is not None:
             remainder.leave_at_home(frozen_base, buffers=model is None)
         extra = [] if model is None else remainder.take_what_changes()
@@ -233,6 +233,11 @@ class Optimizer(JointOptimizer):
         self._become_torch_optimizer(dict(self.opt.defaults))
         self._begin()
 
+    def _find_remainder(
+        self, model: torch.nn.Module | None, parameters: Sequence[torch.Tensor], extra: Sequence[torch.Tensor]
+    ) -> Remainder:
+        return Remainder.find(model, parameters, extra)
+
     def _begin(self) -> None:
         """From now on others hear of this peer. It comes last, after all that can be wrong with the arguments."""
         try:
@@ -250,6 +255,7 @@ class Optimizer(JointOptimizer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
     ) -> Any:

@@ -71,7 +71,8 @@ class Processes:
         members = dist.get_process_group_ranks(self._group)
         self._members, self._first = members, members[0]
         by_gloo = dist.get_backend(self._group) == "gloo"
-        self._device = torch.device("cpu") if by_gloo else device
+        self.device = torch.device("cpu") if by_gloo else device
+        """Where tensors must be that the group exchanges."""
         # gloo notices at once when a process dies, and does not make the GPU wait.
         # Synchronized locally, because other groups may be made at the same time, under the same name otherwise.
         self._control: Any = (
@@ -123,6 +124,14 @@ class Processes:
         with self._failing_clearly():
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._control)
         return bool((least[: len(numbers)] == -least[len(numbers) :]).all())
+
+    def hear_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each process has told, by rank; all tell equally many numbers."""
+        own = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
+        told = [torch.empty_like(own) for _ in range(self.size)]
+        with self._failing_clearly():
+            dist.all_gather(told, own, group=self._control)
+        return [each.tolist() for each in told]
 
     def tell(self, word: Word) -> None:
         """Send a word from the first process to all others."""
@@ -183,18 +192,26 @@ class Processes:
     def sum_at_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Sum the tensors of all processes, in place in the first process; those of the others become undefined."""
         for bucket, flat in self._buckets(tensors):
-            with self._failing_clearly():
-                dist.reduce(flat, self._first, group=self._group)
+            self.reduce_to_first(flat)
             _scatter(flat, bucket)
 
     @torch.no_grad()
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the tensors' values from the first process to all others."""
         for bucket, flat in self._buckets(tensors):
-            with self._failing_clearly():
-                dist.broadcast(flat, self._first, group=self._group)
+            self.broadcast_from_first(flat)
             if not self.is_first:
                 _scatter(flat, bucket)
+
+    def reduce_to_first(self, flat: torch.Tensor) -> None:
+        """Sum a flat tensor on :attr:`device` over all processes, in the first one; elsewhere it becomes undefined."""
+        with self._failing_clearly():
+            dist.reduce(flat, self._first, group=self._group)
+
+    def broadcast_from_first(self, flat: torch.Tensor) -> None:
+        """Send a flat tensor on :attr:`device` from the first process to all others."""
+        with self._failing_clearly():
+            dist.broadcast(flat, self._first, group=self._group)
 
     def _buckets(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
         """Buckets of tensors of one type, each with a flat copy of their values on a device that the group can use."""
@@ -205,7 +222,7 @@ class Processes:
                 size = bucket[0].nbytes
                 while left and (size := size + left[0].nbytes) <= BUCKET_BYTES:
                     bucket.append(left.pop(0))
-                yield bucket, torch.cat([tensor.to(self._device).reshape(-1) for tensor in bucket])
+                yield bucket, torch.cat([tensor.to(self.device).reshape(-1) for tensor in bucket])
 
 
 def _scatter(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +12,30 @@ import torch
 from shoal.errors import ProcessGroupError, ReactorError
 from shoal.facade import Facade
 from shoal.optim.comparison import Remainder
+from shoal.optim.devices import is_dtensor
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.gradient_accumulator import GradientAccumulator
+from shoal.optim.joint_optimizer import uncompiled
 from shoal.optim.processes import Command, Processes, Word
 from shoal.optim.progress import count_of_samples
 from shoal.optim.schedules import catch_up
+from shoal.optim.shards import Shards, check_sharded
 from shoal.optim.training_setup import (
     Parameters,
     ParamGroups,
     SchedulerFactory,
     listed,
+    main_groups,
+    with_parameters,
 )
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shoal.dht import DHT
+
+
+logger = logging.getLogger(__name__)
 
 
 class SeveralProcesses(Facade, torch.optim.Optimizer):
@@ -53,17 +62,28 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         if options.get("auxiliary"):
             raise ValueError("an auxiliary peer has no batches: one process is enough for it")
         params = listed(params)
-        main = self._main_parameters(optimizer, params)
+        main = self._parameters = self._main_parameters(optimizer, params)
         self._processes = Processes(process_group, main[0].device)
-        if not self._processes.agree_on([len(main), sum(p.numel() for p in main)]):
+        model = options.get("model")
+        remainder = Remainder() if model is None else Remainder.find(model, main, extra_tensors)
+        is_sharded = any(map(is_dtensor, main))
+        if not self._processes.agree_on([len(main), sum(p.numel() for p in main), is_sharded]):
             raise ValueError("the processes of this peer train models of different sizes")
+        self._shards: Shards | None = None
+        """The parameters, if the processes share some of them."""
+        if is_sharded:
+            changing = [tensor for _, tensor in [*remainder.trained, *remainder.buffers]]
+            check_sharded(optimizer, [*extra_tensors, *changing], reuse_grad_buffers, options)
+            self._shards = Shards(self._processes, main)
+            self._shards.gather_values()
         self.batch_size_per_step, self.reuse_grad_buffers = batch_size_per_step, reuse_grad_buffers
         # Tensors that the first process sends to the others when they have changed.
-        self._followed = [*main, *extra_tensors]
-        if (model := options.get("model")) is not None:
-            self._followed += [tensor for _, tensor in Remainder.find(model, main, extra_tensors).trained]
+        self._followed = [*extra_tensors, *(tensor for _, tensor in remainder.trained)]
+        if self._shards is None:
+            self._followed += main
         # Identifies the version of these tensors that the others have.
         self._known: object = None
+        self._has_told_of_sizes = False
         self.news = Word(Command.CARRY_ON)
         """The last word of the first process; the same in all processes."""
         self._is_shut_down = False
@@ -76,7 +96,7 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
                 self._join(
                     dht=dht,
                     optimizer=optimizer,
-                    params=params,
+                    params=params if self._shards is None else with_parameters(params or [], self._shards.whole),
                     scheduler=scheduler,
                     reuse_grad_buffers=reuse_grad_buffers,
                     extra_tensors=extra_tensors,
@@ -84,10 +104,15 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
                 )
         else:
             self._prepare_to_follow(optimizer, params, scheduler)
-            self._accumulator = GradientAccumulator([p for p in main if p.requires_grad], reuse_grad_buffers)
+            if self._shards is None:
+                self._accumulator = GradientAccumulator([p for p in main if p.requires_grad], reuse_grad_buffers)
+            else:
+                self._accumulator = self._shards.accumulator
             self._follow()
+        # The first process' optimizer has stand-ins for the parameters that are shared.
+        self._main_groups = None if self._shards is None else main_groups(self.opt, main)
         self._groups_under_construction: list[dict[str, Any]] | None = []
-        super().__init__([{**group} for group in self._inner.param_groups], dict(self.opt.defaults))
+        super().__init__([{**group} for group in self._own_groups()], dict(self.opt.defaults))
         self._groups_under_construction = None
 
     @staticmethod
@@ -110,6 +135,7 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
     ) -> Any:
@@ -135,16 +161,20 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            samples = self._accumulate(batch_size, scaler)
+            samples = batch_size if self._shards is not None else self._accumulate(batch_size, scaler)
         except Exception as e:
             # The others wait for this process, so tell them first; the error is raised below.
             error = e
+        if self._shards is not None:
+            samples, error = self._accumulate_together(self._shards, samples, scaler, error)
         total = self._processes.add_up(samples, error)
         if self.swarm is None:
             self._follow(scaler, error)
             return loss
         with self._deciding():
-            self._accumulator.samples += total - samples
+            # What this process has accumulated in parts, the swarm's optimizer has not counted yet.
+            self._accumulator.samples += total - (samples if self._shards is None else 0)
+            self._accumulator.batches += self._shards is not None and total > 0
             self._step_swarm(total, scaler)
         return loss
 
@@ -172,10 +202,52 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         self._accumulator.add(batch_size, 1.0 if scaler is None else scaler.get_scale())
         return batch_size
 
+    def _accumulate_together(
+        self, shards: Shards, samples: int, scaler: GradScaler | None, error: Exception | None
+    ) -> tuple[int, Exception | None]:
+        """Accumulate the gradients of parameters that are shared: all processes do, or none.
+
+        Args:
+            samples: of this process.
+            error: the error of this process, if it has failed.
+
+        Returns:
+            The samples of this process that are used, and its error.
+        """
+        is_finite = True
+        try:
+            is_finite = error is not None or scaler is None or scaler.are_grads_finite(self)
+        except Exception as e:
+            error = e
+        told = self._processes.hear_all([samples, is_finite, error is not None])
+        counts = [count for count, _, _ in told]
+        if any(has_failed for _, _, has_failed in told) or not any(counts):
+            return 0, error
+        if not all(finite for _, finite, _ in told):
+            if scaler is not None:
+                scaler.note_overflow(self)
+            return 0, None
+        if len(set(counts) - {0}) > 1 and not self._has_told_of_sizes and self._processes.is_first:
+            self._has_told_of_sizes = True
+            logger.warning(
+                "batches of this peer's processes differ in size: %s. The gradients of each process weigh the same in "
+                "parameters that are sharded, so samples of small batches count more: give all processes batches of "
+                "one size",
+                counts,
+            )
+        try:
+            shards.accumulate(sum(counts), 1.0 if scaler is None else scaler.get_scale())
+        except Exception as e:
+            return 0, e
+        return samples, None
+
     def _fetch_gradients(self) -> None:
         """Called in the first process: sum the gradients of all processes here."""
         self._processes.tell(Word(Command.GIVE_GRADIENTS, unit=self._accumulator.unit))
-        self._processes.sum_at_first(self._accumulator.buffers)
+        if self._shards is None:
+            self._processes.sum_at_first(self._accumulator.buffers)
+        else:
+            self._shards.gather_gradients(self._accumulator.buffers)
 
     def _use_mean_gradients(self) -> None:
         """Let the next step of the first process, which it makes alone, use the gradients of all processes."""
@@ -199,7 +271,8 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
             with contextlib.suppress(ProcessGroupError):  # this error says more
                 self._processes.give_up(0, e)
             raise
-        tracker, state = self.swarm.tracker, (self.swarm.local_epoch, [t._version for t in self._followed])
+        followed = [*self._followed, *([] if self._shards is None else self._shards.whole)]
+        tracker, state = self.swarm.tracker, (self.swarm.local_epoch, [tensor._version for tensor in followed])
         self.news = Word(
             Command.CARRY_ON,
             forgets_gradients=self._accumulator.samples == 0,
@@ -211,9 +284,17 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
             samples_per_second=self._speed,
         )
         self._processes.tell(self.news)
+        if self.news.forgets_gradients and self._shards is not None:
+            self._shards.accumulator.reset()
         if self.news.sends_parameters:
-            self._processes.copy_from_first(self._followed)
+            self._spread_parameters()
             self._known = state
+
+    def _spread_parameters(self) -> None:
+        """Called in all processes: the first one sends what has changed."""
+        self._processes.copy_from_first(self._followed)
+        if self._shards is not None:
+            self._shards.spread_values()
 
     @property
     def _speed(self) -> float:
@@ -227,16 +308,19 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
             error: the error of this process if it has failed; the first process knows of it.
         """
         while (word := self._processes.hear(error)).command == Command.GIVE_GRADIENTS:
-            self._accumulator.change_unit(word.unit)
-            self._processes.sum_at_first(self._accumulator.buffers)
-            self._accumulator.reset()
+            if self._shards is None:
+                self._accumulator.change_unit(word.unit)
+                self._processes.sum_at_first(self._accumulator.buffers)
+                self._accumulator.reset()
+            else:
+                self._shards.gather_gradients()
             if scaler is not None:
                 scaler.note_global_step()
         self.news = word
         if word.forgets_gradients:
             self._accumulator.reset()
         if word.sends_parameters:
-            self._processes.copy_from_first(self._followed)
+            self._spread_parameters()
         for scheduler in self._followed_schedules():
             catch_up(scheduler, word.position)
 
@@ -299,11 +383,14 @@ class SeveralProcesses(Facade, torch.optim.Optimizer):
         """The parameter groups with the user's parameters."""
         if self._groups_under_construction is not None:
             return self._groups_under_construction
-        return self._inner.param_groups
+        return self._own_groups()
 
     @param_groups.setter
     def param_groups(self, _: Any) -> None:
         """Ignored: the base class sets an empty list, but the groups are those of ``opt``."""
+
+    def _own_groups(self) -> Any:
+        return self._inner.param_groups if self._main_groups is None else self._main_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the last batch.

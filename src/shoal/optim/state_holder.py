@@ -235,10 +235,14 @@ class StateHolder(DecentralizedAverager):
         """Takes the tensor lock if the optimizer's own tensors are averaged: they must not change during a round."""
         return self.get_tensors() if self.reuse_tensors else nullcontext()
 
-    def name_parameters(self, model: torch.nn.Module) -> None:
-        """Note the names of the parameters in the model, unless they came with names."""
+    def name_parameters(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        """Note the names of the parameters in the model, unless they came with names.
+
+        Args:
+            parameters: those of the model; default: the main parameters.
+        """
         if not self.names["parameters"]:
-            self.names["parameters"] = names_in(model, self.main_parameters)
+            self.names["parameters"] = names_in(model, self.main_parameters if parameters is None else parameters)
 
     # --- for newcomers ------------------------------------------------------------------------------------------------
 

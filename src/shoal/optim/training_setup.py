@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from shoal.optim.devices import copy_to_host
+from shoal.optim.devices import copy_to_host, is_dtensor, is_flat_parameter
 from shoal.optim.schedules import LRSchedulerBase, check_scheduler
 
 logger = logging.getLogger(__name__)
@@ -23,16 +22,12 @@ TorchOptimizer = torch.optim.Optimizer
 OptimizerFactory = Callable[[Any], TorchOptimizer]
 SchedulerFactory = Callable[[TorchOptimizer], Any]
 
-# Classes of parameters that are sharded over processes. If a module is not loaded, there are no objects of its class.
-_SHARDED = {
-    "torch.distributed.tensor": "DTensor",
-    "torch.distributed._tensor": "DTensor",
-    "torch.distributed.fsdp._flat_param": "FlatParameter",
-}
 
-
-def check_parameters(parameters: Sequence[torch.Tensor]) -> None:
+def check_parameters(parameters: Sequence[torch.Tensor], may_be_sharded: bool = False) -> None:
     """Check that all parameters are dense tensors with a shape and all of their values in this process.
+
+    Args:
+        may_be_sharded: a DTensor will do, of which this process has only a part.
 
     Raises:
         TypeError, ValueError: one of them is not.
@@ -44,20 +39,19 @@ def check_parameters(parameters: Sequence[torch.Tensor]) -> None:
             raise ValueError(
                 f"parameter {index} belongs to a lazy module and has no shape yet: run a batch through the model first"
             )
-        if _is_sharded(parameter):
+        if is_flat_parameter(parameter):
             raise ValueError(
-                f"parameter {index} is a {type(parameter).__name__}, as FSDP and tensor parallelism make them: each "
-                "peer must hold the whole model. For several processes with a copy each, use "
-                "shoal.MultiProcessOptimizer"
+                f"parameter {index} is a {type(parameter).__name__}, as FullyShardedDataParallel makes them: use "
+                "fully_shard instead, which shoal.MultiProcessOptimizer can train"
+            )
+        if is_dtensor(parameter) and not may_be_sharded:
+            raise ValueError(
+                f"parameter {index} is a {type(parameter).__name__}, as fully_shard and tensor parallelism make them: "
+                "here each process must hold the whole model. For models that are sharded, or copied, over several "
+                "processes use shoal.MultiProcessOptimizer"
             )
         if parameter.layout is not torch.strided:
             raise ValueError(f"parameter {index} has the layout {parameter.layout}: convert it with .to_dense()")
-
-
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    modules = ((sys.modules.get(module), name) for module, name in _SHARDED.items())
-    classes = tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
-    return isinstance(parameter, classes)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -112,8 +106,14 @@ def listed(params: Parameters | ParamGroups | None) -> list[Any] | None:
     return [{**item, "params": list(item["params"])} if isinstance(item, dict) else item for item in params]
 
 
-def main_parameters(optimizer: TorchOptimizer | OptimizerFactory, params: list[Any] | None) -> list[torch.Tensor]:
+def main_parameters(
+    optimizer: TorchOptimizer | OptimizerFactory, params: list[Any] | None, may_be_sharded: bool = False
+) -> list[torch.Tensor]:
     """The user's parameters, in the order in which :func:`prepare_training` has them.
+
+    Args:
+        optimizer, params: as the user gives them.
+        may_be_sharded: see :func:`check_parameters`.
 
     Raises:
         TypeError, ValueError: they cannot be trained together with others.
@@ -124,8 +124,20 @@ def main_parameters(optimizer: TorchOptimizer | OptimizerFactory, params: list[A
     else:
         groups, _ = _as_groups(params or ())
     main = [parameter for group in groups for parameter in group["params"]]
-    check_parameters(main)
+    check_parameters(main, may_be_sharded)
     return main
+
+
+def with_parameters(params: list[Any], parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """The same ``params``, as parameters or groups, with names or without, with other parameters in the same order."""
+    left = iter(parameters)
+
+    def other(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {**item, "params": [other(each) for each in item["params"]]}
+        return (item[0], next(left)) if isinstance(item, tuple) else next(left)
+
+    return [other(item) for item in params]
 
 
 def prepare_training(
@@ -134,6 +146,7 @@ def prepare_training(
     scheduler: Any | SchedulerFactory | None,
     parameter_names: Iterable[str] | None,
     offload_optimizer: bool,
+    may_be_sharded: bool = False,
 ) -> TrainingSetup:
     """Check and combine the user's arguments.
 
@@ -149,7 +162,7 @@ def prepare_training(
     else:
         raise ValueError("give an optimizer instance, or a function that makes one together with params=")
     main = tuple(parameter for group in groups for parameter in group["params"])
-    check_parameters(main)
+    check_parameters(main, may_be_sharded)
     assert len({id(parameter) for parameter in main}) == len(main), "a parameter is given more than once"
     _warn_if_frozen(main)
     named = tuple(map(str, range(len(main)))) if parameter_names is None else tuple(parameter_names)

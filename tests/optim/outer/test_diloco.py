@@ -90,6 +90,18 @@ def test_two_peers_make_the_known_updates(make_pair):
     assert peers[0].opt.inner_steps == 6
 
 
+@pytest.mark.leaves_something  # torch's compiler starts a thread that stays
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of the compiler itself
+def test_a_compiled_function_may_call_step(make_dhts, closing):
+    peer = Peer(make_dhts(1)[0], A, sync_every=2, outer_optimizer=PLAIN)
+    closing(peer.opt)
+    step = torch.compile(peer.step, backend="aot_eager")
+    for _ in range(4):
+        step()
+    near(peer.model, (1 - 0.5**4, 0.0))
+    assert peer.opt.local_epoch == 2
+
+
 @pytest.mark.parametrize(
     ("alpha", "known"),
     [

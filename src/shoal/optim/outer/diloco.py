@@ -16,7 +16,7 @@ from shoal.compression import CompressionBase, Float16Compression
 from shoal.compression.base import bytes_of
 from shoal.dht.dht import check_dht
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.joint_optimizer import JointOptimizer
+from shoal.optim.joint_optimizer import JointOptimizer, uncompiled
 from shoal.optim.optimizer_state import zero_gradients
 from shoal.optim.outer.catching_up import CatchingUp, Giving
 from shoal.optim.outer.chain import Link, hash_of
@@ -263,6 +263,7 @@ class DiLoCo(JointOptimizer):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def step(
         self, closure: Callable[[], Any] | None = None, batch_size: int | None = None, grad_scaler: Any = None
     ) -> Any:
@@ -467,11 +468,9 @@ class DiLoCo(JointOptimizer):
         own = state_dict.get(OWN) or {}
         saved = self._rounds.parse_checkpoint(own["outer"]) if "outer" in own else None
         lengths, model = [each.fragment.length for each in self._fragments], own.get("model")
-        if model is not None and [values.numel() for values in model] != lengths:
-            raise ValueError(
-                f"the checkpoint's model has fragments of {[values.numel() for values in model]} values, and this "
-                f"peer's has {lengths}: it is of another model"
-            )
+        given = lengths if model is None else [values.numel() for values in model]
+        if given != lengths:
+            raise ValueError(f"it is of another model: fragments of {given} values, and this peer's has {lengths}")
         self.inner.load_state_dict(state_dict, own.get("schedulers") if saved is not None else None)
         if saved is not None:
             self._rounds.restore(saved, self._shutdown_timeout)

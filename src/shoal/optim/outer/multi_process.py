@@ -29,6 +29,8 @@ class MultiProcessDiLoCo(SeveralProcesses):
     it. With one, call ``backward`` in its ``no_sync()``. Clip gradients with a hook of ``opt``, because only there they
     are those of all processes: ``optimizer.opt.register_step_pre_hook(clip)``.
 
+    Each process holds the whole model; sharded ones are refused.
+
     A step in which the gradients of one process overflow is made with those of the others.
 
     Args:
