@@ -32,6 +32,7 @@ from tests.documents.pages import PAGES, ROOT, Block, blocks_of, name_of
 pytestmark = pytest.mark.timeout(240)
 ELSEWHERE = {
     "README.md": "tests/documents/test_examples.py",
+    "docs/sharded.md": "tests/optim/sharded.py",
     "docs/tutorial.md": "tests/documents/test_tutorial.py",
 }
 """Pages whose programs are run by other tests, as processes."""
@@ -130,6 +131,25 @@ def gradients(setting: Setting) -> None:
     setting.names["path"] = setting.folder / "checkpoint.pt"
 
 
+def huggingface(setting: Setting) -> None:
+    pytest.importorskip("transformers")
+    setting.stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")  # peft says which settings fit GPT-2
+    setting.monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a thread that would stay
+    small = importlib.import_module("tests.transformers.small")
+    model, dataset = small.make_model(), small.make_data()
+    model.save_pretrained(setting.folder / "checkpoint")
+    setting.names |= {"model": model, "dataset": dataset, "loader": DataLoader(dataset, batch_size=8)}
+    setting.replaced = {
+        "/ip4/203.0.113.7/tcp/40123/p2p/12D3KooW…": str(setting.dht().get_visible_maddrs()[0]),
+        '"checkpoints", ': '"checkpoints", use_cpu=True, report_to=[], dataloader_pin_memory=False, ',
+        "path/to/checkpoint": str(setting.folder / "checkpoint"),
+        "target_batch_size=1024": "target_batch_size=32",
+        "2000": "2",
+        "Accelerator(": "Accelerator(cpu=True, ",
+    }
+
+
 def lightning(setting: Setting) -> None:
     package = pytest.importorskip("lightning")
     setting.stack.enter_context(warnings.catch_warnings())
@@ -180,6 +200,7 @@ SETTINGS: dict[str, Callable[[Setting], None]] = {
     "docs/compression.md": compression,
     "docs/data.md": data,
     "docs/gradients.md": gradients,
+    "docs/huggingface.md": huggingface,
     "docs/index.md": Setting.learns,
     "docs/lightning.md": lightning,
     "docs/low-communication.md": low_communication,
