@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)  # importing torch is pure computing, on a
 
 OPTIONAL_PACKAGES = (
     *("uvloop", "rich", "matplotlib", "sklearn", "bitsandbytes", "lightning", "pytorch_lightning", "safetensors"),
-    *("starlette", "uvicorn", "tensorboardX", "wandb", "prometheus_client"),
+    *("starlette", "uvicorn", "tensorboardX", "wandb", "prometheus_client", "transformers", "accelerate", "peft"),
 )
 
 PRELUDE = """
@@ -80,11 +80,11 @@ def test_every_module_can_be_imported_first() -> None:
 
 
 def test_optional_packages_may_be_missing() -> None:
-    """Only the demo needs those that come with ``shoal[demo]``, and only the page those of ``shoal[monitor]``."""
+    """The demo needs those of ``shoal[demo]``, the page those of ``shoal[monitor]``, and nothing else needs any."""
     run(f"""
         sys.modules.update(dict.fromkeys({OPTIONAL_PACKAGES}))  # importing one raises ModuleNotFoundError
         for name in all_modules():
-            if not name.startswith("shoal.cli.demo.") and name != "shoal.monitor.page":
+            if not name.startswith(("shoal.cli.demo.", "shoal.transformers.")) and name != "shoal.monitor.page":
                 importlib.import_module(name)
         import shoal.cli.__main__  # whatever its commands load
         from shoal.reactor import Portal

@@ -115,6 +115,7 @@ def story(tmp_path: Path) -> Iterator[Story]:
                 peer.close()
 
 
+@pytest.mark.slow_drill
 def test_the_tutorial(story: Story) -> None:
     for block in blocks_of(PAGE):
         story.go_on(block)

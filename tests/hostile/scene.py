@@ -9,8 +9,9 @@ import psutil
 
 from tests.system.swarm import Event, Peer
 
-MATCHMAKING_SECONDS = 10.0  # far more than an epoch takes on a slow machine
-OPTIONS = ["--epochs", 10**6, "--matchmaking-time", MATCHMAKING_SECONDS]
+MATCHMAKING_SECONDS = 10.0
+"""Far longer than an epoch takes, on a slow machine, too."""
+OPTIONS = ["--epochs", 10**6, "--matchmaking-time", MATCHMAKING_SECONDS, "--averaging-timeout", 40]
 
 
 @dataclass

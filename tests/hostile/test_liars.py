@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.scene import OPTIONS, Scene
+from tests.hostile.scene import Scene
 from tests.system.swarm import START_LIMIT_SECONDS, Peer, Swarm
 
 pytestmark = pytest.mark.timeout(600)
 LIAR = Path(__file__).parent / "liar.py"
+OPTIONS = ["--epochs", 10**6, "--matchmaking-time", 3.0]
 EPOCHS_TO_LEARN, EPOCHS = 3, 4
 PATIENCE = 120.0
 """Who is late for its first round, as on a busy machine, is let into none for twenty times the time that it cost."""

@@ -106,6 +106,7 @@ def test_two_laptops_find_each_other_and_go_on_without_the_public_machine(lab: L
         assert peer.process.poll() is None
 
 
+@pytest.mark.slow_drill
 def test_two_symmetric_routers_need_the_relay(lab: Laboratory) -> None:
     public, [first, second], peers = start_strangers(lab, [Kind.SYMMETRIC, Kind.SYMMETRIC])
     train_together(peers, 2)

@@ -11,6 +11,7 @@ import torch
 
 from shoal.optim.multi_process import MultiProcessOptimizer
 from tests.device import on_cpu_only
+from tests.drills import mostly_drills
 from tests.optim import ranks
 from tests.processes import run_in_group
 
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @on_cpu_only  # gloo takes no tensors of a device that it does not know
-@pytest.mark.parametrize("scenario", [ranks.equivalence, ranks.under_ddp, ranks.background, ranks.download])
+@pytest.mark.parametrize(
+    "scenario", mostly_drills([ranks.equivalence, ranks.download, ranks.under_ddp, ranks.background], quick=2)
+)
 def test_a_peer_of_two_processes_and_one_of_one(scenario: Callable[[], None]) -> None:
     run_in_group(scenario, 3)
 

@@ -10,6 +10,7 @@ from shoal.optim import Optimizer
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.optimizer_settings import UNSPECIFIED, OptimizerSettings
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
+from shoal.optim.training_setup import default_silence
 
 
 def make_model() -> torch.nn.Linear:
@@ -213,3 +214,13 @@ def test_arguments_of_a_step(make_optimizer):
 def test_bad_numbers(make_optimizer):
     with pytest.raises(ValueError, match="average_state_every"):
         make_optimizer(average_state_every=0)
+
+
+@pytest.mark.parametrize(
+    ("matchmaking_time", "averaging_timeout", "expected"),
+    [(15.0, 60.0, 15.0), (1.0, 60.0, 15.0), (18.0, 60.0, 18.0), (10.0, 24.0, 8.0), (60.0, 60.0, 20.0)],
+)
+def test_who_gives_no_averages_is_given_up_before_the_round_is_over(matchmaking_time, averaging_timeout, expected):
+    silence = default_silence(matchmaking_time, averaging_timeout)
+    assert silence == pytest.approx(expected)
+    assert 2 * silence < averaging_timeout

@@ -16,6 +16,7 @@ from shoal.averaging.allreduce.reducer import PartReducer
 from shoal.averaging.redialling import RESUME_SECONDS
 from shoal.errors import AllreduceException
 from shoal.testing import Link, Network, run, start_averagers, start_step
+from tests.drills import mostly_drills
 from tests.simulation.deaths import (
     NOTICE_CRASH_SECONDS,
     NOTICE_SILENCE_SECONDS,
@@ -49,7 +50,7 @@ def test_survivors_finish_the_round(kind, when):
     assert averaged >= 0.9 * runs * (size - dying)
 
 
-@pytest.mark.parametrize("after", [0.0, 0.15, 0.3])
+@pytest.mark.parametrize("after", mostly_drills([0.15, 0.0, 0.3]))
 @pytest.mark.parametrize("count", [1, 2])
 def test_silent_coordinators_are_paid_for_only_once(count, after):
     """The first ones in the order of coordinators fall silent, at some moment of the all-reduce."""
@@ -101,7 +102,7 @@ def test_who_freezes_after_sending_everything_costs_no_more_either(sender_timeou
 
 
 @pytest.mark.parametrize("which", [0, -1])
-@pytest.mark.parametrize("after", [0.1, 0.6])
+@pytest.mark.parametrize("after", mostly_drills([0.1, 0.6]))
 def test_who_is_cut_off_for_less_than_the_limit_loses_nothing(which, after):
     def interfere(network, members):
         loop = asyncio.get_running_loop()
@@ -244,7 +245,7 @@ def test_who_died_in_one_phase_is_not_waited_for_in_the_next(kind):
     assert max(seconds) < 2.0
 
 
-@pytest.mark.parametrize("seed", [28, 31, 39])
+@pytest.mark.parametrize("seed", mostly_drills([28, 31, 39]))
 def test_a_grace_shorter_than_the_way_to_the_coordinator_splits_no_group(seed):
     link = Link(delay=WIDE_AREA.delay, jitter=0.03)
     members = run_round(seed, 8, link=link, quorum=5, quorum_grace=0.1)

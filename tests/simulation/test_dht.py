@@ -55,6 +55,7 @@ def in_another_process(hash_seed: int) -> Figures:
     return Figures(**json.loads(output.splitlines()[-1]))
 
 
+@pytest.mark.slow_drill
 def test_the_same_seed_gives_the_same_events_whatever_the_hash_seed():
     here = simulate("faults", nodes=30, operations=60)
     there = in_another_process(hash_seed=1)  # that of this process is random

@@ -11,6 +11,7 @@ import pytest
 from shoal.averaging.groups import matchmaking
 from shoal.clock import get_dht_time
 from shoal.testing import START_OF_TIME, Link, Network
+from tests.drills import mostly_drills
 from tests.simulation.meetings import meet, meet_one_after_the_other
 from tests.simulation.rounds import (
     STAGGER,
@@ -26,7 +27,7 @@ from tests.simulation.rounds import (
 ALLREDUCE_SECONDS = 3.0
 
 
-@pytest.mark.parametrize(("size", "rounds"), [(4, 7), (8, 7), (16, 3)])
+@pytest.mark.parametrize(("size", "rounds"), [(4, 7), (8, 7), pytest.param(16, 3, marks=pytest.mark.slow_drill)])
 def test_all_meet_in_one_group_and_average_exactly(size, rounds):
     for seed in range(rounds):
         members = run_round(seed, size)
@@ -90,7 +91,7 @@ def start_time(members: list[Member]) -> float:
     return search.expiration - START_OF_TIME
 
 
-@pytest.mark.parametrize("before_start", [1.0, 0.3, 0.01, -0.01, -0.1])
+@pytest.mark.parametrize("before_start", mostly_drills([0.01, -0.01, 1.0, 0.3, -0.1], quick=2))
 def test_follower_whose_connection_breaks_around_the_start_is_a_member(before_start):
     broken = []
 

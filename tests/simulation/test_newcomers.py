@@ -81,6 +81,7 @@ class Visitor(Trainer):
             await asyncio.sleep(0.5)
 
 
+@pytest.mark.slow_drill
 def test_visitors_that_never_come_cost_a_twentieth_of_the_time() -> None:
     async def visit(swarm: Swarm, alone: Trainer) -> None:
         visitors = [await swarm.add(SPEED, make=Visitor, prepare=line_of(FAST)) for _ in range(3)]

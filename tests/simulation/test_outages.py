@@ -10,11 +10,12 @@ import pytest
 from benchmarks.outages import WIDE_AREA, Swarm, let_a_crowd_return, simulate
 from shoal.dht import DHTNode
 from shoal.testing import Network, run, start_dht_nodes
+from tests.drills import mostly_drills
 
 BAR_SECONDS = 60.0
 
 
-@pytest.mark.parametrize("seconds", [10.0, 60.0, 600.0])
+@pytest.mark.parametrize("seconds", mostly_drills([60.0, 10.0, 600.0]))
 @pytest.mark.parametrize("who", ["one", "half", "all"])
 def test_the_swarm_is_one_again_soon(who, seconds):
     assert simulate(who, seconds, nodes=4, seed=0).seconds <= BAR_SECONDS
@@ -72,6 +73,7 @@ def test_an_idle_node_notices_that_it_has_lost_the_swarm(caplog):
     assert [record.getMessage()[:18] for record in caplog.records] == ["no peer has answer"]
 
 
+@pytest.mark.slow_drill
 def test_a_crowd_that_returns_at_one_moment_does_not_fall_upon_its_first_peers():
     result = let_a_crowd_return(100)
     assert len(result.found_after) == 100

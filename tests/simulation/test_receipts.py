@@ -191,6 +191,7 @@ def claim(trainer: Trainer, peer: bytes, samples: int) -> int:
     return board.global_progress(now).samples_accumulated - before
 
 
+@pytest.mark.slow_drill
 def test_after_some_rounds_in_groups_nearly_everybody_is_known_by_receipts():
     trainers = train_in_groups(0, EPOCHS, has_receipts=True)
     others = [(trainer, other.id) for trainer in trainers for other in trainers if other is not trainer]

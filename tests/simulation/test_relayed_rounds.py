@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.testing import Link
+from tests.drills import mostly_drills
 from tests.simulation.relayed_rounds import run_round, seconds_over
 
 HARD, EASY = ["symmetric"] * 4, ["port-restricted"] * 4
@@ -32,7 +33,7 @@ def test_relays_carry_next_to_nothing_on_long_and_unsteady_lines(seed: int) -> N
 
 
 @pytest.mark.parametrize("kinds", [HARD, EASY, ["symmetric", "symmetric", "port-restricted", "public"]])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", mostly_drills(range(2)))
 def test_a_relay_that_crashes_costs_a_moment_and_no_member(kinds: list[str], seed: int) -> None:
     assert seconds_over(seed, kinds, "crash") <= 2.0
 

@@ -14,7 +14,7 @@ from tests.simulation.cutting import KINDS, check, own_values
 SEEDS = 4
 
 
-@pytest.mark.parametrize("with_deaths", [False, True], ids=["nobody dies", "some die"])
+@pytest.mark.parametrize("with_deaths", mostly_drills([True, False]), ids=["some die", "nobody dies"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_are_what_they_say(kind: str, with_deaths: bool) -> None:
     """``python -m tests.simulation.cutting`` tries more seeds."""

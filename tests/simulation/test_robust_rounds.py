@@ -12,6 +12,7 @@ import torch
 from shoal.averaging import CenteredClip, ClipToMedianNorm, TrimmedMean
 from shoal.averaging.allreduce.recovery import Recovery
 from shoal.testing import Link
+from tests.drills import mostly_drills
 from tests.simulation.deaths import NOTICE_SILENCE_SECONDS, deaths
 from tests.simulation.rounds import STAGGER, WIDE_AREA, WINDOW, assert_same_bytes, run_round, when_all_average
 
@@ -71,7 +72,7 @@ def test_without_deaths(rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("kind", ["crash", "power_off"])
+@pytest.mark.parametrize("kind", mostly_drills(["crash", "power_off"]))
 def test_survivors_finish_the_round(rule, kind, monkeypatch):
     again = []
     execute = Recovery.run
@@ -85,7 +86,7 @@ def test_survivors_finish_the_round(rule, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("after", [0.05, 0.3])
+@pytest.mark.parametrize("after", mostly_drills([0.05, 0.3]))
 def test_coordinators_die_one_after_the_other(rule, after):
     def interfere(network, members):
         def then(rounds):
@@ -124,7 +125,7 @@ def test_rounds_that_do_not_wait_for_everybody(rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("seed", mostly_drills([0, 1, 3]))
 def test_links_that_break(rule, seed):
     """By the mean these rounds succeed, too."""
     link = Link(delay=WIDE_AREA.delay, jitter=0.05, break_rate=0.05)

@@ -72,6 +72,7 @@ async def stop(peers: list[Peer]) -> None:
         await peer.host.run(peer.exchange.stop())
 
 
+@pytest.mark.slow_drill
 def test_everybody_knows_how_many_there_are_and_what_they_have():
     async def main() -> None:
         network, table = Network(LINK), SharedTable(delay=0.05)

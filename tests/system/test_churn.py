@@ -9,6 +9,7 @@ from tests.system import churn
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow_drill
 def test_rounds_succeed_while_peers_are_killed_and_replaced() -> None:
     found = churn.run(peers=4, rounds=12, megabytes=2, kill_every=2.0, kills=3)
     assert found.killed == 3

@@ -192,6 +192,7 @@ def test_two_computers_run_the_first_program_of_the_readme(hosts: list[Host]) ->
         assert told <= {"parameters were not averaged in epoch 10: the others have left or gone on"}
 
 
+@pytest.mark.slow_drill
 def test_two_computers_run_the_quickstart_together(hosts: list[Host]) -> None:
     first = hosts[0].start(ROOT / "examples/quickstart.py")
     command = first.wait_for_line("^Others join with: (.*)", START_LIMIT_SECONDS)[1]

@@ -30,6 +30,7 @@ def is_later(epoch: int, event: Event) -> bool:
 
 
 @pytest.mark.timeout(2 * START_LIMIT_SECONDS + 5 * TRAINING_SECONDS)
+@pytest.mark.slow_drill
 def test_a_swarm_of_trainers_survives_a_death(tmp_path: Path) -> None:
     peers = [Peer(SCRIPT, tmp_path)]
     try:

@@ -68,7 +68,7 @@ class Optimizer(JointOptimizer):
         averaging_timeout: a round of averaging is given up after this many seconds.
         allreduce_timeout: the same for the all-reduce alone; default: ``averaging_timeout``.
         next_chunk_timeout: a member is given up after this many seconds of silence; must be longer than a batch takes.
-            Default: ``matchmaking_time``, but at least a quarter of ``averaging_timeout``.
+            Default: ``matchmaking_time``, but between a quarter and a third of ``averaging_timeout``.
         load_state_timeout: a download of the state is given up after this many seconds.
         reuse_grad_buffers: accumulate in ``parameter.grad`` itself; then never zero gradients.
         offload_optimizer: keep single precision parameters and optimizer statistics on the CPU. Default: yes, if

@@ -19,7 +19,7 @@ from shoal.optim.peer_momentum import check_has_no_momentum, check_peer_momentum
 from shoal.optim.power_ef_averager import PowerEFGradientAverager
 from shoal.optim.progress import count_of_samples
 from shoal.optim.schedules import LRSchedulerBase
-from shoal.optim.training_setup import TorchOptimizer
+from shoal.optim.training_setup import TorchOptimizer, default_silence
 
 if TYPE_CHECKING:
     from shoal.optim.state_averager import TrainingStateAverager
@@ -199,8 +199,7 @@ def averager_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     matchmaking_time, allreduce_timeout = given["matchmaking_time"], given["allreduce_timeout"]
     next_chunk_timeout = given["next_chunk_timeout"]
     if next_chunk_timeout is None:
-        # Generous, because members of a group may be in the middle of a batch when the round begins.
-        next_chunk_timeout = max(matchmaking_time, given["averaging_timeout"] / 4)
+        next_chunk_timeout = default_silence(matchmaking_time, given["averaging_timeout"])
     both = {
         "dht": given["dht"],
         "min_matchmaking_time": matchmaking_time,

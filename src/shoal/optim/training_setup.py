@@ -99,6 +99,15 @@ class TrainingSetup:
         return self.optimizer_parameters is not self.main_parameters
 
 
+def default_silence(matchmaking_time: float, averaging_timeout: float) -> float:
+    """Seconds of silence after which a member of a group is given up, where the user has not set them.
+
+    Generous, because it may be in the middle of a batch when the round begins. But who gives no averages is given up
+    after twice that, and then there must be time to average its part again.
+    """
+    return max(min(matchmaking_time, averaging_timeout / 3), averaging_timeout / 4)
+
+
 def listed(params: Parameters | ParamGroups | None) -> list[Any] | None:
     """Turn iterators of parameters or groups into lists, which can be iterated more than once."""
     if params is None:

@@ -36,7 +36,7 @@ from shoal.optim.outer.weights import Staleness
 from shoal.optim.progress import count_of_samples
 from shoal.optim.report import Reporting
 from shoal.optim.synchronization import Retries
-from shoal.optim.training_setup import Parameters, ParamGroups, SchedulerFactory
+from shoal.optim.training_setup import Parameters, ParamGroups, SchedulerFactory, default_silence
 from shoal.optim.training_state import OWN
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class DiLoCo(JointOptimizer):
         averaging_timeout: a round is given up after this many seconds.
         allreduce_timeout: the same for the all-reduce alone; default: ``averaging_timeout``.
         next_chunk_timeout: a member is given up after this many seconds of silence. Default: ``matchmaking_time``, but
-            at least a quarter of ``averaging_timeout``.
+            between a quarter and a third of ``averaging_timeout``.
         load_state_timeout: a download of the state is given up after this many seconds.
         load_state_compression: codec for downloads of the state.
         extra_tensors: further tensors, such as the running means of batch norms. They are averaged as they are, and
@@ -206,7 +206,7 @@ class DiLoCo(JointOptimizer):
         self.tracker = make_tracker(dht, run_id, self.schedule, settings, **{**defaults, **(tracker_opts or {})})
         giving = Giving(self._counter, self._fragments, lock, self.inner, share_inner_state, extra)
         if next_chunk_timeout is None:
-            next_chunk_timeout = max(matchmaking_time, averaging_timeout / 4)
+            next_chunk_timeout = default_silence(matchmaking_time, averaging_timeout)
         self.averager = OuterAverager(
             [part.length for part in parts],
             extra.length,
