@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -10,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,7 +18,7 @@ import pytest
 
 import shoal
 from shoal.cli.__main__ import build_parser, hivemind_dht, main
-from shoal.cli.dht import how_to_join
+from shoal.cli.dht import FIRST_PORT, how_to_join
 from shoal.p2p import P2P, Multiaddr
 from shoal.p2p.joining import parse_peer_addresses
 
@@ -59,7 +59,7 @@ class Bootstrap:
         return out
 
 
-@contextmanager
+@contextlib.contextmanager
 def bootstrap(*options: str, shell: str = "") -> Iterator[Bootstrap]:
     """Run it, after a command of the shell if one is given."""
     running = Bootstrap("--host-maddrs", "/ip4/127.0.0.1/tcp/0", *options, shell=shell)
@@ -155,8 +155,13 @@ def test_two_cannot_have_one_name(named: Callable[..., Bootstrap]) -> None:
 
 @ON_LINUX
 def test_a_kept_port_that_somebody_else_has_now(named: Callable[..., Bootstrap]) -> None:
-    running = named("--name", "seed")
-    port = int(str(Multiaddr(running.line_that_matches(JOIN)[1])["tcp"]))
+    with contextlib.ExitStack() as stack:
+        # Not the usual port: other tests may come to use it meanwhile.
+        with contextlib.suppress(OSError):
+            stack.enter_context(socket.create_server(("127.0.0.1", FIRST_PORT)))
+        running = named("--name", "seed")
+        port = int(str(Multiaddr(running.line_that_matches(JOIN)[1])["tcp"]))
+    assert port != FIRST_PORT
     running.ends(signal.SIGTERM)
     with socket.create_server(("127.0.0.1", port)):
         out, errors = named("--name", "seed").process.communicate(timeout=120)
