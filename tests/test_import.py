@@ -17,12 +17,15 @@ OPTIONAL_PACKAGES = (
 )
 
 PRELUDE = """
-import importlib, logging, multiprocessing, os, pkgutil, signal, sys, threading
+import importlib, importlib.util, logging, multiprocessing, os, pkgutil, signal, sys, threading
 import torch, torch.optim
+
+has_transformers = importlib.util.find_spec("transformers") is not None  # not with the oldest versions of the rest
 
 def all_modules():
     import shoal
-    return [m.name for m in pkgutil.walk_packages(shoal.__path__, "shoal.") if not m.name.endswith("__main__")]
+    names = [m.name for m in pkgutil.walk_packages(shoal.__path__, "shoal.") if not m.name.endswith("__main__")]
+    return [name for name in names if has_transformers or not name.startswith("shoal.transformers.")]
 """
 
 
