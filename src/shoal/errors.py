@@ -9,6 +9,7 @@
     │   ├── DialError           one peer could not be connected, with the reason
     │   │   ├── IdentityMismatchError   the address answered, but as another peer
     │   │   ├── NoRelayError            only relays lead to the peer, and none of them answers
+    │   │   ├── NoRoomError             the relay that leads to the peer has no room for one more connection
     │   │   ├── RefusedDialError        its machine answers, but nothing listens there: the process is gone
     │   │   │   └── NoReservationError  relays answer, and none of them holds a reservation of the peer
     │   │   ├── InterruptedDialError    the connection broke before it could be used; another attempt may succeed
@@ -74,6 +75,10 @@ class InterruptedDialError(DialError):
 
 class NoRelayError(DialError):
     """Only relays lead to a peer, and none of them answers."""
+
+
+class NoRoomError(DialError):
+    """The relay that leads to a peer has no room for one more connection at the moment."""
 
 
 class NoReservationError(RefusedDialError):
@@ -192,7 +197,7 @@ class SimulationError(ShoalError, RuntimeError):
 
 def kind_of_dial_errors(errors: Sequence[BaseException]) -> type[ShoalError]:
     """The class that stands for all these errors."""
-    for kind in (IdentityMismatchError, NoReservationError, RefusedDialError, BusyError):
+    for kind in (IdentityMismatchError, NoReservationError, RefusedDialError, NoRoomError):
         if all(isinstance(error, kind) for error in errors):
             return kind
     return DialError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import BusyError, DialError, StreamClosedError
+from shoal.errors import DialError, NoRoomError, StreamClosedError
 from shoal.p2p import P2P
 from shoal.p2p.badges import ROLES_BY_NAME
 from shoal.p2p.circuit import MEETING_SECONDS
@@ -149,7 +149,7 @@ async def test_limits_of_circuits(limits: RelayLimits, text: str) -> None:
         assert len(streams) == 2
         streams += await caller.circuits.dial(address, guest.peer_id, 8)
         assert len(streams) == relay.relay.circuit_count == 3, "as many as there is room for"
-        with pytest.raises(BusyError, match=f"relay {relay.peer_id} has no room: '{text}'. Run 'shoal dht' on a pub"):
+        with pytest.raises(NoRoomError, match=f"relay {relay.peer_id} has no room: '{text}'. Run 'shoal dht' on a pub"):
             await square(caller, guest)
         assert relay.metrics.circuits_refused == {"no room": 1}
         assert relay.metrics.circuits_carried == 3
@@ -168,7 +168,7 @@ async def test_calls_from_one_host_are_limited() -> None:
         tell(caller, guest)
         for _ in range(2):
             assert (await caller.dial(guest.peer_id)).stream.is_relayed
-        with pytest.raises(BusyError, match="too many calls from one host"):
+        with pytest.raises(NoRoomError, match="too many calls from one host"):
             await caller.dial(guest.peer_id)
         assert relay.metrics.circuits_refused == {"no room": 1}
 

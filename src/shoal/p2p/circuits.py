@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.errors import (
-    BusyError,
     DialError,
     NoRelayError,
     NoReservationError,
+    NoRoomError,
     NotAMemberError,
     P2PDaemonError,
     P2PHandlerError,
@@ -81,7 +81,7 @@ class Circuits:
 
         Raises:
             NoReservationError: the relay holds no reservation of that peer.
-            BusyError: the relay has no room.
+            NoRoomError: the relay has no room.
             DialError: the relay or that peer could not be reached.
         """
         found = relay_of(address)
@@ -144,7 +144,7 @@ class Circuits:
                 "looked up by themselves"
             )
         if answer.code == Code.BUSY:
-            raise BusyError(f"relay {relay} has no room: {quoted(answer.text)}. Run 'shoal dht' on a public machine")
+            raise NoRoomError(f"relay {relay} has no room: {quoted(answer.text)}. Run 'shoal dht' on a public machine")
         if answer.code != Code.OK or not (answer.cookies or request.reverse_cookies):
             raise DialError(f"relay {relay} refuses a connection to peer {target}: {quoted(answer.text)}")
         return answer
@@ -289,7 +289,7 @@ class Circuits:
         """Dial several connections at once, if relays lead to a peer; those that are open already count.
 
         Raises:
-            DialError, BusyError: as by :meth:`dial`.
+            DialError: as by :meth:`dial`.
         """
         pool, dialler = self._p2p.pool, self._p2p.dialler
         addresses = dialler.circuits(peer)

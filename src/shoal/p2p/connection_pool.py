@@ -12,7 +12,6 @@ import functools
 from collections.abc import Awaitable, Callable
 
 from shoal.errors import (
-    BusyError,
     DialError,
     P2PDaemonError,
     ShoalError,
@@ -261,7 +260,7 @@ class ConnectionPool:
             peer.dialling -= 1
             if isinstance(e, ShoalError) and not peer.in_use:
                 self._fail_waiting(peer, e)
-            elif isinstance(e, DialError | BusyError):
+            elif isinstance(e, DialError):
                 peer.barren_until = asyncio.get_running_loop().time() + BARREN_SECONDS
             self._let_next_dial(peer)
             raise
@@ -281,7 +280,7 @@ class ConnectionPool:
         taken: asyncio.Task[Connection] | None = None
         try:
             await asyncio.wait([dial, turn], return_when=asyncio.FIRST_COMPLETED)
-            is_vain = dial.done() and isinstance(dial.exception(), DialError | BusyError) and peer.has_arranged_in_use
+            is_vain = dial.done() and isinstance(dial.exception(), DialError) and peer.has_arranged_in_use
             taken = turn if turn.done() or is_vain else dial
             return await taken
         except asyncio.CancelledError:
@@ -311,7 +310,7 @@ class ConnectionPool:
                 raise
             try:
                 return await self._dial_new(peer) if connection is None else connection
-            except (DialError, BusyError):
+            except DialError:
                 if not peer.has_arranged_in_use:
                     raise
 
