@@ -70,18 +70,25 @@ def test_names_and_shapes_count_if_nothing_else_is_known(caplog: pytest.LogCaptu
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_trainer_trains_nothing_but_adapters(dht: shoal.DHT, checkpoint: Path, tmp_path: Path) -> None:
-    model = with_adapters(GPT2LMHeadModel.from_pretrained(checkpoint, dtype=torch.bfloat16))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = SwarmTrainer(
+def trainer_of_adapters(
+    dht: shoal.DHT, folder: Path, model: Any, steps: int, batch: int, **options: Any
+) -> SwarmTrainer:
+    return SwarmTrainer(
         model,
-        make_arguments(tmp_path, max_steps=100, optim="adamw_torch"),
+        make_arguments(folder, max_steps=steps, optim="adamw_torch"),
         train_dataset=make_data(),
         dht=dht,
         run_id="lora",
-        target_batch_size=8,
+        target_batch_size=batch,
         swarm_steps=3,
+        **options,
     )
+
+
+def test_a_trainer_trains_nothing_but_adapters(dht: shoal.DHT, checkpoint: Path, tmp_path: Path) -> None:
+    model = with_adapters(GPT2LMHeadModel.from_pretrained(checkpoint, dtype=torch.bfloat16))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = trainer_of_adapters(dht, tmp_path, model, steps=100, batch=8)
     sizes = []
     model.register_forward_pre_hook(lambda *_: sizes.append(trainer.swarm.state_averager.total_size))
     trainer.train()
@@ -96,12 +103,14 @@ class Friend:
     def __init__(self, model: Any, run: str, initial_peers: list[Any], base: str | None = None) -> None:
         self.model = model
         self.dht = shoal.DHT(start=True, initial_peers=initial_peers, host_maddrs=LOOPBACK)
+        # As the Trainer does: those without weight decay, which adapters have none of, are a group of their own.
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad]}, {"params": []}]
         self.optimizer = shoal.Optimizer(
             dht=self.dht,
             run_id=run,
             target_batch_size=16,
             batch_size_per_step=4,
-            optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3),
+            optimizer=torch.optim.AdamW(groups, lr=1e-3),
             frozen_base=fingerprint(model) if base is None else base,
             delay_state_averaging=False,
             matchmaking_time=3.0,
@@ -156,19 +165,28 @@ def test_friends_with_one_base_in_different_types(checkpoint: Path, caplog: pyte
 def test_a_trainer_with_another_base_does_not_begin(dht: shoal.DHT, checkpoint: Path, tmp_path: Path) -> None:
     friend = Friend(with_adapters(GPT2LMHeadModel.from_pretrained(checkpoint)), "lora", dht.get_visible_maddrs())
     try:
-        trainer = SwarmTrainer(
-            with_adapters(make_model(seed=3)),
-            make_arguments(tmp_path, max_steps=2, optim="adamw_torch"),
-            train_dataset=make_data(),
-            dht=dht,
-            run_id="lora",
-            target_batch_size=16,
-            swarm_steps=3,
-            base="another",
-        )
+        other = with_adapters(make_model(seed=3))
+        trainer = trainer_of_adapters(dht, tmp_path, other, steps=2, batch=16, base="another")
         with pytest.raises(
             ValueError, match=r"do not train with this one:\n.*frozen base is 'files .*' there and 'another' here"
         ):
             trainer.train()
     finally:
         friend.close()
+
+
+def test_one_that_differs_keeps_nobody_out(dht: shoal.DHT, checkpoint: Path, tmp_path: Path) -> None:
+    """Anybody can refuse a newcomer; who gets a state from others begins."""
+    bases = [with_adapters(GPT2LMHeadModel.from_pretrained(checkpoint)) for _ in range(3)]
+    addresses = dht.get_visible_maddrs()
+    others = [Friend(bases[0], "lora", addresses), Friend(bases[1], "lora", addresses, base="another")]
+    try:
+        trainer = trainer_of_adapters(dht, tmp_path, bases[2], steps=1, batch=16)
+        refusals = []
+        bases[2].register_forward_pre_hook(
+            lambda *_: refusals.append(trainer.swarm.state_averager.node.state_sharing.contradictions)
+        )
+        trainer.train()
+        assert refusals[0].keys() == {others[1].dht.peer_id}
+    finally:
+        in_parallel(*(friend.close for friend in others))

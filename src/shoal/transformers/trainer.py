@@ -213,8 +213,8 @@ class _FollowSwarm(TrainerCallback):  # type: ignore[misc]  # its package is not
         """By now a checkpoint is loaded: what the swarm has is taken if it is not older."""
         swarm = self._trainer.swarm
         assert swarm is not None
-        swarm.load_state_from_peers()
-        _check_admission(swarm)
+        if not swarm.load_state_from_peers():  # else somebody lets it in, and anybody can say that it differs
+            _check_admission(swarm)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
@@ -224,10 +224,10 @@ class _FollowSwarm(TrainerCallback):  # type: ignore[misc]  # its package is not
 
 
 def _check_admission(swarm: shoal.Optimizer) -> None:
-    """Check that this peer was not turned away by all others.
+    """Check that nobody has turned this peer away, if it got no state.
 
     Raises:
-        ValueError: it was, and this is its first step: it would train alone, under the name of a run.
+        ValueError: one has, and this is the first step: it would train alone, under the name of a run.
     """
     refusals = swarm.state_averager.node.state_sharing.contradictions
     if refusals and swarm.local_epoch == 0:
