@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
+from tests.foreign import allow_for
 from tests.lightning.models import LOOPBACK, PACKAGE, STEP, import_lightning
 
-FOREIGN = r"(lightning|pytorch_lightning|lightning_fabric|lightning_utilities|torchmetrics|torch|jsonargparse)(\..*)?"
+FOREIGN = (
+    *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"),
+    *("torch", "jsonargparse"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings(f"ignore::Warning:{FOREIGN}"), append=False)
-            item.add_marker(pytest.mark.timeout(120))  # importing Lightning alone takes long on a busy machine
+    allow_for(FOREIGN, items, Path(__file__).parent)
 
 
 @pytest.fixture(scope="module")

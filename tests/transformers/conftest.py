@@ -10,17 +10,14 @@ import torch
 import tqdm
 
 import shoal
+from tests.foreign import allow_for
 
-FOREIGN = r"(transformers|accelerate|peft|huggingface_hub|torch)(\..*)?"
-"""Their own warnings are no business of these tests."""
+FOREIGN = ("transformers", "accelerate", "peft", "huggingface_hub", "torch")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings(f"ignore::Warning:{FOREIGN}"), append=False)
-            item.add_marker(pytest.mark.timeout(120))  # importing these packages takes long on a busy machine
+    allow_for(FOREIGN, items, Path(__file__).parent)
 
 
 @pytest.fixture(autouse=True)

@@ -177,7 +177,7 @@ def _names_or_numbers(names: Any, count: int) -> list[str]:
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{quoted(value)} is no number")
+        raise ValueError(f"{quoted(value)} is no number of at least 0")
     return value
 
 
