@@ -47,15 +47,16 @@ def call(host: Computer, address: str, port: int, *, source: int = 0, seconds: f
     return caller
 
 
-def answer(host: Computer, address: str, port: int, *, source: int = 0) -> str:
-    """What comes of a call that may not be let in: ``open``, ``refused`` or ``silent``."""
+def expect(answer: str, host: Computer, address: str, port: int) -> None:
+    """Call an address that may not let in everybody: what comes of it must be ``open``, ``refused`` or ``silent``."""
     try:
-        call(host, address, port, source=source, seconds=PATIENCE_SECONDS).close()
+        call(host, address, port, seconds=PATIENCE_SECONDS if answer == "silent" else LIMIT_SECONDS).close()
+        found = "open"
     except ConnectionRefusedError:
-        return "refused"
+        found = "refused"
     except TimeoutError:
-        return "silent"
-    return "open"
+        found = "silent"
+    assert found == answer
 
 
 def see(observer: Computer, caller: Computer, address: str, port: int, *, source: int) -> tuple[str, int]:

@@ -17,7 +17,7 @@ import pytest
 from tests.computers import namespaces
 from tests.nat.laboratory import NEEDS_LABORATORY, Host, Laboratory
 from tests.nat.rules import Kind
-from tests.nat.sockets import LIMIT_SECONDS, PATIENCE_SECONDS, answer, call, listen, new_socket
+from tests.nat.sockets import LIMIT_SECONDS, PATIENCE_SECONDS, call, expect, listen, new_socket
 
 pytestmark = [NEEDS_LABORATORY, pytest.mark.timeout(200)]
 
@@ -79,7 +79,7 @@ def test_a_line_that_is_cut_is_silent(lab: Laboratory) -> None:
         there.settimeout(PATIENCE_SECONDS)
         with pytest.raises(TimeoutError):
             there.recv(10)
-        assert answer(second, first.address, PORT) == "silent"
+        expect("silent", second, first.address, PORT)
         second.line.mend()
         there.settimeout(LIMIT_SECONDS)
         assert there.recv(10) == b"late", "TCP repeats it"
@@ -95,9 +95,9 @@ def test_connections_of_a_pair_are_reset_and_others_are_not(lab: Laboratory) -> 
                 there.recv(10)
             with pytest.raises(ConnectionResetError):
                 talk(here)
-            assert answer(third, first.address, PORT) == "open"
+            expect("open", third, first.address, PORT)
             first.end_resets()
-        assert answer(second, first.address, PORT) == "open"
+        expect("open", second, first.address, PORT)
 
 
 def talk(connection: socket.socket) -> None:
@@ -115,7 +115,7 @@ def test_udp_can_be_blocked_everywhere(lab: Laboratory) -> None:
         with pytest.raises(TimeoutError):
             there.recv(10)
     with listen(first, PORT):
-        assert answer(second, first.address, PORT) == "open"
+        expect("open", second, first.address, PORT)
 
 
 # --- removal ----------------------------------------------------------------------------------------------------------

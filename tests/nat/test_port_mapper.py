@@ -10,7 +10,7 @@ import pytest
 
 from tests.nat.laboratory import NEEDS_LABORATORY, NEEDS_PORT_MAPPER, Host, Laboratory
 from tests.nat.rules import Kind
-from tests.nat.sockets import answer, listen, new_socket
+from tests.nat.sockets import expect, listen, new_socket
 
 pytestmark = [NEEDS_LABORATORY, NEEDS_PORT_MAPPER, pytest.mark.timeout(200)]
 
@@ -28,7 +28,7 @@ def lab() -> Iterator[Laboratory]:
 
 
 def ask(host: Host, request: bytes) -> bytes:
-    """The answer of its router, which may still be starting."""
+    """The expect of its router, which may still be starting."""
     with new_socket(host, kind=socket.SOCK_DGRAM) as asking:
         asking.settimeout(TRY_SECONDS)
         for _ in range(TRIES):
@@ -39,7 +39,7 @@ def ask(host: Host, request: bytes) -> bytes:
                 continue
             except ConnectionRefusedError:  # of the datagram before
                 continue
-    raise AssertionError("no answer from the router")
+    raise AssertionError("no expect from the router")
 
 
 def ask_for_port(host: Host, port: int) -> int:
@@ -56,9 +56,9 @@ def test_a_port_that_was_asked_for_is_open(lab: Laboratory, kind: Kind) -> None:
     host.router.start_port_mapper()
     assert socket.inet_ntoa(ask(host, OUTER_ADDRESS)[8:12]) == host.outer
     with listen(host, PORT):
-        assert answer(public, host.outer, PORT) == "silent"
+        expect("silent", public, host.outer, PORT)
         assert ask_for_port(host, PORT) == GRANTED
-        assert answer(public, host.outer, PORT) == "open"
+        expect("open", public, host.outer, PORT)
 
 
 def test_the_inner_one_of_two_routers_refuses_if_it_sees_that_there_is_another(lab: Laboratory) -> None:
@@ -73,4 +73,4 @@ def test_the_inner_one_of_two_routers_may_open_a_port_that_nobody_can_call(lab: 
     with listen(host, PORT):
         assert socket.inet_ntoa(ask(host, OUTER_ADDRESS)[8:12]) == "11.0.200.2"
         assert ask_for_port(host, PORT) == GRANTED
-        assert answer(public, host.outer, PORT) == "silent"
+        expect("silent", public, host.outer, PORT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import tqdm
@@ -24,6 +25,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is asked of the hub, and one thread is enough for models of this size."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # All accelerators of a process share their settings: the first one's precision would be that of all.
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # else its bars leave a thread behind
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
