@@ -10,8 +10,10 @@ DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 	$(addprefix tests/optim/test_,state_averager.py training_averager.py optimizer.py::test_peers_stay_identical)
 # Tests wait more than they compute: four processes keep two cores busy.
 PROCESSES ?= 4
-PYTEST_OPTIONS := --numprocesses $(PROCESSES) --dist loadgroup
-PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+# $(call pytest,PYTHON,ARGUMENTS). With AGAIN=yes, what fails runs once more, when nothing else does: on a machine that is
+# busy a test may be late. It is a fault of the test even so, and the first run names it.
+pytest = $1 -m pytest --numprocesses $(PROCESSES) --dist loadgroup -o cache_dir=.pytest_cache/$@ $2 \
+	$(if $(AGAIN),|| { [ $$? = 1 ] && $1 -m pytest -o cache_dir=.pytest_cache/$@ --last-failed --last-failed-no-failures none $2; })
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
 RELEASE_BIN := $(subst $(VENV),$(VENV)/release,$(BIN))
 DOCS_BIN := $(subst $(VENV),$(VENV)/docs,$(BIN))
@@ -42,7 +44,7 @@ SAME_EVERYWHERE := \
 	$(addprefix tests/averaging/test_,load_balancing.py message_means.py one_result.py pace.py partition.py reducer.py) \
 	$(addprefix tests/averaging/test_,relaying.py robust_rounds.py sessions.py slices.py stripes.py traffic.py)
 SYSTEMS ?= windows macos
-PRETENDING := $(PYTEST) $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
+PRETENDING := $(QUICK) $(addprefix --ignore=,$(SAME_EVERYWHERE))
 
 .PHONY: demo test test-slow test-for test-lightning test-transformers test-oldest test-devices test-pretend
 .PHONY: collected check style types fuzz bench dist docs format install oldest clean
@@ -54,40 +56,41 @@ demo: install
 
 # All tests but the slow drills. Choose some with: make test TESTS=tests/dht
 test: install
-	$(PYTEST) -m "not $(DRILLS)" $(TESTS)
+	$(call pytest,$(BIN)/python,-m "not $(DRILLS)" $(TESTS))
 
 # The slow drills, before a release.
 test-slow: install
-	$(PYTEST) -m $(DRILLS) $(TESTS)
+	$(call pytest,$(BIN)/python,-m $(DRILLS) $(TESTS))
 
 # The tests of one file of the source, or of a folder: make test-for FILE=src/shoal/p2p/tcp.py
 test-for: install
-	tests=$$($(BIN)/python tools/tests_for.py $(FILE)) && $(PYTEST) $(QUICK) $$tests
+	tests=$$($(BIN)/python tools/tests_for.py $(FILE)) || exit; $(call pytest,$(BIN)/python,$(QUICK) $$tests)
 
 # The Lightning strategy once more: from the other package, with the oldest versions that pyproject.toml allows. `make
 # test` has the newest of both packages; at one version they differ in their name only.
 test-lightning: install $(VENV)/lightning-oldest.stamp
-	PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning $(PYTEST) -m "not $(DRILLS)" $(LIGHTNING_TESTS)
+	export PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning; \
+		$(call pytest,$(BIN)/python,-m "not $(DRILLS)" $(LIGHTNING_TESTS))
 
 # The trainer of Hugging Face once more, with the oldest versions that pyproject.toml allows.
 test-transformers: install $(VENV)/transformers-oldest.stamp
-	PYTHONPATH=$(VENV)/transformers-oldest $(PYTEST) -m "not $(DRILLS)" tests/transformers
+	export PYTHONPATH=$(VENV)/transformers-oldest; $(call pytest,$(BIN)/python,-m "not $(DRILLS)" tests/transformers)
 
 # Without what takes long, with the oldest versions that pyproject.toml allows, in an environment of their own. It needs
 # Python 3.11, which is the newest for which all of these were built.
 test-oldest: $(VENV)/oldest-package.stamp
-	$(OLDEST_BIN)/python -m pytest $(PYTEST_OPTIONS) $(QUICK) $(or $(TESTS),$(OLDEST_TESTS))
+	$(call pytest,$(OLDEST_BIN)/python,$(QUICK) $(or $(TESTS),$(OLDEST_TESTS)))
 
 # On a fake accelerator whose work is late: what an owner of a graphics card would notice first. Needs a C++ compiler.
 test-devices: install
 	$(BIN)/python -m tests.fake_device
-	SHOAL_TEST_DEVICE=fake $(PYTEST) $(QUICK) $(or $(TESTS),$(DEVICE_TESTS))
+	export SHOAL_TEST_DEVICE=fake; $(call pytest,$(BIN)/python,$(QUICK) $(or $(TESTS),$(DEVICE_TESTS)))
 
 # Tests as on Windows and on macOS, as far as shoal can see; on Linux. tests/pretend tells what that means.
 test-pretend: $(addprefix pretend-,$(SYSTEMS))
 
 pretend-%: install
-	$(PRETENDING) --pretend=$* $(PRETENDING_TESTS_$*)
+	$(call pytest,$(BIN)/python,$(PRETENDING) --pretend=$* $(PRETENDING_TESTS_$*))
 
 # Only finds all tests. Whoever runs them later finds them compiled, which takes longer than many a test.
 collected: install

@@ -25,7 +25,7 @@ pretend.begin(pretend.asked_for())  # before shoal is imported
 
 from shoal.p2p import tcp_stream  # noqa: E402
 from shoal.p2p.limits import have_enough_files  # noqa: E402
-from shoal.reactor import new_event_loop  # noqa: E402
+from shoal.reactor import Reactor, new_event_loop  # noqa: E402
 from tests.alone import LEAK_GRACE_SECONDS, run_alone  # noqa: E402
 
 settings.register_profile("quick", deadline=None, max_examples=10)
@@ -144,7 +144,10 @@ async def _in_time(item: pytest.Function, test: Coroutine[Any, Any, None]) -> No
 
 
 class Belongings:
-    """What this process holds at one moment: threads, child processes, internet sockets, entries of their owners."""
+    """What this process holds at one moment: threads, child processes, internet sockets, entries of their owners.
+
+    And what runs in the background loop: what is not shut down would go on, and warn in the tests that follow.
+    """
 
     def __init__(self) -> None:
         process = psutil.Process()
@@ -152,13 +155,16 @@ class Belongings:
         self.children = {child for child in _children_of(process) if not nursery.is_it(child.pid)}
         self.owned = set(tcp_stream.owners)
         self.sockets = set(_sockets_of(process))
+        reactor = Reactor.current
+        self.tasks = set() if reactor is None else asyncio.all_tasks(reactor.loop)
 
     def beyond(self, before: Belongings) -> list[str]:
         threads = [f"thread {thread.name}" for thread in self.threads - before.threads]
         children = [f"process {child}" for child in self.children - before.children]
         sockets = [f"socket {laddr} -> {raddr or 'listening'}" for _, laddr, raddr in self.sockets - before.sockets]
         owned = [f"entry of {tcp_stream.owners.get(fd)} as owner of {fd}" for fd in self.owned - before.owned]
-        return threads + children + sockets + owned
+        tasks = [f"task of {task.get_coro()}" for task in self.tasks - before.tasks]
+        return threads + children + sockets + owned + tasks
 
 
 def _children_of(this_process: psutil.Process) -> list[psutil.Process]:
@@ -231,8 +237,6 @@ def _nothing_blocks_the_loop() -> Iterator[None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """The background loop itself must end when asked to."""
     nursery.Nursery.close()
-    from shoal.reactor import Reactor
-
     reactor = Reactor.current
     if reactor is not None:
         reactor.stop()

@@ -268,9 +268,10 @@ def run(block: Block, setting: Setting) -> None:
 
 
 def ending(names: dict[str, Any]) -> Iterator[Facade]:
-    """What of this must be shut down, and what Lightning's objects have within."""
+    """What of this must be shut down, and what objects of Lightning and accelerate have within."""
     for value in names.values():
-        for each in (value, getattr(value, "dht", None), getattr(getattr(value, "strategy", None), "dht", None)):
+        within = (getattr(value, name, None) for name in ("dht", "optimizer"))
+        for each in (value, *within, getattr(getattr(value, "strategy", None), "dht", None)):
             if isinstance(each, Facade):
                 yield each
 
