@@ -142,10 +142,11 @@ format: install
 
 install: $(VENV)/package.stamp
 
+# --no-compile, here and below: Python compiles what it imports, of these packages a tenth.
 $(VENV)/requirements.stamp: requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shoal is developed on Python 3.11 or newer; this is %s. Say which one to use: make PYTHON=python3.11" % sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements-dev.txt
 	@touch $@
 
 # --no-deps and --no-build-isolation: nothing but the pinned versions above is ever downloaded.
@@ -171,7 +172,7 @@ $(VENV)/oldest.stamp: requirements-oldest.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "The oldest versions need Python 3.11; this is %s. Say which one to use: make PYTHON=python3.11 test-oldest" % sys.version.split()[0])'
 	rm -rf $(VENV)/oldest
 	$(PYTHON) -m venv $(VENV)/oldest
-	$(OLDEST_BIN)/python -m pip install --disable-pip-version-check -r requirements-oldest.txt
+	$(OLDEST_BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements-oldest.txt
 	@touch $@
 
 $(VENV)/oldest-package.stamp: $(VENV)/oldest.stamp pyproject.toml
