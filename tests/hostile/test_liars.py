@@ -40,6 +40,7 @@ def join(swarm: Swarm, script: str | Path, *arguments: object) -> Peer:
     return peer
 
 
+@pytest.mark.slow_drill
 def test_who_withholds_averages_is_waited_for_three_times_at_most(swarm: Swarm) -> None:
     liar = join(swarm, LIAR, "--lie", "withholds_averages")
     try:

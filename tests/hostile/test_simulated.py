@@ -55,6 +55,7 @@ def test_a_stranger_changes_nothing(name: str) -> None:
     assert attacked.named >= {name} & NAMED
 
 
+@pytest.mark.slow_drill
 def test_three_strangers_at_once_change_nothing() -> None:
     names = ("claims_a_million_epochs", "asks_for_a_chunk_now_and_then", "withdraws_what_others_declared")
     peace, attacked = train(3, peers=PEERS, epochs=EPOCHS), train(3, names, peers=PEERS, epochs=EPOCHS)

@@ -96,7 +96,7 @@ GRADIENT_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_drills(reversed(GRADIENT_OPTIONS), quick=2))
+@pytest.mark.parametrize("name", mostly_drills(reversed(GRADIENT_OPTIONS)))
 def test_peers_that_average_gradients_learn_to_read(crew: Crew, name: str) -> None:
     options = GRADIENT_OPTIONS[name]
     # every option with one way to accumulate; tests/optim/test_option_pairs.py has the others
