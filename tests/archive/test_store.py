@@ -10,9 +10,11 @@ import sys
 import threading
 from pathlib import Path
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from shoal.archive import store as room
 from shoal.archive.store import MANIFEST, Store
@@ -166,6 +168,80 @@ def test_an_archive_of_a_newer_format_says_so(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(ArchiveError, match="has format 2"):
         Store.open(tmp_path / "000001-epoch-1")
+
+
+def test_what_another_archiver_writes_at_the_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two in one folder are not supported, but neither destroys what the other one has."""
+    one, other = Store(tmp_path), Store(tmp_path)
+    real = Store.folders
+
+    def folders(self: Store) -> list[str]:
+        found = real(self)
+        monkeypatch.setattr(Store, "folders", real)
+        one.write(RUN, "Optimizer", small_state(5))  # just after the other one has looked
+        return found
+
+    monkeypatch.setattr(Store, "folders", folders)
+    other.write(RUN, "Optimizer", small_state(5))
+    assert whole_archives(other) == ["000002-epoch-5", "000001-epoch-5"]
+
+
+def whole_archives(store: Store) -> list[str]:
+    """The names of all archives that are whole, to the last byte."""
+    return [folder for folder, _ in store.whole() if is_state_of(store.read(folder).state, 5)]
+
+
+def test_a_folder_that_cannot_be_made_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArchiveError, match=r"epoch 3 could not be written to .*file \(.*there is no good archive yet"):
+        Store(tmp_path / "file").write(RUN, "Optimizer", small_state(3))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("", "has no name: give one"),
+        ("nowhere://x", "'nowhere://x' is no address of a folder: .*nowhere"),
+        ("zip://gone.zip", "'zip://gone.zip' is no address of a folder"),
+        ("reference://x", "is no address of a folder"),
+        ("data:x", "cannot look into data:x: NotImplementedError: not possible there"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_named(url: str, says: str) -> None:
+    with pytest.raises(ArchiveError, match=says):
+        Store(url).check_run(RUN)
+
+
+def test_a_package_that_is_missing_is_that_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ArchiveError, match="'s3://bucket/run' needs one more package: .*s3fs") as e:
+        Store("s3://bucket/run")
+    assert "shoal[archive]" not in str(e.value)
+
+
+class _Broken(MemoryFileSystem):
+    """An address that takes no bytes, and says so in a way of its own."""
+
+    protocol = "broken"
+
+    def _open(self, *_: object, **__: object) -> object:
+        raise NotImplementedError
+
+
+def test_an_address_that_cannot_be_written_to_says_so(tmp_path: Path) -> None:
+    fsspec.register_implementation("broken", _Broken, clobber=True)
+    with pytest.raises(ArchiveError, match=r"epoch 3 could not be written to .* \(NotImplementedError: not possible"):
+        Store(f"broken://{tmp_path.name}").write(RUN, "Optimizer", small_state(3))
+
+
+def test_an_archive_that_was_copied_under_another_name_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(tmp_path).write(RUN, "Optimizer", small_state(4))
+    (tmp_path / "000001-epoch-4").rename(tmp_path / "best")
+    assert Store.open(tmp_path / "best").epoch == 4
+    assert Store.open(f"{tmp_path}/best/").epoch == 4
+    monkeypatch.chdir(tmp_path / "best")
+    assert Store.open(".").epoch == 4
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------

@@ -108,24 +108,28 @@ class Store:
         url: a folder, or an address such as ``s3://bucket/run``.
 
     Raises:
-        ArchiveError: a package is missing that reads such an address.
+        ArchiveError: there is no such address, or a package is missing that opens it.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = _with_slashes(url)
+        if not self.url:
+            raise ArchiveError("the folder of the archives has no name: give one, or '.' for the present folder")
         try:
             import fsspec
             import safetensors.torch
             from fsspec.implementations.local import LocalFileSystem
-
-            self._safetensors: Any = safetensors.torch
-            self._error: type[Exception] = safetensors.SafetensorError
-            self._fs, self._root = fsspec.core.url_to_fs(self.url)
-            self._is_local = isinstance(self._fs, LocalFileSystem)
         except ImportError as e:
             raise ArchiveError(f"archives need one more package: pip install 'shoal[archive]' ({e})") from e
-        except ValueError as e:
-            raise ArchiveError(f"{self.url!r} is no address of a folder: {e}") from e
+        self._safetensors: Any = safetensors.torch
+        self._error: type[Exception] = safetensors.SafetensorError
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except ImportError as e:  # its text names the package
+            raise ArchiveError(f"{self.url!r} needs one more package: {e}") from e
+        except Exception as e:
+            raise ArchiveError(f"{self.url!r} is no address of a folder: {_words(e)}") from e
+        self._is_local = isinstance(self._fs, LocalFileSystem)
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -136,8 +140,8 @@ class Store:
             found = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        except OSError as e:
-            raise ArchiveError(f"cannot look into {self.url}: {e}") from e
+        except Exception as e:
+            raise ArchiveError(f"cannot look into {self.url}: {_words(e)}") from e
         names = [str(path).rstrip("/").rpartition("/")[2] for path in found]
         return sorted(filter(_FOLDER.fullmatch, names), key=_number_of, reverse=True)
 
@@ -148,13 +152,18 @@ class Store:
             ArchiveError: it is not whole.
         """
         try:
-            if self._fs.size(self._path(folder, MANIFEST)) > _MANIFEST_BYTES:
+            size = self._fs.size(self._path(folder, MANIFEST))
+            if size is not None and size > _MANIFEST_BYTES:  # some web servers do not tell
                 raise ArchiveError(f"{self._named(folder)} is damaged: its {MANIFEST} is too large")
             manifest = msgspec.json.decode(self._fs.cat_file(self._path(folder, MANIFEST)), type=Manifest)
         except FileNotFoundError:
             raise ArchiveError(f"{self._named(folder)} was never finished: it has no {MANIFEST}") from None
-        except (OSError, msgspec.MsgspecError) as e:
-            raise ArchiveError(f"{self._named(folder)} is damaged, or was never finished: {MANIFEST}: {e}") from e
+        except ArchiveError:
+            raise
+        except Exception as e:
+            raise ArchiveError(
+                f"{self._named(folder)} is damaged, or was never finished: {MANIFEST}: {_words(e)}"
+            ) from e
         if manifest.format != FORMAT or manifest.kind not in EPOCHS:
             raise ArchiveError(
                 f"{self._named(folder)} has format {manifest.format} of a {manifest.kind}, and this version of shoal "
@@ -198,10 +207,8 @@ class Store:
         """
         pieces, epoch = take_apart(kind, state), epoch_of(kind, state.metadata)
         values = MSGPackSerializer.dumps({"metadata": state.metadata, "order": order_of(pieces)})
-        number = max(map(_number_of, self.folders()), default=0) + 1
-        folder = f"{number:06d}-epoch-{epoch}"
+        folder = self._make_folder(epoch)
         try:
-            self._fs.makedirs(self._path(folder), exist_ok=False)
             with ThreadPoolExecutor(_WRITERS) as pool:
                 parts = list(_files(pieces))
                 sizes = pool.map(lambda part: self._write_tensors(folder, *part), parts)
@@ -212,10 +219,27 @@ class Store:
             manifest = msgspec.structs.replace(manifest, check=manifest.hash)
             self._put(folder, MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
             self._make_lasting(self._path(folder), self._root)
-        except OSError as e:
+        except Exception as e:  # other addresses than folders have errors of their own
             self._remove(folder)
-            raise ArchiveError(f"epoch {epoch} could not be written to {self.url} ({e}); {self.last_good()}") from e
+            raise self._not_written(epoch, e) from e
         return manifest
+
+    def _make_folder(self, epoch: int) -> str:
+        """Make the folder of the next archive. One that another archiver has made just now is not touched."""
+        number = max(map(_number_of, self.folders()), default=0) + 1
+        while True:
+            folder = f"{number:06d}-epoch-{epoch}"
+            try:
+                self._fs.makedirs(self._path(folder), exist_ok=False)
+            except FileExistsError:
+                number += 1
+            except Exception as e:
+                raise self._not_written(epoch, e) from e
+            else:
+                return folder
+
+    def _not_written(self, epoch: int, error: Exception) -> ArchiveError:
+        return ArchiveError(f"epoch {epoch} could not be written to {self.url} ({_words(error)}); {self.last_good()}")
 
     def _write_tensors(self, folder: str, name: str, pieces: Sequence[Piece]) -> File:
         tensors = {piece.name: piece.tensor.detach().contiguous() for piece in pieces}
@@ -273,8 +297,8 @@ class Store:
                 self._fs.rm(path, recursive=True)
             except FileNotFoundError:
                 continue
-            except OSError as e:
-                logger.warning("could not remove %s: %s", path, e)
+            except Exception as e:
+                logger.warning("could not remove %s: %s", path, _words(e))
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -309,8 +333,8 @@ class Store:
     def _get(self, folder: str, name: str, told: File) -> bytes:
         try:
             data: bytes = self._fs.cat_file(self._path(folder, name))
-        except OSError as e:
-            raise ArchiveError(f"{self._named(folder)} is damaged: {name}: {e}") from e
+        except Exception as e:
+            raise ArchiveError(f"{self._named(folder)} is damaged: {name}: {_words(e)}") from e
         if len(data) != told.bytes or _hash_of(data) != told.blake3:
             raise ArchiveError(f"{self._named(folder)} is damaged: {name} is not what was written")
         return data
@@ -326,15 +350,10 @@ class Store:
         """
         text = _with_slashes(path).rstrip("/")
         above, _, folder = text.rpartition("/")
-        if _FOLDER.fullmatch(folder):
-            store = cls(above or ".")
-            try:
-                return store.read(folder)
-            except ArchiveError as e:
-                others = [f for f, _ in store.whole() if f != folder]
-                beside = f"; a good one beside it is {others[0]}" if others else ""
-                raise ArchiveError(f"{e}{beside}") from e
         store, troubles = cls(text), list[str]()
+        # A single archive that was copied may have another name.
+        if _FOLDER.fullmatch(folder) or store._fs.exists(store._path(MANIFEST)):
+            return cls(above or text.removesuffix(folder) or ".")._open_one(folder)
         for folder in store.folders():
             try:
                 archive = store.read(folder)
@@ -346,6 +365,14 @@ class Store:
             return archive
         raise ArchiveError(f"there is no good archive in {text}" + "".join(f"\n  {each}" for each in troubles))
 
+    def _open_one(self, folder: str) -> Archive:
+        try:
+            return self.read(folder)
+        except ArchiveError as e:
+            others = [each for each, _ in self.whole() if each != folder]
+            beside = f"; a good one beside it is {others[0]}" if others else ""
+            raise ArchiveError(f"{e}{beside}") from e
+
     # --- names --------------------------------------------------------------------------------------------------------
 
     def _path(self, *parts: str) -> str:
@@ -356,6 +383,11 @@ class Store:
 
     def _told(self, folder: str, manifest: Manifest) -> str:
         return f"{folder} of {manifest.written} UTC"
+
+
+def _words(error: Exception) -> str:
+    """What an error says; file systems that cannot do something at all often say nothing."""
+    return str(error) or f"{type(error).__name__}: not possible there"
 
 
 def _with_slashes(path: str | os.PathLike[str]) -> str:
