@@ -215,7 +215,7 @@ def test_an_address_that_cannot_be_used_is_named(url: str, says: str) -> None:
 
 def test_a_package_that_is_missing_is_that_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ArchiveError, match="'s3://bucket/run' needs one more package: .*s3fs") as e:
+    with pytest.raises(ArchiveError, match=r"'s3://bucket/run' needs one more package: .*s3fs") as e:
         Store("s3://bucket/run")
     assert "shoal[archive]" not in str(e.value)
 

@@ -120,21 +120,63 @@ def test_a_run_of_which_nobody_is_left_goes_on_from_its_state(dhts: list[DHT]) -
         before = [*next(batches).tolist(), *next(batches).tolist()]
         next(batches)
         state = shared.state_dict()
-    with SharedPass(range(60), dhts[0], "revived", batch_size=10, chunk=10) as shared:
+    with DHT(start=True) as dht, SharedPass(range(60), dht, "run", batch_size=10, chunk=10) as shared:
         shared.load_state_dict(state)
         after = in_all(shared.loader())
-        assert len(after) == 40
-        with pytest.raises(ValueError, match="of 60 samples in chunks of 10, and the data set has 60 in chunks of 20"):
-            SharedPass(range(60), dhts[1], "revived", chunk=20).load_state_dict(state)
-    places = shuffler(60, "run/0/0"), shuffler(60, "revived/0/0")
-    chunks = [{place(sample) // 10 for place in [_inverse(each)] for sample in seen}
-              for each, seen in zip(places, (before, after), strict=True)]  # fmt: skip
-    assert chunks[0] | chunks[1] == set(range(6))
-    assert not chunks[0] & chunks[1]
+    assert len(after) == 40
+    assert set(before) | set(after) == set(range(60))
 
 
-def _inverse(place: Any) -> Any:
-    return {place(index): index for index in range(60)}.__getitem__
+def test_a_state_of_other_data_or_of_another_order_is_refused(dhts: list[DHT]) -> None:
+    """Its chunks have other samples: what was done is not what would be left out."""
+    with SharedPass(range(60), dhts[0], "run", chunk=10) as shared:
+        state = shared.state_dict()
+    for options, says in (
+        ({"chunk": 20}, "of 60 samples in chunks of 10, and the data set has 60 in chunks of 20"),
+        ({"chunk": 10, "seed": 1}, "the same data in another order"),
+        ({"chunk": 10, "shuffle": False}, "the same data in another order"),
+    ):
+        with SharedPass(range(60), dhts[0], "run", **options) as shared, pytest.raises(ValueError, match=says):
+            shared.load_state_dict(state)
+    with SharedPass(range(60), dhts[0], "other", chunk=10) as shared:
+        with pytest.raises(ValueError, match="the same data in another order"):
+            shared.load_state_dict(state)
+        for bad in ({}, None, {**state, "number": "3"}, {**state, "done": "text"}, {**state, "number": 2**40}):
+            with pytest.raises(ValueError, match=r"this is not the state_dict\(\) of a SharedPass: "):
+                shared.load_state_dict(bad)  # type: ignore[arg-type]
+
+
+def test_a_state_of_a_later_pass_takes_the_place_of_what_was_done(dhts: list[DHT]) -> None:
+    with SharedPass(range(60), dhts[0], "run", batch_size=10, chunk=10) as shared:
+        state = shared.state_dict()
+        shared.load_state_dict({**state, "done": b"\x3f"})  # all of the first pass
+        shared.load_state_dict({**state, "number": 1, "done": b"\x03"})
+        shared.load_state_dict({**state, "done": b"\x3f"})
+        assert shared.number == 1
+        assert len(in_all(shared.loader())) == 40
+        next(iter(shared.loader()))
+        with pytest.raises(ValueError, match="in the middle of pass 2, and the state is of pass 5: load it before the"):
+            shared.load_state_dict({**state, "number": 5})
+        shared.load_state_dict({**state, "number": 1, "done": b"\x3f"})
+        assert sorted(in_all(shared.loader())) == list(range(60))
+
+
+def test_a_data_set_that_has_changed_its_size_is_refused(dhts: list[DHT]) -> None:
+    """Otherwise what is new would never come, and what is gone could not be found."""
+    data = list(range(20))
+    with SharedPass(data, dhts[0], "run", batch_size=10, chunk=10) as shared:
+        assert len(in_all(shared.loader())) == 20
+        data.append(20)
+        with pytest.raises(ValueError, match="had 20 samples when this SharedPass was made, and now it has 21: "):
+            in_all(shared.loader())
+
+
+def test_peers_with_another_order_do_not_share_and_are_told(dhts: list[DHT], caplog: pytest.LogCaptureFixture) -> None:
+    passes = [SharedPass(range(60), dht, "run", batch_size=10, chunk=10, seed=i) for i, dht in enumerate(dhts)]
+    for shared in passes:
+        assert sorted(in_all(shared.loader())) == list(range(60))
+        shared.shutdown()
+    assert "passes over the same data in another order than this peer" in caplog.text
 
 
 @pytest.mark.parametrize("samples", [100, 103])
@@ -165,6 +207,12 @@ def test_errors_name_what_is_wrong(dhts: list[DHT]) -> None:
         SharedPass([], dhts[0], "run")
     with pytest.raises(ValueError, match=r"chunk must be a whole number, at least 1, got 0\.5"):
         SharedPass(range(10), dhts[0], "run", chunk=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="chunk must be a whole number, at least 1, got True"):
+        SharedPass(range(10), dhts[0], "run", chunk=True)
+    with pytest.raises(ValueError, match="chunk must be at most 2147483647, got 2147483648"):
+        SharedPass(range(10), dhts[0], "run", chunk=2**31)
+    with pytest.raises(ValueError, match="2000000000 samples in chunks of 2 are more than 268435456 chunks: take larg"):
+        SharedPass(range(2_000_000_000), dhts[0], "run", chunk=2)
     with SharedPass(range(10), dhts[0], "run") as shared:
         with pytest.raises(ValueError, match="a SharedPass with run_id 'run' is at work on this DHT already"):
             SharedPass(range(10), dhts[0], "run")

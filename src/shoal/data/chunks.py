@@ -14,6 +14,10 @@ import msgspec
 from msgspec import Meta
 
 CHUNKS_PER_BLOCK = 4096
+_FINISHED_BYTES = 2**13
+MOST_CHUNKS = CHUNKS_PER_BLOCK * 8 * _FINISHED_BYTES
+"""Of a data set: each block has a bit in the record of the pass."""
+LONGEST_CHUNK = 2**31 - 1
 MAX_HELD = 128
 """Most chunks of one block that a peer may hold at a time."""
 # A lease that is said to last longer than this many times the usual life is not believed.
@@ -40,10 +44,51 @@ class PassRecord(msgspec.Struct, frozen=True, array_like=True):
     """The pass that it is at; all before it are over."""
     samples: Annotated[int, Meta(ge=-1, lt=2**53)]
     """Size of the data set; -1 for a stream whose end is not known yet."""
-    chunk: Annotated[int, Meta(ge=1, lt=2**31)]
+    chunk: Annotated[int, Meta(ge=1, le=LONGEST_CHUNK)]
     """Samples of a chunk."""
-    finished: Annotated[bytes, Meta(max_length=2**13)]
+    finished: Annotated[bytes, Meta(max_length=_FINISHED_BYTES)]
     """One bit for each block of which all chunks are done."""
+    order: Annotated[str, Meta(max_length=32)] = ""
+    """Tells in which order the samples are, by :func:`order_of`."""
+
+
+class PassState(msgspec.Struct, frozen=True):
+    """What a checkpoint has of a pass."""
+
+    number: Annotated[int, Meta(ge=0, lt=2**31)]
+    samples: int | None
+    chunk: int
+    done: bytes
+    """One bit for each chunk."""
+    order: str = ""
+
+
+def parse_state(state: object, samples: int | None, chunk: int, order: str) -> PassState:
+    """Check a saved state.
+
+    Raises:
+        ValueError: it is none, or that of another data set, or of one in another order.
+    """
+    try:
+        found = msgspec.convert(state, PassState, builtin_types=(bytes,))
+    except msgspec.ValidationError as e:
+        raise ValueError(f"this is not the state_dict() of a SharedPass: {e}") from None
+    if found.chunk != chunk or (samples is not None and found.samples not in {samples, None}):
+        raise ValueError(
+            f"this state is of {found.samples} samples in chunks of {found.chunk}, and the data set has "
+            f"{samples} in chunks of {chunk}: load it with the same data set and the same `chunk`"
+        )
+    if found.order != order:
+        raise ValueError(
+            "this state is of the same data in another order, so other samples are done: load it with the same run_id, "
+            "`seed` and `shuffle`"
+        )
+    return found
+
+
+def order_of(run_id: str, seed: object) -> str:
+    """A short text that is the same where samples are in the same order."""
+    return hashlib.blake2b(f"{run_id}/{seed}".encode(), digest_size=8).hexdigest()
 
 
 def pack_bits(bits: int) -> bytes:

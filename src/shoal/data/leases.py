@@ -16,7 +16,7 @@ import logging
 import math
 import random
 from collections import deque
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -66,6 +66,7 @@ class Leases:
         samples: size of the data set; ``None``: a stream, whose end is not known yet.
         chunk: samples of a chunk.
         in_order: take chunks in the order of their numbers, as a stream needs it; otherwise any.
+        order: see :func:`~shoal.data.chunks.order_of`; empty: samples are not shuffled.
     """
 
     def __init__(
@@ -78,13 +79,14 @@ class Leases:
         chunk: int,
         in_order: bool,
         rng: random.Random,
+        order: str = "",
     ) -> None:
         self.number, self.samples, self.chunk = number, samples, chunk
         self.position = 0
         """Of a stream: chunks before this one can only be had by starting it again."""
         self.is_over = False
         """Whether all chunks are done."""
-        self._node, self._rng, self._in_order = node, rng, in_order
+        self._node, self._rng, self._in_order, self._order = node, rng, in_order, order
         self._tag = tag_of(node.peer_id)
         self._key, self._is_stream = f"{run_id}_data", samples is None
         self._warn_seldom = Seldom(logger.warning)
@@ -342,7 +344,7 @@ class Leases:
 
     def _key_of(self, number: int) -> str:
         size = "stream" if self._is_stream else self.samples
-        return f"{self._key}.{self.number}.{size}.{self.chunk}.{number}"
+        return f"{self._key}.{self.number}.{size}.{self.chunk}.{self._order}.{number}"
 
     async def _read(self, number: int) -> None:
         block = self._block(number)
@@ -379,6 +381,11 @@ class Leases:
                     "not share the work. Give both the same data set and the same `chunk`, or another run_id.",
                     peer_of(owner), record.samples, record.chunk, self.samples, self.chunk, about=owner,
                 )  # fmt: skip
+            elif record.order != self._order:
+                self._warn_seldom(
+                    "peer %s passes over the same data in another order than this peer: they do not share the work. "
+                    "Give both the same `seed` and `shuffle`, or another run_id.", peer_of(owner), about=owner,
+                )  # fmt: skip
             elif record.number > self.number:
                 self.is_over = True
             elif record.number == self.number:
@@ -392,7 +399,7 @@ class Leases:
                 self._written.pop(number, None)
         samples = -1 if self.samples is None else self.samples
         finished = 0 if self.is_over else self._finished
-        told = PassRecord(self.number + self.is_over, samples, self.chunk, pack_bits(finished))
+        told = PassRecord(self.number + self.is_over, samples, self.chunk, pack_bits(finished), self._order)
         if self._told is None or told != self._told[0] or loop.time() > self._told[1] + RECORD_SECONDS / 2:
             self._told = told, loop.time()
             if not await self._store(self._key, told):
@@ -416,17 +423,3 @@ class Leases:
             except (TypeError, ValueError) as e:
                 self._warn_seldom("skipped a malformed record under %s: %s", key, one_line(str(e)), about=owner)
         return records
-
-
-def parse_done(state: Any, number: int, samples: int | None, chunk: int) -> int:
-    """The chunks that a saved state says are done.
-
-    Raises:
-        ValueError: the state is that of another data set.
-    """
-    if state["chunk"] != chunk or (samples is not None and state["samples"] not in {samples, None}):
-        raise ValueError(
-            f"this state is of {state['samples']} samples in chunks of {state['chunk']}, and the data set has "
-            f"{samples} in chunks of {chunk}: load it with the same data set and the same `chunk`"
-        )
-    return unpack_bits(state["done"]) if state["number"] == number else 0

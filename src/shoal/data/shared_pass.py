@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler, default_collate
 
-from shoal.data.chunks import pack_bits, shuffler
-from shoal.data.leases import WAITING, Leases, parse_done
+from shoal.data.chunks import LONGEST_CHUNK, MOST_CHUNKS, order_of, pack_bits, parse_state, shuffler, unpack_bits
+from shoal.data.leases import WAITING, Leases
 from shoal.dht import DHT
 from shoal.dht.crypto import tag_of
 from shoal.dht.dht import check_dht
@@ -82,15 +82,22 @@ class SharedPass(Facade, Sampler[list[int]]):
         if self.is_stream and not hasattr(dataset, "__iter__"):
             raise TypeError(f"dataset must have len() and [], or be iterable, got a {type(dataset).__name__}")
         for name, value, least in (("batch_size", batch_size, 1), ("chunk", chunk, 1), ("drawn_ahead", drawn_ahead, 0)):
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
         self.samples = None if self.is_stream else len(dataset)
         if self.samples == 0:
             raise ValueError("the data set is empty")
+        if chunk > LONGEST_CHUNK:
+            raise ValueError(f"chunk must be at most {LONGEST_CHUNK}, got {chunk}")
+        if self.samples is not None and -(-self.samples // chunk) > MOST_CHUNKS:
+            raise ValueError(
+                f"{self.samples} samples in chunks of {chunk} are more than {MOST_CHUNKS} chunks: take larger ones"
+            )
         self.dataset, self.run_id, self.batch_size, self.chunk = dataset, run_id, batch_size, chunk
         self.shuffle, self.seed, self.drawn_ahead = shuffle and not self.is_stream, seed, drawn_ahead
         self.number = 0
         """The pass that comes next, or is under way."""
+        self._order = order_of(run_id, seed) if self.shuffle else ""
         self._dht, self._loaded = dht, 0
         self._leases: Leases | None = None
         self.be_the_only(f"a SharedPass with run_id {run_id!r}", dht)
@@ -138,8 +145,17 @@ class SharedPass(Facade, Sampler[list[int]]):
         return self._leases.done.bit_count() / max(1, -(-self._leases.samples // self.chunk))
 
     def leases(self) -> Leases:
-        """What is leased of the pass that is under way; begins it if there is none."""
+        """What is leased of the pass that is under way; begins it if there is none.
+
+        Raises:
+            ValueError: the data set has changed its size.
+        """
         if self._leases is None:
+            if not self.is_stream and len(self.dataset) != self.samples:
+                raise ValueError(
+                    f"the data set had {self.samples} samples when this SharedPass was made, and now it has "
+                    f"{len(self.dataset)}: all peers must have the same data, so make a new SharedPass in each of them"
+                )
             self._leases = self._portal.call(self._begin())
         return self._leases
 
@@ -185,17 +201,33 @@ class SharedPass(Facade, Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """Which chunks are done, for a checkpoint: a run of which nobody is left goes on from it."""
         done = self._loaded if self._leases is None else self._leases.done
-        return {"number": self.number, "samples": self.samples, "chunk": self.chunk, "done": pack_bits(done)}
+        return {
+            "number": self.number,
+            "samples": self.samples,
+            "chunk": self.chunk,
+            "done": pack_bits(done),
+            "order": self._order,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; what others have done since is added to it.
 
         Raises:
-            ValueError: it is the state of another data set or of other chunks.
+            ValueError: it is no such state, that of another data set, of other chunks or of another order, or that of a
+                later pass while one is under way.
         """
-        self.number = max(self.number, int(state["number"]))
-        self._loaded |= parse_done(state, self.number, self.samples, self.chunk)
-        if self._leases is not None and self._leases.number == self.number:
+        found = parse_state(state, self.samples, self.chunk, self._order)
+        if found.number > self.number:
+            if self._leases is not None:
+                raise ValueError(
+                    f"this peer is in the middle of pass {self.number}, and the state is of pass {found.number}: load "
+                    "it before the first iteration"
+                )
+            self.number, self._loaded = found.number, 0
+        if found.number < self.number:
+            return
+        self._loaded |= unpack_bits(found.done)
+        if self._leases is not None:
             self._in_loop(self._leases.add_done, self._loaded)
 
     # --- beginning and ending -----------------------------------------------------------------------------------------
@@ -209,6 +241,7 @@ class SharedPass(Facade, Sampler[list[int]]):
             samples=self.samples,
             chunk=self.chunk,
             in_order=self.is_stream,
+            order=self._order,
             rng=random.Random(f"{tag_of(node.peer_id)!r}/{self.number}"),
         )
         leases.add_done(self._loaded)
