@@ -18,7 +18,7 @@ import torch
 import shoal
 from shoal.cli.__main__ import main
 from shoal.cli.demo.page import RUN_ID, show_page
-from shoal.cli.monitor import start_page
+from shoal.cli.monitor import serve_to_prometheus, start_page
 from shoal.monitor.observer import Monitor
 from shoal.monitor.run import RunView
 from shoal.optim.outer.diloco import DiLoCo
@@ -125,6 +125,10 @@ def test_the_usual_port_may_be_taken():
             start_page(view, port)
         with contextlib.closing(start_page(view, port, is_chosen=False)) as other:
             assert other.url != first.url
+        with pytest.raises(OSError, match=rf"Prometheus cannot be served at port {port} \(.*\): choose another"):
+            serve_to_prometheus(view, port)
+    with pytest.raises(OSError, match="give --web-host an address of this machine"):
+        start_page(view, 0, "203.0.113.9")
 
 
 def test_the_page_needs_packages(monkeypatch):

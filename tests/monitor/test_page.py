@@ -123,6 +123,8 @@ def test_other_names_of_this_machine_are_not_answered(made_up):
     with serving(made_up.view) as server:
         assert ask(server, "/events", Host="evil.example")[0] == 400
         assert ask(server, "/", Host="localhost:1")[0] == 200
+    with serving(made_up.view, host="localhost") as server:
+        assert ask(server, "/events", Host="evil.example")[0] == 400
     with serving(made_up.view, host="127.0.0.2") as server:
         assert server.url.startswith("http://127.0.0.2:")
         assert ask(server, "/", Host="lab.example")[0] == 200, "the user wanted others to see it"

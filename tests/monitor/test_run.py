@@ -96,6 +96,33 @@ def test_who_leaves_is_told_from_who_is_lost(made_up):
     assert [peer for when, peer in view.removed if when >= change] == [str(left.peer)]
 
 
+def test_a_run_that_begins_anew_is_told(made_up):
+    """All peers were stopped, and others begin at epoch 0, or at an older archive."""
+    view = made_up.view
+    for _ in range(60):
+        made_up.pass_second()
+    for peer in made_up.peers:
+        view.hear_goodbye(peer.peer, made_up.now)
+    made_up.pass_second(0)
+    epoch, newcomer = view.summary.epoch, MadeUpPeer(random.Random(4), 0)
+    assert epoch > 2
+    for reached in (0, 0):
+        made_up.now += 1
+        view.hear_progress(newcomer.record(made_up.now, reached), made_up.now + 60, made_up.now)
+        view.tick(made_up.now)
+    told = [event.text for event in view.events if event.kind == "epoch"]
+    assert told[-1] == f"the run has gone back from epoch {epoch} to 0"
+    assert told[-2].startswith(f"epoch {epoch}, ")
+
+
+def test_bytes_per_second_are_not_known_after_one_report():
+    run = MadeUpRun(RunView("run"), 2)
+    run.pass_second()
+    assert math.isnan(run.view.summary.sent)
+    run.pass_second()
+    assert run.view.summary.sent == pytest.approx(8e5)
+
+
 def test_records_that_are_older_or_of_strangers_do_not_count(made_up):
     view, peer = made_up.view, made_up.peers[0]
     before = view.peers[peer.peer]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from shoal.monitor.run import RunView
@@ -12,9 +13,9 @@ from shoal.monitor.terminal import Lines, headline, render, size
 from tests.monitor.made_up import MadeUpRun
 
 
-def shown(view: RunView, height: int = 30) -> str:
-    console = Console(file=io.StringIO(), width=160, force_terminal=False)
-    console.print(render(view, height, "Watch it elsewhere"))
+def shown(view: RunView, height: int = 30, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(render(view, height, "Watch it elsewhere", width))
     return console.file.getvalue()
 
 
@@ -34,6 +35,33 @@ def test_it_shows_the_swarm_its_peers_and_what_has_happened():
     assert "has left" in text
     assert "more" in text, "not all peers have room"
     assert len(text.splitlines()) <= 31
+
+
+@pytest.mark.parametrize(("width", "last"), [(160, "version"), (80, "link"), (40, "epoch"), (10, None)])
+def test_where_there_is_little_room_some_columns_are_shown_whole(width, last):
+    run = MadeUpRun(RunView("run"), 3)
+    run.pass_second()
+    liar = msgspec.structs.replace(run.peers[0].report(run.now + 1, run.began, 0), version="x" * 32)
+    run.view.hear_report(run.peers[0].peer, liar, run.now + 1)
+    lines = shown(run.view, 30, width).splitlines()
+    if last is None:
+        return  # nothing fits, and that is no error
+    head = next(line for line in lines if line.lstrip().startswith("peer"))
+    rows = [line for line in lines if "training" in line]
+    assert head.split()[-1] == last
+    assert len(rows) == 3
+    assert all(len(row.split()) >= len(head.split()) for row in rows)
+    cut = [row for row in rows if "…" in row.replace(" …", "", 1)]
+    assert len(cut) == (width == 160), "nothing is cut but the version of a liar"
+
+
+def test_a_run_that_is_over_is_not_one_that_was_never_seen():
+    run = MadeUpRun(RunView("run"), 1)
+    for _ in range(65):
+        run.pass_second()
+    run.view.hear_goodbye(run.peers[0].peer, run.now)
+    assert headline("run", run.view.tick(run.now)) == "run: epoch 3  |  all peers are gone"
+    assert headline("run", run.view.tick(run.now + 1000)) == "run: all peers are gone"
 
 
 def test_peers_that_do_not_report_are_shown_too():
@@ -72,6 +100,7 @@ def test_lines_for_logs(capsys):
         first = capsys.readouterr().out
         assert "has left" in first
         assert "run: epoch 0  |  2 peers" in first
+        assert "/s sent" not in first, "that takes two reports"
         lines.show(run.view)
         assert capsys.readouterr().out == "", "the state of the swarm is told now and then"
 

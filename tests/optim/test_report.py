@@ -122,6 +122,25 @@ def test_what_the_peer_has_counted_is_told_within_bounds():
     assert report.metrics == {}, "what is not finite is in no mean"
 
 
+def test_a_loss_that_is_lost_is_told_once_each_time():
+    reporting, shelf, _ = make()
+    for loss in (math.nan, torch.tensor(math.inf), 10**400, 1.0, math.nan):
+        reporting.report({"loss": loss})
+    assert shelf.metrics.troubles == {"loss is NaN, or too large": 2}
+
+
+def test_too_many_names_over_time_are_left_out(caplog):
+    """How many come together depends on how long steps take: that must not end the training now and then."""
+    reporting, shelf, clock = make()
+    reporting.report({})
+    for number in range(3 * MAX_METRICS):
+        reporting.report({f"loss of step {number}": 1.0})
+    clock.now = PERIOD
+    reporting.report({})
+    assert list(shelf.stored[1][1].metrics) == [f"loss of step {number}" for number in range(MAX_METRICS)]
+    assert caplog.text.count("more than 24 names of figures in one report: 'loss of step 24'") == 1
+
+
 def test_what_is_no_figure_is_refused():
     reporting, _, _ = make()
     for value, error, text in (
@@ -132,8 +151,9 @@ def test_what_is_no_figure_is_refused():
     ):
         with pytest.raises(error, match=text):
             reporting.report({"loss": value})
-    with pytest.raises(ValueError, match="1 to 48 characters"):
-        reporting.report({"x" * (MAX_NAME_CHARACTERS + 1): 1.0})
+    for name in ("x" * (MAX_NAME_CHARACTERS + 1), "", "\ud800", "loss\n", "\033[2J"):
+        with pytest.raises(ValueError, match="1 to 48 printable characters"):
+            reporting.report({name: 1.0})
     with pytest.raises(ValueError, match=f"at most {MAX_METRICS}"):
         reporting.report({f"figure {number}": 1.0 for number in range(MAX_METRICS + 1)})
 

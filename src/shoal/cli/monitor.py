@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import threading
@@ -149,9 +150,11 @@ def start_page(view: RunView, port: int, host: str = "127.0.0.1", *, is_chosen: 
     try:
         return PageServer(view, port, host)
     except OSError as e:
+        reason = e.strerror or os.strerror(e.errno or 0)
+        if e.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise OSError(f"cannot listen at {host} ({reason}): give --web-host an address of this machine") from None
         if not is_chosen:
             return PageServer(view, 0, host)
-        reason = e.strerror or os.strerror(e.errno or 0)
         raise OSError(f"cannot listen at {host}, port {port} ({reason}): choose another one, or --web 0") from None
 
 
@@ -161,7 +164,7 @@ def _exporters(arguments: argparse.Namespace, view: RunView, stack: ExitStack) -
     wanted: list[tuple[Any, Callable[[Any], Exporter]]] = [
         (arguments.tensorboard, TensorBoard),
         (arguments.wandb, lambda project: Wandb(project, arguments.run_id)),
-        (arguments.prometheus, lambda port: Prometheus(view, port)),
+        (arguments.prometheus, lambda port: serve_to_prometheus(view, port)),
     ]
     exporters = [make(argument) for argument, make in wanted if argument is not None]
     for exporter in exporters:
@@ -169,6 +172,21 @@ def _exporters(arguments: argparse.Namespace, view: RunView, stack: ExitStack) -
         if isinstance(exporter, Prometheus):
             print(f"For Prometheus: {exporter.url}", flush=True)
     return exporters
+
+
+def serve_to_prometheus(view: RunView, port: int) -> Exporter:
+    """Show the figures to Prometheus.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    from shoal.monitor.exporters import Prometheus
+
+    try:
+        return Prometheus(view, port)
+    except OSError as e:
+        reason = e.strerror or os.strerror(e.errno or 0)
+        raise OSError(f"Prometheus cannot be served at port {port} ({reason}): choose another --prometheus") from None
 
 
 def _screen(footer: str, *, is_page: bool) -> Any:

@@ -184,7 +184,7 @@ class PageServer:
         except BaseException:
             self._socket.close()
             raise
-        is_local = host == LOOPBACK
+        is_local = host in (LOOPBACK, "localhost")
         self._page = Page(view, is_public=not is_local)
         shown = f"[{host}]" if family is socket.AF_INET6 else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}/"

@@ -71,8 +71,9 @@ class PeerView:
     gone_since: float = math.inf
     change: int = 0
     """Number of the last change of the run that concerned this peer."""
-    sent_per_second: float = 0.0
-    received_per_second: float = 0.0
+    sent_per_second: float = math.nan
+    """NaN until it has reported twice."""
+    received_per_second: float = math.nan
 
     @property
     def name(self) -> str:
@@ -140,7 +141,7 @@ class Summary:
     averaging: float
     """Of the time in which peers do not compute."""
     sent: float
-    """Bytes per second of all together."""
+    """Bytes per second of all together; NaN if nobody has told it yet."""
     received: float
     failed: int
     """Rounds that have failed, as the peers have counted them."""
@@ -256,6 +257,9 @@ class RunView:
             if self._epoch and self.is_complete:
                 self._tell(now, "epoch", _words_of_epoch(summary))
             self._epoch = epoch
+        elif self._has_begun_anew():
+            self._tell(now, "epoch", f"the run has gone back from epoch {self._epoch} to {epoch}")
+            self._epoch = epoch
         self.history.add(now, summary.values())
         return summary
 
@@ -280,6 +284,11 @@ class RunView:
             view.state, view.change = state, self.change
         if view.report is not None and now - view.report.time > REPORT_SECONDS:
             view.report, view.change = None, self.change
+
+    def _has_begun_anew(self) -> bool:
+        """Whether no peer is near the epoch that was told last, as when all were stopped and started again."""
+        epochs = [view.epoch for view in self.peers.values() if not view.state.is_gone]
+        return bool(epochs) and max(epochs) < self._epoch - 1
 
     def _epoch_of_swarm(self) -> int:
         epochs = [view.epoch for view in self.peers.values() if not view.state.is_gone]
@@ -306,8 +315,8 @@ class RunView:
             computing=step - joint,
             waiting=max(0.0, joint - averaging) if steps else math.nan,
             averaging=averaging,
-            sent=sum(_limited([view.sent_per_second for view in there])),
-            received=sum(_limited([view.received_per_second for view in there])),
+            sent=_sum_of_known(view.sent_per_second for view in there),
+            received=_sum_of_known(view.received_per_second for view in there),
             failed=sum(report.rounds_failed for report in reports),
             versions=Counter(one_line(report.version) for report in reports),
             reporting=len(reports),
@@ -376,6 +385,11 @@ def _limited(values: list[float]) -> list[float]:
         return values
     limit = MOST_TIMES_THE_MEDIAN * median(positive)
     return [min(value, limit) for value in values]
+
+
+def _sum_of_known(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(_limited(known)) if known else math.nan
 
 
 def _median(values: Iterable[float]) -> float:

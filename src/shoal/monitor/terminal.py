@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.logs import counted, one_line
@@ -27,6 +28,13 @@ COLUMNS = (
     "link",
     "version",
 )
+# Where there is no room for all columns, the first of these are shown, each of them whole.
+BY_IMPORTANCE = (
+    *("peer", "state", "epoch", "samples/s", "loss", "failed", "step", "link", "sent", "received"),
+    *("averaging", "version"),
+)
+WIDEST_COLUMN, SPACE_BETWEEN_COLUMNS = 12, 3
+USUAL_WIDTH = 160
 STATE_COLOURS = {
     PeerState.TRAINING: "green",
     PeerState.BEHIND: "yellow",
@@ -70,8 +78,11 @@ def cells(view: PeerView) -> tuple[str, ...]:
 
 def headline(run: str, summary: Summary | None) -> str:
     """The swarm in one line, with what is known of it."""
-    if summary is None or not summary.peers:
-        return f"{run}: no peer has been seen yet"
+    if summary is None or not summary.states:
+        was_there = summary is not None and summary.epoch > 0
+        return f"{run}: all peers are gone" if was_there else f"{run}: no peer has been seen yet"
+    if not summary.peers:
+        return f"{run}: epoch {summary.epoch}  |  all peers are gone"
     parts = [f"{run}: epoch {summary.epoch}", counted(summary.peers, "peer"), f"{summary.throughput:,.1f} samples/s"]
     parts += [f"{name} {mean:.4g}" for name, mean in summary.means.items()]
     if not math.isnan(summary.step):
@@ -79,7 +90,7 @@ def headline(run: str, summary: Summary | None) -> str:
             f"{summary.step:.1f} s from step to step ({summary.computing:.1f} computing, "
             f"{summary.waiting:.1f} waiting, {summary.averaging:.1f} averaging)"
         )
-        parts.append(f"{size(summary.sent)}/s sent")
+        parts += [] if math.isnan(summary.sent) else [f"{size(summary.sent)}/s sent"]
     if len(summary.versions) > 1:
         parts.append("versions " + ", ".join(f"{name} ({count})" for name, count in summary.versions.items()))
     return "  |  ".join(parts)
@@ -96,33 +107,47 @@ def order_of(view: PeerView) -> tuple[Any, ...]:
     return trouble.index(view.state), -view.samples_per_second, str(view.peer)
 
 
-def table_of(view: RunView, rows: int) -> Table:
+def columns_that_fit(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The numbers of the columns for which there is room, in their order."""
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    fitting, left = list[int](), width
+    for index in map(COLUMNS.index, BY_IMPORTANCE):
+        left -= min(widths[index], WIDEST_COLUMN) + SPACE_BETWEEN_COLUMNS
+        if left < 0:
+            break
+        fitting.append(index)
+    return sorted(fitting)
+
+
+def table_of(view: RunView, rows: int, width: int = USUAL_WIDTH) -> Table:
     """The table of peers, at most so many of them."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(expand=True)
-    for name in COLUMNS:
-        table.add_column(
-            name, justify="left" if name in ("peer", "state", "link", "version") else "right", no_wrap=True
-        )
+    table = Table(expand=True, box=box.SIMPLE_HEAD, pad_edge=False)
     peers = sorted(view.peers.values(), key=order_of)
-    for peer in peers[:rows]:
+    told = [cells(peer) for peer in peers[:rows]]
+    fitting = columns_that_fit(told, width)
+    for name in (COLUMNS[index] for index in fitting):
+        is_text = name in ("peer", "state", "link", "version")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, max_width=WIDEST_COLUMN)
+    for peer, row in zip(peers, told, strict=False):
         # Texts of peers are shown as they are: what looks like markup in them is none.
-        told = [Text(cell) for cell in cells(peer)]
-        told[1].stylize(STATE_COLOURS[peer.state])
-        table.add_row(*told)
+        shown = [Text(row[index], STATE_COLOURS[peer.state] if COLUMNS[index] == "state" else "") for index in fitting]
+        table.add_row(*shown)
     if len(peers) > rows:
         table.caption = f"and {len(peers) - rows} more"
     return table
 
 
-def render(view: RunView, height: int, footer: str = "") -> RenderableType:
+def render(view: RunView, height: int, footer: str = "", width: int = USUAL_WIDTH) -> RenderableType:
     """All that is shown.
 
     Args:
         height: lines that there are.
         footer: one more line, such as the address of the page.
+        width: characters of a line.
     """
     from rich.console import Group
     from rich.text import Text
@@ -131,7 +156,10 @@ def render(view: RunView, height: int, footer: str = "") -> RenderableType:
         events = list(view.events)[-EVENT_LINES:]
         rows = max(LEAST_ROWS, height - LINES_AROUND - len(events))
         lines = [Text(line_of(event), style=EVENT_COLOURS.get(event.kind, "")) for event in events]
-        parts: list[RenderableType] = [Text(headline(view.run, view.summary), style="bold"), table_of(view, rows)]
+        parts: list[RenderableType] = [
+            Text(headline(view.run, view.summary), style="bold"),
+            table_of(view, rows, width),
+        ]
     return Group(*parts, *lines, Text(footer, style="dim"))
 
 
@@ -154,7 +182,7 @@ class Screen:
 
     def show(self, view: RunView) -> None:
         """Show how the run is now."""
-        self._live.update(render(view, self._console.height, self._footer), refresh=True)
+        self._live.update(render(view, self._console.height, self._footer, self._console.width), refresh=True)
 
 
 class Lines:

@@ -28,7 +28,7 @@ from shoal.clock import get_dht_time
 from shoal.dht.crypto import tag_of
 from shoal.dht.spread import key_at
 from shoal.errors import ShoalError
-from shoal.logs import one_line
+from shoal.logs import Seldom, one_line
 from shoal.optim.progress import Speed
 from shoal.p2p.transport import MOST, Count, Moment
 
@@ -117,14 +117,16 @@ def figure(name: str, value: object) -> float:
         TypeError: it is not a number, or a tensor with one number.
         ValueError: its name is too long.
     """
-    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise ValueError(f"names of figures have 1 to {MAX_NAME_CHARACTERS} characters, got {name!r}")
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
+        raise ValueError(f"names of figures have 1 to {MAX_NAME_CHARACTERS} printable characters, got {name!r}")
     if hasattr(value, "detach"):
         value = value.detach()
     if isinstance(value, bool) or not (isinstance(value, numbers.Real) or hasattr(value, "item")):
         raise TypeError(f"{name} must be a number or a tensor with one number, got a {type(value).__name__}")
     try:
         return float(value)  # type: ignore[arg-type]
+    except OverflowError:  # a whole number may have any size
+        return math.inf
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be one number, got {type(value).__name__} with several: take its mean") from None
 
@@ -164,6 +166,8 @@ class Reporting:
         self._next = -math.inf
         # By name: the sum of the values, each times its weight, and the sum of the weights.
         self._sums: dict[str, tuple[float, float]] = {}
+        self._not_finite = set[str]()
+        self._warn_seldom = Seldom(logger.warning)
         self._samples_at_call = 0
         self._joint = self._step = self._joint_of_step = self._averaging_of_step = 0.0
         self._step_began: float | None = None
@@ -207,15 +211,25 @@ class Reporting:
             TypeError, ValueError: a figure is not a number, or there are too many of them.
         """
         checked = {name: figure(name, value) for name, value in figures.items()}
-        if len({*self._sums, *checked}) > MAX_METRICS:
-            raise ValueError(f"at most {MAX_METRICS} figures can be reported, got also {', '.join(checked)[:200]}")
+        if len(checked) > MAX_METRICS:
+            raise ValueError(f"at most {MAX_METRICS} figures can be reported, got {', '.join(checked)[:200]}")
         weight = max(1, self._samples - self._samples_at_call)
         self._samples_at_call = self._samples
         for name, value in checked.items():
-            # A loss that overflows is a fact of training, which other figures show: a mean of it would say nothing.
-            if abs(value) <= LARGEST:
+            if name not in self._sums and len(self._sums) >= MAX_METRICS:
+                # Not an error: how many names come together between two records depends on the time that steps take.
+                self._warn_seldom(
+                    "more than %d names of figures in one report: %r and others are left out. Report fewer, or under "
+                    "the same names", MAX_METRICS, name,
+                )  # fmt: skip
+            # A loss that overflows is a fact of training, and told once: a mean of it would say nothing.
+            elif abs(value) <= LARGEST:
                 total, weights = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = (total + weight * value, weights + weight)
+                self._not_finite.discard(name)
+            elif name not in self._not_finite and len(self._not_finite) < MAX_METRICS:
+                self._not_finite.add(name)
+                self._dht.p2p.metrics.troubles[f"{name} is NaN, or too large"] += 1
         if self.is_due:
             self._publish()
 

@@ -52,7 +52,7 @@ function showSummary(summary) {
     ["samples/s", number(summary.throughput)],
     ["loss", number(summary.means.loss, 4)],
     ["step to step", seconds(summary.step)],
-    ["sent", `${bytes(summary.sent)}/s`],
+    ["sent", summary.sent === null ? "–" : `${bytes(summary.sent)}/s`],
     ["rounds failed", number(summary.failed)],
   ];
   for (const [name, value] of Object.entries(summary.means)) if (name !== "loss") figures.push([name, number(value, 4)]);
@@ -215,7 +215,7 @@ function showEvents(events) {
   const list = $("events");
   for (const event of events) {
     const line = document.createElement("li"), when = document.createElement("time");
-    when.textContent = new Date(event.time * 1000).toLocaleTimeString();
+    when.textContent = clock(event.time, true);
     line.className = event.kind;
     line.append(when, event.text);
     if (event.peer) line.title = event.peer;
