@@ -28,20 +28,24 @@ arguments = TrainingArguments(
     learning_rate=3e-3,
     lr_scheduler_type="cosine",
     logging_steps=20,
+    disable_tqdm=True,  # its bar would count the steps of this peer alone
     save_strategy="no",
     report_to=[],
     use_cpu=True,
 )
-with shoal.DHT(initial_peers=sys.argv[1:], start=True) as dht:
-    print("Others join with: python", sys.argv[0], dht.get_visible_maddrs()[0], flush=True)
-    trainer = SwarmTrainer(
-        model,
-        arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        dht=dht,
-        run_id="huggingface_example",  # peers with the same name train together
-        target_batch_size=128,  # samples that all peers together gather for one step
-        swarm_steps=200,  # the length of the schedule; then training ends
-        swarm_options={"matchmaking_time": 2.0},  # seconds to wait for peers that are late
-    )
-    trainer.train()
+try:
+    with shoal.DHT(initial_peers=sys.argv[1:], start=True) as dht:
+        print("Others join with: python", sys.argv[0], dht.get_visible_maddrs()[0], flush=True)
+        trainer = SwarmTrainer(
+            model,
+            arguments,
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            dht=dht,
+            run_id="huggingface_example",  # peers with the same name train together
+            target_batch_size=128,  # samples that all peers together gather for one step
+            swarm_steps=200,  # the length of the schedule; then training ends
+            swarm_options={"matchmaking_time": 2.0},  # seconds to wait for peers that are late
+        )
+        trainer.train()
+except KeyboardInterrupt:
+    print("Stopped. The others carry on.")  # the end of train() has told them
