@@ -61,6 +61,31 @@ def test_training_in_two_pieces_makes_the_steps_of_a_plain_trainer(dht: shoal.DH
     assert own == pytest.approx({epoch: norms[epoch] for epoch in own}, rel=1e-3)
 
 
+def test_the_checkpoint_of_a_plain_trainer_does_not_bring_its_schedule(
+    dht: shoal.DHT, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has counted batches. If its step were taken for that of the swarm, learning rates would stand still."""
+    arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=5, max_steps=5)
+    Trainer(make_model(), arguments, train_dataset=make_data()).train()
+    arguments.max_steps, arguments.save_strategy = 100, "no"
+    trainer = swarm_trainer(dht, arguments, target_batch_size=BATCH)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert "of a Trainer without peers, whose schedule was at step 5" in caplog.text
+    logged = {
+        entry["swarm_epoch"]: entry["learning_rate"] for entry in trainer.state.log_history[5:] if "loss" in entry
+    }
+    assert logged == pytest.approx({epoch: 0.5 * (1 - epoch / STEPS) for epoch in logged})
+    assert len(logged) >= STEPS - 1
+
+
+def test_no_schedule_among_the_options_is_that_of_the_arguments(dht: shoal.DHT, tmp_path: Path) -> None:
+    trainer = swarm_trainer(
+        dht, make_arguments(tmp_path, max_steps=2), target_batch_size=BATCH, swarm_options={"scheduler": None}
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == pytest.approx(0.5 * (1 - 1 / STEPS), rel=0.3)
+
+
 def test_bf16_and_workers_and_what_is_logged_and_shown(dht: shoal.DHT, tmp_path: Path) -> None:
     arguments = make_arguments(tmp_path, bf16=True, dataloader_num_workers=2, max_steps=100)
     trainer = swarm_trainer(dht, arguments)
@@ -136,6 +161,21 @@ def test_options_that_do_not_exist(dht: shoal.DHT, tmp_path: Path) -> None:
         pytest.raises(ValueError, match="SwarmTrainer makes one"),
     ):
         swarm_trainer(dht, make_arguments(tmp_path), model, optimizers=(optimizer, None))
+
+
+def test_arguments_of_a_wrong_type(dht: shoal.DHT, tmp_path: Path) -> None:
+    for steps in ("3", 2.5, True):
+        with pytest.raises(TypeError, match="swarm_steps must be a whole number of swarm steps, got"):
+            swarm_trainer(dht, make_arguments(tmp_path), swarm_steps=steps)
+    with pytest.raises(TypeError, match="dht must be a DHT, got None"):
+        swarm_trainer(None, make_arguments(tmp_path))  # type: ignore[arg-type]
+
+
+def test_an_optimizer_of_another_model_is_refused(dht: shoal.DHT, tmp_path: Path) -> None:
+    other = torch.optim.SGD(make_model().parameters(), 0.1)
+    trainer = swarm_trainer(dht, make_arguments(tmp_path), optimizers=(other, None))
+    with pytest.raises(ValueError, match="parameters are not those of the model, which would not learn"):
+        trainer.train()
 
 
 def test_a_batch_without_tensors(dht: shoal.DHT, tmp_path: Path) -> None:

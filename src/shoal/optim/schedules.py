@@ -66,6 +66,13 @@ def catch_up(scheduler: Any, epoch: int) -> None:
         scheduler.step()
 
 
+def take_back(scheduler: Any, epoch: int) -> None:
+    """Bring the scheduler back to this epoch if it is ahead, such as one from a checkpoint that counted other steps."""
+    if position_of(scheduler) > epoch:
+        scheduler.optimizer._opt_called = True
+        _jump(scheduler, epoch)
+
+
 class HasEpoch(Protocol):
     """An optimizer that steps with others."""
 

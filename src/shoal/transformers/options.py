@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import SchedulerType, TrainingArguments
 
 import shoal
@@ -68,8 +69,11 @@ def check_schedule(args: TrainingArguments, swarm_steps: int | None, options: Ma
     """Check that the learning rate can follow the swarm.
 
     Raises:
+        TypeError: ``swarm_steps`` is no whole number.
         ValueError: it cannot.
     """
+    if swarm_steps is not None and (not isinstance(swarm_steps, int) or isinstance(swarm_steps, bool)):
+        raise TypeError(f"swarm_steps must be a whole number of swarm steps, got {swarm_steps!r}")
     if swarm_steps is not None and swarm_steps < 1:
         raise ValueError(f"swarm_steps={swarm_steps}: give the number of swarm steps, at least 1")
     kind = SchedulerType(args.lr_scheduler_type)
@@ -100,6 +104,21 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in options.keys() & _EXCLUDED.keys():
         if options[name]:
             raise ValueError(f"swarm_options={{{name!r}: {options[name]!r}}}: {_EXCLUDED[name]}")
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Check that the optimizer trains this model.
+
+    Raises:
+        ValueError: it has the parameters of another one, as when the model was copied after it was made.
+    """
+    own = set(map(id, model.parameters()))
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise ValueError(
+            f"optimizers=(…): {len(foreign)} of its parameters are not those of the model, which would not learn: make "
+            "the optimizer from model.parameters() of the model that the trainer gets"
+        )
 
 
 def check_launch(accelerator: Any) -> None:

@@ -12,6 +12,7 @@ Of the ``Trainer``, only methods are used that its documentation offers for subc
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,23 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 import shoal
-from shoal.optim.schedules import HiveMindScheduler, forget_schedule
+from shoal.dht.dht import check_dht
+from shoal.optim.schedules import HiveMindScheduler, forget_schedule, position_of, take_back
 from shoal.transformers.fingerprint import fingerprint
-from shoal.transformers.options import check_arguments, check_launch, check_optimizers, check_options, check_schedule
+from shoal.transformers.options import (
+    check_arguments,
+    check_launch,
+    check_optimizers,
+    check_options,
+    check_parameters,
+    check_schedule,
+)
 
 if TYPE_CHECKING:
     from shoal.dht import DHT
+
+
+logger = logging.getLogger(__name__)
 
 
 class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
@@ -56,7 +68,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
 
     Raises:
         ValueError: something in the arguments cannot work with peers; the text names it, and what to do.
-        TypeError: ``swarm_options`` has an option that does not exist.
+        TypeError: ``swarm_options`` has an option that does not exist, or an argument is of a wrong type.
     """
 
     optimizer: Any
@@ -77,6 +89,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
         **options: Any,
     ) -> None:
         args = TrainingArguments() if args is None else args
+        check_dht(dht)
         given = {"delay_state_averaging": False, **(swarm_options or {})}
         check_arguments(args, grad_scaler)
         check_options(given)
@@ -112,6 +125,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
         if self.swarm is not None:
             return self.optimizer
         inner, model = super().create_optimizer(*args, **kwargs), self.model
+        check_parameters(inner, model)
         has_adapters = bool(getattr(model, "peft_config", None))
         base = fingerprint(model) if self._base is None and has_adapters else self._base
         self.swarm = _CountingOptimizer(
@@ -119,7 +133,7 @@ class SwarmTrainer(Trainer):  # type: ignore[misc]  # its package is not checked
             # Buffers beneath adapters belong to the base, too.
             model=None if has_adapters else model,
             frozen_base=base,
-            **{"scheduler": self._make_schedule, **self._swarm_options},
+            **{**self._swarm_options, "scheduler": self._swarm_options.get("scheduler") or self._make_schedule},
         )
         self.swarm.name_parameters(model)
         self._clipping = inner.register_step_pre_hook(self._clip)
@@ -213,6 +227,12 @@ class _FollowSwarm(TrainerCallback):  # type: ignore[misc]  # its package is not
         """By now a checkpoint is loaded: what the swarm has is taken if it is not older."""
         swarm = self._trainer.swarm
         assert swarm is not None
+        if (position := position_of(swarm.scheduler)) > swarm.local_epoch:
+            logger.warning(
+                "the checkpoint is of a Trainer without peers, whose schedule was at step %d: what it has learnt is "
+                "taken, but the schedule begins at step %d of the swarm", position, swarm.local_epoch,
+            )  # fmt: skip
+            take_back(swarm.scheduler, swarm.local_epoch)
         if not swarm.load_state_from_peers():  # else somebody lets it in, and anybody can say that it differs
             _check_admission(swarm)
 
