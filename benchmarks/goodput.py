@@ -1,24 +1,34 @@
 """How much of its time a swarm trains: shoal and hivemind, one process per peer, on this machine's loopback.
 
     python benchmarks/goodput.py --library all
+    python benchmarks/goodput.py --library shoal --monitors 0      # and again with --monitors 5
     python benchmarks/goodput.py --library shoal --peers 8 --target 512 --seconds 0.1 0.14 0.18 0.22 0.26 0.3 0.34 0.38
 
 Every peer trains the same small model in the synchronous mode, and each of its steps takes ``--seconds``. So an epoch
 would take ``target / (samples per second of all peers)`` if it took no time to agree that it is over, to find each
 other, to average gradients, to step and to average parameters.
+
+With ``--monitors`` the peers of shoal report their loss after each step, and so many ``shoal monitor`` watch them from
+processes of their own; ``--monitors 0`` is what to compare with. They start before the training, and need a part of
+the machine: with two cores, take few peers, or slow steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import subprocess
+import sys
+import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
 from crew import Crew
+from training_peer import RUN
 
 LIBRARIES = ("shoal", "hivemind")
 Event = dict[str, Any]
@@ -38,11 +48,32 @@ def train(library: str, args: argparse.Namespace) -> tuple[str, list[list[Event]
         "seconds": json.dumps(args.seconds),
         "megabytes": args.megabytes,
         "options": json.dumps(options),
+        "reports": int(args.monitors is not None),
     }
     with Crew("training_peer.py", library, args.peers, **arguments) as crew:
         [address] = crew.ask("open", to=crew.processes[:1])
         crew.ask("join", address)
-        return crew.version, crew.ask("train", args.warmup + args.epochs)
+        with watched(args.monitors or 0, address[0]):
+            return crew.version, crew.ask("train", args.warmup + args.epochs)
+
+
+@contextlib.contextmanager
+def watched(monitors: int, address: str) -> Iterator[None]:
+    """So many monitors watch the run, each of which has told once what it sees."""
+    command = [sys.executable, "-m", "shoal.cli", "monitor", address, "--run", RUN]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(monitors)]
+    try:
+        for process in processes:
+            assert process.stdout
+            if not process.stdout.readline():
+                raise RuntimeError(f"a monitor has ended, with status {process.wait()}")
+            threading.Thread(target=process.stdout.read, daemon=True).start()  # or its pipe would fill up
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
 
 
 def evaluate(histories: list[list[Event]], args: argparse.Namespace) -> dict[str, float]:
@@ -106,7 +137,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--matchmaking-time", type=float, default=1.0)
     parser.add_argument("--averaging-timeout", type=float, default=10.0)
     parser.add_argument("--averager-opts", type=json.loads, default={}, help="further options of averagers, as JSON")
+    parser.add_argument("--monitors", type=int, help="monitors that watch (shoal alone)")
     args = parser.parse_args(arguments)
+    if args.monitors is not None and args.library != "shoal":
+        parser.error("--monitors needs --library shoal")
     if args.peers < 2 or args.warmup < 1:
         parser.error("--peers must be at least 2, and --warmup 1")
     return args

@@ -15,6 +15,7 @@ import torch
 from commands import obey, peer_parser
 from torch import nn
 
+RUN = "benchmark"
 PIXELS, CLASSES = 64, 10
 BYTES = 4
 """Of a parameter."""
@@ -54,11 +55,20 @@ class TrainingPeer:
         seconds: what a step takes, without what the optimizer does.
         megabytes: size of the model.
         options: of the optimizer.
+        reports: whether it tells its loss to those who watch the run.
     """
 
     def __init__(
-        self, library: str, index: int, batch: int, seconds: float, megabytes: float, options: dict[str, Any]
+        self,
+        library: str,
+        index: int,
+        batch: int,
+        seconds: float,
+        megabytes: float,
+        options: dict[str, Any],
+        reports: bool,
     ) -> None:
+        self.reports = reports
         self.index, self.batch, self.seconds, self.options = index, batch, seconds, options
         self.library = importlib.import_module(library)
         self.averagers = importlib.import_module(f"{library}.optim.grad_averager")
@@ -78,7 +88,7 @@ class TrainingPeer:
             self.dht = self.library.DHT(initial_peers=address, start=True)
         self.optimizer = self.library.Optimizer(
             dht=self.dht,
-            run_id="benchmark",
+            run_id=RUN,
             batch_size_per_step=self.batch,
             optimizer=torch.optim.SGD(self.model.parameters(), lr=0.01),
             grad_averager_factory=remembering(self.averagers.GradientAverager),
@@ -102,6 +112,8 @@ class TrainingPeer:
             time.sleep(max(0.0, began + self.seconds - time.monotonic()))
             epoch, samples, entered = optimizer.local_epoch, samples + self.batch, time.monotonic()
             optimizer.step()
+            if self.reports:
+                optimizer.report(loss=self.loss)
             if optimizer.local_epoch == epoch:
                 predicted = self._predict() if predicted is None else predicted
                 continue
@@ -120,7 +132,8 @@ class TrainingPeer:
         labels = torch.randint(CLASSES, (self.batch,), generator=self.data)
         pictures = torch.randn(self.batch, PIXELS, generator=self.data)
         self.model.zero_grad()
-        nn.functional.cross_entropy(self.model(pictures), labels).backward()
+        self.loss = nn.functional.cross_entropy(self.model(pictures), labels)
+        self.loss.backward()
 
     def close(self) -> None:
         """Leave."""
@@ -134,10 +147,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=json.loads, required=True, help="a list: one for each peer, in turn")
     parser.add_argument("--megabytes", type=float, required=True)
     parser.add_argument("--options", type=json.loads, required=True)
+    parser.add_argument("--reports", type=int, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     seconds = args.seconds[args.index % len(args.seconds)]
-    obey(lambda: TrainingPeer(args.library, args.index, args.batch, seconds, args.megabytes, args.options))
+    figures = args.batch, seconds, args.megabytes, args.options, bool(args.reports)
+    obey(lambda: TrainingPeer(args.library, args.index, *figures))
 
 
 if __name__ == "__main__":

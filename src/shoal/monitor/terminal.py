@@ -84,7 +84,7 @@ def headline(run: str, summary: Summary | None) -> str:
     if not summary.peers:
         return f"{run}: epoch {summary.epoch}  |  all peers are gone"
     parts = [f"{run}: epoch {summary.epoch}", counted(summary.peers, "peer"), f"{summary.throughput:,.1f} samples/s"]
-    parts += [f"{name} {mean:.4g}" for name, mean in summary.means.items()]
+    parts += [f"{name} {mean:.4g}" for name, mean in sorted(summary.means.items(), key=is_not_loss)]
     if not math.isnan(summary.step):
         parts.append(
             f"{summary.step:.1f} s from step to step ({summary.computing:.1f} computing, "
@@ -94,6 +94,11 @@ def headline(run: str, summary: Summary | None) -> str:
     if len(summary.versions) > 1:
         parts.append("versions " + ", ".join(f"{name} ({count})" for name, count in summary.versions.items()))
     return "  |  ".join(parts)
+
+
+def is_not_loss(figure: tuple[str, float]) -> bool:
+    """Sorts the loss before all other figures."""
+    return figure[0] != "loss"
 
 
 def line_of(event: Event) -> str:

@@ -22,6 +22,7 @@ const elements = [];          // the rows of the table in the page, reused
 
 function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (Math.abs(value) >= 1e12) return value.toExponential(2);
   if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(digits)));
 }
