@@ -279,6 +279,26 @@ def test_resume(make: Make, pl: ModuleType, tmp_path: Path, options: dict[str, A
         torch.testing.assert_close(weights(second), weights(whole), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.usefixtures("by_count")
+def test_the_checkpoint_of_a_plain_trainer_does_not_bring_its_schedule(
+    make: Make, pl: ModuleType, tmp_path: Path
+) -> None:
+    """It has counted batches. If its step were taken for that of the swarm, learning rates would stand still."""
+
+    def configure(module: torch.nn.Module) -> Any:
+        optimizers, schedulers = adam_with_decay(module)
+        return optimizers, [{"scheduler": schedulers[0], "interval": "step"}]
+
+    plain, path = make_model(pl, configure), tmp_path / "plain.ckpt"
+    trainer = make_trainer(pl, tmp_path, max_epochs=1)
+    trainer.fit(plain, data())
+    trainer.save_checkpoint(path)
+    resumed = make_model(pl, configure)
+    make_trainer(pl, tmp_path, strategy=make(), max_epochs=2).fit(resumed, data(), ckpt_path=path)
+    assert resumed.epochs[-1] > 2
+    assert resumed.rates == pytest.approx([0.1 * 0.5**epoch for epoch in resumed.epochs])
+
+
 def test_checkpoint_of_the_strategy_goes_on_without_it(make: Make, pl: ModuleType, tmp_path: Path) -> None:
     trainer = make_trainer(pl, tmp_path, strategy=make())
     path = tmp_path / "from_swarm.ckpt"

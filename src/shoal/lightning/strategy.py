@@ -25,7 +25,7 @@ from shoal.lightning.training_loop import (
     move_optimizer,
     progress_of,
 )
-from shoal.optim.schedules import HiveMindScheduler, forget_schedule
+from shoal.optim.schedules import HiveMindScheduler, forget_schedule, take_back
 from shoal.optim.several_processes import SeveralProcesses
 
 __all__ = ["HiveMindScheduler", "HivemindStrategy"]
@@ -336,6 +336,9 @@ class HivemindStrategy(LocalProcesses, metaclass=_OfTheUsersLightning):
         if self._checkpoint is not None:
             optimizer.load_state_dict(self._checkpoint)
             self._checkpoint = None
+        elif self._scheduler_fn is None:
+            for scheduler in schedulers:  # the checkpoint of a trainer without peers has counted other steps
+                take_back(scheduler, optimizer.local_epoch)
         if not self._steps_alone:  # a DiLoCo looks by itself, and takes nothing from who is behind
             optimizer.load_state_from_peers()
 
