@@ -228,8 +228,10 @@ def test_nodes_of_the_run_keep_only_good_reports_of_their_owners():
 
 def test_an_optimizer_reports(make_trainers):
     (trainer,) = make_trainers(1, target=32)
-    for _ in range(9):
+    steps = 0
+    while trainer.opt.local_epoch < 2:  # on a busy machine the end of an epoch is noticed a step later
         trainer.step()
+        steps += 1
     assert trainer.opt.report_is_due
     trainer.opt.report(loss=torch.tensor(0.5))
     assert not trainer.opt.report_is_due
@@ -241,7 +243,7 @@ def test_an_optimizer_reports(make_trainers):
     ((tag, entry),) = found().value.items()
     report = parse_report(entry.value)
     assert tag == tag_of(trainer.opt.dht.peer_id)
-    assert (report.samples, report.metrics, report.epoch) == (72, {"loss": 0.5}, trainer.opt.local_epoch)
+    assert (report.samples, report.metrics, report.epoch) == (8 * steps, {"loss": 0.5}, trainer.opt.local_epoch)
     assert report.step_seconds > 0
     trainer.opt.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
