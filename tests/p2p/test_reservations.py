@@ -7,15 +7,15 @@ import asyncio
 import pytest
 
 from shoal.p2p import P2P, Call, Multiaddr
+from shoal.p2p.limits import RelayLimits
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.relay_messages import Code, Notice, Reserve, Reserved
-from shoal.p2p.relaying import ALIVE_SECONDS, RESERVATION_SECONDS, Relay
+from shoal.p2p.relaying import ALIVE_SECONDS, RESERVATION_SECONDS, SUCCESSION_SECONDS, Relay
 from shoal.p2p.reservations import (
     DOUBTED_SECONDS,
     FIRST_PAUSE_SECONDS,
     MAX_PAUSE_SECONDS,
     SILENCE_SECONDS,
-    SUCCESSION_SECONDS,
 )
 from shoal.p2p.service import P2PContext, ServicerBase, patient
 from shoal.testing import run
@@ -241,9 +241,33 @@ def test_a_peer_can_be_called_while_its_reservations_become_an_hour_old(relays: 
                     connection.abort()
                 used.update(guest.reservations.held)
                 await asyncio.sleep(1.0)
-            assert len(used) == min(relays, 4), "other relays come first"
+            assert len(used) == min(relays, 2), "nothing speaks against the same ones"
             assert len(guest.reservations.held) == min(relays, 2)
             assert sum(guest.peer_id in relay.relay.guests for relay in peers.relays) == min(relays, 2)
+
+    run(main())
+
+
+@pytest.mark.parametrize("has_others", [True, False])
+def test_guests_of_a_crowded_relay_look_for_another_one_after_an_hour(has_others: bool) -> None:
+    """And none is without a reservation meanwhile, even if there is no other one."""
+
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            crowded, *others = [
+                await peers.relay(relay_limits=RelayLimits(reservations=reservations))
+                for reservations in ([8, 100, 100] if has_others else [8])
+            ]
+            guests = [await peers.guest([crowded, *others[:1]]) for _ in range(7)]
+            for guest in guests:
+                introduce(guest, crowded, *others)
+            await asyncio.sleep(RESERVATION_SECONDS - 2 * SUCCESSION_SECONDS)
+            assert len(crowded.relay.guests) == 7
+            for _ in range(3 * round(SUCCESSION_SECONDS)):
+                await asyncio.sleep(1.0)
+                assert all(guest.reservations.held for guest in guests)
+            assert len(crowded.relay.guests) == (4 if has_others else 7)
+            assert [len(other.relay.guests) for other in others] == ([7, 3] if has_others else [])
 
     run(main())
 

@@ -2,8 +2,8 @@
 
 It keeps reservations at two relays on different hosts, so that one may vanish without anybody noticing. A reservation
 is a call that stays open; a relay that says nothing for twelve seconds counts as dead. Relays end a reservation when it
-is an hour old, and both of a peer are mostly of the same age. So each gets a successor a minute before: who has heard
-of the old one only can still call meanwhile.
+is an hour old, and both of a peer are mostly of the same age. So each gets a successor a minute before, at the same
+relay, or elsewhere if that one is crowded: who has heard of the old one only can still call meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.p2p.identity import PeerID, circuit_address, is_circuit
 from shoal.p2p.joining import Target
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.relay_messages import Code, Incoming, Notice, Reach, Reserve, Reserved
-from shoal.p2p.relaying import RESERVATION_SECONDS, Relay
+from shoal.p2p.relaying import RESERVATION_SECONDS, SUCCESSION_SECONDS, Relay
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 300.0
 # Without any candidate, look for new ones this often.
 LOOK_SECONDS = 5.0
-SUCCESSION_SECONDS = 60.0
-"""So long before its relay ends a reservation, another one takes its place."""
 # A reservation that was held for this long ends for a good reason, and its relay may be asked again at once.
 SETTLED_SECONDS = 60.0
 MAX_KNOWN = 4096
@@ -100,6 +98,7 @@ class Reservations:
         self._running_out: dict[asyncio.Task[None], None] = {}  # which have a successor, or look for one
         # By relay: when it may be asked again, and how long the last pause was.
         self._pauses: dict[PeerID, tuple[float, float]] = {}
+        self._ask_again: list[PeerID] = []  # relays at which a reservation is about to end
         self._wake = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
 
@@ -182,7 +181,9 @@ class Reservations:
             return []
         candidates = self._in_order()
         hosts = {self._p2p.host_of(relay) for relay in self._holding}
-        chosen: list[PeerID] = []
+        chosen = [relay for relay in self._ask_again if relay not in self._holding][:missing]
+        self._ask_again.clear()
+        hosts.update(self._p2p.host_of(relay) for relay in chosen)
         for relay in candidates:
             if len(chosen) < missing and self._p2p.host_of(relay) not in hosts:
                 chosen.append(relay)
@@ -270,9 +271,9 @@ class Reservations:
         return [each for each in usable if each in first_of_kind.values()][:MAX_PLACES]
 
     def _find_successor(self, relay: PeerID) -> None:
-        """A reservation is about to end: its place is free for another relay, or for this one again."""
+        """A reservation is about to end."""
         self._running_out[self._holding.pop(relay)] = None
-        self._pauses[relay] = self._now() + FIRST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS  # others come first
+        self._ask_again.append(relay)
         self._wake.set()
 
     async def _listen(self, held: Held, call: Call) -> str:
