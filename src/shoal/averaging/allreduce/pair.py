@@ -3,7 +3,7 @@
 All calls between the two belong to one *generation*. When one of them breaks before its time, the member that notices
 it cuts all others, because they take the same way, and begins the next generation::
 
-    sender ── BeginReduce: the generation, and which parts and averages have not come here ──► reducer
+    sender ── BeginReduce: the generation, and which parts and averages, or slices, have not come here ──► reducer
     sender ◄── Resume: which parts and averages have not come there ── reducer
 
 From then on both send what the other one lacks, and nothing else. The lists are made when all older calls have ended,
