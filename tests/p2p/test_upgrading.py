@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import DialError, NoReservationError
+from shoal.errors import DialError, NoRelayError, NoReservationError
 from shoal.metrics import Metrics
 from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import MAX_IDLE_PER_PEER, ConnectionPool
@@ -49,7 +49,6 @@ class Caller:
         self.is_worth_it, self.expects_success = True, False
         self.broken: list[object] = []
         """Relays through which connections have broken."""
-        self.forgotten: list[Multiaddr] = []
         self.dials: list[int] = []
         """Of circuits: how many were wanted."""
         self.aborted: list[Stream] = []
@@ -65,7 +64,6 @@ class Caller:
             prepare=self.prepare_circuits,
         )
         self.dialler = SimpleNamespace(circuits=lambda peer: [CIRCUIT], note_broken=self.broken.append)
-        self.address_book = SimpleNamespace(forget=lambda peer, address: self.forgotten.append(address))
         self.upgrades = Upgrades(self)  # type: ignore[arg-type]
 
     async def dial(self, peer: object) -> Connection:
@@ -326,17 +324,23 @@ def test_where_routers_let_punches_through_there_are_enough_at_once(wanted: int,
     simulated(check)()
 
 
-@pytest.mark.parametrize("error", [DialError("the relay does not answer"), NoReservationError("it has left")])
-def test_calls_dial_themselves_if_nothing_can_be_replaced(error: DialError) -> None:
-    async def check(caller: Caller) -> None:
-        caller.error = error
-        caller.upgrades.replace(PEER, 3)
-        assert await caller.pool.acquire(PEER)
-        assert caller.forgotten == ([CIRCUIT] if isinstance(error, NoReservationError) else [])
-        await asyncio.sleep(1.0)
-        assert not caller.upgrades.replacing
+@simulated
+async def test_calls_dial_themselves_if_nothing_can_be_replaced(caller: Caller) -> None:
+    caller.error = NoReservationError("it has left")
+    caller.upgrades.replace(PEER, 3)
+    assert await caller.pool.acquire(PEER)
+    assert caller.dials == [3]
+    await asyncio.sleep(1.0)
+    assert not caller.upgrades.replacing
 
-    simulated(check)()
+
+@simulated
+async def test_another_relay_is_asked_if_one_does_not_answer(caller: Caller) -> None:
+    caller.dialler.circuits = lambda peer: [CIRCUIT, CIRCUIT]
+    caller.error = NoRelayError("the connection to it has broken, too")
+    caller.upgrades.replace(PEER, 3)
+    assert await caller.pool.acquire(PEER)
+    assert caller.dials == [3, 3]
 
 
 def test_a_pair_that_loses_its_relay_soon_after_it_has_met_has_enough_connections() -> None:

@@ -17,11 +17,10 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
-from shoal.errors import NoReservationError, ShoalError
+from shoal.errors import NoRelayError, ShoalError
 from shoal.p2p.connection_pool import MAX_IDLE
 from shoal.p2p.dialler import CIRCUIT_STAGGER
 from shoal.p2p.identity import PeerID
-from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.pooled_peer import SPARE
 from shoal.p2p.relay_messages import MAX_AT_ONCE
 from shoal.tasks import cancel_and_wait
@@ -97,14 +96,16 @@ class Upgrades:
     async def _dial_at_once(self, count: int, end: Callable[[], None], peer: PeerID) -> None:
         # If this relay does not lead there soon, calls try the others.
         limit = asyncio.get_running_loop().call_later(CIRCUIT_STAGGER, end)
-        address: Multiaddr | None = None
         try:
-            for address in self._p2p.dialler.circuits(peer)[:1]:
-                for stream in await self._p2p.circuits.dial(address, peer, count):
+            for address in self._p2p.dialler.circuits(peer):
+                try:
+                    streams = await self._p2p.circuits.dial(address, peer, count)
+                except NoRelayError:  # the connection to the relay itself may have broken, too
+                    continue
+                for stream in streams:
                     self._p2p.pool.add(self._p2p.greet(stream))
-        except ShoalError as e:
-            if isinstance(e, NoReservationError) and address is not None:
-                self._p2p.address_book.forget(peer, address)
+                return
+        except ShoalError as e:  # calls that dial themselves will see
             logger.debug("connections to %s that have broken are not replaced at once: %s", peer, e)
         finally:
             limit.cancel()
