@@ -111,5 +111,20 @@ async def test_nobody_waits_for_one_that_is_over():
 
 
 @in_virtual_time
+async def test_nobody_waits_for_one_whose_connections_have_broken():
+    """Neither while it has none, nor while new ones are slow at first."""
+    pace = Pace()
+    broken, exchange = pace.add(lambda: 1.0), Exchange(pace, 1000, 0.002)
+    running = asyncio.ensure_future(time_of(exchange))
+    await asyncio.sleep(0.4)
+    assert exchange.taken <= 1000 * MAX_LEAD + 1
+    broken.fall_behind()
+    for _ in range(5):
+        await asyncio.sleep(0.1)
+        broken.note_progress()
+    assert await running == [pytest.approx(0.4 + 2 - 0.002 * 1000 * MAX_LEAD, rel=0.01)]
+
+
+@in_virtual_time
 async def test_alone_it_never_waits():
     assert await time_of(Exchange(Pace(), 100, 0.01)) == [pytest.approx(1)]

@@ -54,6 +54,8 @@ HEADERS: list[Header] = [
     messages.Invitation(group_key="run.0b01", expiration=_LATER),
     messages.InvitationReply(better_leader=_PEERS[1], expiration=_LATER),
     messages.BeginReduce(round_id=_ROUND, weight=64.0, stripe=1, stripes=2),
+    messages.BeginReduce(round_id=_ROUND, weight=64.0, resume=1, lacks=messages.Resume([(0, 2)], [], [(1, b"\x05")])),
+    messages.Resume([(0, 1)], [(3, 9)], [], [(4, b"\xff\x01")]),
     messages.PartMessage(index=3, parts=[_PART], offset=512),
     messages.RoundMessage(
         kind=3,

@@ -146,6 +146,67 @@ async def test_a_call_that_is_cancelled_loses_no_connection(stranded: Stranded) 
 
 
 @simulated
+async def test_a_call_that_dials_gets_no_second_dial(stranded: Stranded) -> None:
+    """When the calls on the former connections end, others may dial, but this one does so already."""
+    taken = [stranded.add() for _ in range(2)]
+    assert [await stranded.pool.acquire(PEER) for _ in taken] == taken[::-1]
+    stranded.relay_is_back = True
+    waiting = asyncio.ensure_future(stranded.pool.acquire(PEER))
+    await asyncio.sleep(1)
+    for each in taken:
+        stranded.pool.release(each, reusable=False)
+    assert not (await waiting).closed
+    assert stranded.dials == 1
+
+
+@simulated
+async def test_a_call_whose_dial_has_failed_dials_again_when_nothing_else_is_left(stranded: Stranded) -> None:
+    stranded.add()
+    taken = await stranded.pool.acquire(PEER)
+    waiting = asyncio.ensure_future(stranded.pool.acquire(PEER))
+    await asyncio.sleep(DIAL_SECONDS + 1)
+    stranded.relay_is_back = True
+    stranded.pool.release(taken, reusable=False)
+    assert not (await waiting).closed
+    assert stranded.dials == 2
+
+
+@simulated
+async def test_calls_wait_for_connections_that_are_made_elsewhere(stranded: Stranded) -> None:
+    end = stranded.pool.expect(PEER, 3)
+    waiting = [asyncio.ensure_future(stranded.pool.acquire(PEER)) for _ in range(2)]
+    await asyncio.sleep(1)
+    made = [stranded.add() for _ in range(3)]
+    end()
+    end()
+    assert [await each for each in waiting] == made[:2]
+    assert (stranded.dials, stranded.pool.dialling_count, stranded.pool.idle_count) == (0, 0, 1)
+
+
+@simulated
+async def test_calls_that_have_waited_in_vain_dial_all_together(stranded: Stranded) -> None:
+    end = stranded.pool.expect(PEER, 3)
+    stranded.relay_is_back = True
+    waiting = [asyncio.ensure_future(stranded.pool.acquire(PEER)) for _ in range(2)]
+    await asyncio.sleep(1)
+    assert stranded.dials == 0
+    end()
+    began = seconds()
+    await asyncio.gather(*waiting)
+    assert (stranded.dials, seconds() - began) == (2, DIAL_SECONDS)
+
+
+@simulated
+async def test_what_comes_late_from_elsewhere_may_still_be_earlier_than_a_dial(stranded: Stranded) -> None:
+    stranded.pool.expect(PEER, 1)
+    dials = [asyncio.ensure_future(stranded.pool.acquire(PEER)) for _ in range(1)]
+    await asyncio.sleep(1)
+    assert stranded.dials == 1, "one more may be dialled beside it"
+    late = stranded.add()
+    assert await dials[0] is late
+
+
+@simulated
 async def test_without_any_connection_a_dial_that_fails_tells_so(stranded: Stranded) -> None:
     with pytest.raises(DialError, match="does not answer"):
         await stranded.pool.acquire(PEER)

@@ -7,10 +7,16 @@ import asyncio
 import pytest
 
 from shoal.p2p import P2P, Call, Multiaddr
+from shoal.p2p.limits import RelayLimits
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.relay_messages import Code, Notice, Reserve, Reserved
-from shoal.p2p.relaying import ALIVE_SECONDS, RESERVATION_SECONDS, Relay
-from shoal.p2p.reservations import DOUBTED_SECONDS, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, SILENCE_SECONDS
+from shoal.p2p.relaying import ALIVE_SECONDS, RESERVATION_SECONDS, SUCCESSION_SECONDS, Relay
+from shoal.p2p.reservations import (
+    DOUBTED_SECONDS,
+    FIRST_PAUSE_SECONDS,
+    MAX_PAUSE_SECONDS,
+    SILENCE_SECONDS,
+)
 from shoal.p2p.service import P2PContext, ServicerBase, patient
 from shoal.testing import run
 from tests.p2p.peers import KINDS, until
@@ -191,17 +197,77 @@ def test_relays_on_different_hosts_are_preferred_but_one_host_is_better_than_non
     run(main())
 
 
-def test_a_reservation_lasts_an_hour_and_begins_anew() -> None:
+def test_a_reservation_lasts_an_hour_and_its_successor_begins_before() -> None:
     async def main() -> None:
         async with Relayed("memory") as peers:
-            await peers.relay()
+            relay = await peers.relay()
             guest = await peers.guest()
             (first,) = guest.reservations.held.values()
-            await asyncio.sleep(RESERVATION_SECONDS - 60)
+            await asyncio.sleep(RESERVATION_SECONDS - SUCCESSION_SECONDS - 60)
             assert list(guest.reservations.held.values()) == [first], "signs of life keep it"
             await asyncio.sleep(60 + 2 * FIRST_PAUSE_SECONDS)
             (second,) = guest.reservations.held.values()
-            assert second.since - first.since == pytest.approx(RESERVATION_SECONDS, abs=2 * FIRST_PAUSE_SECONDS)
+            assert second.since - first.since == pytest.approx(
+                RESERVATION_SECONDS - SUCCESSION_SECONDS, abs=2 * FIRST_PAUSE_SECONDS
+            )
+            await asyncio.sleep(2 * SUCCESSION_SECONDS)
+            assert list(guest.reservations.held.values()) == [second]
+            assert relay.relay.guests == [guest.peer_id]
+            guest.reservations.want(False)
+            await until(lambda: not relay.relay.guests)
+
+    run(main())
+
+
+@pytest.mark.parametrize("relays", [1, 2, 3, 5])
+def test_a_peer_can_be_called_while_its_reservations_become_an_hour_old(relays: int) -> None:
+    """By those, too, who have not heard of it for a while."""
+    heard_before_seconds = 30
+
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            for _ in range(relays):
+                await peers.relay()
+            guest, caller = await peers.guest(), await peers.caller()
+            introduce(caller, *peers.relays)
+            heard: list[list[Multiaddr]] = []
+            began = asyncio.get_running_loop().time()
+            used = set(guest.reservations.held)
+            while asyncio.get_running_loop().time() < began + RESERVATION_SECONDS + 2 * SUCCESSION_SECONDS:
+                heard.append(guest.reservations.addresses())
+                if len(heard) > RESERVATION_SECONDS - 2 * SUCCESSION_SECONDS:
+                    caller.address_book.replace(guest.peer_id, heard[-heard_before_seconds])
+                    connection = await caller.dial(guest.peer_id)
+                    connection.abort()
+                used.update(guest.reservations.held)
+                await asyncio.sleep(1.0)
+            assert len(used) == min(relays, 2), "nothing speaks against the same ones"
+            assert len(guest.reservations.held) == min(relays, 2)
+            assert sum(guest.peer_id in relay.relay.guests for relay in peers.relays) == min(relays, 2)
+
+    run(main())
+
+
+@pytest.mark.parametrize("has_others", [True, False])
+def test_guests_of_a_crowded_relay_look_for_another_one_after_an_hour(has_others: bool) -> None:
+    """And none is without a reservation meanwhile, even if there is no other one."""
+
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            crowded, *others = [
+                await peers.relay(relay_limits=RelayLimits(reservations=reservations))
+                for reservations in ([8, 100, 100] if has_others else [8])
+            ]
+            guests = [await peers.guest([crowded, *others[:1]]) for _ in range(7)]
+            for guest in guests:
+                introduce(guest, crowded, *others)
+            await asyncio.sleep(RESERVATION_SECONDS - 2 * SUCCESSION_SECONDS)
+            assert len(crowded.relay.guests) == 7
+            for _ in range(3 * round(SUCCESSION_SECONDS)):
+                await asyncio.sleep(1.0)
+                assert all(guest.reservations.held for guest in guests)
+            assert len(crowded.relay.guests) == (4 if has_others else 7)
+            assert [len(other.relay.guests) for other in others] == ([7, 3] if has_others else [])
 
     run(main())
 

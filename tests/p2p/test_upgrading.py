@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import DialError
+from shoal.errors import DialError, NoRelayError, NoReservationError
 from shoal.metrics import Metrics
 from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import MAX_IDLE_PER_PEER, ConnectionPool
@@ -46,7 +46,9 @@ class Caller:
         self.is_alive = True
         self.finds_direct = False
         """Whether its dials lead to direct connections."""
-        self.is_worth_it = True
+        self.is_worth_it, self.expects_success = True, False
+        self.broken: list[object] = []
+        """Relays through which connections have broken."""
         self.dials: list[int] = []
         """Of circuits: how many were wanted."""
         self.aborted: list[Stream] = []
@@ -56,10 +58,12 @@ class Caller:
         """How often spare connections were wanted."""
         self.circuits = SimpleNamespace(
             dial=self.dial_circuits,
-            punching=SimpleNamespace(is_worth_it=lambda peer: self.is_worth_it),
+            punching=SimpleNamespace(
+                is_worth_it=lambda peer: self.is_worth_it, expects_success=lambda peer: self.expects_success
+            ),
             prepare=self.prepare_circuits,
         )
-        self.dialler = SimpleNamespace(circuits=lambda peer: [CIRCUIT])
+        self.dialler = SimpleNamespace(circuits=lambda peer: [CIRCUIT], note_broken=self.broken.append)
         self.upgrades = Upgrades(self)  # type: ignore[arg-type]
 
     async def dial(self, peer: object) -> Connection:
@@ -290,6 +294,53 @@ async def test_no_spare_connections_take_the_place_of_others(caller: Caller) -> 
         caller.pool.add(connection_on(made))
     caller.pool.add(connection_on(stream(arranged=True)))
     assert not caller.upgrades.filling
+
+
+# --- after a break ----------------------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_what_has_broken_is_dialled_at_once_for_all_calls(caller: Caller) -> None:
+    taken = await caller.take(3)
+    taken[0].abort()
+    for _ in range(2):
+        caller.upgrades.replace(PEER, 3)
+    assert caller.broken == [RELAY]
+    assert len({await caller.pool.acquire(PEER) for _ in range(3)} - set(taken)) == 3
+    assert caller.dials == [3]
+    await asyncio.sleep(1.0)
+    assert not caller.upgrades.replacing
+
+
+@pytest.mark.parametrize(("wanted", "dialled"), [(1, SPARE), (6, 6), (20, 8)])
+def test_where_routers_let_punches_through_there_are_enough_at_once(wanted: int, dialled: int) -> None:
+    async def check(caller: Caller) -> None:
+        caller.expects_success = caller.finds_direct = True
+        caller.upgrades.replace(PEER, wanted)
+        await asyncio.sleep(1.0)
+        assert caller.dials == [dialled]
+        assert caller.pool.count_of(PEER) == dialled
+
+    simulated(check)()
+
+
+@simulated
+async def test_calls_dial_themselves_if_nothing_can_be_replaced(caller: Caller) -> None:
+    caller.error = NoReservationError("it has left")
+    caller.upgrades.replace(PEER, 3)
+    assert await caller.pool.acquire(PEER)
+    assert caller.dials == [3]
+    await asyncio.sleep(1.0)
+    assert not caller.upgrades.replacing
+
+
+@simulated
+async def test_another_relay_is_asked_if_one_does_not_answer(caller: Caller) -> None:
+    caller.dialler.circuits = lambda peer: [CIRCUIT, CIRCUIT]
+    caller.error = NoRelayError("the connection to it has broken, too")
+    caller.upgrades.replace(PEER, 3)
+    assert await caller.pool.acquire(PEER)
+    assert caller.dials == [3, 3]
 
 
 def test_a_pair_that_loses_its_relay_soon_after_it_has_met_has_enough_connections() -> None:

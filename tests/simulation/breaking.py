@@ -43,12 +43,13 @@ class Broken:
         seed: int = 1,
         link: Link = LINK,
         values: int = VALUES,
+        uplink: float = UPLINK,
         tensors: Sequence[torch.Tensor] | None = None,
         modes: Sequence[AveragingMode] = (NODE,) * SIZE,
         **settings: Any,
     ) -> None:
         self.settings = {"part_size_bytes": 256, "sender_timeout": 20.0, "reducer_timeout": 40.0, **settings}
-        self.modes, self.link = modes, link
+        self.modes, self.link, self.uplink = modes, link, uplink
         self.tensors = tensors or [
             torch.randn(values, generator=torch.Generator().manual_seed(1000 * seed + index))
             for index in range(len(modes))
@@ -61,7 +62,7 @@ class Broken:
         run(self._main(), seed=seed, time_limit=600)
 
     async def _main(self) -> None:
-        self.network, table, loop = Network(self.link, uplink=UPLINK), SharedTable(), asyncio.get_running_loop()
+        self.network, table, loop = Network(self.link, uplink=self.uplink), SharedTable(), asyncio.get_running_loop()
         for tensor, mode in zip(self.tensors, self.modes, strict=True):
             host = self.network.add_host()
             self.nodes.append(await start_averager(host, [tensor], table, mode=mode, **self.settings))

@@ -13,6 +13,7 @@ from shoal.averaging import CenteredClip, ClipToMedianNorm
 from shoal.averaging.allreduce.delivery import Delivery
 from shoal.averaging.allreduce.pair import MAX_RESUMES, Pair
 from shoal.averaging.allreduce.recovery import Recovery
+from shoal.averaging.allreduce.sending import Outgoing
 from shoal.averaging.allreduce.silence import SILENT_SECONDS
 from shoal.averaging.redialling import RESUME_SECONDS, open_again
 from shoal.compression import Float16Compression, Uniform8BitQuantization
@@ -74,6 +75,30 @@ def test_several_cuts_in_one_round(kind):
         rng = random.Random(seed)
         moments = [(rng.uniform(0, 1.5 * undisturbed.seconds), *rng.sample(range(SIZE), 2)) for _ in range(count)]
         Broken(cuts(*moments), **KINDS[kind]).check_like(undisturbed, count * 0.5)
+
+
+@pytest.mark.parametrize("of", ["parts_in", "averages_in"])
+def test_slices_that_have_come_do_not_come_again(of, monkeypatch):
+    settings = {"values": 2**20, "part_size_bytes": 2**17, "uplink": 2.0**20}
+    begun, repeated, tasks = [], [], []
+
+    async def cut_in_a_part(broken: Broken) -> None:
+        traffic = broken.round_of(2).pairs[1].traffic
+        while not begun:
+            await asyncio.sleep(0.005)
+            begun.extend(getattr(traffic, of).begun())
+        broken.network.break_connections(broken.host_of(1), broken.host_of(2))
+
+    def repeat(outgoing: Outgoing, gaps, slices) -> None:
+        repeated.extend(slices)
+        repeat_them(outgoing, gaps, slices)
+
+    undisturbed = Broken(**settings)
+    repeat_them = Outgoing.repeat
+    monkeypatch.setattr(Outgoing, "repeat", repeat)
+    broken = Broken(lambda broken: tasks.append(asyncio.ensure_future(cut_in_a_part(broken))), **settings)
+    broken.check_like(undisturbed)
+    assert set(begun) <= set(repeated)
 
 
 def test_over_long_links_all_connections_of_a_member_are_cut():

@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
+from shoal.p2p import P2P, Multiaddr, PeerID
+from shoal.p2p.circuits import Circuits
+from shoal.p2p.transport import Stream
 from shoal.testing import Link
 from tests.drills import mostly_drills
-from tests.simulation.relayed_rounds import run_round, seconds_over
+from tests.simulation.relayed_rounds import WHAT, Scene, run_round, seconds_over
 
 HARD, EASY = ["symmetric"] * 4, ["port-restricted"] * 4
 
@@ -40,6 +45,31 @@ def test_a_relay_that_crashes_costs_a_moment_and_no_member(kinds: list[str], see
 
 def test_direct_connections_that_break_cost_a_moment() -> None:
     assert seconds_over(1, EASY, "break") <= 1.0
+
+
+def test_after_a_break_one_question_to_a_relay_brings_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each dial takes many round trips, so one after the other would take as long again."""
+    asked: list[tuple[PeerID, PeerID, int]] = []
+    pair: set[PeerID] = set()
+
+    class Counting(Circuits):
+        def __init__(self, p2p: P2P) -> None:
+            super().__init__(p2p)
+            self.peer_id = p2p.peer_id
+
+        async def dial(self, address: Multiaddr, target: PeerID, count: int = 1) -> list[Stream]:
+            if {self.peer_id, target} == pair:
+                asked.append((self.peer_id, target, count))
+            return await super().dial(address, target, count)
+
+    def interfere(scene: Scene) -> None:
+        pair.update(member.node.p2p.peer_id for member in scene.members[:2])
+        WHAT["break"](scene)
+
+    monkeypatch.setattr("shoal.p2p.p2p.Circuits", Counting)
+    run_round(1, EASY, interfere).check(4)
+    assert sorted(each[:2] for each in asked) == sorted(permutations(pair))
+    assert all(count > 1 for _, _, count in asked)
 
 
 def test_direct_connections_need_no_relay_any_more() -> None:

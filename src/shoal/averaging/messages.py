@@ -152,10 +152,26 @@ class InvitationReply(Header):
 
 
 # Parts travel in order, so few gaps are open at a time: about one for each connection.
+MAX_SLICES = 2**12
+"""Parts of more slices come again as a whole."""
 MAX_GAPS = 256
 
 Gaps = Annotated[list[tuple[Count, Count]], Meta(max_length=MAX_GAPS)]
 """Ranges of parts that have not come, in order: for each one the first index, and the index after the last one."""
+
+
+Begun = Annotated[list[tuple[Count, Annotated[bytes, Meta(max_length=MAX_SLICES // 8)]]], Meta(max_length=MAX_GAPS)]
+"""Parts of which some slices have come: the index of each, and which slices have not, as bits from the lowest on."""
+
+
+class Resume(Header, omit_defaults=True):
+    """What a member lacks when an exchange begins anew."""
+
+    missing_parts: Gaps = msgspec.field(default_factory=list)
+    missing_averages: Gaps = msgspec.field(default_factory=list)
+    begun_parts: Begun = msgspec.field(default_factory=list)
+    """Of some missing parts only these slices are missing."""
+    begun_averages: Begun = msgspec.field(default_factory=list)
 
 
 class BeginReduce(Header, omit_defaults=True):
@@ -172,18 +188,9 @@ class BeginReduce(Header, omit_defaults=True):
     statement: Statement = b""
     resume: Count = 0
     """How often the exchange of these two members has begun anew because a connection broke. If it has, the reducer
-    answers with :class:`Resume`, and the next two fields count."""
-    missing_parts: Gaps = msgspec.field(default_factory=list)
-    """Parts of the reducer that the sender, which is a reducer, too, still lacks."""
-    missing_averages: Gaps = msgspec.field(default_factory=list)
-    """Averages of the reducer that the sender still lacks."""
-
-
-class Resume(Header, omit_defaults=True):
-    """What the reducer lacks when an exchange begins anew."""
-
-    missing_parts: Gaps = msgspec.field(default_factory=list)
-    missing_averages: Gaps = msgspec.field(default_factory=list)
+    answers with :class:`Resume`, and the next field counts."""
+    lacks: Resume = msgspec.field(default_factory=Resume)
+    """What the sender still lacks: averages of the reducer, and as a reducer itself, parts."""
 
 
 class PartStatus(IntEnum):

@@ -18,7 +18,7 @@ from shoal.errors import (
 )
 from shoal.p2p.connection import Connection
 from shoal.p2p.identity import PeerID
-from shoal.p2p.pooled_peer import BARREN_SECONDS, PooledPeer, Turn
+from shoal.p2p.pooled_peer import BARREN_SECONDS, MAX_PARALLEL_DIALS, PooledPeer, Turn
 from shoal.p2p.transport import Stream
 
 # Limits on idle connections: a new connection costs round trips, an idle one costs a socket at both ends.
@@ -94,7 +94,7 @@ class ConnectionPool:
             connection = self._take_idle(peer)
             if connection is None and peer.may_dial:
                 peer.dialling += 1
-                connection = await (self._dial_or_wait(peer) if peer.has_arranged_in_use else self._dial_new(peer))
+                connection = await self._dial_or_wait(peer)
             elif connection is None:
                 connection = await self._wait_for_turn(peer)
             if not connection.closed:
@@ -158,6 +158,26 @@ class ConnectionPool:
         else:
             self._keep(peer, connection)
         self._tell_of(connection)
+
+    def expect(self, peer_id: PeerID, count: int) -> Callable[[], None]:
+        """So many connections are being made elsewhere and will be added: calls wait for them rather than dial.
+
+        Returns:
+            What ends that, at once or after the first ones have come; calls that still wait may dial then.
+        """
+        peer = self._peers.setdefault(peer_id, PooledPeer(peer_id))
+        peer.dialling += count
+        peer.expected += count
+
+        def end() -> None:
+            nonlocal count
+            peer.dialling -= count
+            peer.expected -= count
+            for _ in range(MAX_PARALLEL_DIALS if count else 0):
+                self._let_next_dial(peer)
+            count = 0
+
+        return end
 
     def _tell_of(self, connection: Connection) -> None:
         if connection.stream.via is not None or connection.stream.is_arranged:
@@ -274,14 +294,18 @@ class ConnectionPool:
         return connection
 
     async def _dial_or_wait(self, peer: PooledPeer) -> Connection:
-        """Dial, but take what another call gives back meanwhile: perhaps no relay can arrange one more connection."""
+        """Dial. Where relays arrange connections, take what comes or is given back meanwhile, if that is earlier."""
+        if not (peer.has_arranged_in_use or peer.expected):
+            return await self._dial_new(peer)
         loop = asyncio.get_running_loop()
-        dial, turn = loop.create_task(self._dial_new(peer)), loop.create_task(self._wait_for_turn(peer))
+        dial = loop.create_task(self._dial_new(peer))
+        turn = loop.create_task(self._wait_for_turn(peer, dial))
         taken: asyncio.Task[Connection] | None = None
         try:
             await asyncio.wait([dial, turn], return_when=asyncio.FIRST_COMPLETED)
             is_vain = dial.done() and isinstance(dial.exception(), DialError) and peer.has_arranged_in_use
             taken = turn if turn.done() or is_vain else dial
+            self._let_next_dial(peer)  # perhaps this very call, later
             return await taken
         except asyncio.CancelledError:
             taken = None
@@ -299,17 +323,17 @@ class ConnectionPool:
         if not task.cancelled() and task.exception() is None:
             self.release(task.result(), reusable=True)
 
-    async def _wait_for_turn(self, peer: PooledPeer) -> Connection:
+    async def _wait_for_turn(self, peer: PooledPeer, own_dial: asyncio.Task[Connection] | None = None) -> Connection:
         while True:
             turn: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-            peer.waiting.append(turn)
+            peer.waiting[turn] = own_dial
             try:
                 connection = await turn
             except asyncio.CancelledError:
                 self._pass_on(peer, turn)
                 raise
             try:
-                return await self._dial_new(peer) if connection is None else connection
+                return await self._dial_or_wait(peer) if connection is None else connection
             except DialError:
                 if not peer.has_arranged_in_use:
                     raise
@@ -317,8 +341,7 @@ class ConnectionPool:
     def _pass_on(self, peer: PooledPeer, turn: asyncio.Future[Turn]) -> None:
         """A caller gave up while it waited; if its turn had already come, the next caller gets it."""
         if turn.cancelled():
-            if turn in peer.waiting:
-                peer.waiting.remove(turn)
+            peer.waiting.pop(turn, None)
             self._forget_if_possible(peer)
         elif turn.exception() is None:
             connection = turn.result()
@@ -330,7 +353,7 @@ class ConnectionPool:
 
     def _let_next_dial(self, peer: PooledPeer) -> None:
         if peer.may_dial and not self._closed:
-            turn = peer.next_in_line()
+            turn = peer.next_in_line(to_dial=True)
             if turn is not None:
                 peer.dialling += 1
                 turn.set_result(None)

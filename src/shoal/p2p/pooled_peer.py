@@ -29,7 +29,10 @@ class PooledPeer:
     idle: list[Connection] = field(default_factory=list)
     in_use: dict[Connection, None] = field(default_factory=dict)
     dialling: int = 0
-    waiting: list[asyncio.Future[Turn]] = field(default_factory=list)
+    expected: int = 0
+    """As many of the dials are made elsewhere, and whoever waits may have their connections."""
+    waiting: dict[asyncio.Future[Turn], asyncio.Task[Connection] | None] = field(default_factory=dict)
+    """In order, each with the dial that its call makes meanwhile."""
     barren_until: float = 0.0
     """Until then it is not worth dialling, in the time of the loop."""
 
@@ -53,9 +56,11 @@ class PooledPeer:
     def is_forgettable(self) -> bool:
         return not (self.idle or self.in_use or self.dialling or self.waiting)
 
-    def next_in_line(self) -> asyncio.Future[Turn] | None:
-        while self.waiting:
-            turn = self.waiting.pop(0)
+    def next_in_line(self, *, to_dial: bool = False) -> asyncio.Future[Turn] | None:
+        for turn, own_dial in list(self.waiting.items()):
+            if to_dial and own_dial is not None and not own_dial.done():
+                continue
+            del self.waiting[turn]
             if not turn.done():
                 return turn
         return None

@@ -57,9 +57,13 @@ K = TypeVar("K")
 ALIVE_SECONDS = 5.0
 """A relay that has nothing to say says that after this long."""
 RESERVATION_SECONDS = 3600.0
-"""Reservations end after this long, so that they spread over the relays that there are then."""
+"""Reservations end after this long. Guests of a crowded relay look for another one then, so that they spread."""
+SUCCESSION_SECONDS = 60.0
+"""So long before its end, a guest asks for the successor of a reservation."""
 IDLE_SECONDS = 120.0
 """A circuit on which nothing moves ends after this long."""
+CROWDED_SHARE = 0.5
+"""A relay with more than this share of the reservations that it grants is crowded."""
 # Notices that a guest has not read yet; one that reads nothing is no guest.
 MAX_NOTICES = 64
 OBSERVATIONS_PER_SECOND = 1.0
@@ -81,10 +85,13 @@ class _Guest:
     peer: PeerID
     host: str
     badge: Badge | None
+    since: float
     used_at: float
     """When its last circuit began or ended."""
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
     circuits: int = 0
+    is_leaving: bool = False
+    """It has been sent elsewhere, but is still here."""
     has_left: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self, why: str) -> None:
@@ -179,7 +186,7 @@ class Relay(ServicerBase):
         if code is not Code.OK:
             await call.send(Reserved(code=code, text=text))
             return
-        guest = _Guest(context.remote_id, host, stream.badge, self._now())
+        guest = _Guest(context.remote_id, host, stream.badge, self._now(), self._now())
         self._guests[guest.peer] = guest
         # From now on it greets anew when this changes.
         self._p2p.reaches.note(guest.peer, request.reach)
@@ -208,10 +215,18 @@ class Relay(ServicerBase):
             return self._refuse(Code.REFUSED, "a peer that nobody has to call needs no reservation")
         if is_relayed:
             return self._refuse(Code.REFUSED, "a reservation needs a direct connection")
-        former = self._guests.pop(context.remote_id, None)
-        if former is not None:
-            former.end("there is a newer one of the same peer")
         limits = self._limits
+        former = self._guests.get(context.remote_id)
+        if former is not None:
+            left = former.since + RESERVATION_SECONDS - self._now()
+            staying = sum(not guest.is_leaving for guest in self._guests.values())
+            is_crowded = former.is_leaving or staying > limits.reservations * CROWDED_SHARE
+            # Who finds no other relay asks again later.
+            if is_crowded and SUCCESSION_SECONDS / 2 < left <= SUCCESSION_SECONDS:
+                former.is_leaving = True
+                return self._refuse(Code.BUSY, "others may need the place: ask elsewhere first")
+            del self._guests[former.peer]
+            former.end("there is a newer one of the same peer")
         if sum(guest.host == host for guest in self._guests.values()) >= limits.reservations_per_host:
             return self._refuse(Code.BUSY, f"{limits.reservations_per_host} reservations of one host")
         if len(self._guests) >= limits.reservations:

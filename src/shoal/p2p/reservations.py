@@ -1,7 +1,9 @@
 """Being a guest of relays: how a peer that cannot be called is reached nevertheless.
 
 It keeps reservations at two relays on different hosts, so that one may vanish without anybody noticing. A reservation
-is a call that stays open; a relay that says nothing for twelve seconds counts as dead.
+is a call that stays open; a relay that says nothing for twelve seconds counts as dead. Relays end a reservation when it
+is an hour old, and both of a peer are mostly of the same age. So each gets a successor a minute before, at the same
+relay, or elsewhere if that one is crowded: who has heard of the old one only can still call meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from shoal.p2p.identity import PeerID, circuit_address, is_circuit
 from shoal.p2p.joining import Target
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.relay_messages import Code, Incoming, Notice, Reach, Reserve, Reserved
-from shoal.p2p.relaying import Relay
+from shoal.p2p.relaying import RESERVATION_SECONDS, SUCCESSION_SECONDS, Relay
 from shoal.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ MAX_PLACES = 2
 Answer = Callable[[PeerID, Sequence[Multiaddr], Incoming], object]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
     """A reservation."""
 
@@ -89,12 +91,14 @@ class Reservations:
         """Called when :meth:`addresses` has changed."""
         self.held: dict[PeerID, Held] = {}
         """The reservations, the oldest first."""
-        # By relay: when it counts as dead unless it says something, and when it has said something.
-        self._listening: dict[PeerID, tuple[asyncio.Timeout, float]] = {}
+        # When a relay counts as dead unless it says something, and when it has said something.
+        self._listening: dict[Held, tuple[asyncio.Timeout, float]] = {}
         self._is_relay: dict[PeerID, bool] = {}
         self._holding: dict[PeerID, asyncio.Task[None]] = {}
+        self._running_out: dict[asyncio.Task[None], None] = {}  # which have a successor, or look for one
         # By relay: when it may be asked again, and how long the last pause was.
         self._pauses: dict[PeerID, tuple[float, float]] = {}
+        self._ask_again: list[PeerID] = []  # relays at which a reservation is about to end
         self._wake = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
 
@@ -105,7 +109,7 @@ class Reservations:
         elif not wanted and self._keeper is not None:
             self._keeper.cancel()
             self._keeper = None
-            for task in self._holding.values():
+            for task in [*self._holding.values(), *self._running_out]:
                 task.cancel()
 
     @property
@@ -156,6 +160,7 @@ class Reservations:
                 continue
 
     def _let_go(self, relay: PeerID, task: asyncio.Task[None]) -> None:
+        self._running_out.pop(task, None)
         if self._holding.get(relay) is task:
             del self._holding[relay]
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -176,7 +181,9 @@ class Reservations:
             return []
         candidates = self._in_order()
         hosts = {self._p2p.host_of(relay) for relay in self._holding}
-        chosen: list[PeerID] = []
+        chosen = [relay for relay in self._ask_again if relay not in self._holding][:missing]
+        self._ask_again.clear()
+        hosts.update(self._p2p.host_of(relay) for relay in chosen)
         for relay in candidates:
             if len(chosen) < missing and self._p2p.host_of(relay) not in hosts:
                 chosen.append(relay)
@@ -211,7 +218,7 @@ class Reservations:
     async def _hold(self, relay: PeerID) -> None:
         """Ask for a reservation, and hold it as long as it lasts."""
         DIRECT_ONLY.set(True)
-        why = "the relay has ended the call"
+        why, held = "the relay has ended the call", None
         try:
             async with asyncio.timeout(ASK_SECONDS) as limit:
                 async with self._p2p.open_call(relay, Relay.handle_name("rpc_reserve", None), roles=ANY_ROLE) as call:
@@ -223,8 +230,8 @@ class Reservations:
                         why = "no answer" if answer is None else f"code {answer.code} {answer.text!r}"
                         return
                     limit.reschedule(None)
-                    self._begin(relay, answer, call)
-                    why = await self._listen(relay, call)
+                    held = self._begin(relay, answer, call)
+                    why = await self._listen(held, call)
         except asyncio.CancelledError:
             why = "it is not wanted any more"
             raise
@@ -234,20 +241,23 @@ class Reservations:
             why = str(e)
         finally:
             DIRECT_ONLY.set(False)
-            held = self.held.pop(relay, None)
             self._note_end(relay, held)
             if held is not None:
                 logger.info("the reservation at relay %s is over: %s", relay, why)
-                self._tell_change()
+                if self.held.get(relay) is held:
+                    del self.held[relay]
+                    self._tell_change()
             else:
                 logger.debug("no reservation at %s: %s", relay, why)
 
-    def _begin(self, relay: PeerID, answer: Reserved, call: Call) -> None:
+    def _begin(self, relay: PeerID, answer: Reserved, call: Call) -> Held:
         seen = call.connection.stream.remote_address
         places = self._places_of(relay, seen)
-        self.held[relay] = Held(relay, self._now(), answer.seen_at, answer.rate, tuple(places))
+        self.held.pop(relay, None)  # an older one, which the relay ends now
+        self.held[relay] = held = Held(relay, self._now(), answer.seen_at, answer.rate, tuple(places))
         logger.info("peers reach this one through relay %s", relay)
         self._tell_change()
+        return held
 
     def _places_of(self, relay: PeerID, connected_at: Multiaddr | None) -> list[Multiaddr]:
         """Where others can dial a relay: one address of each IP version, from anywhere if possible."""
@@ -260,20 +270,34 @@ class Reservations:
         first_of_kind = {address.protocols()[0]: address for address in reversed(usable)}
         return [each for each in usable if each in first_of_kind.values()][:MAX_PLACES]
 
-    async def _listen(self, relay: PeerID, call: Call) -> str:
+    def _find_successor(self, relay: PeerID) -> None:
+        """A reservation is about to end."""
+        self._running_out[self._holding.pop(relay)] = None
+        self._ask_again.append(relay)
+        self._wake.set()
+
+    async def _listen(self, held: Held, call: Call) -> str:
         """Hand on what the relay says, until the reservation is over; returns why it is."""
-        stream = call.connection.stream
+        after = RESERVATION_SECONDS - SUCCESSION_SECONDS
+        succession = asyncio.get_running_loop().call_later(after, self._find_successor, held.relay)
+        try:
+            return await self._hear(held, call)
+        finally:
+            succession.cancel()
+
+    async def _hear(self, held: Held, call: Call) -> str:
+        stream, relay = call.connection.stream, held.relay
         while True:
             heard_at = self._now()
             try:
                 async with asyncio.timeout(SILENCE_SECONDS) as limit:
-                    self._listening[relay] = limit, heard_at
+                    self._listening[held] = limit, heard_at
                     notice = await call.receive(Notice)
             except TimeoutError:
                 self._drop_via(relay)
                 return f"it has been silent for {self._now() - heard_at:.0f} s"
             finally:
-                del self._listening[relay]
+                del self._listening[held]
             if notice is None:
                 return "the relay has ended the call"
             if call.payload_size:
@@ -281,7 +305,7 @@ class Reservations:
             if notice.ends:
                 return repr(notice.ends)
             if notice.incoming is not None:
-                places = self.held[relay].places
+                places = held.places
                 nearest = [stream.remote_address] if stream.remote_address is not None else []
                 # IPv4 first, because only there a router has to be observed.
                 ipv4 = [place for place in places if "ip4" in place]
@@ -317,7 +341,7 @@ class Reservations:
 
     async def close(self) -> None:
         """Give all reservations up."""
-        keeper, holding = self._keeper, list(self._holding.values())
+        keeper, holding = self._keeper, [*self._holding.values(), *self._running_out]
         self.want(False)
         await cancel_and_wait(*([] if keeper is None else [keeper]), *holding)
 

@@ -190,6 +190,11 @@ class StubBase:
         """Let the next call be made over a new connection: those that are idle may have broken without a sign."""
         self._p2p.pool.end_idle(self._peer)
 
+    def replace_arranged(self, count: int) -> None:
+        """The same for connections that relays have brought about; so many new ones are made at once, for all calls."""
+        self.dial_anew()
+        self._p2p.upgrades.replace(self._peer, count)
+
     def note_silence(self) -> None:
         """A connection to the other peer has fallen silent: what else leads there, or to relays, is in doubt."""
         self.dial_anew()

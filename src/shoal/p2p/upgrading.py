@@ -3,6 +3,8 @@
 Where there are relayed connections only, direct ones are tried for again and again. Where there is a direct one, some
 more are made at once: the relay may be gone when they are needed, and then nobody can make others.
 
+When some break in the middle of a round, all that it needs are dialled at once, because each dial takes as long again.
+
 Nothing is moved from one connection to another: calls in progress stay where they are, and the next ones take what the
 pool prefers.
 """
@@ -10,12 +12,14 @@ pool prefers.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
-from shoal.errors import ShoalError
+from shoal.errors import NoRelayError, ShoalError
 from shoal.p2p.connection_pool import MAX_IDLE
+from shoal.p2p.dialler import CIRCUIT_STAGGER
 from shoal.p2p.identity import PeerID
 from shoal.p2p.pooled_peer import SPARE
 from shoal.p2p.relay_messages import MAX_AT_ONCE
@@ -45,6 +49,8 @@ class Upgrades:
         """One for each peer with relayed connections only, or that was so a little while ago."""
         self.filling: dict[PeerID, asyncio.Task[None]] = {}
         """One for each peer to which spare connections are being made."""
+        self.replacing: dict[PeerID, asyncio.Task[None]] = {}
+        """One for each peer to which connections have just broken."""
         p2p.pool.on_circuit = self.watch
 
     def watch(self, peer: PeerID) -> None:
@@ -73,6 +79,38 @@ class Upgrades:
         except ShoalError as e:
             logger.debug("no spare connections to %s: %s", peer, e)
 
+    def replace(self, peer: PeerID, count: int) -> None:
+        """Connections that relays have brought about have broken: make so many new ones; calls wait for them."""
+        if peer in self.replacing or not self._p2p.is_alive:
+            return
+        for each in self._p2p.pool.streams_to(peer):
+            if each.via is not None and each.closed:
+                self._p2p.dialler.note_broken(each.via)
+        punching = self._p2p.circuits.punching
+        if punching is not None and punching.expects_success(peer):
+            count = max(count, SPARE)  # or the rest would be made as soon as the first one is there
+        count = min(count, MAX_AT_ONCE)
+        end = self._p2p.pool.expect(peer, count)
+        self._begin(self.replacing, peer, functools.partial(self._dial_at_once, count, end))
+
+    async def _dial_at_once(self, count: int, end: Callable[[], None], peer: PeerID) -> None:
+        # If this relay does not lead there soon, calls try the others.
+        limit = asyncio.get_running_loop().call_later(CIRCUIT_STAGGER, end)
+        try:
+            for address in self._p2p.dialler.circuits(peer):
+                try:
+                    streams = await self._p2p.circuits.dial(address, peer, count)
+                except NoRelayError:  # the connection to the relay itself may have broken, too
+                    continue
+                for stream in streams:
+                    self._p2p.pool.add(self._p2p.greet(stream))
+                return
+        except ShoalError as e:  # calls that dial themselves will see
+            logger.debug("connections to %s that have broken are not replaced at once: %s", peer, e)
+        finally:
+            limit.cancel()
+            end()
+
     async def _keep_trying(self, peer: PeerID) -> None:
         while True:
             await asyncio.sleep(UPGRADE_SECONDS)
@@ -98,4 +136,4 @@ class Upgrades:
 
     async def close(self) -> None:
         """Try no more."""
-        await cancel_and_wait(*self.tasks.values(), *self.filling.values())
+        await cancel_and_wait(*self.tasks.values(), *self.filling.values(), *self.replacing.values())

@@ -94,7 +94,7 @@ class Delivery:
         if generation:
             gaps = self._traffic.gaps()
             for each in begin:
-                each.missing_parts, each.missing_averages = gaps.missing_parts, gaps.missing_averages
+                each.lacks = gaps
         await all_of(*[self.run_stripe(each) for each in begin])
 
     async def run_stripe(self, begin: BeginReduce) -> None:
@@ -214,7 +214,7 @@ class Intake:
         sign: Callable[[], bytes] | None = None,
     ) -> None:
         self._traffic, self.generation = traffic, begin.resume
-        self._gaps = Resume(begin.missing_parts, begin.missing_averages)
+        self._gaps = begin.lacks
         self.sign = sign
         """Makes a signature over the averages that the sender has got; ``None``: they are not signed."""
         self._timeout, self._timeout_for_averages = timeout, timeout_for_averages

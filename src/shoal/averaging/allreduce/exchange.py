@@ -306,8 +306,7 @@ class AllReduce:
 
         async def make_calls(generation: int) -> None:
             if not generation or not self.ended.is_set():
-                stripes = stripes_for(stub.round_trip, len(traffic.averages_in.missing))
-                await delivery.run(self.round_id, self.weight, stripes, self.book.own, generation)
+                await delivery.run(self.round_id, self.weight, self._stripes_to(member), self.book.own, generation)
 
         try:
             await pair.keep_calling(make_calls, lambda generation: self._resumes(member, generation))
@@ -418,7 +417,7 @@ class AllReduce:
             logger.info("the connection to group member %s broke; the exchange begins anew", member.peer_id)
             pair.lost = generation
             pair.returned.clear()
-            self.get_stub(member.peer_id).dial_anew()
+            pair.dial_anew(self.get_stub(member.peer_id), self._stripes_to(member))
             # If this member does not call it anyway, it may not know yet.
             if member.index in self.reducer.waiting_for or not pair.is_calling:
                 waiting = asyncio.ensure_future(self._wait_for_return(member, generation))
@@ -427,6 +426,10 @@ class AllReduce:
         if pair.is_calling:
             pair.advance(generation + 1)
         return True
+
+    def _stripes_to(self, member: Member) -> int:
+        missing = self._traffic[member.index].averages_in.missing
+        return stripes_for(self.get_stub(member.peer_id).round_trip, len(missing))
 
     async def _wait_for_return(self, member: Member, generation: int) -> None:
         """Give a sender up whose connection broke, if it is dead or does not come back in time."""

@@ -3,8 +3,8 @@
 All connections of a member share one uplink, and TCP does not share it equally. Some receivers would be done early. The
 few connections to the rest cannot fill the link and speed up slowly, so the link would be half idle, and the round
 takes as long as its last receiver. So a receiver that is ahead is held back until the others catch up. Nobody waits for
-a receiver that makes no progress at all. And a connection that is held back still carries something now and then, or
-the other side would take this one for dead.
+a receiver that makes no progress at all, or to which connections have broken. And a connection that is held back still
+carries something now and then, or the other side would take this one for dead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pace:
     def least_left(self) -> float:
         """The limit: a receiver that has a smaller share left is ahead."""
         stalled_since = asyncio.get_running_loop().time() - STALLED_SECONDS
-        moving = [each.share_left() for each in self._runners if each.moved_at > stalled_since]
+        moving = [each.share_left() for each in self._runners if each.is_waited_for and each.moved_at > stalled_since]
         return (1 - MAX_LEAD) * max(moving, default=0.0)
 
     def wake(self) -> None:
@@ -59,12 +59,21 @@ class Runner:
     def __init__(self, pace: Pace, share_left: Callable[[], float]) -> None:
         self._pace, self.share_left = pace, share_left
         self.moved_at = asyncio.get_running_loop().time()
+        self.is_waited_for = True
         self.waiting: list[asyncio.Future[None]] = []
         """Connections that are held back."""
 
     def note_progress(self) -> None:
         """Note that the receiver got the next piece, or will get no more."""
         self.moved_at = asyncio.get_running_loop().time()
+        self._pace.wake()
+
+    def fall_behind(self) -> None:
+        """Note that the connections to the receiver have broken: nobody waits for it any more.
+
+        New connections are slow at first. If the others waited for them, the link would be half idle until then.
+        """
+        self.is_waited_for = False
         self._pace.wake()
 
     def go_on(self) -> None:

@@ -3,7 +3,7 @@
 All calls between the two belong to one *generation*. When one of them breaks before its time, the member that notices
 it cuts all others, because they take the same way, and begins the next generation::
 
-    sender ── BeginReduce: the generation, and which parts and averages have not come here ──► reducer
+    sender ── BeginReduce: the generation, and which parts and averages, or slices, have not come here ──► reducer
     sender ◄── Resume: which parts and averages have not come there ── reducer
 
 From then on both send what the other one lacks, and nothing else. The lists are made when all older calls have ended,
@@ -26,6 +26,7 @@ from shoal.averaging.allreduce.silence import Lines
 from shoal.averaging.allreduce.traffic import Traffic
 from shoal.averaging.redialling import REDIAL_PAUSE, RESUME_SECONDS
 from shoal.errors import ShoalError, StreamClosedError
+from shoal.p2p import StubBase
 from shoal.tasks import cancel_and_wait
 
 # The exchange of two members begins anew at most so often in one round.
@@ -62,6 +63,18 @@ class Pair:
         # What is done on the calls of the present generation.
         self._work: dict[asyncio.Future[None], None] = {}
         self._cutting: asyncio.Future[None] | None = None
+
+    def dial_anew(self, stub: StubBase, stripes: int) -> None:
+        """Let no call go over the former connections; where relays arrange new ones, dial all that are needed now.
+
+        Args:
+            stub: calls the other member.
+            stripes: the number of calls that this member will make to it, if it makes any.
+        """
+        if not self.lines.are_arranged:
+            stub.dial_anew()
+        else:  # one is for the question whether the other member lives, which comes first
+            stub.replace_arranged(1 + (stripes if self.is_calling else 0))
 
     def note_life(self, *, comes_anew: bool) -> None:
         """The other member lives.

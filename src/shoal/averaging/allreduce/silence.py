@@ -54,11 +54,15 @@ class Lines:
     def __init__(self) -> None:
         self._now = asyncio.get_running_loop().time
         self._ears: dict[Call, _Ear] = {}
+        self.are_arranged = False
+        """Relays have brought the newest of them about, or carry it."""
 
     @contextmanager
     def watching(self, call: Call) -> Iterator[None]:
         """Watch a call while this block runs."""
-        self._ears[call] = _Ear(call.connection.stream.received, self._now(), self._now())
+        stream = call.connection.stream
+        self.are_arranged = stream.is_arranged or stream.is_relayed
+        self._ears[call] = _Ear(stream.received, self._now(), self._now())
         try:
             yield
         finally:

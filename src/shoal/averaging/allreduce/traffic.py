@@ -1,8 +1,9 @@
 """What two members of a round send each other: parts to the reducer, averages back to the sender.
 
 *Repetition.* When a connection breaks, what was under way on it may be lost. Then the two members tell each other which
-parts and averages have not come as a whole, and these are sent again. So averages are kept until the receiver has said
-that it holds them. Parts need not be kept: until the average of a part comes, the vector still holds its values.
+parts and averages have not come, or which slices of them, and these are sent again. So averages are kept until the
+receiver has said that it holds them. Parts need not be kept: until the average of a part comes, the vector still holds
+its values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shoal.averaging.allreduce.parts import Averages, Part, RoundVector
 from shoal.averaging.allreduce.reducer import PartReducer
 from shoal.averaging.allreduce.sending import BUNDLE_BYTES, BUNDLE_PARTS, SLICE_BYTES, Outgoing, send_all
 from shoal.averaging.finite import all_finite
-from shoal.averaging.messages import DescribedPart, PartMessage, PartStatus, Resume, describe_part
+from shoal.averaging.messages import MAX_SLICES, DescribedPart, PartMessage, PartStatus, Resume, describe_part
 from shoal.compression.base import SerializedTensor, bytes_of
 from shoal.errors import ProtocolError
 from shoal.p2p import Call
@@ -40,6 +41,16 @@ class _Slices:
         """Memory for a part whose first slice is about to be read."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return cls(bytes_of(memory), set(range(0, nbytes, SLICE_BYTES)), nbytes)
+
+    @property
+    def count(self) -> int:
+        """Of all its slices."""
+        return -(-len(self.buffer) // SLICE_BYTES)
+
+    def mask(self) -> bytes:
+        """Which slices are still to come, as bits from the lowest on."""
+        bits = sum(1 << offset // SLICE_BYTES for offset in self.due)
+        return bits.to_bytes(-(-self.count // 8), "little")
 
 
 class Incoming:
@@ -86,9 +97,18 @@ class Incoming:
                 gaps.append((index, index + 1))
         return gaps
 
+    def begun(self) -> list[tuple[int, bytes]]:
+        """Parts of which some slices are here, each with bits that tell which slices are not."""
+        return [(index, slices.mask()) for index, slices in sorted(self._begun.items())]
+
     def drop_slices(self) -> None:
-        """Forget the slices of parts that are not completely here: these parts come again as a whole."""
-        self._begun.clear()
+        """Forget slices that may not fit to those that come again: with a lossy codec, or of very large parts.
+
+        These parts come again as a whole.
+        """
+        for index, slices in list(self._begun.items()):
+            if self._parts[index].codec.lossy or slices.count > MAX_SLICES:
+                del self._begun[index]
 
     async def _receive_slice(self, call: Call, message: PartMessage) -> Averages:
         index, header, offset = message.index, message.parts[0], message.offset
@@ -101,7 +121,11 @@ class Incoming:
         if header.nbytes != len(slices.buffer) or offset not in slices.due or call.payload_size != size:
             raise ProtocolError(f"sent a slice of part {index} which is not due")
         slices.due.remove(offset)
-        await call.read_payload_into(slices.buffer[offset : offset + size])
+        try:
+            await call.read_payload_into(slices.buffer[offset : offset + size])
+        except BaseException:
+            slices.due.add(offset)
+            raise
         slices.left -= size
         if slices.left:
             return []
@@ -275,6 +299,8 @@ class Traffic:
         self.averages_in.drop_slices()
         self._calls = {True: math.inf if own else 0, False: math.inf if others else 0}
         self._is_agreed = False
+        if self._runner:
+            self._runner.fall_behind()
 
     def is_incomplete(self) -> bool:
         """Whether the other member still has something to send."""
@@ -282,7 +308,8 @@ class Traffic:
 
     def gaps(self) -> Resume:
         """What the other member has to send again, or has not sent yet."""
-        return Resume(missing_parts=self.parts_in.gaps(), missing_averages=self.averages_in.gaps())
+        parts, averages = self.parts_in, self.averages_in
+        return Resume(parts.gaps(), averages.gaps(), parts.begun(), averages.begun())
 
     def send_missing(self, gaps: Resume) -> bool:
         """Send what the other member lacks, and nothing else; returns ``False`` if that is known already.
@@ -292,8 +319,8 @@ class Traffic:
         """
         if self._is_agreed:
             return False
-        self.averages_out.repeat(gaps.missing_averages)
-        self.parts_out.repeat(gaps.missing_parts)
+        self.averages_out.repeat(gaps.missing_averages, gaps.begun_averages)
+        self.parts_out.repeat(gaps.missing_parts, gaps.begun_parts)
         # The average of a part takes the place of its values, so these cannot be sent a second time.
         for start, stop in gaps.missing_parts:
             if not self.averages_in.missing.issuperset(range(start, stop)):
