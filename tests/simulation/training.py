@@ -40,7 +40,8 @@ from shoal.optim.progress import PerformanceEMA, RefreshPolicy
 from shoal.optim.progress_board import ProgressBoard
 from shoal.optim.progress_exchange import ProgressExchange
 from shoal.optim.progress_schema import endorse
-from shoal.optim.progress_tracker import ProgressTracker, RoundWatch
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.round_watch import RoundWatch
 from shoal.p2p import PeerID
 from shoal.serializer import MSGPackSerializer
 from shoal.testing import Host, Link, Network, make_averager, start_dht_node

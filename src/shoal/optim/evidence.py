@@ -179,9 +179,9 @@ class Evidence:
                 known = self._deeds.pop(peer, _Deeds(0.0, seconds))
                 _remember(self._deeds, peer, _Deeds(max(samples[peer], known.weight / _GENEROSITY), seconds))
             self._typical = _Deeds(statistics.median(self._deeds[peer].weight for peer in members), seconds)
-        self._note_who_went_on(members, companions or {}, now, own)
+        self.note_who_went_on(members, companions or {}, now, own)
 
-    def _note_who_went_on(
+    def note_who_went_on(
         self, members: Collection[bytes], companions: Mapping[bytes, Companion], now: float, own: int
     ) -> None:
         """If more hosts have ended this epoch without this peer than with it, they are the run: wait for them next."""

@@ -27,7 +27,8 @@ from shoal.logs import Seldom
 from shoal.optim.devices import copy_all
 from shoal.optim.epochs import last_epoch_in_first_round, last_epoch_in_second_round
 from shoal.optim.hold import SECONDS_BETWEEN_LOOKS, Hold, awaits_newcomers
-from shoal.optim.progress_tracker import ProgressTracker, RoundWatch
+from shoal.optim.progress_tracker import ProgressTracker
+from shoal.optim.round_watch import RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure, usable
 from shoal.p2p import PeerID
 

@@ -378,6 +378,8 @@ class Companion:
     """DHT time at which this peer last called it."""
     unreachable_since: float | None = None
     """DHT time of the first failed call since its last sign of life; ``None`` if it can be reached."""
+    is_refused: bool = False
+    """That call was refused: its program has ended. Silence may also mean that this peer's own line is down."""
     kept_until: float = field(default=-math.inf)
     """DHT time until which the record counts even if it has expired, because the next reading is only then."""
     lineage: Lineage = field(default_factory=Lineage)

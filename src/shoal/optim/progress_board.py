@@ -427,13 +427,13 @@ class ProgressBoard:
             self.kinship.forget(peer)
         self.tell_change()
 
-    def mark_unreachable(self, peer: bytes, called_at: float) -> None:
+    def mark_unreachable(self, peer: bytes, called_at: float, *, is_refused: bool = False) -> None:
         """A call to a peer has failed. If the peer was heard of after the call was made, that counts more."""
         with self._lock:
             companion = self._companions.get(peer)
             if companion is None or companion.heard_at >= called_at or companion.unreachable_since is not None:
                 return
-            companion.unreachable_since = called_at
+            companion.unreachable_since, companion.is_refused = called_at, is_refused
             self.kinship.changed = True
         self.tell_change()
 

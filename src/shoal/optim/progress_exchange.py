@@ -6,8 +6,7 @@ the epoch, and at once with news that others wait for. Such news is that the pee
 estimate its progress wrongly, that it declares the epoch over, has reached the next one, or leaves. A call takes a few
 dozen bytes. A failed call shows that a peer is gone, long before its record expires.
 
-A peer also calls those that it has met lately, even if it finds no record of them. So an attacker that hides records
-in the DHT cannot part peers that know each other.
+A peer also calls those that it has met lately, even without a record. So who hides records cannot part peers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import msgspec
 from shoal.clock import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 from shoal.dht.spread import TOO_MANY, Spread, key_at
 from shoal.dht.validation import is_short_lived
-from shoal.errors import P2PDaemonError, P2PHandlerError, ShoalError
+from shoal.errors import P2PDaemonError, P2PHandlerError, RefusedDialError, ShoalError
 from shoal.optim.acquaintances import Acquaintances
 from shoal.optim.lineage import Lineage
 from shoal.optim.progress import (
@@ -405,7 +404,7 @@ class ProgressExchange(ServicerBase):
     async def _call(self, peer: PeerID, leaving: bool = False) -> None:
         called_at = get_dht_time()
         self._board.note_call(peer.to_bytes(), called_at)
-        stub = self.get_stub(self._p2p, peer, namespace=self.key)
+        stub, is_refused = self.get_stub(self._p2p, peer, namespace=self.key), False
         for attempt in range(DIAL_ATTEMPTS):
             try:
                 reply = await stub.rpc_exchange_progress(self._message(peer, leaving), timeout=CALL_TIMEOUT)
@@ -418,6 +417,7 @@ class ProgressExchange(ServicerBase):
                 return  # it has answered, so it can be reached
             except P2PDaemonError as e:
                 logger.debug("peer %s cannot be called: %s", peer, e)
+                is_refused = isinstance(e, RefusedDialError)
                 said_at = self._board.time_of_record(peer.to_bytes())
                 if said_at is not None:
                     self._p2p.note_uncalled(peer, e, company=self._run, sign_of_life=said_at)
@@ -426,7 +426,7 @@ class ProgressExchange(ServicerBase):
             except (TimeoutError, ValueError) as e:
                 logger.debug("peer %s gives no proper answer: %s: %s", peer, type(e).__name__, e)
                 break
-        self._board.mark_unreachable(peer.to_bytes(), called_at)
+        self._board.mark_unreachable(peer.to_bytes(), called_at, is_refused=is_refused)
 
     def _message(self, to: PeerID, leaving: bool = False) -> ProgressMessage:
         board, now = self._board, get_dht_time()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shoal.averaging import AveragingStage, RoundResult, StepControl
+from shoal.averaging import RoundResult
 from shoal.averaging.allreduce.receipts import MAX_MEMBERS
 from shoal.clock import get_dht_time
 from shoal.dht.dht import check_dht
@@ -467,33 +467,3 @@ class ProgressTracker(Facade):
         self._wake(calls=True)
         logger.log(self.status_loglevel, "%s: this peer is at epoch %d", self.prefix, new_epoch)
         return new_epoch
-
-
-class RoundWatch:
-    """Tells an averaging step how many members to wait for, and cancels it when no other peer will come.
-
-    Args:
-        control: the step, which is watched until it is done.
-        tracker: knows which peers are alive, and their epochs.
-        last_epochs: the only peers that can come. A peer beyond the epoch given for it has finished the round without
-            this peer. Default: the peers that the tracker expects.
-    """
-
-    def __init__(
-        self, control: StepControl, tracker: ProgressTracker, last_epochs: Mapping[PeerID, int] | None = None
-    ) -> None:
-        self._control, self._tracker, self._last_epochs = control, tracker, last_epochs
-        tracker.watch(self._update)
-        control.add_done_callback(lambda _: tracker.unwatch(self._update))
-        self._update()
-
-    def _update(self) -> None:
-        control = self._control
-        if control.done() or control.began_allreduce:
-            return
-        last_epochs, tracker = self._last_epochs, self._tracker
-        expected = tracker.expected_members() if last_epochs is None else tracker.still_expected(last_epochs)
-        if expected:
-            control.expect(expected)
-        elif control.stage <= AveragingStage.LOOKING_FOR_GROUP:
-            control.cancel()

@@ -117,9 +117,22 @@ def test_rounds_that_overlap_hold_nobody_up(monkeypatch):
 def test_a_round_that_fails_is_held_against_nobody(monkeypatch, caplog):
     made = make_board(0.0)
     monkeypatch.setattr("shoal.optim.outer.deeds.get_dht_time", lambda: 10.0)
-    Deeds(made).note(SimpleNamespace(result=None, weight=8.0), None)
+    Deeds(made).note(SimpleNamespace(result=None, weight=8.0, slot=0), None)
     assert not caplog.records
     assert not made.evidence.knows_rounds
+
+
+def test_if_a_round_fails_here_because_most_had_it_without_this_peer_they_are_the_run():
+    """Else it would neither wait for them nor let them lead, for fear of strangers."""
+    board = make_board(0.0)
+    deeds = Deeds(board)
+    deeds.note(flight_of({ME: 8.0, A: 8.0}, (STEPS, STEPS)), Expectation(0, (A,), 0.0, 5.0))
+    for peer in (B, C):
+        board.hear(record(peer, 2, 3, 1.0, 20.0), 60.0, 20.0)
+    assert not board.evidence.is_proven(B.to_bytes())
+    board.note_failed_round(1, 20.0)
+    assert board.evidence.is_proven(B.to_bytes())
+    assert board.evidence.is_proven(C.to_bytes())
 
 
 def test_a_peer_that_claims_steps_and_does_no_rounds_is_seen(make_dhts, make_trainers, closing, caplog):  # noqa: F811

@@ -85,8 +85,9 @@ def begin(slot, peers, expected=None):
     return weights, total / sum(weights)
 
 
-def land(peers, weights, mean, late=(), share=1.0):
-    for peer in peers:
+def land(peers, weights, mean, late=(), share=1.0, here=None):
+    """Those ``here`` have the result; default: all."""
+    for peer in here or peers:
         told = tuple(0.0 if each in late else w for each, w in zip(peers, weights, strict=True))
         ids = tuple(each.id for each in peers)
         result = RoundResult(peer.group_id, ids, (), told, share, (), peer in late, 0.1)
@@ -219,6 +220,76 @@ def test_without_a_majority_of_those_expected_there_is_no_round():
     for peer in (a, b):
         peer.updates.give_up()
     begin(0, (a, b), expected=3)
+
+
+def test_of_a_round_that_was_split_only_the_side_of_most_makes_an_update():
+    peers = [Peer(A), Peer(B), Peer(A), Peer(B)]
+    for peer in peers:
+        peer.train()
+    weights, mean = begin(0, peers)
+    alone, others = peers[:1], peers[1:]
+    assert [*land(peers, weights, mean, late=others, here=alone)] == [None]
+    assert peers[0].updates.may_lack_updates
+    told = [*land(peers, weights, mean, late=alone, here=others)]
+    assert [each.version for each in told] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("side", "versions"), [([0, 1], [1, 1]), ([2, 3], [0, 0])])
+def test_of_two_halves_the_one_with_the_first_member_makes_an_update(side, versions):
+    peers = [Peer(A), Peer(B), Peer(A), Peer(B)]
+    for peer in peers:
+        peer.train()
+    weights, mean = begin(0, peers)
+    here = [peers[n] for n in side]
+    list(land(peers, weights, mean, late=[peer for peer in peers if peer not in here], here=here))
+    assert [peer.updates.state.version for peer in here] == versions
+
+
+def test_who_cannot_count_is_not_asked_whether_most_have_counted():
+    a, b, c = Peer(A), Peer(B), Peer(B)
+    a.train()
+    told, _ = make_round(0, a, b, c)
+    assert [each.version for each in told] == [1, 1, 1], "two have trained nothing yet"
+
+
+def test_two_results_of_one_round_are_two_lineages():
+    """The sides of a split may each have counted other members: whoever has which is told by the chain."""
+    a, b, c = Peer(A), Peer(B), Peer(A)
+    for peer in (a, b, c):
+        peer.train()
+    weights, mean = begin(0, (a, b, c))
+    for one, lost in ((a, c), (b, a)):
+        list(land((a, b, c), weights, mean, late=(lost,), here=(one,)))
+    assert a.updates.chain.newest.version == b.updates.chain.newest.version == 1
+    assert a.updates.chain.newest.hash != b.updates.chain.newest.hash
+
+
+def test_members_that_all_lack_updates_do_not_make_others():
+    a, b, c = Peer(A), Peer(B), Peer(B)
+    for peer in (a, b, c):
+        peer.train()
+    make_round(0, a)
+    begun = begin(1, (a, b, c))
+    list(land((a, b, c), *begun))
+    assert b.updates.standing is c.updates.standing is Standing.BEHIND
+    assert begin(2, (b, c))[0] == [0.0, 0.0], "a has the update that they would make anew"
+    for peer in (b, c):
+        peer.updates.give_up()
+        assert peer.updates.standing is Standing.BEHIND
+        peer.updates.make_up(a.updates.kept.since(0))
+        assert peer.updates.standing is Standing.GOOD
+        assert torch.equal(peer.outer, a.outer)
+
+
+def test_nothing_is_made_up_for_under_a_round_that_updates_what_is_there():
+    a, b = Peer(A), Peer(B)
+    a.train()
+    b.train()
+    make_round(0, a)
+    begin(1, (b,))
+    assert b.updates.make_up(a.updates.kept.since(0)) == 0
+    assert b.updates.may_lack_updates, "it asks again"
+    assert b.updates.state.version == 0
 
 
 def test_who_lacks_updates_does_not_count_and_knows_it():

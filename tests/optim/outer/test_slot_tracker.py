@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from shoal.optim.outer.flight import Expectation
 from shoal.optim.outer.slot_tracker import SlotBoard
 from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 
@@ -69,3 +70,28 @@ def test_slots_may_have_different_numbers_of_steps(board):
     assert not board.has_made_all
     board.set_steps(3)
     assert board.has_made_all
+
+
+def test_who_was_late_ends_its_slot_with_the_others(board):
+    """They need not wait for it: with all steps it would be late again."""
+    board.hear(record("a", 0, 6, speed=2.0), NOW + 60, NOW)
+    assert board.end_of_epoch(NOW) == math.inf
+    board.note_failed_round(-1, NOW)
+    assert board.end_of_epoch(NOW) == NOW + 2
+    board.note_outer_round({b"me": 1.0, b"a": 1.0}, NOW, Expectation(0, (), NOW, 0.0))
+    board.finish_update(1, [b"a"], NOW)
+    board.hear(record("a", 1, 6, speed=2.0), NOW + 60, NOW)
+    assert board.end_of_epoch(NOW) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("silent", "refused", "is_cut_off"),
+    [("ab", "", True), ("a", "b", True), ("z", "", False), ("", "ab", False), ("", "", False)],
+    ids=["all silent", "one silent, and smaller", "one silent, and larger", "all dead", "nobody"],
+)
+def test_who_reaches_nobody_any_more_may_be_cut_off(board, silent, refused, is_cut_off):
+    for peer in silent + refused:
+        board.hear(record(peer, 0, 3), NOW + 60, NOW)
+        board.mark_unreachable(peer.encode(), NOW + 1, is_refused=peer in refused)
+    assert board.is_cut_off(NOW + 2) is is_cut_off
+    assert not board.is_cut_off(NOW + 61), "their records have expired"

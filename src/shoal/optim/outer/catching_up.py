@@ -151,7 +151,9 @@ class CatchingUp:
         """Get single updates that this peer lacks, while it goes on training. Called in each step."""
         fragments = self.rounds.fragments
         if self._fetching is None:
-            if lacking := [each.number for each in fragments if each.lacks_updates]:
+            lacking = [each.number for each in fragments if each.lacks_updates]
+            lacking += [each.number for each in fragments if each.may_lack_updates and each.flight is None]
+            if lacking:
                 self._fetching = self._begin_to_fetch(lacking)
         elif self._fetching.done():
             fetching, self._fetching = self._fetching, None
@@ -159,6 +161,8 @@ class CatchingUp:
             self._in_vain = 0 if made or not any(each.lacks_updates for each in fragments) else self._in_vain + 1
 
     def _begin_to_fetch(self, numbers: Collection[int]) -> concurrent.futures.Future[State | None]:
+        for number in numbers:
+            self.rounds.fragments[number].may_lack_updates = False
         part = request_for({number: self.rounds.fragments[number].state.version for number in numbers})
         return self.rounds.averager.load_part_from_peers(part, self.load_state_timeout)
 

@@ -69,7 +69,8 @@ class Chain:
         """Note an update.
 
         Args:
-            round_id: names the round that has made it, the same way at all members.
+            round_id: names the round that has made it, and whose messages are in its result. So the two sides of a
+                round that was split are of different lineages, because their results differ.
             samples: how many samples the update is made of.
         """
         last = self.newest

@@ -68,7 +68,10 @@ class Deeds:
         """
         result, now = flight.result, get_dht_time()
         self._own_weight = flight.weight or self._own_weight
-        if result is None or expected is None:
+        if expected is None:
+            self._board.note_failed_round(flight.slot, now)
+            return
+        if result is None:
             self._board.note_outer_round({}, now, expected)
             return
         weights = weights_of(result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,12 +58,22 @@ class Flight:
     began_at: float = field(default_factory=time.monotonic)
     base: Link | None = None
     """The outer parameters that the round updates."""
+    counting: tuple[int, ...] = ()
+    """The positions of the members whose messages can count, as they say; the same at all members."""
     factor: float | None = None
     """By which the message was made smaller; ``None``: it is not decided yet."""
     attempts: set[bytes] = field(default_factory=set)
     """The ids of the groups in which the message may have counted."""
     saved_result: RoundResult | None = None
     """The result, from a checkpoint."""
+
+    def has_most(self, weights: Sequence[float]) -> bool:
+        """Whether the messages of most members have counted; of two halves, the one with the first member.
+
+        A round may be split, so that each side takes the other one for dead. Only one of them may make an update.
+        """
+        counted = [n for n in self.counting if weights[n]]
+        return not self.counting or 2 * len(counted) + (tuple(counted[:1]) == self.counting[:1]) > len(self.counting)
 
     @property
     def has_arrived(self) -> bool:

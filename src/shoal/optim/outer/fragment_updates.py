@@ -74,6 +74,8 @@ class FragmentUpdates:
         self.flight: Flight | None = None
         self.standing = Standing.GOOD
         """As the last round has shown."""
+        self.may_lack_updates = False
+        """Whether a round has failed here since others were asked for updates: they may have had it all the same."""
         self._warn_seldom = Seldom(logger.warning)
         self.is_fresh = False
         """This peer has just joined, and has not been in a slot of this fragment from the beginning."""
@@ -134,7 +136,8 @@ class FragmentUpdates:
         newest, every = self.chain.newest, self._check_every
         is_compared = every and newest.version and newest.version % every == 0 and self._average != PARAMETERS
         digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
-        return Statement(self.chain.links, self.effort.steps, self.effort.samples, expected, digest, done)
+        effort = self.effort if self.flight is None or self.flight.weight else Effort()
+        return Statement(self.chain.links, effort.steps, effort.samples, expected, digest, done)
 
     def judge(self, statements: Sequence[Statement | None], own: int, group_id: bytes = b"") -> tuple[bool, float]:
         """Decide how this peer's message counts. Called in the event loop when the group is complete.
@@ -164,6 +167,9 @@ class FragmentUpdates:
         verdict = settle(statements)
         behind = verdict.standing_of(own, mine)
         flight.base = max((each.links[-1] for n, each in enumerate(statements) if each and n in verdict.winners))
+        flight.counting = tuple(
+            n for n, each in enumerate(statements) if each and each.samples and each.links[-1] == flight.base
+        )
         flight.standing = Standing.LOST if behind is None else Standing.BEHIND if behind else Standing.GOOD
         if behind == 0 and has_other_bits(statements, own):
             self._warn_seldom(
@@ -174,6 +180,9 @@ class FragmentUpdates:
                 about="bits",
             )
             flight.standing = Standing.LOST
+        if flight.standing is Standing.GOOD and self.standing is Standing.BEHIND and flight.base.version < self._known:
+            # All members lack what others have, and soon tell: an update of what they have would be a second one.
+            flight.standing, flight.base = Standing.BEHIND, None
         if flight.standing is not Standing.GOOD:
             return False, 1.0
         flight.attempts.add(group_id)
@@ -195,6 +204,7 @@ class FragmentUpdates:
     def give_up(self) -> None:
         """The round has failed: all is as it was, and what this peer has done counts next time."""
         flight, self.flight = self.flight, None
+        self.may_lack_updates = self._average != PARAMETERS
         if flight is not None and flight.standing is not Standing.GOOD:
             self.standing = flight.standing
         elif flight is not None and flight.attempts and flight.weight:
@@ -215,9 +225,9 @@ class FragmentUpdates:
         flight = self.flight
         assert flight is not None, "there is no round whose result could be applied"
         weights = () if result is None else result.weights
-        is_whole = result is None or (result.share_averaged == 1 and any(weights))
+        is_whole = result is None or (result.share_averaged == 1 and any(weights) and flight.has_most(weights))
         if flight.standing is not Standing.GOOD or not is_whole or not all_finite(vector):
-            is_behind = flight.standing is Standing.BEHIND
+            is_behind = flight.standing is Standing.BEHIND and flight.base is not None
             if is_behind:
                 self._keep_for_later(flight, vector if is_whole and all_finite(vector) else None, result)
             self.give_up()
@@ -271,7 +281,7 @@ class FragmentUpdates:
             self.kept.add(Kept(version, after, round_id, samples, packed(mean), names))
         with torch.enable_grad():
             self.state.step(mean)
-        self.chain.extend(round_id, samples)
+        self.chain.extend(round_id + names, samples)
 
     @staticmethod
     def _note_sent(compressor: Compressor, outgoing: Outgoing, *, is_alone: bool) -> None:
@@ -371,6 +381,9 @@ class FragmentUpdates:
             How many were made.
         """
         before = self.state.version
+        if self.flight is not None and self.flight.standing is Standing.GOOD:
+            self.may_lack_updates = True  # its result is one of what this peer has now
+            return 0
         self._later.update((each.version, each) for each in updates)
         while (each := self._later.pop(self.state.version + 1, None)) and each.after == self.chain.newest.hash:
             mean = unpacked(each.tensors, self.fragment.length)

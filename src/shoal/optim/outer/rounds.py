@@ -24,7 +24,7 @@ from shoal.optim.outer.outer_averager import OuterAverager, tag_of
 from shoal.optim.outer.schedule import SlotCounter, group_of
 from shoal.optim.outer.settings import OuterSettings
 from shoal.optim.progress import LocalTrainingProgress
-from shoal.optim.progress_tracker import RoundWatch
+from shoal.optim.round_watch import RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure
 from shoal.p2p import PeerID
 
@@ -59,6 +59,8 @@ class Rounds:
     """The outer update that was applied last."""
     has_trained: bool = False
     """This peer has made inner steps, or has taken over a state."""
+    # The slot that this peer could have ended, and since when.
+    _held: tuple[int, float] = (-1, 0.0)
     # Of each fragment, who was expected in its latest round.
     _expected: dict[int, Expectation] = field(default_factory=dict)
 
@@ -66,8 +68,10 @@ class Rounds:
         self.deeds = Deeds(self.tracker.board)
 
     def end_slot(self) -> None:
-        """Begin the round that ends this slot, and go to the next one."""
+        """Begin the round that ends this slot, and go to the next one; or leave that to a later step."""
         slot, overlaps = self.counter.slot, self.settings.overlaps
+        if overlaps and self._lets_others_catch_up(slot):
+            return
         each = self.fragments[self.counter.schedule.fragment_of(slot)]
         self._land(each)  # the round before, if it is still under way
         with self.tracker.pause_updates():
@@ -92,6 +96,18 @@ class Rounds:
         """Other peers that will come to the round at the end of this slot."""
         return self.tracker.expected_members(until_epoch=self._last_slot) | self._a_slot_behind()
 
+    def _lets_others_catch_up(self, slot: int) -> bool:
+        """Whether others are a little behind, and get some time to come to the round that ends this slot.
+
+        Where rounds overlap with training, a peer to whose rounds nobody comes would be the fastest, and leave the run.
+        """
+        near = self._slots_near(slot)
+        if not near or max(near) >= slot or self.whom_to_expect():
+            return False
+        if self._held[0] != slot:
+            self._held = slot, time.monotonic()
+        return time.monotonic() - self._held[1] < self.settings.straggler_patience
+
     def _a_slot_behind(self) -> set[PeerID]:
         """Peers that come to the round at the end of this slot when they have ended the one before.
 
@@ -108,14 +124,20 @@ class Rounds:
         return self.tracker.board.companions_to_call(get_dht_time())
 
     def _others_are_there(self, slot: int) -> bool:
-        """Whether others train, who do not come to the round that ends this slot, but make updates before or after."""
+        """Whether others train, who do not come to the round that ends this slot, but make updates before or after.
+
+        Also if this peer only cannot reach them.
+        """
         tracker = self.tracker
-        if tracker.expected_members(until_epoch=ANY_SLOT):
+        if tracker.expected_members(until_epoch=ANY_SLOT) or tracker.board.is_cut_off(get_dht_time()):
             return True
-        # Where rounds overlap with training, this peer may be ahead of those with whom it has been in the last round.
+        return bool(self._slots_near(slot))
+
+    def _slots_near(self, slot: int) -> list[int]:
+        """The slots of others at this slot, beyond it, or where rounds overlap with training, a little behind."""
         earliest = slot - EPOCHS_AHEAD if self.settings.overlaps else slot
-        near = {PeerID(record.peer_id): ANY_SLOT for record in self._records() if record.epoch >= earliest}
-        return bool(tracker.still_expected(near))
+        near = {PeerID(record.peer_id): record.epoch for record in self._records() if record.epoch >= earliest}
+        return [near[peer] for peer in self.tracker.still_expected(dict.fromkeys(near, ANY_SLOT))]
 
     def _draw_group(self, fragment: int) -> set[PeerID] | None:
         """Whom this peer meets at the end of this slot; ``None``: all others."""
@@ -217,11 +239,12 @@ class Rounds:
         if each.number == 0:
             self.extra.read(self.averager.extra)
         # Where groups are drawn, none of them is most of the run.
-        electorate = set() if is_drawn else self.tracker.electorate(self._last_slot)
+        needs_most = not is_drawn and settings.average != PARAMETERS
+        electorate = expected | self.tracker.electorate(self._last_slot) if needs_most else set()
         timeout = settings.averaging_timeout
         patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
         control = self.averager.step(
-            gather=each.statement(1 + len(expected | electorate), self._done).dump(),
+            gather=each.statement(1 + len(electorate or expected), self._done).dump(),
             scheduled_time=get_dht_time() + patience,
             weight=flight.weight,
             allow_retries=not is_drawn,  # others would not find this peer a second time
@@ -232,7 +255,8 @@ class Rounds:
         assert not isinstance(control, dict)
         flight.control = control
         self._expected[each.number] = Expectation(slot, expected, get_dht_time(), patience)
-        RoundWatch(control, self.tracker, None if last is None else dict.fromkeys(expected, last))
+        last_slots = None if last is None else dict.fromkeys(expected, last)
+        RoundWatch(control, self.tracker, last_slots, dict.fromkeys(electorate, self._last_slot))
 
     def apply_what_is_due(self) -> None:
         for each in self.fragments:

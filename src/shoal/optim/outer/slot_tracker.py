@@ -31,18 +31,25 @@ class OuterBoard(ProgressBoard):
 
     # Peers that were expected in the last round for which they could have come, and did not come.
     _absent: frozenset[bytes] = frozenset()
+    is_late = False
+    """Whether the latest round failed here. Others may have met without this peer, and need not wait for it."""
 
-    def note_outer_round(self, samples: Mapping[bytes, float], now: float, expected: Expectation | None) -> None:
+    def note_failed_round(self, slot: int, now: float) -> None:
+        """The round at the end of a slot has failed here; others may have had it without this peer."""
+        with self._lock:
+            self.is_late = True
+            self.evidence.begin_to_wait((), now, 0.0)
+            self.evidence.note_round({}, now)
+            self.evidence.note_who_went_on((), self._companions, now, slot)
+
+    def note_outer_round(self, samples: Mapping[bytes, float], now: float, expected: Expectation) -> None:
         """A round is over, see :meth:`Evidence.note_round <shoal.optim.evidence.Evidence.note_round>`.
 
         Args:
-            expected: who was; ``None``: the round has failed, which says nothing about the others.
+            expected: who was.
         """
         with self._lock:
-            if expected is None:
-                self.evidence.begin_to_wait((), now, 0.0)
-                self.evidence.note_round(samples, now)
-                return
+            self.is_late = False
             peers = {peer.to_bytes() for peer in expected.peers}
             known = {peer for peer in self._absent if peer in self._companions}
             self._absent = frozenset((known | peers).difference(samples))
@@ -73,6 +80,21 @@ class OuterBoard(ProgressBoard):
         with self._lock:
             kin = self._kin(now)
             return expected_members(self.own.epoch, until_epoch, kin, self._last_members, now) - self._absent
+
+    def is_cut_off(self, now: float) -> bool:
+        """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
+
+        Others fell silent lately, without a goodbye, and their system did not refuse the call. If there is only one of
+        them, one of both must go on.
+        """
+        with self._lock:
+            silent = [
+                peer
+                for peer, c in self._companions.items()
+                if c.unreachable_since is not None and not c.is_refused and c.expiration >= now
+                if not c.record.is_donor
+            ]
+            return len(silent) > 1 or any(peer < self.own.peer_id for peer in silent)
 
 
 class OuterTracker(ProgressTracker):
@@ -138,6 +160,8 @@ class SlotBoard(OuterBoard):
             called = self.evidence.called_end(kin, self.own.epoch, progress.eta_next_epoch, now)
             if ahead > 0:  # others are training on already, and may wait in the background
                 called = min(called, now + self.patience)
+            if self.is_late:  # with fewer steps it meets them; with all of them it would be late again
+                called = min(called, progress.eta_next_epoch)
             slot, known = self._deadline
             self._deadline = self.own.epoch, min(called, known if slot == self.own.epoch else math.inf)
             return max(now, self._deadline[1])
