@@ -8,8 +8,8 @@ DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 	$(addprefix tests/averaging/test_,averager.py compressed_rounds.py default_device.py rounds.py state_sharing.py) \
 	$(addprefix tests/optim/test_,comparison.py grad_averager.py grad_scaler.py low_rank.py optimizer_state.py) \
 	$(addprefix tests/optim/test_,state_averager.py training_averager.py optimizer.py::test_peers_stay_identical)
-# Tests wait more than they compute: four processes keep two cores busy.
-PROCESSES ?= 4
+# Tests wait more than they compute: six processes keep two cores busy.
+PROCESSES ?= 6
 # $(call pytest,PYTHON,ARGUMENTS). With AGAIN=yes, what fails runs once more, when nothing else does: on a machine that is
 # busy a test may be late. It is a fault of the test even so, and the first run names it.
 pytest = $1 -m pytest --numprocesses $(PROCESSES) --dist loadgroup -o cache_dir=.pytest_cache/$@ $2 \
