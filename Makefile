@@ -10,7 +10,7 @@ DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 	$(addprefix tests/optim/test_,state_averager.py training_averager.py optimizer.py::test_peers_stay_identical)
 # Tests wait more than they compute: six processes keep two cores busy.
 PROCESSES ?= 6
-# $(call pytest,PYTHON,ARGUMENTS). With AGAIN=yes, what fails runs once more, when nothing else does: on a machine that is
+# $(call pytest,PYTHON,ARGUMENTS). With AGAIN=yes, what fails runs once more, in one process: on a machine that is
 # busy a test may be late. It is a fault of the test even so, and the first run names it.
 pytest = $1 -m pytest --numprocesses $(PROCESSES) --dist loadgroup -o cache_dir=.pytest_cache/$@ $2 \
 	$(if $(AGAIN),|| { [ $$? = 1 ] && $1 -m pytest -o cache_dir=.pytest_cache/$@ --last-failed --last-failed-no-failures none $2; })
