@@ -95,10 +95,10 @@ async def connect(caller: P2P, relay: P2P, **request: Any) -> Connected:
     return answer
 
 
-async def reserve(p2p: P2P, relay: P2P) -> Reserved:
+async def reserve(p2p: P2P, relay: P2P, **request: Any) -> Reserved:
     """Ask a relay for a reservation, and give it up at once."""
     async with Relay.get_stub(p2p, relay.peer_id).rpc_reserve() as call:
-        await call.send(Reserve(), end=True)
+        await call.send(Reserve(**request), end=True)
         answer: Reserved | None = await call.receive(Reserved)
         assert answer is not None
         return answer

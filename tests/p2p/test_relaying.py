@@ -15,7 +15,7 @@ from shoal.p2p.frames import receive_frame
 from shoal.p2p.limits import RelayLimits
 from shoal.p2p.reachability import Reach
 from shoal.p2p.relay_messages import Code, Observe, Observed, Observer, Ready
-from shoal.p2p.relaying import IDLE_SECONDS, OBSERVATION_BURST, Relay
+from shoal.p2p.relaying import IDLE_SECONDS, OBSERVATION_BURST, UNUSED_SECONDS, Relay
 from shoal.p2p.transport import COOKIE_BYTES
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
@@ -38,23 +38,53 @@ def target_of(peer: P2P) -> dict[str, Any]:
 
 
 @both_kinds
-async def test_a_full_relay_gives_the_place_of_who_was_not_called_for_longest(kind: str) -> None:
+async def test_a_full_relay_gives_the_place_of_who_has_another_one_to_who_has_none(kind: str) -> None:
     async with Relayed(kind) as peers:
-        relay = await peers.relay(relay_limits=RelayLimits(reservations=2))
-        first, second = await crowd(peers, relay, 2)
-        caller = await peers.caller()
-        tell(caller, first)
-        assert await square(caller, first) == 9, "a circuit is in use, so its peer keeps its place"
-        third = await peers.caller()
-        introduce(third, relay)
-        second.reservations.want(False)
-        await until(lambda: relay.relay.guests == [first.peer_id])
-        introduce(second, relay)
-        second.reservations.want(True)
-        await until(lambda: len(relay.relay.guests) == 2)
-        assert (await reserve(third, relay)).code == Code.OK
+        other, relay = await peers.relay(), await peers.relay(relay_limits=RelayLimits(reservations=3))
+        called = await peers.guest([other, relay])
+        second = await peers.guest([other, relay])
+        (only,) = await crowd(peers, relay, 1)
+        caller, newcomer = await peers.caller(), await peers.caller()
+        introduce(caller, relay)
+        caller.add_addresses(called.peer_id, called.reservations.addresses()[-1:])
+        assert await square(caller, called) == 9, "a circuit is in use, so its peer keeps its place"
+        introduce(newcomer, relay)
+        answer = await reserve(newcomer, relay, others=1)
+        assert (answer.code, answer.text) == (Code.BUSY, "3 reservations"), "it can be reached already"
+        assert (await reserve(newcomer, relay)).code == Code.OK
         await until(lambda: second.peer_id not in relay.relay.guests)
-        assert first.peer_id in relay.relay.guests
+        assert {called.peer_id, only.peer_id} <= set(relay.relay.guests)
+        assert other.peer_id in second.reservations.held
+
+
+def test_who_has_no_other_relay_makes_room_when_it_was_not_called_for_minutes() -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relay = await peers.relay(relay_limits=RelayLimits(reservations=2))
+            first, second = await crowd(peers, relay, 2)
+            newcomer, caller = await peers.caller(), await peers.caller()
+            introduce(newcomer, relay)
+            tell(caller, first)
+            await asyncio.sleep(UNUSED_SECONDS / 2)
+            assert (await reserve(newcomer, relay)).code == Code.BUSY
+            (await caller.dial(first.peer_id)).abort()
+            await asyncio.sleep(UNUSED_SECONDS / 2 + 5.0)
+            assert (await reserve(newcomer, relay)).code == Code.OK
+            await until(lambda: second.peer_id not in relay.relay.guests)
+            assert first.peer_id in relay.relay.guests
+
+    run(main())
+
+
+async def test_a_crowded_relay_sends_newcomers_elsewhere_if_they_have_not_been_there() -> None:
+    async with Relayed("memory") as peers:
+        relay = await peers.relay(relay_limits=RelayLimits(reservations=4))
+        await crowd(peers, relay, 2)
+        newcomer = await peers.caller()
+        introduce(newcomer, relay)
+        answer = await reserve(newcomer, relay, may_go_elsewhere=True)
+        assert (answer.code, answer.text) == (Code.BUSY, "others may need the place: ask elsewhere first")
+        assert (await reserve(newcomer, relay)).code == Code.OK
 
 
 async def test_no_place_is_taken_from_who_is_called() -> None:
@@ -65,9 +95,10 @@ async def test_no_place_is_taken_from_who_is_called() -> None:
         assert await square(caller, guest) == 9
         other = await peers.caller()
         introduce(other, relay)
+        refused = relay.metrics.circuits_refused["no room"]
         answer = await reserve(other, relay)
         assert (answer.code, answer.text) == (Code.BUSY, "1 reservations")
-        assert relay.metrics.circuits_refused == {"no room": 1}
+        assert relay.metrics.circuits_refused == {"no room": refused + 1}
 
 
 async def test_one_host_has_so_many_reservations() -> None:

@@ -10,11 +10,12 @@ from shoal.p2p import P2P, Call, Multiaddr
 from shoal.p2p.limits import RelayLimits
 from shoal.p2p.memory import MemoryNetwork
 from shoal.p2p.relay_messages import Code, Notice, Reserve, Reserved
-from shoal.p2p.relaying import ALIVE_SECONDS, RESERVATION_SECONDS, SUCCESSION_SECONDS, Relay
+from shoal.p2p.relaying import ALIVE_SECONDS, CROWDED_SHARE, RESERVATION_SECONDS, SUCCESSION_SECONDS, Relay
 from shoal.p2p.reservations import (
     DOUBTED_SECONDS,
     FIRST_PAUSE_SECONDS,
     MAX_PAUSE_SECONDS,
+    RECENT_SECONDS,
     SILENCE_SECONDS,
 )
 from shoal.p2p.service import P2PContext, ServicerBase, patient
@@ -268,6 +269,49 @@ def test_guests_of_a_crowded_relay_look_for_another_one_after_an_hour(has_others
                 assert all(guest.reservations.held for guest in guests)
             assert len(crowded.relay.guests) == (4 if has_others else 7)
             assert [len(other.relay.guests) for other in others] == ([7, 3] if has_others else [])
+
+    run(main())
+
+
+def test_guests_spread_over_relays_that_come_and_go_and_none_loses_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "shoal.p2p.reservations")
+    limits = RelayLimits(reservations=8)
+    count, guest_count, changes = 10, 12, 15
+
+    async def main() -> int:
+        most = 0
+        async with Relayed("memory") as peers:
+            living = [await peers.relay(relay_limits=limits) for _ in range(count)]
+            guests = [await peers.guest(living) for _ in range(guest_count)]
+            for _ in range(changes):
+                await living.pop(0).shutdown()
+                living.append(await peers.relay(relay_limits=limits))
+                for guest in guests:
+                    introduce(guest, *living)
+                for _ in range(20):
+                    await asyncio.sleep(1.0)
+                    most = max(most, *(len(relay.relay.guests) for relay in living))
+                    assert all(guest.reservations.held for guest in guests), "all can be called all the time"
+        return most
+
+    assert run(main()) <= limits.reservations * CROWDED_SHARE
+    assert not any("need the place" in message for message in caplog.messages)
+
+
+def test_relays_of_the_table_come_before_those_that_were_heard_of_long_ago() -> None:
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            full = [await peers.relay(relay_limits=RelayLimits(reservations_per_host=0)) for _ in range(4)]
+            first, second, new = [await peers.relay() for _ in range(3)]
+            guest = await peers.guest([first, second])
+            for relay in full:
+                guest.add_addresses(relay.peer_id, relay.get_addresses(relay.peer_id))
+                assert (await reserve(guest, relay)).code == Code.BUSY
+            await asyncio.sleep(RECENT_SECONDS + 1.0)
+            introduce(guest, second, new)
+            await first.shutdown()
+            await until(lambda: set(guest.reservations.held) == {second.peer_id, new.peer_id})
+            assert all(relay.metrics.circuits_refused == {"no room": 1} for relay in full)
 
     run(main())
 

@@ -73,7 +73,8 @@ class RelayLimits:
     """What a relay grants to those who cannot be called otherwise."""
 
     reservations: int = 128
-    """Over the limit, the peer whose reservation has carried no circuit for longest loses it."""
+    """A relay that has granted half of them takes only those who find no other one. Over the limit, a peer without any
+    relay gets the place of one that has another, or was not called for minutes; others are refused."""
     reservations_per_host: int = 16
     """Friends behind one router of a provider share an address."""
     circuits: int = 256

@@ -40,6 +40,10 @@ class Reserve(Header):
     """I cannot be called: tell me of those who want to."""
 
     reach: ReachNumber = int(Reach.EASY)
+    others: Count = 0
+    """Relays that have told, or are asked, to do the same."""
+    may_go_elsewhere: bool = False
+    """There may be a relay with more room that has not been asked: a crowded one refuses."""
 
 
 class Reserved(Header):

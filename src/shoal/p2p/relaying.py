@@ -60,10 +60,12 @@ RESERVATION_SECONDS = 3600.0
 """Reservations end after this long. Guests of a crowded relay look for another one then, so that they spread."""
 SUCCESSION_SECONDS = 60.0
 """So long before its end, a guest asks for the successor of a reservation."""
+UNUSED_SECONDS = 300.0
+"""So long without a circuit, and a guest may have to make room although it has no other relay."""
 IDLE_SECONDS = 120.0
 """A circuit on which nothing moves ends after this long."""
 CROWDED_SHARE = 0.5
-"""A relay with more than this share of the reservations that it grants is crowded."""
+"""A relay with more than this share of the reservations that it grants is crowded, and others are asked first."""
 # Notices that a guest has not read yet; one that reads nothing is no guest.
 MAX_NOTICES = 64
 OBSERVATIONS_PER_SECOND = 1.0
@@ -88,6 +90,8 @@ class _Guest:
     since: float
     used_at: float
     """When its last circuit began or ended."""
+    has_others: bool
+    """It had another relay when it came, so most likely it has one now."""
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
     circuits: int = 0
     is_leaving: bool = False
@@ -182,11 +186,11 @@ class Relay(ServicerBase):
         stream = call.connection.stream
         seen_at = "" if stream.remote_address is None or stream.is_relayed else str(stream.remote_address)
         host = _host_of(seen_at, context.remote_id)
-        code, text = self._reason_to_refuse(context, host, is_relayed=stream.is_relayed)
+        code, text = self._reason_to_refuse(request, context, host, is_relayed=stream.is_relayed)
         if code is not Code.OK:
             await call.send(Reserved(code=code, text=text))
             return
-        guest = _Guest(context.remote_id, host, stream.badge, self._now(), self._now())
+        guest = _Guest(context.remote_id, host, stream.badge, self._now(), self._now(), request.others > 0)
         self._guests[guest.peer] = guest
         # From now on it greets anew when this changes.
         self._p2p.reaches.note(guest.peer, request.reach)
@@ -207,7 +211,9 @@ class Relay(ServicerBase):
             if self._guests.get(guest.peer) is guest:
                 del self._guests[guest.peer]
 
-    def _reason_to_refuse(self, context: P2PContext, host: str, *, is_relayed: bool) -> tuple[Code, str]:
+    def _reason_to_refuse(
+        self, request: Reserve, context: P2PContext, host: str, *, is_relayed: bool
+    ) -> tuple[Code, str]:
         """Whether somebody may have a reservation; makes room if need be."""
         if not self.serves:
             return self._refuse(Code.NOT_A_RELAY)
@@ -217,26 +223,44 @@ class Relay(ServicerBase):
             return self._refuse(Code.REFUSED, "a reservation needs a direct connection")
         limits = self._limits
         former = self._guests.get(context.remote_id)
-        if former is not None:
-            left = former.since + RESERVATION_SECONDS - self._now()
-            staying = sum(not guest.is_leaving for guest in self._guests.values())
-            is_crowded = former.is_leaving or staying > limits.reservations * CROWDED_SHARE
-            # Who finds no other relay asks again later.
-            if is_crowded and SUCCESSION_SECONDS / 2 < left <= SUCCESSION_SECONDS:
+        if request.may_go_elsewhere and self._is_crowded_for(former):
+            if former is not None:
                 former.is_leaving = True
-                return self._refuse(Code.BUSY, "others may need the place: ask elsewhere first")
+            return self._refuse(Code.BUSY, "others may need the place: ask elsewhere first")
+        if former is not None:
             del self._guests[former.peer]
             former.end("there is a newer one of the same peer")
         if sum(guest.host == host for guest in self._guests.values()) >= limits.reservations_per_host:
             return self._refuse(Code.BUSY, f"{limits.reservations_per_host} reservations of one host")
         if len(self._guests) >= limits.reservations:
-            unused = [guest for guest in self._guests.values() if not guest.circuits]
-            if not unused:
+            guest = None if request.others else self._most_dispensable()
+            if guest is None:
                 return self._refuse(Code.BUSY, f"{limits.reservations} reservations")
-            longest = min(unused, key=lambda guest: guest.used_at)
-            del self._guests[longest.peer]
-            longest.end("others need the place")
+            del self._guests[guest.peer]
+            guest.end("others need the place")
         return Code.OK, ""
+
+    def _is_crowded_for(self, former: _Guest | None) -> bool:
+        """Whether somebody ought to ask elsewhere first: a newcomer, or a guest whose hour is nearly over."""
+        staying = sum(not guest.is_leaving for guest in self._guests.values())
+        is_crowded = staying + (former is None) > self._limits.reservations * CROWDED_SHARE
+        if former is None:
+            return is_crowded
+        is_over = former.since + RESERVATION_SECONDS - self._now() <= SUCCESSION_SECONDS
+        return is_over and (is_crowded or former.is_leaving)
+
+    def _most_dispensable(self) -> _Guest | None:
+        """Who makes room for a peer that has no relay at all; one that would have none itself then only if it is idle.
+
+        Else each would take the place of the next one, and many could not be called for a while.
+        """
+        idle_since = self._now() - UNUSED_SECONDS
+        unused = [
+            guest
+            for guest in self._guests.values()
+            if not guest.circuits and (guest.has_others or guest.used_at <= idle_since)
+        ]
+        return min(unused, key=lambda guest: (not guest.has_others, guest.used_at), default=None)
 
     # --- circuits -----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,10 @@ It keeps reservations at two relays on different hosts, so that one may vanish w
 is a call that stays open; a relay that says nothing for twelve seconds counts as dead. Relays end a reservation when it
 is an hour old, and both of a peer are mostly of the same age. So each gets a successor a minute before, at the same
 relay, or elsewhere if that one is crowded: who has heard of the old one only can still call meanwhile.
+
+Relays that have given nothing when they were asked come last from then on, and those of which nothing was heard for
+long come after those of the routing table. Otherwise peers would only know relays of the beginning: these are full or
+dead one day, and newer ones empty.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import ipaddress
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shoal.errors import ProtocolError, ShoalError
@@ -47,6 +51,8 @@ MAX_PAUSE_SECONDS = 300.0
 LOOK_SECONDS = 5.0
 # A reservation that was held for this long ends for a good reason, and its relay may be asked again at once.
 SETTLED_SECONDS = 60.0
+# A relay that has said nothing of itself for this long may have left.
+RECENT_SECONDS = 600.0
 MAX_KNOWN = 4096
 # Of one relay: an IPv4 and an IPv6 address.
 MAX_PLACES = 2
@@ -66,6 +72,17 @@ class Held:
     """Bytes per second that all circuits of the relay share; 0 = no limit."""
     places: tuple[Multiaddr, ...]
     """Where the relay can be dialled."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What came of asking a relay."""
+
+    again_at: float
+    """When it may be asked again."""
+    pause: float
+    has_refused: bool
+    """It has given nothing when it was asked last."""
 
 
 class Reservations:
@@ -93,11 +110,11 @@ class Reservations:
         """The reservations, the oldest first."""
         # When a relay counts as dead unless it says something, and when it has said something.
         self._listening: dict[Held, tuple[asyncio.Timeout, float]] = {}
-        self._is_relay: dict[PeerID, bool] = {}
+        # Whether a peer says that it is a relay, and when it said so last.
+        self._said: dict[PeerID, tuple[bool, float]] = {}
         self._holding: dict[PeerID, asyncio.Task[None]] = {}
         self._running_out: dict[asyncio.Task[None], None] = {}  # which have a successor, or look for one
-        # By relay: when it may be asked again, and how long the last pause was.
-        self._pauses: dict[PeerID, tuple[float, float]] = {}
+        self._asked: dict[PeerID, _Asked] = {}
         self._ask_again: list[PeerID] = []  # relays at which a reservation is about to end
         self._wake = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -129,10 +146,11 @@ class Reservations:
 
     def note_greeting(self, peer: PeerID, is_relay: bool) -> None:
         """Another peer has told whether it is a relay."""
-        is_news = is_relay and not self._is_relay.pop(peer, False)
-        self._is_relay[peer] = is_relay
-        while len(self._is_relay) > MAX_KNOWN:
-            del self._is_relay[next(iter(self._is_relay))]
+        was_relay, _ = self._said.pop(peer, (False, 0.0))
+        is_news = is_relay and not was_relay
+        self._said[peer] = is_relay, self._now()
+        while len(self._said) > MAX_KNOWN:
+            del self._said[next(iter(self._said))]
         if is_news:
             self._wake.set()
 
@@ -140,16 +158,13 @@ class Reservations:
         """There may be new candidates."""
         self._wake.set()
 
-    def _connected_relays(self) -> list[PeerID]:
-        return [peer for peer, is_relay in self._is_relay.items() if is_relay]
-
     # --- choosing -----------------------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
         while True:
             self._wake.clear()
             for relay in self._next():
-                task = asyncio.get_running_loop().create_task(self._hold(relay))
+                task = asyncio.get_running_loop().create_task(self._hold(relay, self._request_to(relay)))
                 self._holding[relay] = task
                 task.add_done_callback(functools.partial(self._let_go, relay))
             # Of a relay that has let this peer go, or of new candidates, the event tells.
@@ -171,7 +186,7 @@ class Reservations:
         if len(self._holding) >= WANTED:
             return None
         now = self._now()
-        ends = [end - now for end, _ in self._pauses.values() if end > now]
+        ends = [asked.again_at - now for asked in self._asked.values() if asked.again_at > now]
         return min([LOOK_SECONDS, *ends])
 
     def _next(self) -> list[PeerID]:
@@ -192,30 +207,46 @@ class Reservations:
         rest = [relay for relay in candidates if relay not in chosen]
         return [*chosen, *rest][:missing]
 
+    def _request_to(self, relay: PeerID) -> Reserve:
+        is_trusted = any(relay == trusted for _, trusted in self.trusted)
+        return Reserve(
+            reach=int(self.reach),
+            others=len({*self._holding, *self.held} - {relay}),
+            # Who has refused is asked again only when there is nobody else.
+            may_go_elsewhere=not is_trusted and not self._has_refused(relay),
+        )
+
+    def _has_refused(self, relay: PeerID) -> bool:
+        return relay in self._asked and self._asked[relay].has_refused
+
     def _in_order(self) -> list[PeerID]:
-        """Relays that may be asked now: the trusted ones, then the nearest of those who say that they are relays."""
+        """Relays that may be asked now: the trusted ones, then the nearest of those that most likely have room."""
         now = self._now()
 
         def may_be_asked(relay: PeerID) -> bool:
             is_free = relay != self._p2p.peer_id and relay not in self._holding
-            return is_free and self._pauses.get(relay, (-math.inf, 0.0))[0] <= now
+            return is_free and (relay not in self._asked or self._asked[relay].again_at <= now)
 
         for place, relay in self.trusted:
             self._p2p.add_addresses(relay, [place])
         trusted = [relay for _, relay in self.trusted]
         # Who has told nothing yet may be one, if it can be dialled: nothing leads to a relay through another one.
         dialled = self._p2p.dialler.direct_addresses
-        unknown = [relay for relay in self.candidates() if relay not in self._is_relay and dialled(relay)]
-        others = [*self._connected_relays(), *unknown]
-        by_distance = sorted(
-            filter(may_be_asked, dict.fromkeys(others)),
-            key=lambda relay: (relay not in self._is_relay, self._p2p.round_trip_to(relay) or math.inf),
-        )
-        return list(dict.fromkeys([*filter(may_be_asked, trusted), *by_distance[:ASKED]]))
+        may_be_relay = {relay: self._said.get(relay, (True, now))[0] for relay in self.candidates()}
+        of_table = {relay: None for relay, may_be in may_be_relay.items() if may_be and dialled(relay)}
+        have_said = {relay: said_at for relay, (is_relay, said_at) in self._said.items() if is_relay}
+
+        def order(relay: PeerID) -> tuple[bool, int, float]:
+            is_recent = have_said.get(relay, -math.inf) > now - RECENT_SECONDS
+            doubts = 0 if is_recent else 1 if relay in of_table else 2
+            return self._has_refused(relay), doubts, self._p2p.round_trip_to(relay) or math.inf
+
+        best = sorted(filter(may_be_asked, {**have_said, **of_table}), key=order)
+        return list(dict.fromkeys([*filter(may_be_asked, trusted), *best[:ASKED]]))
 
     # --- holding ------------------------------------------------------------------------------------------------------
 
-    async def _hold(self, relay: PeerID) -> None:
+    async def _hold(self, relay: PeerID, request: Reserve) -> None:
         """Ask for a reservation, and hold it as long as it lasts."""
         DIRECT_ONLY.set(True)
         why, held = "the relay has ended the call", None
@@ -224,7 +255,7 @@ class Reservations:
                 async with self._p2p.open_call(relay, Relay.handle_name("rpc_reserve", None), roles=ANY_ROLE) as call:
                     # What others begin because of this reservation, such as greetings, has this task's context.
                     DIRECT_ONLY.set(False)
-                    await call.send(Reserve(reach=int(self.reach)), end=True)
+                    await call.send(request, end=True)
                     answer = await call.receive(Reserved)
                     if answer is None or answer.code != Code.OK:
                         why = "no answer" if answer is None else f"code {answer.code} {answer.text!r}"
@@ -253,6 +284,8 @@ class Reservations:
     def _begin(self, relay: PeerID, answer: Reserved, call: Call) -> Held:
         seen = call.connection.stream.remote_address
         places = self._places_of(relay, seen)
+        if relay in self._asked:
+            self._asked[relay] = replace(self._asked[relay], has_refused=False)
         self.held.pop(relay, None)  # an older one, which the relay ends now
         self.held[relay] = held = Held(relay, self._now(), answer.seen_at, answer.rate, tuple(places))
         logger.info("peers reach this one through relay %s", relay)
@@ -327,13 +360,12 @@ class Reservations:
     def _note_end(self, relay: PeerID, held: Held | None) -> None:
         """Do not ask a relay again at once that has given nothing, or nothing that has lasted."""
         now = self._now()
-        _, former = self._pauses.pop(relay, (0.0, FIRST_PAUSE_SECONDS / 2))
-        if held is not None and now - held.since >= SETTLED_SECONDS:
-            former = FIRST_PAUSE_SECONDS / 2
-        pause = min(2 * former, MAX_PAUSE_SECONDS)
-        self._pauses[relay] = now + pause, pause
-        while len(self._pauses) > MAX_KNOWN:
-            del self._pauses[next(iter(self._pauses))]
+        former, pause = self._asked.pop(relay, None), FIRST_PAUSE_SECONDS
+        if former is not None and (held is None or now - held.since < SETTLED_SECONDS):
+            pause = min(2 * former.pause, MAX_PAUSE_SECONDS)
+        self._asked[relay] = _Asked(now + pause, pause, has_refused=held is None)
+        while len(self._asked) > MAX_KNOWN:
+            del self._asked[next(iter(self._asked))]
 
     def _tell_change(self) -> None:
         if self.on_change is not None and self._p2p.is_alive:
