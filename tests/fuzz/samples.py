@@ -150,7 +150,7 @@ HEADERS: list[Header] = [
     ),
     PresenceQuery(instance=bytes(16), addresses=ADDRESSES[:2], reach=1),
     PresenceReply(instance=bytes(16), addresses=ADDRESSES[:2]),
-    Reserve(reach=2),
+    Reserve(reach=2, others=1, may_go_elsewhere=True),
     Reserved(code=0, seen_at=ADDRESSES[0], rate=6.25e6, circuits=256),
     Connect(target=_PEER, count=8, punch=True, reach=1, reverse=ADDRESSES[:2], reverse_cookies=_COOKIES),
     Connected(code=0, cookies=_COOKIES, rate=6.25e6, reach=2),
