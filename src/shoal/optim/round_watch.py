@@ -42,8 +42,12 @@ class RoundWatch:
             return
         last_epochs, tracker = self._last_epochs, self._tracker
         expected = tracker.expected_members() if last_epochs is None else tracker.still_expected(last_epochs)
-        can_come = tracker.still_expected(self._electorate)
-        if expected and 2 * (1 + len(can_come)) > 1 + len(self._electorate):
+        if expected and self._can_be_most():
             control.expect(expected)
         elif control.stage <= AveragingStage.LOOKING_FOR_GROUP:
             control.cancel()
+
+    def _can_be_most(self) -> bool:
+        if not self._electorate:
+            return True
+        return 2 * (1 + len(self._tracker.still_expected(self._electorate))) > 1 + len(self._electorate)

@@ -3,7 +3,7 @@
 It keeps reservations at two relays on different hosts, so that one may vanish without anybody noticing. A reservation
 is a call that stays open; a relay that says nothing for twelve seconds counts as dead. Relays end a reservation when it
 is an hour old, and both of a peer are mostly of the same age. So each gets a successor a minute before, at the same
-relay, or elsewhere if that one is crowded: who has heard of the old one only can still call meanwhile.
+relay, or elsewhere if that one is crowded. Meanwhile, peers that know only the old address can still call.
 
 Relays that have given nothing when they were asked come last from then on, and those of which nothing was heard for
 long come after those of the routing table. Otherwise peers would only know relays of the beginning: these are full or

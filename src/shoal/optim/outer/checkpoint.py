@@ -157,6 +157,8 @@ def _dump_flight(flight: Flight | None, vector: torch.Tensor) -> dict[str, Any] 
     if flight is None or not flight.has_arrived or flight.standing is not Standing.GOOD:
         return None
     result = flight.result
+    if result is not None and not flight.has_most(result.weights):
+        return None  # this peer makes no update of it, now or later
     names = ("slot", "left", "is_finite", "weight", "steps_since", "samples", "sent")
     return {
         **{name: getattr(flight, name) for name in names},

@@ -70,7 +70,8 @@ class Flight:
     def has_most(self, weights: Sequence[float]) -> bool:
         """Whether the messages of most members have counted; of two halves, the one with the first member.
 
-        A round may be split, so that each side takes the other one for dead. Only one of them may make an update.
+        A round may be split, so that each side takes the other one for dead. Only one of them may make an update. Where
+        parameters are averaged, each peer has its own, and this is not asked.
         """
         counted = [n for n in self.counting if weights[n]]
         return not self.counting or 2 * len(counted) + (tuple(counted[:1]) == self.counting[:1]) > len(self.counting)

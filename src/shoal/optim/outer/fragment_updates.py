@@ -136,6 +136,7 @@ class FragmentUpdates:
         newest, every = self.chain.newest, self._check_every
         is_compared = every and newest.version and newest.version % every == 0 and self._average != PARAMETERS
         digest = hash_of(bytes_of(self.state.values)) if is_compared else b""
+        # No samples: this message will not count, and is not missed when it is asked whether most have counted.
         effort = self.effort if self.flight is None or self.flight.weight else Effort()
         return Statement(self.chain.links, effort.steps, effort.samples, expected, digest, done)
 
@@ -225,7 +226,13 @@ class FragmentUpdates:
         flight = self.flight
         assert flight is not None, "there is no round whose result could be applied"
         weights = () if result is None else result.weights
-        is_whole = result is None or (result.share_averaged == 1 and any(weights) and flight.has_most(weights))
+        has_most = result is None or flight.has_most(weights)
+        is_whole = result is None or (result.share_averaged == 1 and any(weights) and has_most)
+        if not has_most:
+            self._warn_seldom(
+                "the messages of most members of a round did not count, so it may have been split: no update is made, "
+                "and what this peer has done counts next time"
+            )
         if flight.standing is not Standing.GOOD or not is_whole or not all_finite(vector):
             is_behind = flight.standing is Standing.BEHIND and flight.base is not None
             if is_behind:
@@ -382,7 +389,7 @@ class FragmentUpdates:
         """
         before = self.state.version
         if self.flight is not None and self.flight.standing is Standing.GOOD:
-            self.may_lack_updates = True  # its result is one of what this peer has now
+            self.may_lack_updates = True  # the round under way updates what this peer has now
             return 0
         self._later.update((each.version, each) for each in updates)
         while (each := self._later.pop(self.state.version + 1, None)) and each.after == self.chain.newest.hash:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
+from shoal.logs import Seldom
 from shoal.optim.auxiliary import Auxiliary
 from shoal.optim.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
@@ -66,6 +67,7 @@ class Rounds:
 
     def __post_init__(self) -> None:
         self.deeds = Deeds(self.tracker.board)
+        self._warn_seldom = Seldom(logger.warning)
 
     def end_slot(self) -> None:
         """Begin the round that ends this slot, and go to the next one; or leave that to a later step."""
@@ -129,7 +131,13 @@ class Rounds:
         Also if this peer only cannot reach them.
         """
         tracker = self.tracker
-        if tracker.expected_members(until_epoch=ANY_SLOT) or tracker.board.is_cut_off(get_dht_time()):
+        if tracker.expected_members(until_epoch=ANY_SLOT):
+            return True
+        if tracker.board.is_cut_off(get_dht_time()):
+            self._warn_seldom(
+                "this peer reaches nobody any more, although others have not left: it makes no update until they are "
+                "back, or have been silent for a minute. Is this machine's connection down?"
+            )
             return True
         return bool(self._slots_near(slot))
 
