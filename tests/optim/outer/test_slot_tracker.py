@@ -90,8 +90,17 @@ def test_who_was_late_ends_its_slot_with_the_others(board):
     ids=["all silent", "one silent, and smaller", "one silent, and larger", "all dead", "nobody"],
 )
 def test_who_reaches_nobody_any_more_may_be_cut_off(board, silent, refused, is_cut_off):
+    met = {name.encode(): 1.0 for name in ["me", *silent, *refused]}
+    board.note_outer_round(met, NOW, Expectation(0, (), NOW, 0.0))
     for peer in silent + refused:
         board.hear(record(peer, 0, 3), NOW + 60, NOW)
         board.mark_unreachable(peer.encode(), NOW + 1, is_refused=peer in refused)
     assert board.is_cut_off(NOW + 2) is is_cut_off
     assert not board.is_cut_off(NOW + 61), "their records have expired"
+
+
+def test_silent_strangers_do_not_keep_a_lone_peer_from_going_on(board):
+    for peer in "ab":
+        board.hear(record(peer, 0, 3), NOW + 60, NOW)
+        board.mark_unreachable(peer.encode(), NOW + 1, is_refused=False)
+    assert not board.is_cut_off(NOW + 2)

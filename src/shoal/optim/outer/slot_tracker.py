@@ -84,15 +84,16 @@ class OuterBoard(ProgressBoard):
     def is_cut_off(self, now: float) -> bool:
         """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
 
-        Others fell silent lately, without a goodbye, and their system did not refuse the call. If there is only one of
-        them, one of both must go on.
+        Others with whom it was in a round fell silent lately, without a goodbye, and their system did not refuse the
+        call. If there is only one of them, one of both must go on. Records of strangers say nothing: anybody can
+        publish some that nobody answers for.
         """
         with self._lock:
             silent = [
                 peer
                 for peer, c in self._companions.items()
                 if c.unreachable_since is not None and not c.is_refused and c.expiration >= now
-                if not c.record.is_donor
+                if self.evidence.has_met(peer) and not c.record.is_donor
             ]
             return len(silent) > 1 or any(peer < self.own.peer_id for peer in silent)
 
