@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
-LIGHTNING_TESTS := $(addprefix tests/lightning/test_,strategy.py strategy_misuse.py low_communication.py equivalence.py)
+LIGHTNING_TESTS := $(addprefix tests/lightning/test_,strategy.py strategy_misuse.py low_communication.py)
 # The fake device takes all of tests/averaging and tests/optim; these are the ones where it is most likely to matter.
 DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 	$(addprefix tests/averaging/test_,averager.py compressed_rounds.py default_device.py rounds.py state_sharing.py) \
@@ -12,7 +12,7 @@ DEVICE_TESTS := tests/devices tests/lightning/test_strategy_misuse.py \
 PROCESSES ?= 6
 # $(call pytest,PYTHON,ARGUMENTS). With AGAIN=yes, what fails runs once more, in one process: on a machine that is
 # busy a test may be late. It is a fault of the test even so, and the first run names it.
-pytest = $1 -m pytest --numprocesses $(PROCESSES) --dist loadgroup -o cache_dir=.pytest_cache/$@ $2 \
+pytest = $1 -m pytest --numprocesses $(or $(PROCESSES_$@),$(PROCESSES)) --dist loadgroup -o cache_dir=.pytest_cache/$@ $2 \
 	$(if $(AGAIN),|| { [ $$? = 1 ] && $1 -m pytest -o cache_dir=.pytest_cache/$@ --last-failed --last-failed-no-failures none $2; })
 OLDEST_BIN := $(subst $(VENV),$(VENV)/oldest,$(BIN))
 RELEASE_BIN := $(subst $(VENV),$(VENV)/release,$(BIN))
@@ -66,11 +66,11 @@ test-slow: install
 test-for: install
 	tests=$$($(BIN)/python tools/tests_for.py $(FILE)) || exit; $(call pytest,$(BIN)/python,$(QUICK) $$tests)
 
-# The Lightning strategy once more: from the other package, with the oldest versions that pyproject.toml allows. `make
+# The Lightning strategy once more, without what takes long: from the other package, with the oldest versions that pyproject.toml allows. `make
 # test` has the newest of both packages; at one version they differ in their name only.
 test-lightning: install $(VENV)/lightning-oldest.stamp
 	export PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning; \
-		$(call pytest,$(BIN)/python,-m "not $(DRILLS)" $(LIGHTNING_TESTS))
+		$(call pytest,$(BIN)/python,$(QUICK) $(LIGHTNING_TESTS))
 
 # The trainer of Hugging Face once more, with the oldest versions that pyproject.toml allows.
 test-transformers: install $(VENV)/transformers-oldest.stamp

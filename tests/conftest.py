@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import os
 import signal
@@ -115,6 +116,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for start, group in {**WITH_PROCESSES, **SHARING}.items():
             if path.startswith(start):
                 item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish() -> None:
+    """Set what has been collected aside: it is no garbage of a test, and no model that an optimizer looks for.
+
+    These are most objects of the process. To look through all of them takes longer than many a test.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.get_freeze_count = lambda: 0  # shoal would warn that it does not see what a program has set aside
 
 
 @pytest.hookimpl(tryfirst=True)

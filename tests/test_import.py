@@ -65,6 +65,7 @@ def test_no_side_effects() -> None:
     """)
 
 
+@pytest.mark.slow_drill
 @pytest.mark.slow
 def test_every_module_can_be_imported_first() -> None:
     """Python imports the package of a module before it. What the package has imported then needs no try of its own."""

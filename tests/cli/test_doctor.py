@@ -452,6 +452,7 @@ def test_a_port_that_is_taken_and_an_unusable_identity(tmp_path: Path, capsys: p
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow_drill
 def test_training_on_the_cpu_is_as_training_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--device", "cpu"]) == 0
     findings = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["about"] == "device cpu"]

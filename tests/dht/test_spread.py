@@ -177,6 +177,7 @@ def test_it_is_enough_to_read_a_few_more_records_than_a_key_should_have(crowd):
     assert max(depths) - min(depths) <= 1, depths
 
 
+@pytest.mark.slow_drill
 def test_a_newcomer_finds_the_depth_at_the_top(crowd):
     newcomer = Spread(b"newcomer")  # it reads, and has not written yet
     crowd.read(newcomer)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,15 +15,6 @@ INPUTS = 2400
 ATTACKS = 120
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:cryptography", "ignore:Parsed a")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _little_garbage() -> Iterator[None]:
-    """The fuzzer looks for garbage after each target; not among half a million objects that all tests share."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.timeout(300)  # it only computes, as fast as the machine allows

@@ -57,6 +57,7 @@ def check(old: list[Trainer], new: list[Trainer]) -> None:
     assert [trainer.loss for trainer in [*old, *new]] == pytest.approx([old[0].loss] * (PEERS + NEWCOMERS), rel=0.1)
 
 
+@pytest.mark.slow_drill
 def test_newcomers_find_the_run_although_others_withdraw_it() -> None:
     check(*newcomers_of(1, lambda swarm, _: _strike(swarm, "withdraws_what_others_declared")))
 

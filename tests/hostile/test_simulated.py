@@ -22,8 +22,8 @@ ELSEWHERE = OF_MACHINES | {
     "asks_for_a_chunk_now_and_then",
     "tells_another_time",
 }
-LIKE_OTHERS = {"calls_the_end_of_an_epoch_far_away", "claims_a_billion_samples"}
-"""What must not count is found by the same rules as a million epochs."""
+LIKE_OTHERS = {"calls_the_end_of_an_epoch_far_away", "claims_a_billion_samples", "joins_with_absurd_wishes"}
+"""What must not count is found by the rules that find a million epochs; who joins for nothing is lost like ghosts."""
 NAMED = {"claims_a_million_epochs"}
 """What would be as bad if a member did it."""
 LINES = 20 * PEERS
@@ -62,6 +62,7 @@ def test_three_strangers_at_once_change_nothing() -> None:
     check_equal(attacked, peace, goodput=0.95)
 
 
+@pytest.mark.slow_drill
 def test_a_reducer_that_lies_is_caught_with_the_option_for_it() -> None:
     name = "gives_everybody_another_average"
     outcome = train(1, (), (name,), peers=PEERS, epochs=EPOCHS, verify_reducers=True)
@@ -79,7 +80,7 @@ def test_a_reducer_that_lies_is_caught_with_the_option_for_it() -> None:
         ("claims_all_the_weight", 3),
         ("withholds_averages", 1),
         pytest.param("withholds_averages", 3, marks=pytest.mark.slow_drill),
-        ("sends_what_is_not_finite", 1),
+        pytest.param("sends_what_is_not_finite", 1, marks=pytest.mark.slow_drill),
         ("says_that_it_comes_and_never_does", 1),
     ],
 )

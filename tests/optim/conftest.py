@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +40,6 @@ def network() -> MemoryNetwork | None:
 def make_dhts(network: MemoryNetwork | None) -> Iterator[Callable[..., list[DHT]]]:
     """Make connected DHTs: ``make_dhts(3)``, with a client as the last one: ``make_dhts(3, clients=1)``."""
     made: list[DHT] = []
-    gc.freeze()  # optimizers look for modules among all objects that are not frozen: no test needs those made before it
 
     def make(count: int, clients: int = 0) -> list[DHT]:
         dhts = []
@@ -55,7 +53,6 @@ def make_dhts(network: MemoryNetwork | None) -> Iterator[Callable[..., list[DHT]
     yield make
     for dht in reversed(made):
         dht.shutdown()
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -20,12 +20,13 @@ pytestmark = pytest.mark.timeout(300)
 
 @on_cpu_only  # gloo takes no tensors of a device that it does not know
 @pytest.mark.parametrize(
-    "scenario", mostly_drills([ranks.equivalence, ranks.download, ranks.under_ddp, ranks.background], quick=2)
+    "scenario", mostly_drills([ranks.equivalence, ranks.download, ranks.under_ddp, ranks.background])
 )
 def test_a_peer_of_two_processes_and_one_of_one(scenario: Callable[[], None]) -> None:
     run_in_group(scenario, 3)
 
 
+@pytest.mark.slow_drill
 def test_several_groups_at_once() -> None:
     run_in_group(ranks.several_groups, 4)
 

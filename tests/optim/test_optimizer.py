@@ -621,7 +621,11 @@ def train_until_all_are_alike(trainers: list[Trainer]) -> None:
     ("averager", "use_ext_grad_buffer", "options"),
     [
         pytest.param(
-            averager, has_buffer, DELAYED if is_delayed else {}, id=f"{averager.__name__}-{has_buffer}-{is_delayed}"
+            averager,
+            has_buffer,
+            DELAYED if is_delayed else {},
+            id=f"{averager.__name__}-{has_buffer}-{is_delayed}",
+            marks=[pytest.mark.slow_drill] if has_buffer is is_delayed else [],
         )
         for averager, has_buffer, is_delayed in (
             (GradientAverager, True, True),

@@ -99,18 +99,25 @@ def test_whatever_contradicts_itself_is_refused_and_nothing_else() -> None:
             resolve(row)
 
 
-def pairs_of(row: Row) -> Iterator[tuple[tuple[str, int], ...]]:
-    chosen = [(name, VALUES[name].index(value)) for name, value in row.items()]
-    yield from itertools.combinations(chosen, 2)
+Pair = frozenset[tuple[str, int]]
+"""Two options, each with the place of its value."""
+
+
+def places(row: Row) -> list[tuple[str, int]]:
+    return [(name, VALUES[name].index(value)) for name, value in row.items()]
+
+
+def pairs_of(row: Row) -> Iterator[Pair]:
+    yield from map(frozenset, itertools.combinations(places(row), 2))
 
 
 def make_rows() -> list[Row]:
     """Greedily: begin each row with a pair that no row has yet, then take for each option the value with most news."""
     every = [pair for names in itertools.combinations(VALUES, 2) for pair in _pairs(*names)]
-    missing = {pair: None for pair in every if _complete(dict(_read(pair)), {}) is not None}
+    missing = {pair: None for pair in every if _complete(_read(pair), {}) is not None}
     rows: list[Row] = []
     while missing:
-        row = _complete(dict(_read(next(iter(missing)))), missing)
+        row = _complete(_read(next(iter(missing))), missing)
         assert row is not None
         rows.append(row)
         for pair in pairs_of(row):
@@ -118,16 +125,16 @@ def make_rows() -> list[Row]:
     return rows
 
 
-def _pairs(first: str, second: str) -> Iterator[tuple[tuple[str, int], ...]]:
+def _pairs(first: str, second: str) -> Iterator[Pair]:
     for i, j in itertools.product(range(len(VALUES[first])), range(len(VALUES[second]))):
-        yield (first, i), (second, j)
+        yield frozenset({(first, i), (second, j)})
 
 
-def _read(pair: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, Any]]:
-    return ((name, VALUES[name][index]) for name, index in pair)
+def _read(pair: Pair) -> Row:
+    return {name: VALUES[name][index] for name, index in pair}
 
 
-def _complete(row: Row, missing: dict[Any, None]) -> Row | None:
+def _complete(row: Row, missing: dict[Pair, None]) -> Row | None:
     """The row with a value for each option, in the order of ``VALUES``; ``None`` if every one contradicts itself."""
     if contradicts_itself(row):
         return None
@@ -135,13 +142,11 @@ def _complete(row: Row, missing: dict[Any, None]) -> Row | None:
     if name is None:
         return {name: row[name] for name in VALUES}
 
+    others = places(row)
+
     def news(value: Any) -> int:
-        index = VALUES[name].index(value)
-        others = ((other, VALUES[other].index(chosen)) for other, chosen in row.items())
-        order = list(VALUES)
-        return sum(
-            tuple(sorted([(name, index), other], key=lambda o: order.index(o[0]))) in missing for other in others
-        )
+        own = (name, VALUES[name].index(value))
+        return sum(frozenset({own, other}) in missing for other in others)
 
     for value in sorted(VALUES[name], key=news, reverse=True):
         completed = _complete({**row, name: value}, missing)
@@ -156,7 +161,7 @@ ROWS = make_rows()
 def test_the_rows_have_all_pairs() -> None:
     covered = {pair for row in ROWS for pair in pairs_of(row)}
     every = {pair for names in itertools.combinations(VALUES, 2) for pair in _pairs(*names)}
-    impossible = {pair for pair in every if _complete(dict(_read(pair)), {}) is None}
+    impossible = {pair for pair in every if _complete(_read(pair), {}) is None}
     assert covered == every - impossible
     assert len(impossible) == len(CONTRADICTIONS)
     assert {"delay_optimizer_step": True, "delay_state_averaging": False}.items() <= set().union(

@@ -11,6 +11,7 @@ from tests.processes import run_in_group
 pytestmark = [pytest.mark.timeout(300), on_cpu_only]  # gloo takes no tensors of a device that it does not know
 
 
+@pytest.mark.slow_drill
 def test_two_sharded_peers_and_meshes_of_two_dimensions() -> None:
     run_in_group(sharded.four_processes, 4)
 

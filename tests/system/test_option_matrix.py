@@ -129,7 +129,8 @@ LOCAL_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_drills(reversed(LOCAL_OPTIONS)))
+@pytest.mark.slow_drill
+@pytest.mark.parametrize("name", LOCAL_OPTIONS)
 def test_peers_that_step_locally_learn_to_read(crew: Crew, name: str) -> None:
     options = LOCAL_OPTIONS[name]
     trainers, auxiliary = crew.run(name, LOCAL_EPOCHS, LOCAL_LEARNING_RATE, use_local_updates=True, **options)

@@ -72,6 +72,7 @@ def trainers() -> Iterator[Trainers]:
         yield trainers
 
 
+@pytest.mark.slow_drill
 def test_one_comes_back_after_its_cable_was_out(trainers: Trainers) -> None:
     """The first one, to whom nobody has named an initial peer."""
     away, others = trainers.hosts[0], trainers.peers[1:]

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from tests.drills import mostly_drills
 from tests.system.smoke import smoke
 from tests.system.swarm import Peer, Swarm
 
@@ -24,9 +23,8 @@ def epoch_of(peer: Peer) -> int:
     return max((event["epoch"] for event in peer.all("epoch")), default=0)
 
 
-@pytest.mark.parametrize(
-    "delay_state_averaging", mostly_drills([False, True]), ids=["synchronous", "delayed state averaging"]
-)
+@pytest.mark.slow_drill
+@pytest.mark.parametrize("delay_state_averaging", [False, True], ids=["synchronous", "delayed state averaging"])
 def test_four_peers_make_five_global_steps_and_leave_nothing_behind(delay_state_averaging: bool) -> None:
     smoke(delay_state_averaging)
 

@@ -117,6 +117,7 @@ while True:
 """
 
 
+@pytest.mark.slow_drill
 def test_peers_of_one_run_that_cannot_call_each_other_say_so_once(hosts: list[Host]) -> None:
     here, there = hosts
     _, [address, *_] = start_seed(here)
@@ -160,6 +161,7 @@ def first_block(document: str) -> str:
     return found[1]
 
 
+@pytest.mark.slow_drill
 def test_two_laptops_train_with_the_program_of_the_guide(hosts: list[Host]) -> None:
     laptops = []
     addresses: list[str] = []

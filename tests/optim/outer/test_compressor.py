@@ -322,5 +322,6 @@ def digest() -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # both processes only compute
+@pytest.mark.slow_drill
 def test_both_code_paths_of_torch_make_the_same_rounds() -> None:
     check_same_on_both("tests.optim.outer.test_compressor")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @on_cpu_only  # gloo takes no tensors of a device that it does not know
-@pytest.mark.parametrize("scenario", mostly_drills([ranks.equivalence, ranks.a_newcomer, ranks.scaled], quick=2))
+@pytest.mark.parametrize("scenario", mostly_drills([ranks.equivalence, ranks.a_newcomer, ranks.scaled]))
 def test_a_peer_of_two_processes_and_one_of_one(scenario: Callable[[], None]) -> None:
     run_in_group(scenario, 3)
 
