@@ -55,7 +55,7 @@ def peers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def test_a_short_run_loses_a_peer_gains_a_peer_and_ends_with_equal_parameters(
     start: Start, tmp_path: Path, method: str
 ) -> None:
-    process = start("--peers", "3", "--seconds", "9", "--method", method)
+    process = start("--peers", "3", "--seconds", "10", "--method", method)
     out, errors = process.communicate(timeout=280)
     assert errors == ""
     report = json.loads((tmp_path / "report.json").read_text())
