@@ -59,7 +59,7 @@ async def test_a_state_is_given_unless_something_contradicts(
         assert state is None
         difference = f"{FROZEN_BASE} is 'revision 1111' there and 'files 2222' here; {FIX}"
         assert newcomer.state_sharing.contradictions == {donor.p2p.peer_id: difference}
-        assert told(caplog, f"donor {names['donor']} gives its state not to this peer: {difference}")
+        assert told(caplog, f"donor {names['donor']} refuses to give this peer its state: {difference}")
         assert told(caplog, f"newcomer {names['newcomer']} does not get the state", "'revision 1111' here")
     await swarm.close()
 

@@ -195,7 +195,7 @@ class Gathering:
         rank, peer = donor
         if header.contradiction:
             self.contradictions[peer] = reason = one_line(header.contradiction)
-            self.memory.warn_seldom("donor %s gives its state not to this peer: %s", peer, reason, about=peer)
+            self.memory.warn_seldom("donor %s refuses to give this peer its state: %s", peer, reason, about=peer)
             self.leave(peer, "differs")
             return
         if not header.busy:
