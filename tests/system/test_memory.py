@@ -8,7 +8,8 @@ import pytest
 
 from tests.system.swarm import Swarm
 
-ALLOWED_GROWTH = 1.05
+ALLOWED_GROWTH = 1.1
+"""A peak rises when more messages than ever are under way at once. A leak of a megabyte per round would be more."""
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs getrusage"),
