@@ -9,6 +9,7 @@ import pytest
 from shoal.optim.outer.flight import Expectation
 from shoal.optim.outer.slot_tracker import SlotBoard
 from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
+from shoal.p2p import PeerID
 
 NOW = 1000.0
 
@@ -104,3 +105,15 @@ def test_silent_strangers_do_not_keep_a_lone_peer_from_going_on(board):
         board.hear(record(peer, 0, 3), NOW + 60, NOW)
         board.mark_unreachable(peer.encode(), NOW + 1, is_refused=False)
     assert not board.is_cut_off(NOW + 2)
+
+
+def test_all_that_may_update_the_same_count_at_whatever_slot_they_are(board):
+    """Rounds of one fragment in several slots may be one round, so halves some slots apart must know of each other."""
+    board.report(5, 10, NOW)
+    for peer, slot in {"behind": 3, "here": 5, "ahead": 9, "far behind": 1, "newcomer": 3, "absent": 5}.items():
+        board.hear(record(peer, slot, 3), NOW + 60, NOW)
+    met = dict.fromkeys([b"me", b"behind", b"here", b"ahead", b"far behind"], 1.0)
+    board.note_outer_round(met, NOW, Expectation(4, {PeerID(b"absent")}, NOW, 0.0))
+    assert board.electorate(NOW, 2) == {b"behind", b"here", b"ahead"}
+    board.mark_unreachable(b"behind", NOW + 1, is_refused=True)
+    assert board.electorate(NOW + 1, 2) == {b"here", b"ahead"}

@@ -24,6 +24,7 @@ from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager, tag_of
 from shoal.optim.outer.schedule import SlotCounter, group_of
 from shoal.optim.outer.settings import OuterSettings
+from shoal.optim.outer.slot_tracker import ANY_SLOT
 from shoal.optim.progress import LocalTrainingProgress
 from shoal.optim.round_watch import RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from shoal.optim.outer.slot_tracker import OuterTracker
 
 logger = logging.getLogger(__name__)
-
-# Later than all slots.
-ANY_SLOT = 2**62
 
 
 @dataclass
@@ -93,6 +91,15 @@ class Rounds:
     def _last_slot(self) -> int:
         """A peer beyond this slot does not come to the round that ends this peer's."""
         return last_epoch_in_first_round(self.counter.slot, overlaps=self.settings.overlaps)
+
+    @property
+    def _reach(self) -> int:
+        """So many slots may be between two peers whose rounds of a fragment are one.
+
+        Where rounds overlap with training, one peer may just end a slot, and another one be about to end the one after
+        the next slot of this fragment: it waits for its round of that.
+        """
+        return len(self.fragments) + 1 if self.settings.overlaps else 0
 
     def whom_to_expect(self) -> set[PeerID]:
         """Other peers that will come to the round at the end of this slot."""
@@ -248,7 +255,7 @@ class Rounds:
             self.extra.read(self.averager.extra)
         # Where groups are drawn, none of them is most of the run.
         needs_most = not is_drawn and settings.average != PARAMETERS
-        electorate = expected | self.tracker.electorate(self._last_slot) if needs_most else set()
+        electorate = expected | self.tracker.electorate(slot - self._reach) if needs_most else set()
         timeout = settings.averaging_timeout
         patience = min(settings.straggler_patience + self.matchmaking_time, 0.9 * timeout)
         control = self.averager.step(
@@ -264,7 +271,7 @@ class Rounds:
         flight.control = control
         self._expected[each.number] = Expectation(slot, expected, get_dht_time(), patience)
         last_slots = None if last is None else dict.fromkeys(expected, last)
-        RoundWatch(control, self.tracker, last_slots, dict.fromkeys(electorate, self._last_slot))
+        RoundWatch(control, self.tracker, last_slots, dict.fromkeys(electorate, slot + self._reach))
 
     def apply_what_is_due(self) -> None:
         for each in self.fragments:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from shoal.optim.outer.schedule import Schedule
     from shoal.optim.outer.settings import OuterSettings
 
+# Later than all slots.
+ANY_SLOT = 2**62
+
 
 class OuterBoard(ProgressBoard):
     """A board whose epochs are slots. Rounds may end long after their slots, and overlap."""
@@ -67,19 +70,24 @@ class OuterBoard(ProgressBoard):
             present = {peer: companion for peer, companion in self._companions.items() if companion.is_reachable(now)}
             return {peer for peer, companion in present.items() if not companion.record.is_donor}
 
-    def electorate(self, now: float, until_epoch: int) -> set[bytes]:
+    def electorate(self, now: float, earliest: int) -> set[bytes]:
         """Other peers that count when it is asked whether most have come to a round.
 
-        These are all that can be expected, also those for which it is not worth to wait: two halves of a run that wait
-        for nobody else would both be the majority of those whom they know. Who was expected and did not come does not
-        count until it comes.
+        These are all that may update what this peer updates, at whatever slot, also those for which it is not worth to
+        wait: two halves of a run that wait for nobody else, or of which one is some slots ahead, would both be the
+        majority of those whom they know. Who was expected and did not come does not count until it comes.
 
         Args:
-            until_epoch: a peer beyond this epoch has finished the round.
+            earliest: peers that this one has met count from this slot on; others, which may be newcomers, from this
+                peer's slot on.
         """
         with self._lock:
-            kin = self._kin(now)
-            return expected_members(self.own.epoch, until_epoch, kin, self._last_members, now) - self._absent
+            present = expected_members(self.own.epoch, ANY_SLOT, self._kin(now), self._last_members, now)
+            for peer, c in self._companions.items():
+                is_near = c.record.epoch >= earliest and c.is_reachable(now) and not c.record.is_donor
+                if is_near and self.evidence.has_met(peer):
+                    present.add(peer)
+            return present - self._absent
 
     def is_cut_off(self, now: float) -> bool:
         """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
@@ -104,9 +112,9 @@ class OuterTracker(ProgressTracker):
     make_board = OuterBoard
     board: OuterBoard
 
-    def electorate(self, until_epoch: int) -> set[PeerID]:
+    def electorate(self, earliest: int) -> set[PeerID]:
         """See :meth:`OuterBoard.electorate`."""
-        return {PeerID(peer) for peer in self.board.electorate(get_dht_time(), until_epoch)}
+        return {PeerID(peer) for peer in self.board.electorate(get_dht_time(), earliest)}
 
 
 class SlotBoard(OuterBoard):
