@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from shoal.optim.outer.flight import Expectation
+from shoal.optim.outer.catching_up import CatchingUp
+from shoal.optim.outer.flight import Expectation, Standing
 from shoal.optim.outer.slot_tracker import SlotBoard
 from shoal.optim.progress import LocalTrainingProgress, PerformanceEMA, RefreshPolicy
 from shoal.p2p import PeerID
@@ -117,3 +119,23 @@ def test_all_that_may_update_the_same_count_at_whatever_slot_they_are(board):
     assert board.electorate(NOW, 2) == {b"behind", b"here", b"ahead"}
     board.mark_unreachable(b"behind", NOW + 1, is_refused=True)
     assert board.electorate(NOW + 1, 2) == {b"here", b"ahead"}
+
+
+def test_who_is_of_the_lineage_that_has_lost_believes_the_others_as_a_newcomer_does(board, monkeypatch):
+    """Else it would take the state of a peer of its own lineage, and two halves of a run would stay apart."""
+    board.report(46, 10, NOW)
+    board.note_outer_round(dict.fromkeys([b"me", b"d", b"e"], 1.0), NOW, Expectation(46, (), NOW, 0.0))
+    board.finish_update(47, [b"d", b"e"], NOW)
+    for peer, slot in {"d": 46, "e": 47, "a": 62, "b": 62, "c": 62}.items():
+        board.hear(record(peer, slot, 3), NOW + 60, NOW)
+    assert max(board.believed_epochs(NOW).values()) == 47
+    believed = []
+    monkeypatch.setattr(CatchingUp, "download", lambda self: believed.append(board.believed_epochs(NOW)) or True)
+    rounds = SimpleNamespace(
+        fragments=[SimpleNamespace(standing=Standing.LOST)],
+        has_trained=True,
+        end_flights=lambda: None,
+        tracker=SimpleNamespace(board=board),
+    )
+    assert CatchingUp(rounds, 60.0, False, None).run()
+    assert max(believed[0].values()) == 62

@@ -126,6 +126,8 @@ class CatchingUp:
         rounds = self.rounds
         rounds.end_flights()
         is_lost = any(each.standing is Standing.LOST for each in rounds.fragments)
+        if is_lost:  # what it has believed so far has led it astray, and would lead it to donors of its own lineage
+            rounds.tracker.board.evidence.contact = None
         if not rounds.has_trained or is_lost or self._in_vain >= MOST_IN_VAIN:
             return self.download()
         if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own
