@@ -14,7 +14,8 @@ from shoal.averaging import StepControl
 from shoal.errors import AllreduceException
 from shoal.optim.epochs import EPOCHS_AHEAD
 from shoal.optim.outer.extra import ExtraTensors
-from shoal.optim.outer.rounds import ANY_SLOT, Rounds
+from shoal.optim.outer.flight import ANY_SLOT
+from shoal.optim.outer.rounds import Rounds
 from shoal.optim.outer.schedule import Schedule, SlotCounter
 from shoal.optim.outer.settings import OuterSettings
 from tests.optim.outer.quadratic import A

@@ -19,6 +19,9 @@ PARAMETERS = "parameters"
 AVERAGES = ("pseudo_gradients", PARAMETERS)
 """What rounds may average."""
 
+# Later than all slots.
+ANY_SLOT = 2**62
+
 
 class Standing(enum.Enum):
     """How a member's outer parameters compare with those of its group."""

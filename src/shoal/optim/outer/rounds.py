@@ -18,13 +18,12 @@ from shoal.optim.epochs import EPOCHS_AHEAD, last_epoch_in_first_round
 from shoal.optim.outer.checkpoint import OuterCheckpoint, Position
 from shoal.optim.outer.deeds import Deeds
 from shoal.optim.outer.extra import ExtraTensors
-from shoal.optim.outer.flight import PARAMETERS, Expectation, OuterRound
+from shoal.optim.outer.flight import ANY_SLOT, PARAMETERS, Expectation, OuterRound
 from shoal.optim.outer.fragment_updates import FragmentUpdates
 from shoal.optim.outer.inner import InnerOptimizers
 from shoal.optim.outer.outer_averager import OuterAverager, tag_of
 from shoal.optim.outer.schedule import SlotCounter, group_of
 from shoal.optim.outer.settings import OuterSettings
-from shoal.optim.outer.slot_tracker import ANY_SLOT
 from shoal.optim.progress import LocalTrainingProgress
 from shoal.optim.round_watch import RoundWatch
 from shoal.optim.state_jobs import let_go, log_failure

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.clock import get_dht_time
-from shoal.optim.outer.flight import Expectation
+from shoal.optim.outer.flight import ANY_SLOT, Expectation
 from shoal.optim.progress import (
     Companion,
     GlobalTrainingProgress,
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from shoal.dht import DHT
     from shoal.optim.outer.schedule import Schedule
     from shoal.optim.outer.settings import OuterSettings
-
-# Later than all slots.
-ANY_SLOT = 2**62
 
 
 class OuterBoard(ProgressBoard):
