@@ -15,7 +15,7 @@ from shoal.p2p import Multiaddr
 from shoal.p2p.addresses import AddressBook
 from shoal.p2p.answering import may_be_dialled
 from shoal.p2p.badges import Grant, encode_badge, read_badge
-from shoal.p2p.candidates import LOWEST_PORT, MAX_CANDIDATES, Candidates, Go, worth_punching
+from shoal.p2p.candidates import LOWEST_PORT, MAX_CANDIDATES, Candidates, worth_punching
 from shoal.p2p.circuit import Circuit
 from shoal.p2p.identity import is_circuit, relay_of
 from shoal.p2p.memory import MemoryNetwork
@@ -182,7 +182,7 @@ def targets() -> list[Target]:
             exchange.start_afresh,
         ),
         Target(
-            "sessions, candidates to the dialler", lambda m: _frames(m, Candidates, Go), exchange.as_dialler,
+            "sessions, candidates to the dialler", lambda m: _frames(m, Candidates), exchange.as_dialler,
             exchange.start_afresh,
         ),
         Target("badge, order of grants", _shuffled_badge, _shuffled),

@@ -27,7 +27,7 @@ from shoal.dht.storage import DictionaryDHTValue
 from shoal.dht.validation import PLAIN_VALUE, WHOLE_DICTIONARY, CompositeValidator, DHTRecord
 from shoal.p2p import Header, Identity
 from shoal.p2p.badges import ANY_ROLE, RevocationList, Roles, encode_badge
-from shoal.p2p.candidates import CandidateHost, Candidates, Go
+from shoal.p2p.candidates import CandidateHost, Candidates
 from shoal.p2p.connection import Failure, Hello, Open
 from shoal.p2p.presence import PresenceQuery, PresenceReply
 from shoal.p2p.relay_messages import (
@@ -160,7 +160,6 @@ HEADERS: list[Header] = [
     Observer(cookie=bytes(32)),
     Observed(seen_at=ADDRESSES[0]),
     Candidates([CandidateHost(each, [40000 + i for i in range(8)]) for each in _HOSTS]),
-    Go(),
 ]
 PACKED_HEADERS = {type(header): msgspec.msgpack.encode(header) for header in HEADERS}
 CANDIDATES = PACKED_HEADERS[Candidates]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import DialError, IdentityMismatchError
 from shoal.metrics import Metrics
-from shoal.p2p.candidates import MAX_PORTS, CandidateHost, Candidates, Go
+from shoal.p2p.candidates import MAX_PORTS, CandidateHost, Candidates
 from shoal.p2p.circuit import Circuit
 from shoal.p2p.frames import pack_frame, receive_frame, send_frame
 from shoal.p2p.identity import Identity
@@ -406,7 +406,6 @@ async def test_lies_about_addresses_cause_no_attempts(trio: Trio) -> None:
     async def lie() -> None:
         await send_frame(far[0].session, Candidates(LIES))
         await receive_frame(far[0].session, Candidates)
-        await send_frame(far[0].session, Go())
 
     futures, _ = await asyncio.gather(trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, near, now()), lie())
     assert futures == []
@@ -422,7 +421,6 @@ async def test_of_lies_about_global_addresses_only_a_few_are_tried(trio: Trio) -
     async def lie() -> None:
         await receive_frame(near[0].session, Candidates)
         await send_frame(near[0].session, Candidates(lies))
-        await receive_frame(near[0].session, Go)
 
     transport_of(trio.target).is_walled = True
     going_on, _ = await asyncio.gather(trio.target.puncher.as_target(trio.dialler.peer_id, EASY, far), lie())
@@ -432,7 +430,7 @@ async def test_of_lies_about_global_addresses_only_a_few_are_tried(trio: Trio) -
 
 frames = st.one_of(
     st.binary(max_size=60),
-    st.sampled_from([pack_frame(Candidates()), pack_frame(Candidates(LIES)), pack_frame(Go())]),
+    st.sampled_from([pack_frame(Candidates()), pack_frame(Candidates(LIES))]),
     st.dictionaries(st.text(max_size=5) | st.just("hosts"), st.integers(-9, 9) | st.lists(st.text()), max_size=3).map(
         lambda fields: len(msgspec.msgpack.encode(fields)).to_bytes(2, "big") + msgspec.msgpack.encode(fields)
     ),

@@ -45,10 +45,6 @@ class Candidates(Header):
         return [(each.host, each.ports[number]) for each in self.hosts if number < len(each.ports)]
 
 
-class Go(Header):
-    """The target begins to punch in half a round trip."""
-
-
 def endpoint_of(address: Multiaddr | None) -> Endpoint | None:
     """Host and port of an address; ``None`` if it has no such parts."""
     if address is None:

@@ -3,13 +3,13 @@
 Over the first circuit the two tell each other where these ports can perhaps be reached. It is not encrypted: the relay
 knows all of it anyway, and it can forge no identity::
 
-    target ► dialler    Candidates    without any host: it will not punch, and that is all
     dialler ► target    Candidates
-    target ► dialler    Go
+    target ► dialler    Candidates    without any host: it will not punch, and that is all
 
-The target takes the time between the two Candidates as the round trip. The dialler begins when Go arrives, the target
-half a round trip after sending it, so their first packets cross. Whatever connects goes through the ordinary handshake,
-as it does on the circuits at the same time; for each port, the first connection that leads to the other peer counts.
+The relay joins both sides at the same moment, and both say at once what they have to say, so each hears of the other one
+at nearly the same time. Then it begins: their first packets cross, or those of the earlier side open its router for
+those of the later one. Whatever connects goes through the ordinary handshake, as it does on the circuits at the same
+time; for each port, the first connection that leads to the other peer counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from shoal.errors import DialError, ProtocolError, ShoalError, StreamClosedError
 from shoal.metrics import Metrics
 from shoal.p2p.addresses import is_loopback
-from shoal.p2p.candidates import MAX_PORTS, Candidates, Go, endpoint_of, global_ipv6, own_candidates, worth_punching
+from shoal.p2p.candidates import MAX_PORTS, Candidates, endpoint_of, global_ipv6, own_candidates, worth_punching
 from shoal.p2p.circuit import Circuit
 from shoal.p2p.frames import receive_frame, send_frame
 from shoal.p2p.identity import PeerID
@@ -133,7 +133,9 @@ class Puncher:
         """
         hosts = _hosts_of(circuits)
         self.policy.note_hosts(peer, hosts)
-        plan = await self._exchange_as_dialler(peer, circuits, since)
+        plan = await self._exchange(peer, circuits, self._own_candidates(circuits), since)
+        if plan is None:
+            self._metrics.punches_failed["no exchange"] += 1
         if self._are_both_hard(reach):
             self.policy.note_hopeless(peer, hosts)
         elif plan is not None and not any(plan.targets):
@@ -142,24 +144,6 @@ class Puncher:
         if plan is None or not any(plan.targets) or self._is_closed:
             return []
         return [self._begin(peer, circuit, number, plan) for number, circuit in enumerate(circuits)]
-
-    async def _exchange_as_dialler(self, peer: PeerID, circuits: Sequence[Circuit], since: float) -> _Plan | None:
-        loop, first = asyncio.get_running_loop(), circuits[0].session
-        try:
-            async with asyncio.timeout(EXCHANGE_SECONDS):
-                theirs = await receive_frame(first, Candidates)
-            if not theirs.hosts:
-                return self._plan(circuits, theirs, 0.0, since)
-            async with asyncio.timeout(EXCHANGE_SECONDS):
-                asked_at = loop.time()
-                await send_frame(first, self._own_candidates(circuits))
-                await receive_frame(first, Go)
-        except (TimeoutError, ProtocolError, StreamClosedError) as e:
-            first.abort()  # the two sides may be at different places of it
-            logger.debug("no candidates exchanged with %s: %r", peer, e)
-            self._metrics.punches_failed["no exchange"] += 1
-            return None
-        return self._plan(circuits, theirs, loop.time() - asked_at, since)
 
     def _begin(self, peer: PeerID, circuit: Circuit, number: int, plan: _Plan) -> asyncio.Future[Stream]:
         """Begin to punch from the port of a circuit."""
@@ -237,29 +221,11 @@ class Puncher:
         Returns:
             The punch: it goes on while it is awaited, and hands on who connects.
         """
-        plan = await self._exchange_as_target(peer, circuits, is_willing=not self._are_both_hard(reach))
-        return _nothing() if plan is None else self._punch_as_target(peer, circuits, plan)
-
-    async def _exchange_as_target(self, peer: PeerID, circuits: Sequence[Circuit], *, is_willing: bool) -> _Plan | None:
-        loop, first = asyncio.get_running_loop(), circuits[0].session
-        own = self._own_candidates(circuits) if is_willing else Candidates()
-        try:
-            async with asyncio.timeout(EXCHANGE_SECONDS):
-                asked_at = loop.time()
-                await send_frame(first, own)
-                if not own.hosts:
-                    return None
-                theirs = await receive_frame(first, Candidates)
-                round_trip = loop.time() - asked_at
-                await send_frame(first, Go())
-        except (TimeoutError, ProtocolError, StreamClosedError) as e:
-            first.abort()
-            logger.debug("no candidates exchanged with %s: %r", peer, e)
-            return None
-        return self._plan(circuits, theirs, round_trip, asked_at)
+        own = Candidates() if self._are_both_hard(reach) else self._own_candidates(circuits)
+        plan = await self._exchange(peer, circuits, own, asyncio.get_running_loop().time())
+        return _nothing() if plan is None or not own.hosts else self._punch_as_target(peer, circuits, plan)
 
     async def _punch_as_target(self, peer: PeerID, circuits: Sequence[Circuit], plan: _Plan) -> None:
-        await asyncio.sleep(plan.round_trip / 2)
         await all_of(
             *(
                 self._receive_direct(peer, circuit.session, targets, plan)
@@ -296,6 +262,23 @@ class Puncher:
                 self._transport.receive(each, on_direct)
 
     # --- both ---------------------------------------------------------------------------------------------------------
+
+    async def _exchange(
+        self, peer: PeerID, circuits: Sequence[Circuit], own: Candidates, since: float
+    ) -> _Plan | None:
+        """Tell the other side one's own candidates, and hear of its own; ``None``: it says nothing, or nonsense."""
+        loop, first = asyncio.get_running_loop(), circuits[0].session
+        begun_at = loop.time()
+        try:
+            async with asyncio.timeout(EXCHANGE_SECONDS):
+                await send_frame(first, own)
+                theirs = await receive_frame(first, Candidates)
+        except (TimeoutError, ProtocolError, StreamClosedError) as e:
+            first.abort()  # the two sides may be at different places of it
+            logger.debug("no candidates exchanged with %s: %r", peer, e)
+            return None
+        # What has come was sent when this side sent its own, so it has come one way.
+        return self._plan(circuits, theirs, 2 * (loop.time() - begun_at), since)
 
     def _own_candidates(self, circuits: Sequence[Circuit]) -> Candidates:
         ports = [(each.seen_at, each.session.local_address) for each in circuits[:MAX_PORTS]]
