@@ -263,9 +263,7 @@ class Puncher:
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    async def _exchange(
-        self, peer: PeerID, circuits: Sequence[Circuit], own: Candidates, since: float
-    ) -> _Plan | None:
+    async def _exchange(self, peer: PeerID, circuits: Sequence[Circuit], own: Candidates, since: float) -> _Plan | None:
         """Tell the other side one's own candidates, and hear of its own; ``None``: it says nothing, or nonsense."""
         loop, first = asyncio.get_running_loop(), circuits[0].session
         begun_at = loop.time()
