@@ -77,6 +77,6 @@ def test_eight_at_once_take_hardly_longer_than_one(lab: Laboratory) -> None:
         eight = [max(punchers.punch(8).seconds) for _ in range(5)]
         print(f"one: {sorted(one)}, eight: {sorted(eight)}")
         assert len(punchers.punch(8).seconds) == 8
-        # Of the round trips of 60 ms: two for the sessions, three for the exchange, one and a half for the rest.
+        # Of the round trips of 60 ms: two for the sessions, one for the exchange, one and a half for the rest.
         assert statistics.median(one) < 2.0
         assert statistics.median(eight) < 2.0

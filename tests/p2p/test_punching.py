@@ -337,6 +337,37 @@ async def test_after_the_exchange_the_circuit_is_for_the_handshake(trio: Trio) -
 
 
 @simulated
+async def test_both_sides_begin_when_they_hear_of_each_other(trio: Trio) -> None:
+    """That is one trip through the relay after it has joined them, though nobody waits for the other one to speak."""
+    near, far = await trio.circuits()
+    joined_at = now()
+    target = trio.target.puncher.as_target(trio.dialler.peer_id, EASY, far)
+    [direct], going_on = await asyncio.gather(
+        trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, near, joined_at), target
+    )
+    await asyncio.gather(direct, going_on)
+    for side in (trio.dialler, trio.target):
+        assert transport_of(side).began_at - joined_at == pytest.approx(2 * ONE_WAY)
+        assert transport_of(side).round_trip == pytest.approx(4 * ONE_WAY)
+
+
+@simulated
+async def test_a_side_that_comes_later_holds_up_nobody_any_longer(trio: Trio) -> None:
+    near, far = await trio.circuits()
+    late, joined_at = 20 * ONE_WAY, now()
+
+    async def come_late() -> None:
+        await asyncio.sleep(late)
+        await (await trio.target.puncher.as_target(trio.dialler.peer_id, EASY, far))
+
+    coming = asyncio.ensure_future(come_late())
+    [direct] = await trio.dialler.puncher.as_dialler(trio.target.peer_id, EASY, near, joined_at)
+    assert (await direct).remote == trio.target.peer_id
+    assert transport_of(trio.dialler).began_at - joined_at == pytest.approx(late + 2 * ONE_WAY)
+    await coming
+
+
+@simulated
 async def test_closing_ends_what_goes_on(trio: Trio) -> None:
     transport_of(trio.dialler).is_walled = True
     [future], going_on = await trio.punch()

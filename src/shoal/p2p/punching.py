@@ -6,7 +6,7 @@ knows all of it anyway, and it can forge no identity::
     dialler ► target    Candidates
     target ► dialler    Candidates    without any host: it will not punch, and that is all
 
-The relay joins both sides at the same moment, and both say at once what they have to say, so each hears of the other one
+The relay joins both sides at one moment, and both say at once what they have to say, so each hears of the other one
 at nearly the same time. Then it begins: their first packets cross, or those of the earlier side open its router for
 those of the later one. Whatever connects goes through the ordinary handshake, as it does on the circuits at the same
 time; for each port, the first connection that leads to the other peer counts.
