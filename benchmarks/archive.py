@@ -6,7 +6,11 @@ This process trains a model with ``shoal.Optimizer`` and Adam, on one thread; it
 process takes archives of it, with rests in between. An archive counts from the beginning of the download until its
 manifest is written and every byte has been handed to the disk (``fsync``). The speed of the training while one is taken
 is compared with that in the rests around it. On Linux, with at least two cores, the training thread has one of them for
-itself, and all else shares the others; ``--no-pin`` leaves that to the system.
+itself, and all else shares the others; ``--no-pin`` leaves that to the system. With ``--idle`` the donor does not train
+meanwhile: then each side of the download has a core of two.
+
+Both sides need fresh memory. A virtual machine may have given it back to its host some seconds after it was free, and
+waits long for it: ``--rest 1`` takes the next archive before that.
 
 It prints: GB per second, the part of it that was writing, and the share of the speed that the training has kept, while
 an archive is taken and in the long run.
@@ -88,6 +92,8 @@ class Training:
             matchmaking_time=1.0,
         )
         self.ends: list[float] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
 
     def run(self, stop: threading.Event, core: int | None) -> None:
         torch.set_num_threads(1)
@@ -99,6 +105,7 @@ class Training:
             self.model(batch).square().mean().backward()
             self.opt.step()
             self.ends.append(time.monotonic())
+            self.may_go_on.wait()
 
     def speed(self, since: float, until: float) -> float:
         """Batches per second in a time; parts of batches count."""
@@ -118,9 +125,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rest", type=float, default=10.0, help="seconds between two archives")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
+    parser.add_argument("--idle", action="store_true", help="the donor does not train meanwhile")
     parser.add_argument("--no-pin", action="store_true", help="let the system choose cores")
     args = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" and not args.no_pin else []
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" and not args.no_pin and not args.idle else []
     core, others = (cores[0], cores[1:]) if len(cores) > 1 else (None, [])
     dht = DHT(start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
     training, stop = Training(dht, args.megabytes), threading.Event()
@@ -141,8 +149,11 @@ def main() -> None:
                 pause.wait(0.1)
             for number in range(-1, args.rounds):
                 pause.wait(args.rest)
+                if args.idle:
+                    training.may_go_on.clear()
                 orders.send("take")
                 answer = orders.recv()
+                training.may_go_on.set()
                 pause.wait(args.rest)
                 began_at, ended_at, *_ = answer
                 around = [
@@ -153,6 +164,7 @@ def main() -> None:
                     found.append(answer)
                     kept.append(2 * training.speed(began_at, ended_at) / sum(around))
         finally:
+            training.may_go_on.set()
             orders.send("end")
             process.join()
             stop.set()
@@ -164,11 +176,12 @@ def main() -> None:
     used = [seconds / (total / 1e9) for *_, total, _, seconds in found]
     print(f"archive of {found[0][2] / 1e6:.0f} MB: {median(speeds):.2f} GB/s, {median(writing):.0%} of it writing")
     print(f"processor time of the archiver: {median(used):.2f} s for each GB")
-    runs = " ".join(f"{each:.3f}" for each in kept)
-    print(f"training keeps {median(kept):.1%} of its speed while one is taken (runs: {runs})")
-    seconds = median(ended_at - began_at for began_at, ended_at, *_ in found)
-    overall = 1 - (1 - median(kept)) * min(1.0, seconds / EVERY)
-    print(f"with one every {EVERY / 60:g} minutes, as `shoal archive` takes them by default: {overall:.2%}")
+    if not args.idle:
+        runs = " ".join(f"{each:.3f}" for each in kept)
+        print(f"training keeps {median(kept):.1%} of its speed while one is taken (runs: {runs})")
+        seconds = median(ended_at - began_at for began_at, ended_at, *_ in found)
+        overall = 1 - (1 - median(kept)) * min(1.0, seconds / EVERY)
+        print(f"with one every {EVERY / 60:g} minutes, as `shoal archive` takes them by default: {overall:.2%}")
     result = {"gb_per_second": speeds, "share_writing": writing, "cpu_seconds_per_gb": used, "speed_kept": kept}
     print(json.dumps({"megabytes": args.megabytes, **result}))
 
