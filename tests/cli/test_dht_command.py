@@ -122,6 +122,16 @@ def named(tmp_path: Path) -> Iterator[Callable[..., Bootstrap]]:
         running.process.communicate()
 
 
+@contextlib.contextmanager
+def first_ports_in_use() -> Iterator[None]:
+    """Whoever begins now keeps a port that other tests hardly take while it is down: they begin at the first."""
+    with contextlib.ExitStack() as stack:
+        for port in range(FIRST_PORT, FIRST_PORT + 5):
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        yield
+
+
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the folder is another one elsewhere")
 KEPT = re.compile(r"^Key and port stay the same at the next start: they are kept in (/.+)$")
 
@@ -130,8 +140,9 @@ KEPT = re.compile(r"^Key and port stay the same at the next start: they are kept
 def test_its_address_stays_the_same_if_it_has_a_name(named: Callable[..., Bootstrap], tmp_path: Path) -> None:
     addresses = []
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGTERM):
-        running = named("--name", "seed")
-        addresses.append(running.line_that_matches(JOIN)[1])
+        with first_ports_in_use():
+            running = named("--name", "seed")
+            addresses.append(running.line_that_matches(JOIN)[1])
         assert running.line_that_matches(KEPT)[1] == str(tmp_path / "shoal" / "dht" / "seed")
         running.process.send_signal(number)
         running.process.wait(120)
@@ -155,10 +166,7 @@ def test_two_cannot_have_one_name(named: Callable[..., Bootstrap]) -> None:
 
 @ON_LINUX
 def test_a_kept_port_that_somebody_else_has_now(named: Callable[..., Bootstrap]) -> None:
-    with contextlib.ExitStack() as stack:
-        # Not the usual port: other tests may come to use it meanwhile.
-        with contextlib.suppress(OSError):
-            stack.enter_context(socket.create_server(("127.0.0.1", FIRST_PORT)))
+    with first_ports_in_use():
         running = named("--name", "seed")
         port = int(str(Multiaddr(running.line_that_matches(JOIN)[1])["tcp"]))
     assert port != FIRST_PORT
