@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.compression import (
@@ -261,6 +261,7 @@ def test_the_largest_values_stay_finite(codec, dtype):
 @every_lossy_codec
 @every_type
 @given(values=st.lists(st.floats(), max_size=200))
+@settings(max_examples=30)  # for each of the codecs and types
 def test_any_values(codec, dtype, values):
     tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
     result = restored(codec, tensor)

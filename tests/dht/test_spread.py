@@ -161,6 +161,7 @@ def crowd():
     return swarm
 
 
+@pytest.mark.slow_drill
 def test_a_crowd_that_comes_at_once_divides_the_keys(crowd):
     depths = Counter(spread.depth for spread in crowd.spreads.values())
     assert min(depths) >= 3, depths

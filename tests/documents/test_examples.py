@@ -61,7 +61,7 @@ def test_two_peers_run_the_quickstart_together() -> None:
     ("name", "needs", "training", "status"),
     [
         ("quickstart", "sklearn", "1 peer\n", 0),
-        ("lightning_digits", "lightning", "keeps its own", 1),
+        pytest.param("lightning_digits", "lightning", "keeps its own", 1, marks=pytest.mark.slow_drill),
         ("huggingface", "transformers", "swarm_epoch", 0),
     ],
 )

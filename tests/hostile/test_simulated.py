@@ -81,7 +81,7 @@ def test_a_reducer_that_lies_is_caught_with_the_option_for_it() -> None:
         ("withholds_averages", 1),
         pytest.param("withholds_averages", 3, marks=pytest.mark.slow_drill),
         pytest.param("sends_what_is_not_finite", 1, marks=pytest.mark.slow_drill),
-        ("says_that_it_comes_and_never_does", 1),
+        pytest.param("says_that_it_comes_and_never_does", 1, marks=pytest.mark.slow_drill),
     ],
 )
 def test_a_liar_costs_a_bounded_share(name: str, seed: int) -> None:

@@ -27,13 +27,14 @@ def train_alone(samples: int, clipping: float | None) -> list[float]:
     return parameters(module)
 
 
+@pytest.mark.slow_drill
 @pytest.mark.timeout(START_LIMIT_SECONDS + 2 * TRAINING_SECONDS)
 @pytest.mark.parametrize(
     ("sizes", "devices", "steps_alone"),
     [
-        pytest.param([8, 16], 1, False, marks=pytest.mark.slow_drill),
+        ([8, 16], 1, False),
         ([4, 8, 12], 2, False),
-        pytest.param([4, 8, 12], 2, True, marks=pytest.mark.slow_drill),
+        ([4, 8, 12], 2, True),
     ],
     ids=["one each", "two and one", "two and one that step alone"],
 )

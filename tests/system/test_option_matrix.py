@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.drills import mostly_drills
 from tests.system.swarm import START_LIMIT_SECONDS, Event, Peer
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.leaves_something]  # processes that go on to the next test
@@ -96,7 +95,8 @@ GRADIENT_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_drills(reversed(GRADIENT_OPTIONS)))
+@pytest.mark.slow_drill
+@pytest.mark.parametrize("name", GRADIENT_OPTIONS)
 def test_peers_that_average_gradients_learn_to_read(crew: Crew, name: str) -> None:
     options = GRADIENT_OPTIONS[name]
     # every option with one way to accumulate; tests/optim/test_option_pairs.py has the others
