@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import re
 import signal
@@ -24,6 +25,8 @@ from shoal.p2p.joining import parse_peer_addresses
 
 pytestmark = pytest.mark.timeout(240)
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+OWN_HOST = str(ipaddress.ip_address("127.1.0.0") + os.getpid() % 2**16)
+"""An address of this machine where no other test listens: a kept port stays free there while nobody has it."""
 JOIN = re.compile(r"^  shoal dht --initial-peers (/\S+/p2p/\w+)$")
 
 
@@ -32,12 +35,13 @@ class Bootstrap:
 
     def __init__(self, *options: str, shell: str = "", state: Path | None = None) -> None:
         command = [sys.executable, "-m", "shoal.cli", "dht", *options]
+        own = {"XDG_STATE_HOME": str(state), "SHOAL_HOST_MADDRS": f"/ip4/{OWN_HOST}/tcp/0"} if state else {}
         self.process = subprocess.Popen(
             ["sh", "-c", f'{shell} && exec "$@"', "sh", *command] if shell else command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=None if state is None else {**os.environ, "XDG_STATE_HOME": str(state)},
+            env=os.environ | own,
         )
 
     def line_that_matches(self, pattern: re.Pattern[str]) -> re.Match[str]:
@@ -109,7 +113,7 @@ def test_identity_file_keeps_the_address(tmp_path: Path) -> None:
 
 @pytest.fixture
 def named(tmp_path: Path) -> Iterator[Callable[..., Bootstrap]]:
-    """Runs it with what it keeps in a folder of this test; it listens on loopback, as the environment says."""
+    """Runs it with what it keeps in a folder of this test; it listens on loopback, at an address of its own."""
     started: list[Bootstrap] = []
 
     def start(*options: str) -> Bootstrap:
@@ -122,16 +126,6 @@ def named(tmp_path: Path) -> Iterator[Callable[..., Bootstrap]]:
         running.process.communicate()
 
 
-@contextlib.contextmanager
-def first_ports_in_use() -> Iterator[None]:
-    """Whoever begins now keeps a port that other tests hardly take while it is down: they begin at the first."""
-    with contextlib.ExitStack() as stack:
-        for port in range(FIRST_PORT, FIRST_PORT + 5):
-            with contextlib.suppress(OSError):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-        yield
-
-
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the folder is another one elsewhere")
 KEPT = re.compile(r"^Key and port stay the same at the next start: they are kept in (/.+)$")
 
@@ -140,9 +134,8 @@ KEPT = re.compile(r"^Key and port stay the same at the next start: they are kept
 def test_its_address_stays_the_same_if_it_has_a_name(named: Callable[..., Bootstrap], tmp_path: Path) -> None:
     addresses = []
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGTERM):
-        with first_ports_in_use():
-            running = named("--name", "seed")
-            addresses.append(running.line_that_matches(JOIN)[1])
+        running = named("--name", "seed")
+        addresses.append(running.line_that_matches(JOIN)[1])
         assert running.line_that_matches(KEPT)[1] == str(tmp_path / "shoal" / "dht" / "seed")
         running.process.send_signal(number)
         running.process.wait(120)
@@ -166,15 +159,17 @@ def test_two_cannot_have_one_name(named: Callable[..., Bootstrap]) -> None:
 
 @ON_LINUX
 def test_a_kept_port_that_somebody_else_has_now(named: Callable[..., Bootstrap]) -> None:
-    with first_ports_in_use():
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(socket.create_server(("127.0.0.1", FIRST_PORT)))
         running = named("--name", "seed")
         port = int(str(Multiaddr(running.line_that_matches(JOIN)[1])["tcp"]))
     assert port != FIRST_PORT
     running.ends(signal.SIGTERM)
-    with socket.create_server(("127.0.0.1", port)):
+    with socket.create_server((OWN_HOST, port)):
         out, errors = named("--name", "seed").process.communicate(timeout=120)
     assert out == ""
-    assert f"cannot listen on /ip4/127.0.0.1/tcp/{port}: Address already in use" in errors
+    assert f"cannot listen on /ip4/{OWN_HOST}/tcp/{port}: Address already in use" in errors
     assert "It is the port of the last time" in errors
     assert "--host-maddrs" in errors
     assert named("--name", "seed").line_that_matches(JOIN)[1].split("/")[4] == str(port), "it comes back to it"
