@@ -8,7 +8,8 @@ import pytest
 
 from tests.system.swarm import Swarm
 
-ALLOWED_GROWTH = 1.1
+ALLOWED_GROWTH = 1.05
+ALLOWED_GROWTH_OF_ROUNDS = 1.1
 """A peak rises when more messages than ever are under way at once. A leak of a megabyte per round would be more."""
 
 pytestmark = [
@@ -23,7 +24,7 @@ def test_peak_memory_after_50_rounds_is_that_after_10() -> None:
         for peer in swarm.peers:
             peer.wait_for("done", 220)
             early, late = (peer.wait_for("round", 0, lambda e, n=n: e["round"] == n)["peak"] for n in (10, 50))
-            assert late <= early * ALLOWED_GROWTH, f"{late / early:.3f} times as much"
+            assert late <= early * ALLOWED_GROWTH_OF_ROUNDS, f"{late / early:.3f} times as much"
 
 
 def test_peak_memory_after_50_epochs_is_that_after_10() -> None:
