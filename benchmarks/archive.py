@@ -156,13 +156,13 @@ def main() -> None:
                 training.may_go_on.set()
                 pause.wait(args.rest)
                 began_at, ended_at, *_ = answer
-                around = [
-                    training.speed(began_at - args.rest, began_at),
-                    training.speed(ended_at, ended_at + args.rest),
-                ]
-                if number >= 0:  # the first one warms up
-                    found.append(answer)
-                    kept.append(2 * training.speed(began_at, ended_at) / sum(around))
+                if number < 0:  # the first one warms up
+                    continue
+                found.append(answer)
+                if not args.idle:
+                    before = training.speed(began_at - args.rest, began_at)
+                    after = training.speed(ended_at, ended_at + args.rest)
+                    kept.append(2 * training.speed(began_at, ended_at) / (before + after))
         finally:
             training.may_go_on.set()
             orders.send("end")
