@@ -66,8 +66,8 @@ test-slow: install
 test-for: install
 	tests=$$($(BIN)/python tools/tests_for.py $(FILE)) || exit; $(call pytest,$(BIN)/python,$(QUICK) $$tests)
 
-# The Lightning strategy once more, without what takes long: from the other package, with the oldest versions that pyproject.toml allows. `make
-# test` has the newest of both packages; at one version they differ in their name only.
+# The Lightning strategy once more, without what takes long: from the other package, with the oldest versions that
+# pyproject.toml allows. `make test` has the newest of both packages; at one version they differ in their name only.
 test-lightning: install $(VENV)/lightning-oldest.stamp
 	export PYTHONPATH=$(VENV)/lightning-oldest LIGHTNING_PACKAGE=pytorch_lightning; \
 		$(call pytest,$(BIN)/python,$(QUICK) $(LIGHTNING_TESTS))

@@ -23,7 +23,7 @@ ELSEWHERE = OF_MACHINES | {
     "tells_another_time",
 }
 LIKE_OTHERS = {"calls_the_end_of_an_epoch_far_away", "claims_a_billion_samples", "joins_with_absurd_wishes"}
-"""What must not count is found by the rules that find a million epochs; who joins for nothing is lost like ghosts."""
+"""The rules that find a million epochs find the claims, and those that find ghosts the wishes."""
 NAMED = {"claims_a_million_epochs"}
 """What would be as bad if a member did it."""
 LINES = 20 * PEERS

@@ -264,7 +264,7 @@ class Puncher:
     # --- both ---------------------------------------------------------------------------------------------------------
 
     async def _exchange(self, peer: PeerID, circuits: Sequence[Circuit], own: Candidates, since: float) -> _Plan | None:
-        """Tell the other side one's own candidates, and hear of its own; ``None``: it says nothing, or nonsense."""
+        """Tell the other side where this one can be reached, and hear the same of it; ``None``: it failed to say so."""
         loop, first = asyncio.get_running_loop(), circuits[0].session
         begun_at = loop.time()
         try:
@@ -275,7 +275,7 @@ class Puncher:
             first.abort()  # the two sides may be at different places of it
             logger.debug("no candidates exchanged with %s: %r", peer, e)
             return None
-        # What has come was sent when this side sent its own, so it has come one way.
+        # Both sides send at one moment, so the wait was one way. If the other side was late, pauses are longer.
         return self._plan(circuits, theirs, 2 * (loop.time() - begun_at), since)
 
     def _own_candidates(self, circuits: Sequence[Circuit]) -> Candidates:

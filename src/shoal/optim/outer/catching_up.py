@@ -117,7 +117,7 @@ class CatchingUp:
             return True
         rounds = self.rounds
         if rounds.tracker.knows_others and not rounds.whom_to_expect():
-            rounds.tracker.board.evidence.contact = None
+            rounds.tracker.board.believe_as_a_newcomer()
             return self.is_needed()
         return False
 
@@ -126,8 +126,8 @@ class CatchingUp:
         rounds = self.rounds
         rounds.end_flights()
         is_lost = any(each.standing is Standing.LOST for each in rounds.fragments)
-        if is_lost:  # what it has believed so far has led it astray, and would lead it to donors of its own lineage
-            rounds.tracker.board.evidence.contact = None
+        if is_lost:  # those whom it has believed so far are of its own lineage, and so would be its donors
+            rounds.tracker.board.believe_as_a_newcomer()
         if not rounds.has_trained or is_lost or self._in_vain >= MOST_IN_VAIN:
             return self.download()
         if rounds.settings.average != PARAMETERS:  # there each peer has outer parameters of its own

@@ -93,10 +93,10 @@ class Rounds:
 
     @property
     def _reach(self) -> int:
-        """So many slots may be between two peers whose rounds of a fragment are one.
+        """The most slots between two peers that can meet in one round of a fragment.
 
-        Where rounds overlap with training, one peer may just end a slot, and another one be about to end the one after
-        the next slot of this fragment: it waits for its round of that.
+        Where rounds overlap with training, a peer that begins a round may meet one that has begun its next round of the
+        same fragment. That one is as many slots on as there are fragments, and may have ended one more slot.
         """
         return len(self.fragments) + 1 if self.settings.overlaps else 0
 
@@ -218,8 +218,7 @@ class Rounds:
             self.counter.steps, self.counter.samples = position.steps, position.samples
             self.report()
         self.has_trained, self.last = True, None
-        # It may have been away for long, so it believes others as a newcomer does.
-        self.tracker.board.evidence.contact = None
+        self.tracker.board.believe_as_a_newcomer()  # it may have been away for long
 
     def report(self) -> None:
         """Tell the others what this peer has done in its slot."""

@@ -70,9 +70,9 @@ class OuterBoard(ProgressBoard):
     def electorate(self, now: float, earliest: int) -> set[bytes]:
         """Other peers that count when it is asked whether most have come to a round.
 
-        These are all that may update what this peer updates, at whatever slot, also those for which it is not worth to
-        wait: two halves of a run that wait for nobody else, or of which one is some slots ahead, would both be the
-        majority of those whom they know. Who was expected and did not come does not count until it comes.
+        These are all that may update what this peer updates, whatever slot they are at, and whether or not it is worth
+        to wait for them. Otherwise two halves of a run could each be most of those who count: when they wait for nobody
+        else, or when one of them is some slots ahead. Who was expected and did not come does not count until it comes.
 
         Args:
             earliest: peers that this one has met count from this slot on; others, which may be newcomers, from this
@@ -80,11 +80,18 @@ class OuterBoard(ProgressBoard):
         """
         with self._lock:
             present = expected_members(self.own.epoch, ANY_SLOT, self._kin(now), self._last_members, now)
-            for peer, c in self._companions.items():
-                is_near = c.record.epoch >= earliest and c.is_reachable(now) and not c.record.is_donor
-                if is_near and self.evidence.has_met(peer):
-                    present.add(peer)
-            return present - self._absent
+            met = {
+                peer
+                for peer, c in self._companions.items()
+                if c.record.epoch >= earliest and c.is_reachable(now) and not c.record.is_donor
+                if self.evidence.has_met(peer)
+            }
+            return (present | met) - self._absent
+
+    def believe_as_a_newcomer(self) -> None:
+        """From now on, believe others as a newcomer does: this peer has been away, or has followed the wrong ones."""
+        with self._lock:
+            self.evidence.contact = None
 
     def is_cut_off(self, now: float) -> bool:
         """Whether this peer, which reaches nobody, must be cut off, rather than all others be dead.
