@@ -52,3 +52,10 @@ def test_it_goes_on_as_long_as_enough_can_come(last_epochs, electorate, left, go
     tracker.coming = left
     tracker.tell()
     assert control.cancelled() is not goes_on
+
+
+def test_it_waits_for_most_of_the_electorate_even_if_it_expects_fewer():
+    """Two halves that were complete with their own members alone would start apart, again and again."""
+    tracker, control = Tracker(), StepControl(0.0)
+    RoundWatch(control, tracker, {A: 1}, dict.fromkeys([A, B, C, D], 1))
+    assert (control.awaited, control.expected_group_size) == ({A}, 3)

@@ -257,10 +257,15 @@ class StepControl(AwaitableFuture[Gathered]):
             self._expected_group_size = expected
             self._notify()
 
-    def expect(self, peers: Collection[PeerID]) -> None:
-        """These and this peer are to be members: strangers who come do not stand for any of them."""
-        if self.awaited != peers:
-            self.awaited, self._expected_group_size = frozenset(peers), 1 + len(peers)
+    def expect(self, peers: Collection[PeerID], least: int = 1) -> None:
+        """These and this peer are to be members: strangers who come do not stand for any of them.
+
+        Args:
+            least: a smaller group is of no use, even if all of them come.
+        """
+        size = max(1 + len(peers), least)
+        if (self.awaited, self._expected_group_size) != (peers, size):
+            self.awaited, self._expected_group_size = frozenset(peers), size
             self._notify()
 
     @property

@@ -20,7 +20,7 @@ class RoundWatch:
         tracker: knows which peers are alive, and their epochs.
         last_epochs: the only peers that can come. A peer beyond the epoch given for it has finished the round without
             this peer. Default: the peers that the tracker expects.
-        electorate: peers of which, with this one, more than half must be able to come, likewise. Default: none.
+        electorate: peers of which, with this one, more than half must come, likewise. Default: none.
     """
 
     def __init__(
@@ -43,11 +43,15 @@ class RoundWatch:
         last_epochs, tracker = self._last_epochs, self._tracker
         expected = tracker.expected_members() if last_epochs is None else tracker.still_expected(last_epochs)
         if expected and self._can_be_most():
-            control.expect(expected)
+            # Two halves of a run that expect only their own members would both be complete at once, and never meet.
+            control.expect(expected, least=self._majority)
         elif control.stage <= AveragingStage.LOOKING_FOR_GROUP:
             control.cancel()
 
+    @property
+    def _majority(self) -> int:
+        """How many of the electorate and this peer are most of them."""
+        return (1 + len(self._electorate)) // 2 + 1
+
     def _can_be_most(self) -> bool:
-        if not self._electorate:
-            return True
-        return 2 * (1 + len(self._tracker.still_expected(self._electorate))) > 1 + len(self._electorate)
+        return 1 + len(self._tracker.still_expected(self._electorate)) >= self._majority

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from shoal.optim.evidence import SHARE_WASTED
 from shoal.optim.outer.catching_up import CatchingUp
 from shoal.optim.outer.flight import Expectation, Standing
 from shoal.optim.outer.slot_tracker import SlotBoard
@@ -119,6 +120,18 @@ def test_all_that_may_update_the_same_count_at_whatever_slot_they_are(board):
     assert board.electorate(NOW, 2) == {b"behind", b"here", b"ahead"}
     board.mark_unreachable(b"behind", NOW + 1, is_refused=True)
     assert board.electorate(NOW + 1, 2) == {b"here", b"ahead"}
+
+
+def test_newcomers_who_may_not_join_do_not_count(board):
+    """Else the others could have no round without them, nor with them."""
+    board.report(5, 10, NOW)
+    for peer in ("here", "newcomer"):
+        board.hear(record(peer, 5, 3), NOW + 300, NOW)
+    board.note_outer_round({b"me": 1.0, b"here": 1.0}, NOW, Expectation(4, (), NOW, 0.0))
+    assert board.electorate(NOW, 5) == {b"here", b"newcomer"}
+    board.evidence.note_waste([b"another one"], 8.0, NOW)
+    assert board.electorate(NOW, 5) == {b"here"}
+    assert board.electorate(NOW + 8.0 / SHARE_WASTED, 5) == {b"here", b"newcomer"}
 
 
 def test_who_is_of_the_lineage_that_has_lost_believes_the_others_as_a_newcomer_does(board, monkeypatch):

@@ -73,13 +73,15 @@ class OuterBoard(ProgressBoard):
         These are all that may update what this peer updates, whatever slot they are at, and whether or not it is worth
         to wait for them. Otherwise two halves of a run could each be most of those who count: when they wait for nobody
         else, or when one of them is some slots ahead. Who was expected and did not come does not count until it comes.
+        Nor do newcomers as long as they may not join, because others of them have cost too much time.
 
         Args:
             earliest: peers that this one has met count from this slot on; others, which may be newcomers, from this
                 peer's slot on.
         """
         with self._lock:
-            present = expected_members(self.own.epoch, ANY_SLOT, self._kin(now), self._last_members, now)
+            coming = expected_members(self.own.epoch, ANY_SLOT, self._kin(now), self._last_members, now)
+            present = {peer for peer in coming if self.evidence.has_time_for(peer, now)}
             met = {
                 peer
                 for peer, c in self._companions.items()
