@@ -13,6 +13,7 @@ from shoal.averaging.state.download import MIN_CHUNK_BYTES, Snapshot, open_state
 from shoal.averaging.state.places import MAX_DOWNLOADS, MAX_SNAPSHOTS, Place
 from shoal.errors import StreamClosedError
 from shoal.p2p import Call, Header
+from shoal.p2p.handshake import HANDSHAKE_TIMEOUT
 from shoal.p2p.transport import Buffer
 from shoal.tasks import cancel_and_wait
 from shoal.testing import Link, Network, SharedTable, run, start_averager
@@ -133,6 +134,22 @@ async def ask_slowly(
                 return
             await call.read_payload(MIN_CHUNK_BYTES)
         await asyncio.sleep(last_pause)
+
+
+def test_dead_donors_of_several_epochs_cost_no_more_time_than_one() -> None:
+    async def main() -> None:
+        swarm = Swarm()
+        dead = [await swarm.add_donor() for _ in range(5)]
+        alive, newcomer = await swarm.add_donor(), await swarm.add(torch.zeros(1))
+        epochs = {node.p2p.peer_id: epoch for epoch, node in enumerate([alive, *dead])}
+        newcomer.state_sharing.rank_donors = lambda peers: {peer: float(epochs[peer]) for peer in peers}
+        for node in dead:
+            swarm.network.host_of(node.p2p.peer_id).power_off()
+        value, seconds = await swarm.download(newcomer)
+        assert value == 1.0
+        assert seconds < HANDSHAKE_TIMEOUT + SMALL * 4 / RATE + 1.0
+
+    run(main(), time_limit=100)
 
 
 @pytest.mark.parametrize("seed", mostly_drills(range(5), quick=2))

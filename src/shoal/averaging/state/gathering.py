@@ -14,6 +14,7 @@ last donor may take its time as long as it sends anything.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections import Counter, deque
@@ -173,16 +174,39 @@ class Gathering:
         """By version: downloads that were left for another version."""
         self._named: dict[PeerID, float] = {}
         self._known: set[PeerID] = set()
+        self._dials: dict[PeerID, asyncio.Future[None]] = {}
 
     async def run(self, donors: Iterable[Donor]) -> GivenState | None:
         """Download the version that most of the best donors show; ``None``: no donor has delivered a state."""
         self.waiting.extend(donors)
         self._known.update(peer for _, peer in self.waiting)
-        while self.waiting or self._take_named():
-            state = await _Attempt(self).run()
-            if state is not None:
-                return state
-        return None
+        try:
+            while self.waiting or self._take_named():
+                self._dial_next()
+                state = await _Attempt(self).run()
+                if state is not None:
+                    return state
+            return None
+        finally:
+            await cancel_and_wait(*self._dials.values())
+
+    def _dial_next(self) -> None:
+        """Dial the next donors at once, whatever their ranks: those that are dead cost the time of one together."""
+        for _, peer in itertools.islice(self.waiting, MAX_VOTERS):
+            if peer not in self._dials:
+                self._dials[peer] = asyncio.ensure_future(self._dial(peer))
+
+    async def _dial(self, peer: PeerID) -> None:
+        self.p2p.pool.release(await self.p2p.pool.acquire(peer), reusable=True)
+
+    async def reach(self, peer: PeerID) -> None:
+        """Wait for the connection to a donor, if it has been dialled.
+
+        Raises:
+            DialError: the donor cannot be reached.
+        """
+        if (dial := self._dials.get(peer)) is not None:
+            await asyncio.shield(dial)
 
     def _take_named(self) -> bool:
         """When no donors are left to ask, turn to peers that busy donors have named; returns whether there are any."""
@@ -291,6 +315,7 @@ class _Attempt:
         """Ask a donor for its version, and take part of a download from it if it is chosen."""
         gathering, peer = self._gathering, donor[1]
         try:
+            await gathering.reach(peer)
             async with gathering.get_stub(peer).rpc_download_state() as call:
                 await call.send(gathering.request)
                 header, hashes = await open_state(call, gathering.max_bytes, gathering.chunk_timeout)
