@@ -22,8 +22,9 @@ from shoal.averaging.messages import (
     StateChunk,
     StateHeader,
 )
+from shoal.averaging.state.donor_memory import DonorMemory
 from shoal.averaging.state.download import GetState, GivenState, OwnedState, Snapshot
-from shoal.averaging.state.gathering import MAX_VOTERS, DonorMemory, Gathering
+from shoal.averaging.state.gathering import MAX_VOTERS, Gathering
 from shoal.averaging.state.places import Place, Places
 from shoal.clock import get_dht_time
 from shoal.compression import CompressionBase, NoCompression

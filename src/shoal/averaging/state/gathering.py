@@ -19,19 +19,17 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeVar
 
 from shoal.averaging.messages import PEER_FAILURES, DownloadRequest, StateChunk, StateHeader, reason_of
 from shoal.averaging.state.arrivals import Arrivals
+from shoal.averaging.state.donor_memory import DonorMemory
 from shoal.averaging.state.download import Download, GivenState, open_state, version_of
-from shoal.logs import Seldom, one_line
+from shoal.logs import one_line
 from shoal.p2p import P2P, Call, PeerID, StubBase
 from shoal.p2p.addresses import MAX_ADDRESSES_PER_PEER
 from shoal.tasks import cancel_and_wait, first_completed, run_in_worker
 
 logger = logging.getLogger(__name__)
-K = TypeVar("K")
-V = TypeVar("V")
 
 Donor = tuple[float, PeerID]
 """A rank (lower is better) and a peer."""
@@ -49,67 +47,6 @@ LEAST_SHARE_OF_VOTES = 1 / 3
 LEAST_HOSTS_TO_TELL = 3
 # A download that is expected to take so many seconds more is slow; how often that is looked at.
 SLOW_SECONDS, CHECK_SECONDS = 10.0, 1.0
-# The speed of an unknown donor, in bytes per second.
-ASSUMED_SPEED = 1e6
-# A donor whose state was no good is avoided for so many seconds.
-REFUSAL_SECONDS = 600.0
-
-_MAX_REMEMBERED = 1024
-
-
-def _remember(known: dict[K, V], key: K, value: V) -> None:
-    """Add an entry as the newest one, and drop the oldest if there are too many."""
-    known.pop(key, None)
-    known[key] = value
-    if len(known) > _MAX_REMEMBERED:
-        del known[next(iter(known))]
-
-
-class DonorMemory:
-    """What this peer has seen of donors in all its downloads."""
-
-    def __init__(self) -> None:
-        self._speeds: dict[PeerID, float] = {}
-        # By donor, the time until which it is not asked at all (left out), or only after all others (distrusted).
-        self._left_out: dict[PeerID, float] = {}
-        self._distrusted: dict[PeerID, float] = {}
-        self._unwanted: dict[bytes, None] = {}
-        self._told_busy: dict[PeerID, None] = {}
-        self.warn_seldom = Seldom(logger.warning)
-
-    def note_speed(self, donor: PeerID, nbytes: int, seconds: float) -> None:
-        """Note that a donor has sent so many bytes in this time. Too small samples are ignored."""
-        if nbytes or seconds > 1:
-            speed, known = nbytes / max(seconds, 1e-3), self._speeds.get(donor)
-            _remember(self._speeds, donor, speed if known is None else (known + speed) / 2)
-
-    def speed(self, donor: PeerID) -> float:
-        """A donor's speed in bytes per second, assumed if it is unknown."""
-        return self._speeds.get(donor, ASSUMED_SPEED)
-
-    def leave_out(self, donor: PeerID, version: bytes | None, now: float) -> None:
-        """See :meth:`~shoal.averaging.state.donor.StateSharing.leave_out`."""
-        _remember(self._distrusted if version is None else self._left_out, donor, now + REFUSAL_SECONDS)
-        if version is not None:
-            _remember(self._unwanted, version, None)
-
-    def asks(self, donor: PeerID, now: float) -> bool:
-        """Whether a donor may be asked."""
-        return self._left_out.get(donor, now) <= now
-
-    def ranked(self, donor: PeerID, rank: float, now: float) -> float:
-        """The rank of a donor (higher is better); a distrusted one comes last."""
-        return rank if self._distrusted.get(donor, now) <= now else -1e300
-
-    def wants(self, version: bytes) -> bool:
-        """Whether this peer's user has not refused a version."""
-        return version not in self._unwanted
-
-    def tells_busy(self, donor: PeerID) -> bool:
-        """Whether this is the first report that a donor is busy; the user is told only once."""
-        is_new = donor not in self._told_busy
-        _remember(self._told_busy, donor, None)
-        return is_new
 
 
 class _Offer:
