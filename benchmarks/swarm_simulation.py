@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import os
@@ -196,6 +197,7 @@ async def simulate(peers: int, minutes: float, faulty: float, lying: float) -> F
     for minute in range(max(1, math.ceil(minutes))):
         await asyncio.sleep(60.0)
         sent.append(swarm.bytes_sent())
+        gc.collect()  # simulations collect so rarely that garbage would be most of the memory
         figures = figures_of(swarm, since, sent, first_epochs, memory, time.process_time() - began)
         say(f"minute {minute + 1}: {json.dumps(vars(figures))}")
     return figures
