@@ -261,7 +261,7 @@ def test_the_largest_values_stay_finite(codec, dtype):
 @every_lossy_codec
 @every_type
 @given(values=st.lists(st.floats(), max_size=200))
-@settings(max_examples=min(30, settings().max_examples))  # for each of the codecs and types
+@settings(max_examples=min(20, settings().max_examples))  # for each of the codecs and types
 def test_any_values(codec, dtype, values):
     tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
     result = restored(codec, tensor)

@@ -62,7 +62,7 @@ def test_two_peers_run_the_quickstart_together() -> None:
     [
         ("quickstart", "sklearn", "1 peer\n", 0),
         pytest.param("lightning_digits", "lightning", "keeps its own", 1, marks=pytest.mark.slow_drill),
-        ("huggingface", "transformers", "swarm_epoch", 0),
+        pytest.param("huggingface", "transformers", "swarm_epoch", 0, marks=pytest.mark.slow_drill),
     ],
 )
 def test_ctrl_c_ends_the_examples_politely(tmp_path: Path, name: str, needs: str, training: str, status: int) -> None:

@@ -272,6 +272,12 @@ class PrivatePeer:
         return reason
 
 
+def _make_badge(mutator: Mutator) -> bytes:
+    """None, a good one of somebody else, or one that was tampered with."""
+    badge = mutator.one_of([b"", *BADGES])
+    return mutator.one_of([badge, mutator.bytes(badge, BADGES)])
+
+
 def _make_answer(mutator: Mutator) -> tuple[str, bytes]:
     kind, header_type = mutator.one_of([("ping", PingResponse), ("store", StoreResponse), ("find", FindResponse)])
     return kind, mutator.packed(PACKED_HEADERS[header_type])
@@ -296,7 +302,7 @@ def targets(victim: Victim) -> list[Target]:
         Target("node, answers to its questions", _make_answer, victim.ask, victim.start_afresh),
         Target(
             "private run, strangers",
-            lambda m: (m.bytes(m.one_of(BADGES), BADGES), m.messages(parts)),
+            lambda m: (_make_badge(m), m.messages(parts)),
             victim.private.converse,
             victim.private.start_afresh,
         ),

@@ -270,7 +270,11 @@ def targets() -> list[Target]:
         parser("address of a peer", lambda m: [m.text(m.one_of(FULL_ADDRESSES))], parse_peer_addresses),
         parser("identity file", lambda m: m.bytes(identity_file), Identity.from_bytes),
         parser("certificate", lambda m: m.bytes(m.one_of(certificates), certificates), peer_id_of_certificate),
-        parser("proof", lambda m: [m.bytes(part) for part in signed], lambda parts: verify_signature(*parts) or None),
+        parser(
+            "proof",
+            lambda m: [m.one_of([part, m.bytes(part)]) for part in signed],
+            lambda parts: verify_signature(*parts) or None,
+        ),
         parser("owner's key", lambda m: m.bytes(public_key), PublicKey.from_bytes),
         parser("msgpack value", lambda m: m.packed(m.one_of(VALUES), VALUES), MSGPackSerializer.loads),
         parser("dictionary", lambda m: m.packed(VALUES[len(RECORDS)], VALUES), DictionaryDHTValue.unpackb),

@@ -11,7 +11,7 @@ from tests.fuzz.fuzzing import Outcome, Target, UnexpectedError, fuzz
 from tests.fuzz.live import besiege
 from tests.fuzz.run import fuzz_all
 
-INPUTS = 3000
+INPUTS = 1800
 ATTACKS = 120
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:cryptography", "ignore:Parsed a")

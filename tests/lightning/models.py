@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -138,7 +138,8 @@ def make_accelerator(pl: ModuleType) -> Any:
 
 
 def import_lightning(package: str) -> ModuleType:
-    return importlib.import_module(package)
+    """It takes seconds: so tests import it when they run, not when they are found."""
+    return pytest.importorskip(package)
 
 
 @contextmanager

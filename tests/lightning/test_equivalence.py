@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.lightning.models import PACKAGE
 from tests.lightning.train_shares import CLIPPING, STEPS, make_data, make_module, make_trainer, parameters
 from tests.system.swarm import START_LIMIT_SECONDS, Peer
 
-PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
-pl = pytest.importorskip(PACKAGE)
 SCRIPT = str(Path(__file__).parent / "train_shares.py")
 TRAINING_SECONDS = 300
 
 
-def train_alone(samples: int, clipping: float | None) -> list[float]:
+def train_alone(pl: ModuleType, samples: int, clipping: float | None) -> list[float]:
     module = make_module(pl)
     data = [step[0] for step in make_data([samples])]
     make_trainer(pl, strategy="auto", devices=1, gradient_clip_val=clipping).fit(
@@ -38,14 +37,14 @@ def train_alone(samples: int, clipping: float | None) -> list[float]:
     ],
     ids=["one each", "two and one", "two and one that step alone"],
 )
-def test_processes_of_peers(sizes: list[int], devices: int, steps_alone: bool) -> None:
+def test_processes_of_peers(pl: ModuleType, sizes: list[int], devices: int, steps_alone: bool) -> None:
     """If peers step alone, and average what comes of it, each clips gradients of its own: so nobody clips any."""
     arguments = ["--package", PACKAGE, "--sizes", *sizes, *(["--steps-alone"] if steps_alone else [])]
     peers = [Peer(SCRIPT, *arguments, "--first", 0, "--devices", devices)]
     try:
         address = peers[0].wait_for("address", START_LIMIT_SECONDS)["address"]
         peers.append(Peer(SCRIPT, *arguments, "--first", devices, "--initial-peers", address))
-        expected = torch.tensor(train_alone(sum(sizes), None if steps_alone else CLIPPING))
+        expected = torch.tensor(train_alone(pl, sum(sizes), None if steps_alone else CLIPPING))
         for peer in peers:
             assert peer.wait(TRAINING_SECONDS) == 0, peer.errors()
         ends = [event for peer in peers for event in peer.all("parameters")]

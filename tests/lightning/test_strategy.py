@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-import shoal
+import shoal.lightning
 from shoal.errors import BootstrapError
 from shoal.optim.progress import PerformanceEMA
 from shoal.optim.report import Reporting
@@ -36,10 +36,7 @@ from tests.lightning.models import (
     warned_of,
 )
 
-pytest.importorskip(PACKAGE)
-from shoal.lightning import HiveMindScheduler, HivemindStrategy, ShoalStrategy
-
-Make = Callable[..., HivemindStrategy]
+Make = Callable[..., Any]
 DECAY = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
 
 
@@ -199,7 +196,7 @@ def test_optimizer_and_schedulers_while_training(make: Make, pl: ModuleType, tmp
     trainer.fit(make_model(pl, adam_with_decay), data())
     assert isinstance(seen["optimizer"], shoal.Optimizer)
     (scheduler,) = seen["schedulers"]
-    assert isinstance(scheduler, HiveMindScheduler)
+    assert isinstance(scheduler, shoal.lightning.HiveMindScheduler)
     assert scheduler.last_epoch == 4
     assert scheduler.get_last_lr() == [pytest.approx(0.1 * 0.5**4)]
     assert scheduler.base_lrs == [0.1]
@@ -380,7 +377,7 @@ def test_peers_from_the_environment(
     assert strategy._initial_peers == ["TEST_PEERS"]
     assert dht.call_args.kwargs["initial_peers"] == ["TEST_PEERS"]
     assert make_trainer(pl, tmp_path, strategy=strategy).strategy is strategy
-    assert HivemindStrategy.INITIAL_PEERS_ENV == "PL_INITIAL_PEERS"
+    assert shoal.lightning.HivemindStrategy.INITIAL_PEERS_ENV == "PL_INITIAL_PEERS"
 
 
 def test_peers_as_text(make: Make) -> None:
@@ -461,7 +458,7 @@ def test_by_name(make: Make, pl: ModuleType, monkeypatch: pytest.MonkeyPatch, tm
     importlib.reload(shoal.lightning)  # after the package of the Trainer, as users are told to import it
     monkeypatch.setenv("PL_TARGET_BATCH_SIZE", str(STEP))
     trainer = make_trainer(pl, tmp_path, strategy="hivemind")
-    assert isinstance(trainer.strategy, ShoalStrategy)
+    assert isinstance(trainer.strategy, shoal.lightning.ShoalStrategy)
     model = make_model(pl)
     trainer.fit(model, data())
     assert model.epochs[-1] == 4
@@ -471,7 +468,7 @@ def test_by_name(make: Make, pl: ModuleType, monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_subclasses_are_strategies_too(pl: ModuleType, tmp_path: Path) -> None:
-    class Own(HivemindStrategy):
+    class Own(shoal.lightning.HivemindStrategy):
         pass
 
     own = Own(STEP, host_maddrs=LOOPBACK)

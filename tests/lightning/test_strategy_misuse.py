@@ -14,7 +14,6 @@ from torch import nn
 
 from shoal.errors import BootstrapError
 from tests.lightning.models import (
-    PACKAGE,
     adam_with_decay,
     data,
     make_model,
@@ -24,7 +23,6 @@ from tests.lightning.models import (
     warned_of,
 )
 
-pytest.importorskip(PACKAGE)
 Make = Callable[..., Any]
 """Makes strategies."""
 

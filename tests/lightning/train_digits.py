@@ -13,11 +13,10 @@ import time
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shoal.lightning import HivemindStrategy
+import shoal.lightning
 
 TRAINING = 1500
 RATE, DECAY = 0.01, 0.995
@@ -82,7 +81,7 @@ def main() -> None:
     pl = importlib.import_module(args.package)
     logging.getLogger(args.package).setLevel(logging.WARNING)
 
-    strategy = HivemindStrategy(
+    strategy = shoal.lightning.HivemindStrategy(
         target_batch_size=512,
         run_id="digits",
         initial_peers=args.initial_peers,
@@ -95,6 +94,8 @@ def main() -> None:
     assert sys.stdin.readline() == "go\n"
     stop = threading.Event()
     threading.Thread(target=lambda: sys.stdin.readline() and stop.set(), daemon=True).start()
+
+    from sklearn.datasets import load_digits  # it takes a second, which finding the tests need not
 
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import shoal.lightning
 from shoal.clock import get_dht_time
 from shoal.compression import NoCompression
-from shoal.lightning import HivemindStrategy
 from shoal.optim.several_processes import SeveralProcesses
 
 STEPS = 12
@@ -145,7 +145,7 @@ def main() -> None:
     logging.getLogger(args.package).setLevel(logging.WARNING)
 
     low = {"sync_every": 1, "outer_optimizer": MEAN, "compression": NoCompression(), "straggler_patience": 60.0}
-    strategy = HivemindStrategy(
+    strategy = shoal.lightning.HivemindStrategy(
         target_batch_size=None if args.steps_alone else sum(args.sizes),
         low_communication=low if args.steps_alone else None,
         run_id="shares",
