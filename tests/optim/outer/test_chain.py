@@ -33,26 +33,34 @@ def test_who_lacks_updates_is_of_the_same_lineage():
     assert steps_between(behind.links, ahead.links) == 2
     assert steps_between(ahead.links, ahead.links) == 0
     assert steps_between(ahead.links, behind.links) is None
-    found = verdict(behind, ahead, far)
-    assert found.winners == {0, 1, 2}
-    assert found.base == 3
-    assert [found.standing_of(i, Statement(c.links)) for i, c in enumerate((behind, ahead, far))] == [2, 0, 3]
+    found = verdict(behind, ahead, far, ahead)
+    assert found.base == ahead.newest
+    assert found.behind == {0: 2, 1: 0, 2: 3, 3: 0}
+
+
+def test_what_fewer_than_half_of_the_members_have_is_given_up():
+    """The others would ask each other for it in vain, and it may be an invention."""
+    alone, others, fork = chain(b"a", b"b", b"c"), chain(b"a"), chain(b"a", b"x")
+    assert verdict(alone, others, others).base == others.newest
+    assert verdict(alone, others, others).behind == {1: 0, 2: 0}
+    assert verdict(alone, others).behind == {0: 0, 1: 2}
+    assert verdict(alone, others, fork).behind == {1: 0}
 
 
 def test_too_far_behind_is_another_lineage():
     rounds = [bytes([i]) for i in range(6)]
     assert steps_between(chain().links, chain(*rounds).links) is None
-    assert verdict(chain(), chain(*rounds), chain(*rounds)).winners == {1, 2}
+    assert verdict(chain(), chain(*rounds), chain(*rounds)).behind == {1: 0, 2: 0}
 
 
 def test_the_lineage_with_most_members_wins_then_most_samples_then_the_smaller_hash():
     lonely = chain(b"x", b"y", samples=10**6)
-    assert verdict(lonely, chain(b"a"), chain(b"a")).winners == {1, 2}
-    assert verdict(chain(b"a"), lonely).winners == {1}
+    assert verdict(lonely, chain(b"a"), chain(b"a")).behind == {1: 0, 2: 0}
+    assert verdict(chain(b"a"), lonely).behind == {1: 0}
     one, other = chain(start=1.0), chain(start=2.0)
     smaller = min((one, other), key=lambda each: each.newest.hash)
-    assert verdict(one, other).winners == {[one, other].index(smaller)}
-    assert verdict(other, one).winners == {[other, one].index(smaller)}
+    assert verdict(one, other).behind == {[one, other].index(smaller): 0}
+    assert verdict(other, one).behind == {[other, one].index(smaller): 0}
 
 
 def test_members_that_join_two_others_make_them_one_lineage():
@@ -60,7 +68,7 @@ def test_members_that_join_two_others_make_them_one_lineage():
     rounds = [bytes([i]) for i in range(6)]
     first, middle, last = chain(*rounds[:2]), chain(*rounds[:5]), chain(*rounds, length=3)
     assert steps_between(first.links, last.links) is None
-    assert verdict(first, last, middle).winners == {0, 1, 2}
+    assert verdict(first, last, middle).behind == {0: 3, 2: 0}
 
 
 def test_statements_travel_and_what_makes_no_sense_counts_for_nobody():
@@ -82,8 +90,8 @@ def test_statements_travel_and_what_makes_no_sense_counts_for_nobody():
         {**good, "digest": 5},
     ]
     assert all(Statement.parse(each) is None for each in bad)
-    assert settle([None, said]).winners == {1}
-    assert settle([None, None]).winners == frozenset()
+    assert settle([None, said]).behind == {1: 0}
+    assert settle([None, None]).base is None
     with pytest.raises(ValueError, match="1 to 64 links"):
         parse_links([list(chain().newest)] * 65)
 

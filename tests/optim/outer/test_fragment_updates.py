@@ -265,12 +265,12 @@ def test_two_results_of_one_round_are_two_lineages():
 
 
 def test_members_that_all_lack_updates_do_not_make_others():
-    a, b, c = Peer(A), Peer(B), Peer(B)
-    for peer in (a, b, c):
+    a, b, c, d = Peer(A), Peer(B), Peer(B), Peer(A)
+    for peer in (a, b, c, d):
         peer.train()
-    make_round(0, a)
-    begun = begin(1, (a, b, c))
-    list(land((a, b, c), *begun))
+    make_round(0, a, d)
+    begun = begin(1, (a, b, c, d))
+    list(land((a, b, c, d), *begun))
     assert b.updates.standing is c.updates.standing is Standing.BEHIND
     assert begin(2, (b, c))[0] == [0.0, 0.0], "a has the update that they would make anew"
     for peer in (b, c):
@@ -279,6 +279,22 @@ def test_members_that_all_lack_updates_do_not_make_others():
         peer.updates.make_up(a.updates.kept.since(0))
         assert peer.updates.standing is Standing.GOOD
         assert torch.equal(peer.outer, a.outer)
+
+
+def test_who_is_ahead_of_most_because_of_an_update_alone_gives_it_up():
+    """Otherwise it would be the only one whose messages count: the others get its update from nobody."""
+    a, b, c = Peer(A), Peer(B), Peer(B)
+    for peer in (a, b, c):
+        peer.train()
+    make_round(0, a)
+    a.train()
+    weights, mean = begin(1, (a, b, c))
+    assert weights == [0.0, 1.0, 1.0]
+    assert [each and each.version for each in land((a, b, c), weights, mean)] == [None, 1, 1]
+    assert a.updates.standing is Standing.LOST
+    a.updates.take_over(*b.updates.dump(), is_new=False)
+    assert a.updates.chain.newest == b.updates.chain.newest
+    assert torch.equal(a.outer, b.outer)
 
 
 def test_nothing_is_made_up_for_under_a_round_that_updates_what_is_there():

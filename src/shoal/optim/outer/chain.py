@@ -158,14 +158,10 @@ class Statement:
 class Verdict:
     """What the members of a round derive from what all have said; the same at all of them."""
 
-    winners: frozenset[int]
-    """Positions of the members whose lineage goes on."""
-    base: int
-    """The version that this round updates: the newest one of the winners."""
-
-    def standing_of(self, member: int, statement: Statement) -> int | None:
-        """How many versions a member is behind; ``None`` if its lineage has lost."""
-        return self.base - statement.links[-1].version if member in self.winners else None
+    base: Link | None
+    """What this round updates; ``None``: nobody has said what it has."""
+    behind: Mapping[int, int]
+    """How many updates members lack of it, by their positions. Those that are not here have lost, and begin anew."""
 
 
 def settle(statements: Sequence[Statement | None]) -> Verdict:
@@ -174,6 +170,9 @@ def settle(statements: Sequence[Statement | None]) -> Verdict:
     It is the one with most members; of several, the one that is made of most samples; then the one with the smaller
     hash. So the first peers of a run, which may have begun with different parameters, agree by the same rule as the two
     sides of a run that was split.
+
+    It goes on from its newest version that at least half of its members have had. What fewer have is hard to get: if a
+    peer has made an update alone, or claims so, the others ask each other for it in vain.
 
     Args:
         statements: of all members, in order; ``None``: this one counts for no lineage.
@@ -184,7 +183,7 @@ def settle(statements: Sequence[Statement | None]) -> Verdict:
         kin = [each for each in lineages if any(_are_related(links, told[other]) for other in each)]
         lineages = [each for each in lineages if each not in kin] + [{member}.union(*kin)]
     if not lineages:
-        return Verdict(frozenset(), 0)
+        return Verdict(None, {})
 
     def rank(lineage: set[int]) -> tuple[int, int, bytes]:
         newest = max((told[member][-1] for member in lineage), key=lambda link: (link.version, link.hash))
@@ -192,7 +191,10 @@ def settle(statements: Sequence[Statement | None]) -> Verdict:
         return len(lineage), max(told[member][-1].samples for member in lineage), smaller_is_better
 
     winners = max(lineages, key=rank)
-    return Verdict(frozenset(winners), max(told[member][-1].version for member in winners))
+    held = Counter(link for member in winners for link in told[member])
+    base = max([link for link, count in held.items() if 2 * count >= len(winners)] or held)
+    known = {link for member in winners if base in told[member] for link in told[member] if link <= base}
+    return Verdict(base, {n: base.version - told[n][-1].version for n in sorted(winners) if told[n][-1] in known})
 
 
 def has_other_bits(statements: Sequence[Statement | None], own: int) -> bool:

@@ -166,8 +166,7 @@ class FragmentUpdates:
         if 2 * len(told) <= expected:
             raise AllreduceException(f"only {len(told)} of {expected} members have come, which is no majority")
         verdict = settle(statements)
-        behind = verdict.standing_of(own, mine)
-        flight.base = max((each.links[-1] for n, each in enumerate(statements) if each and n in verdict.winners))
+        behind, flight.base = verdict.behind.get(own), verdict.base
         flight.counting = tuple(
             n for n, each in enumerate(statements) if each and each.samples and each.links[-1] == flight.base
         )
