@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from shoal.averaging import RoundResult
+from shoal.averaging import RoundResult, StepControl
 from shoal.averaging.message_means import mean_of_messages
 from shoal.compression import Blockwise4BitQuantization, TopKCompression
 from shoal.errors import AllreduceException
@@ -306,6 +306,28 @@ def test_nothing_is_made_up_for_under_a_round_that_updates_what_is_there():
     assert b.updates.make_up(a.updates.kept.since(0)) == 0
     assert b.updates.may_lack_updates, "it asks again"
     assert b.updates.state.version == 0
+
+
+def test_a_round_that_still_looks_for_a_group_gives_way_to_what_the_others_have_made():
+    """Where rounds overlap there is always one under way, and who does not get into a group would never catch up."""
+    a, b, c = Peer(A), Peer(B), Peer(B)
+    for peer in (a, b, c):
+        peer.train()
+    make_round(0, a, c)
+    begin(1, (b,))
+    control = b.updates.flight.control = StepControl(0.0)
+    others = a.updates.kept.since(0)
+    assert b.updates.make_up([others[0]._replace(after=bytes(16))]) == 0
+    assert not control.cancelled(), "that is of another lineage"
+    control.began_allreduce = True
+    assert b.updates.make_up(others) == 0
+    control.began_allreduce = False
+    assert b.updates.make_up(others) == 1
+    assert control.cancelled()
+    assert b.updates.flight is None
+    assert not b.updates.may_lack_updates
+    assert b.updates.effort.steps > 0, "what it has done counts next time"
+    assert torch.equal(b.outer, a.outer)
 
 
 def test_who_lacks_updates_does_not_count_and_knows_it():

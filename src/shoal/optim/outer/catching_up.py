@@ -154,7 +154,7 @@ class CatchingUp:
         fragments = self.rounds.fragments
         if self._fetching is None:
             lacking = [each.number for each in fragments if each.lacks_updates]
-            lacking += [each.number for each in fragments if each.may_lack_updates and each.flight is None]
+            lacking += [each.number for each in fragments if each.may_lack_updates and not each.is_being_updated]
             if lacking:
                 self._fetching = self._begin_to_fetch(lacking)
         elif self._fetching.done():

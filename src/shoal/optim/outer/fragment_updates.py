@@ -166,9 +166,11 @@ class FragmentUpdates:
         if 2 * len(told) <= expected:
             raise AllreduceException(f"only {len(told)} of {expected} members have come, which is no majority")
         verdict = settle(statements)
-        behind, flight.base = verdict.behind.get(own), verdict.base
+        behind, base = verdict.behind.get(own), verdict.base
+        assert base is not None, "this peer has said what it has"
+        flight.base = base
         flight.counting = tuple(
-            n for n, each in enumerate(statements) if each and each.samples and each.links[-1] == flight.base
+            n for n, each in enumerate(statements) if each and each.samples and each.links[-1] == base
         )
         flight.standing = Standing.LOST if behind is None else Standing.BEHIND if behind else Standing.GOOD
         if behind == 0 and has_other_bits(statements, own):
@@ -180,7 +182,7 @@ class FragmentUpdates:
                 about="bits",
             )
             flight.standing = Standing.LOST
-        if flight.standing is Standing.GOOD and self.standing is Standing.BEHIND and flight.base.version < self._known:
+        if flight.standing is Standing.GOOD and self.standing is Standing.BEHIND and base.version < self._known:
             # All members lack what others have, and soon tell: an update of what they have would be a second one.
             flight.standing, flight.base = Standing.BEHIND, None
         if flight.standing is not Standing.GOOD:
@@ -376,6 +378,14 @@ class FragmentUpdates:
             return flight.base is not None and flight.base.version > self.state.version
         return self.standing is Standing.BEHIND
 
+    @property
+    def is_being_updated(self) -> bool:
+        """Whether a round is under way that updates what this peer has now."""
+        flight = self.flight
+        if flight is None or flight.standing is not Standing.GOOD:
+            return False
+        return flight.control is None or flight.control.began_allreduce
+
     @torch.no_grad()
     def make_up(self, updates: Iterable[Kept] = ()) -> int:
         """Make updates that this peer has missed. What it has done since its last contribution counts next time.
@@ -386,10 +396,17 @@ class FragmentUpdates:
         Returns:
             How many were made.
         """
-        before = self.state.version
-        if self.flight is not None and self.flight.standing is Standing.GOOD:
-            self.may_lack_updates = True  # the round under way updates what this peer has now
+        before, updates = self.state.version, list(updates)
+        if self.is_being_updated:
+            self.may_lack_updates = True
             return 0
+        flight, newest = self.flight, self.chain.newest
+        if flight is not None and flight.control is not None and flight.standing is Standing.GOOD:
+            if not any(each.version == newest.version + 1 and each.after == newest.hash for each in updates):
+                return 0
+            flight.control.cancel()  # it looks for a group to update what the others no longer have
+            self.give_up()
+            self.may_lack_updates = False
         self._later.update((each.version, each) for each in updates)
         while (each := self._later.pop(self.state.version + 1, None)) and each.after == self.chain.newest.hash:
             mean = unpacked(each.tensors, self.fragment.length)
