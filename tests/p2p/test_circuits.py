@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import DialError, IdentityMismatchError, NoRelayError, NoReservationError, StreamClosedError
 from shoal.p2p import P2P, Identity, Multiaddr, PeerID
 from shoal.p2p.answering import MAX_ANSWERS, may_be_dialled
-from shoal.p2p.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks
+from shoal.p2p.circuit import MAX_SETBACK_SECONDS, SETBACK_SECONDS, Circuit, Setbacks, successes
 from shoal.p2p.circuits import ANSWER_SECONDS, HEAD_START, REVERSE_SECONDS
 from shoal.p2p.dialler import CIRCUIT_SECONDS, CIRCUIT_STAGGER
 from shoal.p2p.identity import circuit_address
@@ -261,6 +261,38 @@ async def test_nothing_is_left_of_a_dial_that_is_given_up(kind: str) -> None:
         await until(lambda: relay.relay.circuit_count == 0)
         await until(lambda: not guest.connections_from(caller.peer_id))
         assert await square(caller, guest) == 9
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_nothing_is_left_of_several_attempts_that_are_given_up_twice(turns: int) -> None:
+    """As when a dial takes too long, and whoever wanted it gives up at the same moment."""
+    class Made:
+        is_over = False
+
+        def abort(self) -> None:
+            self.is_over = True
+
+    quick, slow = Made(), asyncio.Event()
+
+    async def make() -> Made:
+        return quick
+
+    async def hang() -> Made:
+        try:
+            await slow.wait()
+        finally:
+            await asyncio.sleep(0)
+        return Made()
+
+    task = asyncio.ensure_future(successes([make(), hang()]))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert quick.is_over
 
 
 # --- in reverse -------------------------------------------------------------------------------------------------------

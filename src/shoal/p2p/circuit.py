@@ -184,10 +184,12 @@ async def successes(work: Sequence[Coroutine[object, object, E]]) -> list[E]:
     try:
         await asyncio.wait(tasks)
     except BaseException:
-        await cancel_and_wait(*tasks)
-        for task in tasks:
-            if not task.cancelled() and task.exception() is None:
-                task.result().abort()
+        try:
+            await cancel_and_wait(*tasks)
+        finally:  # whoever waits may be cancelled once more, but the tasks have ended all the same
+            for task in tasks:
+                if not task.cancelled() and task.exception() is None:
+                    task.result().abort()
         raise
     errors = [error for task in tasks if (error := task.exception()) is not None]
     if len(errors) == len(tasks):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,31 +187,42 @@ class Puncher:
         Raises:
             DialError: there was none, or none led there.
         """
+        proven: list[Stream] = []
+        try:
+            async with aclosing(self._transport.punch(session, targets, PUNCH_SECONDS, round_trip)) as sessions:
+                await self._prove_one(peer, sessions, proven)
+        except BaseException:
+            # It may have been given up while the rest was being dropped: then nobody gets what was found.
+            for stream in proven:
+                stream.abort()
+            raise
+        return proven[0]
+
+    async def _prove_one(self, peer: PeerID, sessions: AsyncGenerator[Session, None], proven: list[Stream]) -> None:
+        """Shake hands on whatever connects, until the peer has proven who it is on one; that is added to ``proven``."""
         error: BaseException = DialError(f"no direct connection to peer {peer} came about in {PUNCH_SECONDS:g} s")
-        async with aclosing(self._transport.punch(session, targets, PUNCH_SECONDS, round_trip)) as sessions:
-            coming: asyncio.Task[Session | None] = asyncio.ensure_future(anext(sessions, None))
-            proving: set[asyncio.Task[Stream]] = set()
-            try:
-                while True:
-                    waiting: list[asyncio.Task[Any]] = [coming, *proving]
-                    if all(task.done() for task in waiting):
-                        raise error
-                    await asyncio.wait(
-                        [task for task in waiting if not task.done()], return_when=asyncio.FIRST_COMPLETED
-                    )
-                    for task in [task for task in proving if task.done()]:
-                        if (wrong := task.exception()) is None:
-                            proving.discard(task)
-                            return task.result()
-                        if not isinstance(wrong, ShoalError | OSError):
-                            raise wrong
+        coming: asyncio.Task[Session | None] = asyncio.ensure_future(anext(sessions, None))
+        proving: set[asyncio.Task[Stream]] = set()
+        try:
+            while True:
+                waiting: list[asyncio.Task[Any]] = [coming, *proving]
+                if all(task.done() for task in waiting):
+                    raise error
+                await asyncio.wait([task for task in waiting if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in proving if task.done()]:
+                    if (wrong := task.exception()) is None:
                         proving.discard(task)
-                        error = wrong
-                    if coming.done() and (found := coming.result()) is not None:
-                        proving.add(asyncio.ensure_future(self._transport.authenticate(found, peer)))
-                        coming = asyncio.ensure_future(anext(sessions, None))
-            finally:
-                await _drop(coming, *proving)
+                        proven.append(task.result())
+                        return
+                    if not isinstance(wrong, ShoalError | OSError):
+                        raise wrong
+                    proving.discard(task)
+                    error = wrong
+                if coming.done() and (found := coming.result()) is not None:
+                    proving.add(asyncio.ensure_future(self._transport.authenticate(found, peer)))
+                    coming = asyncio.ensure_future(anext(sessions, None))
+        finally:
+            await _drop(coming, *proving)
 
     # --- the side that is dialled -------------------------------------------------------------------------------------
 
@@ -316,7 +327,9 @@ async def _nothing() -> None:
 
 async def _drop(*work: asyncio.Task[Any]) -> None:
     """Give up tasks that make streams or sessions, and end what they have made already."""
-    await cancel_and_wait(*work)
-    for task in work:
-        if _has_succeeded(task) and task.result() is not None:
-            task.result().abort()
+    try:
+        await cancel_and_wait(*work)
+    finally:  # whoever waits may be cancelled, but the tasks have ended all the same
+        for task in work:
+            if _has_succeeded(task) and task.result() is not None:
+                task.result().abort()

@@ -94,11 +94,13 @@ async def punched(
                 return
             yield connected
     finally:
-        await cancel_and_wait(*tasks)
-        for listener in listeners:
-            close_socket(listener)
-        while not found.empty():
-            close_socket(found.get_nowait())
+        try:
+            await cancel_and_wait(*tasks)
+        finally:  # whoever waits may be cancelled, but the tasks have ended all the same
+            for listener in listeners:
+                close_socket(listener)
+            while not found.empty():
+                close_socket(found.get_nowait())
         for task in tasks:
             if not task.cancelled():
                 task.result()  # raises what should never happen
