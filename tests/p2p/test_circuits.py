@@ -349,6 +349,23 @@ def test_who_does_not_call_in_reverse_is_reached_through_the_relay() -> None:
     run(main())
 
 
+@both_kinds
+async def test_a_relay_that_is_gone_says_nothing_about_calls_in_reverse(kind: str) -> None:
+    async with Relayed(kind) as peers:
+        gone, relay = await peers.relay(), await peers.relay()
+        guest, caller = await peers.guest(), await peers.start(**HERE)
+        caller.circuits.public_addresses = lambda: caller.transport.addresses()
+        addresses = {address.get("p2p"): address for address in tell(caller, guest)}
+        await gone.shutdown()
+        with pytest.raises(NoRelayError, match=str(gone.peer_id)):
+            await caller.circuits.dial(addresses[str(gone.peer_id)], guest.peer_id)
+        assert caller.circuits.reversals.is_over(guest.peer_id)
+        (stream,) = await caller.circuits.dial(addresses[str(relay.peer_id)], guest.peer_id)
+        assert not stream.is_relayed
+        assert caller.metrics.dials_reversed == 1
+        stream.abort()
+
+
 def test_setbacks_are_forgotten_one_by_one_and_at_a_move() -> None:
     now = 0.0
     setbacks, (first, second) = Setbacks(lambda: now), (Identity.generate().peer_id for _ in range(2))

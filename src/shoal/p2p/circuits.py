@@ -254,7 +254,11 @@ class Circuits:
     async def _dial_in_reverse(
         self, place: Multiaddr, relay: PeerID, target: PeerID, count: int, callable_at: Sequence[Multiaddr]
     ) -> list[Stream]:
-        """Streams that the other peer opens to this one; none if that takes too long."""
+        """Streams that the other peer opens to this one; none if that takes too long.
+
+        Raises:
+            DialError: what the relay has to say. It says nothing about calls in reverse.
+        """
         cookies = [self._p2p.transport.new_cookie() for _ in range(count)]
         expected = [self._p2p.transport.expect_session(cookie) for cookie in cookies]
         try:
@@ -266,17 +270,16 @@ class Circuits:
                 reverse_cookies=cookies,
             )
             await self._ask(place, relay, target, request)
-            async with asyncio.timeout(REVERSE_SECONDS):
-                await asyncio.wait(expected, return_when=asyncio.FIRST_COMPLETED)
-                # The others are on their way, too.
-                await asyncio.wait(expected, timeout=REVERSE_SECONDS / 4)
-                arrived = [each.result() for each in expected if each.done() and not each.cancelled()]
-                streams = await successes([self._p2p.transport.authenticate(each, target) for each in arrived])
-        except (TimeoutError, DialError) as e:
-            if isinstance(e, NoReservationError):
-                raise
-            logger.debug("peer %s, called through %s, does not call in reverse: %r", target, relay, e)
-            return []
+            try:
+                async with asyncio.timeout(REVERSE_SECONDS):
+                    await asyncio.wait(expected, return_when=asyncio.FIRST_COMPLETED)
+                    # The others are on their way, too.
+                    await asyncio.wait(expected, timeout=REVERSE_SECONDS / 4)
+                    arrived = [each.result() for each in expected if each.done() and not each.cancelled()]
+                    streams = await successes([self._p2p.transport.authenticate(each, target) for each in arrived])
+            except (TimeoutError, DialError) as e:
+                logger.debug("peer %s, called through %s, does not call in reverse: %r", target, relay, e)
+                return []
         finally:
             for each in expected:
                 each.cancel()
