@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import DialError, NoRelayError, NoReservationError
+from shoal.errors import DialError, InterruptedDialError, NoRelayError, NoReservationError
 from shoal.metrics import Metrics
 from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import MAX_IDLE_PER_PEER, ConnectionPool
@@ -130,6 +130,27 @@ async def test_a_direct_connection_is_taken_first(caller: Caller) -> None:
     [first] = await caller.take(1)
     assert not first.stream.is_relayed
     assert count(await caller.take(2)) == (0, 2)
+
+
+@simulated
+async def test_a_peer_that_ends_each_connection_at_once_is_not_dialled_for_ever(caller: Caller) -> None:
+    dials = 0
+
+    async def dial(peer: object) -> Connection:
+        nonlocal dials
+        dials += 1
+        assert dials < 10
+        await asyncio.sleep(DIAL_SECONDS)
+        made = stream()
+        made.abort()
+        return connection_on(made)
+
+    caller.pool._dial = dial  # type: ignore[assignment]
+    calls = [asyncio.ensure_future(caller.pool.acquire(PEER)) for _ in range(3)]
+    for attempt in (*calls, caller.pool.prepare(PEER, 3)):
+        with pytest.raises(InterruptedDialError, match="ended the connection before it could be used"):
+            await attempt
+    assert PEER not in caller.pool
 
 
 @simulated

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from shoal.errors import (
     DialError,
+    InterruptedDialError,
     P2PDaemonError,
     ShoalError,
 )
@@ -276,6 +277,11 @@ class ConnectionPool:
         """Dial; the caller has already counted the dial in ``peer.dialling``."""
         try:
             connection = await self._dial(peer.peer_id)
+            if connection.closed:
+                raise InterruptedDialError(
+                    f"peer {peer.peer_id} has ended the connection before it could be used: it may have no place for "
+                    "more; try again later"
+                )
         except BaseException as e:
             peer.dialling -= 1
             if isinstance(e, ShoalError) and not peer.in_use:
