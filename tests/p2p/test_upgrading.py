@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import DialError, InterruptedDialError, NoRelayError, NoReservationError
+from shoal.errors import DialError, InterruptedDialError, NoRelayError, NoReservationError, NotAMemberError
 from shoal.metrics import Metrics
 from shoal.p2p.connection import Connection, Hello
 from shoal.p2p.connection_pool import MAX_IDLE_PER_PEER, ConnectionPool
 from shoal.p2p.identity import Identity
 from shoal.p2p.limits import DEFAULT_LIMITS, MAX_DIALLED_PER_PEER, HeaderMemory
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.pooled_peer import SPARE
+from shoal.p2p.pooled_peer import MAX_PARALLEL_DIALS, SPARE
 from shoal.p2p.transport import Stream
 from shoal.p2p.upgrading import ROOM_FOR_SPARES, UPGRADE_SECONDS, Upgrades
 from shoal.testing import run
@@ -151,6 +151,20 @@ async def test_a_peer_that_ends_each_connection_at_once_is_not_dialled_for_ever(
         with pytest.raises(InterruptedDialError, match="ended the connection before it could be used"):
             await attempt
     assert PEER not in caller.pool
+
+
+@simulated
+async def test_all_who_wait_for_a_dial_hear_why_it_has_failed(caller: Caller) -> None:
+    async def dial(peer: object) -> Connection:
+        await asyncio.sleep(DIAL_SECONDS)
+        raise NotAMemberError("no", reason="expired")
+
+    caller.pool._dial = dial  # type: ignore[assignment]
+    calls = [asyncio.ensure_future(caller.pool.acquire(PEER)) for _ in range(MAX_PARALLEL_DIALS + 1)]
+    for call in calls:
+        with pytest.raises(NotAMemberError, match="no") as found:
+            await call
+        assert found.value.reason == "expired"
 
 
 @simulated

@@ -8,6 +8,7 @@ connections are preferred to those through relays, which end when there are dire
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 from collections.abc import Awaitable, Callable
 
@@ -370,7 +371,7 @@ class ConnectionPool:
         turn = peer.next_in_line()
         while turn is not None:
             # Each caller gets a traceback of its own.
-            turn.set_exception(type(error)(*error.args))
+            turn.set_exception(copy.copy(error))
             turn = peer.next_in_line()
 
     def close(self) -> None:
