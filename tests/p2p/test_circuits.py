@@ -22,7 +22,7 @@ from shoal.p2p.relay_messages import Incoming, Reach
 from shoal.p2p.transport import COOKIE_BYTES, Stream
 from shoal.testing import run
 from tests.p2p.peers import KINDS, Number, stub, until
-from tests.p2p.relays import HERE, Relayed, introduce, square, tell
+from tests.p2p.relays import HERE, Relayed, connect, introduce, square, tell
 
 both_kinds = pytest.mark.parametrize("kind", KINDS)
 NOWHERE = Multiaddr("/ip4/127.0.0.1/tcp/9")
@@ -429,6 +429,26 @@ async def test_a_relay_that_announces_crowds_is_answered_a_little(caplog: pytest
             Incoming(peer=b"?", reverse=["nonsense", "/ip4/8.8.8.8/tcp/22"], reverse_cookies=[bytes(COOKIE_BYTES)]),
         )
         await until(lambda: not guest.answering.tasks)
+
+
+def test_strangers_who_do_not_come_keep_nobody_out() -> None:
+    """They ask for as many circuits to a guest as it makes at the same time, and join none of them."""
+
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relay = await peers.relay()
+            guest, caller = await peers.guest(), await peers.caller()
+            tell(caller, guest)
+            for _ in range(4):
+                stranger = await peers.caller()
+                introduce(stranger, relay)
+                for _ in range(MAX_ANSWERS // 3):
+                    await connect(stranger, relay, target=guest.peer_id.to_bytes())
+            await until(lambda: len(guest.answering.tasks) == MAX_ANSWERS)
+            assert await square(caller, guest) == 9
+            await until(lambda: not guest.answering.tasks)
+
+    run(main())
 
 
 async def test_an_unexpected_error_of_an_answer_is_told_once(

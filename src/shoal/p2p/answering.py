@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 # How long each address of a peer that wants to be called in reverse is tried.
 REVERSE_TRY_SECONDS = 0.7
 MAX_ANSWERS = 64
-"""Requests of relays that are answered at the same time; further ones are left unanswered."""
+"""Requests of relays that are answered at the same time. With more, the oldest of whoever has most is given up: honest
+peers come within a few round trips."""
 
 
 class Answering:
@@ -43,8 +45,9 @@ class Answering:
 
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
-        self.tasks: dict[asyncio.Task[None], None] = {}
-        """Answers in progress."""
+        self.tasks: dict[asyncio.Task[None], tuple[PeerID, bytes]] = {}
+        """Answers in progress, the oldest first, each with the relay and the peer that it says to ask."""
+        self._given_up: dict[asyncio.Task[None], None] = {}  # which end in a moment
         self._warn_seldom = Seldom(logger.warning)
 
     def answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
@@ -55,17 +58,30 @@ class Answering:
             places: where this peer reaches the relay.
             incoming: what it says.
         """
-        if len(self.tasks) >= MAX_ANSWERS:
+        task = asyncio.get_running_loop().create_task(self._answer(relay, places, incoming))
+        self.tasks[task] = relay, incoming.peer
+        task.add_done_callback(self._forget)
+        if len(self.tasks) > MAX_ANSWERS:
             self._warn_seldom(
                 "relay %s announces more connections than this peer makes at the same time, %d: some are left out",
                 relay,
                 MAX_ANSWERS,
                 about=relay,
             )
-            return
-        task = asyncio.get_running_loop().create_task(self._answer(relay, places, incoming))
-        self.tasks[task] = None
-        task.add_done_callback(self.tasks.pop)
+            self._give_one_up()
+
+    def _give_one_up(self) -> None:
+        """Make room: strangers who announce themselves and do not come must keep nobody out."""
+        [(crowded, _)] = Counter(relay for relay, _ in self.tasks.values()).most_common(1)
+        [(greedy, _)] = Counter(peer for relay, peer in self.tasks.values() if relay == crowded).most_common(1)
+        oldest = next(task for task, whose in self.tasks.items() if whose == (crowded, greedy))
+        del self.tasks[oldest]
+        self._given_up[oldest] = None
+        oldest.cancel()
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self.tasks.pop(task, None)
+        self._given_up.pop(task, None)
 
     async def _answer(self, relay: PeerID, places: Sequence[Multiaddr], incoming: Incoming) -> None:
         peer = PeerID(incoming.peer)
@@ -133,7 +149,7 @@ class Answering:
 
     async def close(self) -> None:
         """Answer nobody any more."""
-        await cancel_and_wait(*self.tasks)
+        await cancel_and_wait(*self.tasks, *self._given_up)
 
 
 def may_be_dialled(address: Multiaddr, near: Sequence[Multiaddr]) -> bool:
