@@ -192,6 +192,30 @@ async def test_limits_of_circuits(limits: RelayLimits, text: str) -> None:
         assert await square(caller, guest) == 9
 
 
+def test_new_identities_of_one_host_do_not_take_all_circuits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a relay may be used by one host, if nobody else is there; the rest is for others, too."""
+
+    async def main() -> None:
+        async with Relayed("memory") as peers:
+            relay = await peers.relay(relay_limits=RelayLimits(circuits=8, circuits_per_peer=3))
+            guest, other = await peers.guest(), await peers.caller()
+            monkeypatch.setattr(relay, "host_seen_of", lambda peer: peer if peer == other.peer_id else "8.8.8.0/24")
+            given = []
+            for _ in range(4):
+                greedy = await peers.caller()
+                introduce(greedy, relay)
+                answer = await connect(greedy, relay, count=3, **target_of(guest))
+                given.append((len(answer.cookies), answer.text))
+            refused = 0, "3 circuits of one host"
+            assert given == [(3, ""), (3, ""), refused, refused]
+            introduce(other, relay)
+            assert len((await connect(other, relay, count=3, **target_of(guest))).cookies) == 2
+            await until(lambda: relay.relay.circuit_count == 0)
+            assert len((await connect(greedy, relay, count=3, **target_of(guest))).cookies) == 3
+
+    run(main())
+
+
 async def test_calls_from_one_host_are_limited() -> None:
     async with Relayed("memory") as peers:
         relay = await peers.relay(relay_limits=RelayLimits(connects_per_second=0.001, connect_burst=2))

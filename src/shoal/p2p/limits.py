@@ -79,7 +79,7 @@ class RelayLimits:
     """Friends behind one router of a provider share an address."""
     circuits: int = 256
     circuits_per_peer: int = 32
-    """That one peer has dialled."""
+    """That one peer has dialled; while half of all circuits are in use, also those of its whole public host."""
     circuits_per_pair: int = 24
     """That one peer has dialled towards the same other one; as many as it keeps open to a peer that it can reach."""
     rate: float | None = 6_250_000.0

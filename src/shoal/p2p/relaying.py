@@ -65,7 +65,8 @@ UNUSED_SECONDS = 300.0
 IDLE_SECONDS = 120.0
 """A circuit on which nothing moves ends after this long."""
 CROWDED_SHARE = 0.5
-"""A relay with more than this share of the reservations that it grants is crowded, and others are asked first."""
+"""A relay with more than this share of the reservations that it grants is crowded, and others are asked first. With so
+many of its circuits in use, all peers of one host together may have as many as one peer."""
 # Notices that a guest has not read yet; one that reads nothing is no guest.
 MAX_NOTICES = 64
 OBSERVATIONS_PER_SECOND = 1.0
@@ -107,6 +108,8 @@ class _Guest:
 @dataclass(eq=False)
 class _Circuit:
     dialler: PeerID
+    host: PeerID | str
+    """The one that it shares with other identities; of a private network, itself."""
     guest: _Guest
     badge: Badge | None
     sessions: tuple[asyncio.Future[Session], asyncio.Future[Session]]
@@ -134,6 +137,7 @@ class Relay(ServicerBase):
         self._guests: dict[PeerID, _Guest] = {}
         self._circuits: dict[asyncio.Task[None], _Circuit] = {}
         self._by_peer: Counter[PeerID] = Counter()
+        self._by_host: Counter[PeerID | str] = Counter()
         self._by_pair: Counter[tuple[PeerID, PeerID]] = Counter()
         self.rate = FairRate(limits.rate, self._now, self._count_bytes)
         """The rate that all circuits share."""
@@ -310,6 +314,10 @@ class Relay(ServicerBase):
                 f"{limits.circuits_per_pair} circuits between the same two peers"
             ),
         }
+        if len(self._circuits) >= limits.circuits * CROWDED_SHARE:
+            # Identities cost nothing, so those of one host leave room for others.
+            left = limits.circuits_per_peer - self._by_host[self._p2p.host_seen_of(dialler)]
+            rooms[left] = f"{limits.circuits_per_peer} circuits of one host"
         room = min(rooms)
         if room <= 0 and not request.reverse_cookies:
             return *self._refuse(Code.BUSY, rooms[room]), None, 0
@@ -320,8 +328,10 @@ class Relay(ServicerBase):
         transport = self._p2p.transport
         cookies, expect = (transport.new_cookie(), transport.new_cookie()), transport.expect_session
         badge = next((each.stream.badge for each in self._p2p.connections_from(dialler)), None)
-        circuit = _Circuit(dialler, guest, badge, (expect(cookies[0]), expect(cookies[1])), self.rate.share())
+        sessions, host = (expect(cookies[0]), expect(cookies[1])), self._p2p.host_seen_of(dialler)
+        circuit = _Circuit(dialler, host, guest, badge, sessions, self.rate.share())
         self._by_peer[dialler] += 1
+        self._by_host[host] += 1
         self._by_pair[dialler, guest.peer] += 1
         guest.circuits += 1
         guest.used_at = self._now()
@@ -340,6 +350,7 @@ class Relay(ServicerBase):
         circuit.guest.circuits -= 1
         circuit.guest.used_at = self._now()
         _count_down(self._by_peer, circuit.dialler)
+        _count_down(self._by_host, circuit.host)
         _count_down(self._by_pair, (circuit.dialler, circuit.guest.peer))
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("a circuit of %s ended with a defect", circuit.dialler, exc_info=error)
