@@ -17,8 +17,6 @@ import pytest
 
 from shoal.errors import ShoalError, StreamClosedError
 from shoal.p2p import P2P, Identity, Multiaddr, tcp_stream
-from shoal.p2p.memory import MemoryNetwork
-from shoal.p2p.punching import Puncher
 from shoal.p2p.server import Server
 from shoal.p2p.sessions import TcpSession
 from shoal.p2p.strangers import Strangers
@@ -26,7 +24,6 @@ from shoal.p2p.tcp import TcpTransport
 from shoal.p2p.transport import COOKIE_BYTES, Session, Stream
 from shoal.tasks import cancel_and_wait
 from tests.p2p.peers import KINDS, Empty, Number, Peers, assert_clean, end_of, serving, stub, until
-from tests.p2p.test_punching import Trio, Walled
 from tests.p2p.test_sessions import NO_IDLING, Circle, Count
 
 WAYS = ["while waiting", "when the wait is over"]
@@ -318,44 +315,6 @@ async def test_joining_two_sessions(way: str) -> None:
             await until(lambda: tcp_stream.owners == before)
             await prepare()
         assert "Splice.run" in places
-    await only_this_task()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_punch(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a dial is given up, also in the moment when the direct connection is there."""
-    original = Puncher._first_direct
-    attempts: list[CancelAt] = []
-
-    async def first_direct(self: Puncher, *args: Any) -> Any:
-        attempts.append(CancelAt(original(self, *args), len(attempts), way))
-        return await attempts[-1]
-
-    monkeypatch.setattr(Puncher, "_first_direct", first_direct)
-    network = MemoryNetwork()
-    if kind == "tcp":
-        trio, place = Trio(lambda: TcpTransport(Identity.generate())), Multiaddr("/ip4/127.0.0.1/tcp/0")
-    else:
-        trio, place = Trio(lambda: Walled(network, Identity.generate())), network.new_address()
-    await trio.listen(place)
-    accepted = []
-    try:
-        while not attempts or attempts[-1].reached:
-            [direct], going_on = await trio.punch()
-            error = await end_of(direct)
-            going_on.cancel()
-            await end_of(going_on)
-            assert isinstance(error, asyncio.CancelledError) == attempts[-1].reached
-            if error is None:
-                direct.result().abort()
-            for circuit in (*trio.near, *trio.far):
-                circuit.session.abort()
-            while not trio.target.accepted.empty():
-                accepted.append(trio.target.accepted.get_nowait())
-            await until(lambda: all(stream.closed for stream in accepted))
-        assert "_drop" in {place for attempt in attempts for place in attempt.place}
-    finally:
-        await trio.close()
     await only_this_task()
 
 

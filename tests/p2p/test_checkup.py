@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from shoal.errors import P2PHandlerError, ProtocolError, StreamClosedError
 from shoal.p2p import P2P
 from shoal.p2p.joining import (
     BULK_BURST_BYTES,
+    BULK_SECONDS,
     BULK_TOTAL_BURST_BYTES,
     CALLS_BACK_BURST,
     MAX_AT_ONCE,
@@ -25,7 +27,8 @@ from shoal.p2p.joining import (
     Description,
     Question,
 )
-from shoal.p2p.transport import VERSION
+from shoal.p2p.limits import DEFAULT_LIMITS
+from shoal.p2p.transport import VERSION, Kind, pack
 from tests.dht.virtual_time import in_virtual_time
 from tests.p2p.peers import Peers, assert_clean
 
@@ -81,6 +84,42 @@ async def test_calls_back_are_limited() -> None:
         with pytest.raises(P2PHandlerError, match="enough has been measured"):
             await checkup(await peers.start(), server).rpc_call_back(Question())  # another identity, the same host
         assert server.metrics.connections_dialled == dialled == CALLS_BACK_BURST
+
+
+async def test_who_has_a_whole_network_of_ipv6_is_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Peers("tcp") as peers:
+        server, caller = await peers.two()
+        addresses = (f"/ip6/2a00:1450:1:2::{number:x}/tcp/4000" for number in itertools.count(1))
+        monkeypatch.setattr(server, "address_seen_of", lambda peer: next(addresses))
+        for _ in range(CALLS_BACK_BURST):
+            await checkup(caller, server).rpc_call_back(Question())
+        with pytest.raises(P2PHandlerError, match="enough has been measured"):
+            await checkup(caller, server).rpc_call_back(Question())
+
+
+@in_virtual_time
+async def test_who_sends_without_end_keeps_nobody_from_being_called_back() -> None:
+    async with Peers("memory") as peers:
+        server, caller = await peers.two()
+        stranger = await peers.start()
+
+        async def drip() -> None:
+            async with checkup(stranger, server).rpc_bulk() as call:
+                await call.connection.flush()
+                stream = call.connection.stream
+                await stream.write(pack(Kind.ITEM, Bulk(), 1000))
+                while True:
+                    await stream.write(b"x")
+                    await asyncio.sleep(DEFAULT_LIMITS.seconds_of_silence / 3)
+
+        dripping = [asyncio.ensure_future(drip()) for _ in range(MAX_AT_ONCE)]
+        await asyncio.sleep(1.0)
+        assert "too many others" in await outcome(caller, server)
+        assert (await checkup(caller, server).rpc_call_back(Question())).reached
+        await asyncio.sleep(BULK_SECONDS)
+        assert await outcome(caller, server) == "done"
+        for error in await asyncio.gather(*dripping, return_exceptions=True):
+            assert isinstance(error, StreamClosedError)
 
 
 async def test_calling_back_where_nobody_or_somebody_else_listens() -> None:

@@ -266,6 +266,7 @@ async def test_nothing_is_left_of_a_dial_that_is_given_up(kind: str) -> None:
 @pytest.mark.parametrize("turns", range(5))
 async def test_nothing_is_left_of_several_attempts_that_are_given_up_twice(turns: int) -> None:
     """As when a dial takes too long, and whoever wanted it gives up at the same moment."""
+
     class Made:
         is_over = False
 

@@ -62,7 +62,7 @@ class Walled(MemoryTransport):
         return False
 
     is_walled = False
-    is_slow = 0.0
+    is_slow = closes_slowly = 0.0
     instead: Session | None = None
     """What connects to its port first."""
     asked: list[Multiaddr]
@@ -79,9 +79,12 @@ class Walled(MemoryTransport):
         if self.is_walled:
             await asyncio.sleep(seconds)
             return
-        async with aclosing(super().punch(session, candidates, seconds, round_trip)) as sessions:
-            async for each in sessions:
-                yield each
+        try:
+            async with aclosing(super().punch(session, candidates, seconds, round_trip)) as sessions:
+                async for each in sessions:
+                    yield each
+        finally:
+            await asyncio.sleep(self.closes_slowly)
 
 
 class Trio:
@@ -302,6 +305,20 @@ async def test_who_gives_up_says_nothing_about_the_way(trio: Trio) -> None:
     await asyncio.wait(futures)
     assert trio.dialler.metrics.punches_failed == {}
     assert trio.dialler.puncher.is_worth_it(trio.target.peer_id)
+
+
+@simulated
+async def test_a_direct_connection_ends_if_the_dial_is_given_up_at_the_last_moment(trio: Trio) -> None:
+    transport_of(trio.dialler).closes_slowly = ROUND
+    [future], going_on = await trio.punch()
+    accepted = await trio.target.accepted.get()
+    await accepted.write(b"x")  # so the dialler has proven who it is, and gives up the port
+    assert not future.done()
+    future.cancel()
+    await asyncio.wait([future])
+    await asyncio.sleep(ROUND)
+    assert accepted.closed
+    await going_on
 
 
 @simulated

@@ -102,6 +102,20 @@ async def exchange(one: socket.socket, other: socket.socket) -> None:
         assert await loop.sock_recv(one, 9) == b"pong"
 
 
+@pytest.mark.parametrize("turns", range(5))
+async def test_nothing_is_left_of_a_punch_that_is_given_up_twice(turns: int) -> None:
+    """As when a dial is cancelled while it gives up its punches."""
+    async with ports(1) as (port,):
+        coming = asyncio.ensure_future(first_of(port, (HERE, free_port())))
+        await asyncio.sleep(SOON)
+        coming.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        coming.cancel()
+        await asyncio.wait([coming])
+        assert coming.cancelled()
+
+
 async def test_two_ports_get_one_connection() -> None:
     async with ports(2) as (left, right):
         one, other = await asyncio.gather(first_of(left, right.endpoint), first_of(right, left.endpoint))

@@ -12,7 +12,8 @@ import errno
 import functools
 import ipaddress
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
@@ -24,7 +25,7 @@ from shoal.p2p.connection import Call
 from shoal.p2p.identity import PeerID, is_circuit, relay_of, split_peer_address
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.service import P2PContext, ServicerBase
-from shoal.p2p.tcp_listener import HostRates
+from shoal.p2p.tcp_listener import HostRates, host_charged
 from shoal.p2p.transport import VERSION, Header
 from shoal.tasks import cancel_and_wait, run_in_worker
 
@@ -52,9 +53,11 @@ CALLS_BACK_PER_SECOND = 0.2
 CALLS_BACK_BURST = 5
 CALLS_BACK_TOTAL_PER_SECOND = 2.0
 CALLS_BACK_TOTAL_BURST = 20
-# Exchanges and calls back in progress at the same time; further peers are told to try again.
+# Exchanges in progress at the same time, and calls back; further peers are told to try again.
 MAX_AT_ONCE = 8
 
+# For an exchange, there and back. Whoever is slower learns nothing that it does not know.
+BULK_SECONDS = 60.0
 CALL_BACK_SECONDS = 4.0
 MAX_ADDRESS_CHARACTERS = 256
 _EVERYBODY = ""
@@ -232,7 +235,8 @@ class Checkup(ServicerBase):
             HostRates(CALLS_BACK_PER_SECOND, CALLS_BACK_BURST),
             HostRates(CALLS_BACK_TOTAL_PER_SECOND, CALLS_BACK_TOTAL_BURST),
         )
-        self._at_work = 0
+        self._calling_back = asyncio.Semaphore(MAX_AT_ONCE)
+        self._exchanging = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def rpc_describe(self, request: Question, context: P2PContext) -> Description:
         """Describe the software that runs here."""
@@ -242,8 +246,7 @@ class Checkup(ServicerBase):
 
     async def rpc_call_back(self, request: CallMe, context: P2PContext) -> CallBack:
         """Dial the caller at the addresses that it names, or else at those that it has announced."""
-        self._begin()
-        try:
+        async with _one_of(self._calling_back):
             self._calls_back.spend(self._host_of(context.remote_id), 1)
             known = _parsed(request.addresses) or self._p2p.get_addresses(context.remote_id)[:MAX_ADDRESSES_PER_PEER]
             addresses = self._p2p.transport.worth_dialling(known)
@@ -252,8 +255,6 @@ class Checkup(ServicerBase):
                 reached={str(a): found for a, found in zip(addresses, reached, strict=True) if found is not None},
                 seen_at=self._p2p.address_seen_of(context.remote_id),
             )
-        finally:
-            self._at_work -= 1
 
     async def _can_dial(self, peer: PeerID, address: Multiaddr) -> bool | None:
         """Whether the peer can be dialled there; ``None`` if this machine has no way there, which says nothing."""
@@ -266,27 +267,33 @@ class Checkup(ServicerBase):
 
     async def rpc_bulk(self, call: Call, context: P2PContext) -> None:
         """Receive some bytes, and send some."""
-        self._begin()
-        try:
-            request = await call.receive(Bulk)
-            if request is None:
-                return
-            wanted = max(0, min(request.wanted, MAX_BULK_BYTES))
-            self._bulk.spend(self._host_of(context.remote_id), min(call.payload_size, MAX_BULK_BYTES) + wanted)
-            await call.read_payload(MAX_BULK_BYTES)
-            await call.send(Bulk(), bytes(wanted))
-        finally:
-            self._at_work -= 1
+        async with _one_of(self._exchanging):
+            try:
+                async with asyncio.timeout(BULK_SECONDS):
+                    await self._exchange(call, context.remote_id)
+            except TimeoutError:
+                raise BusyError(f"this line is too slow to be measured within {BULK_SECONDS:g} s") from None
 
-    def _begin(self) -> None:
-        if self._at_work >= MAX_AT_ONCE:
-            raise BusyError("too many others are checked at the moment: try again in a few seconds")
-        self._at_work += 1
+    async def _exchange(self, call: Call, peer: PeerID) -> None:
+        request = await call.receive(Bulk)
+        if request is None:
+            return
+        wanted = max(0, min(request.wanted, MAX_BULK_BYTES))
+        self._bulk.spend(self._host_of(peer), min(call.payload_size, MAX_BULK_BYTES) + wanted)
+        await call.read_payload(MAX_BULK_BYTES)
+        await call.send(Bulk(), bytes(wanted))
 
     def _host_of(self, peer: PeerID) -> str:
-        """The host to charge: identities cost nothing, hosts do."""
-        seen = self._p2p.address_seen_of(peer)
-        return str(Multiaddr(seen).values()[0]) if seen else str(peer)
+        return host_charged(self._p2p.address_seen_of(peer), peer)
+
+
+@asynccontextmanager
+async def _one_of(places: asyncio.Semaphore) -> AsyncIterator[None]:
+    """Take a place without waiting for it."""
+    if places.locked():
+        raise BusyError("too many others are checked at the moment: try again in a few seconds")
+    async with places:
+        yield
 
 
 def _parsed(texts: Sequence[str]) -> list[Multiaddr]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from shoal.errors import BusyError, ShoalError, StreamClosedError
-from shoal.p2p.addresses import ip_text_of
 from shoal.p2p.badges import ANY_ROLE, Badge, Roles
 from shoal.p2p.circuit import MEETING_SECONDS
 from shoal.p2p.connection import Call
@@ -44,7 +43,7 @@ from shoal.p2p.relay_messages import (
     Reserved,
 )
 from shoal.p2p.service import P2PContext, ServicerBase, patient, receive_only
-from shoal.p2p.tcp_listener import HostRates, host_of
+from shoal.p2p.tcp_listener import HostRates, host_charged
 from shoal.p2p.transport import Session
 from shoal.tasks import cancel_and_wait
 
@@ -189,7 +188,7 @@ class Relay(ServicerBase):
         request = await receive_only(call, Reserve, context.handle_name)
         stream = call.connection.stream
         seen_at = "" if stream.remote_address is None or stream.is_relayed else str(stream.remote_address)
-        host = _host_of(seen_at, context.remote_id)
+        host = host_charged(seen_at, context.remote_id)
         code, text = self._reason_to_refuse(request, context, host, is_relayed=stream.is_relayed)
         if code is not Code.OK:
             await call.send(Reserved(code=code, text=text))
@@ -301,7 +300,7 @@ class Relay(ServicerBase):
         guest = self._guests.get(PeerID(request.target))
         if guest is None:
             return *self._refuse(Code.NO_RESERVATION), None, 0
-        host, now, limits = _host_of(self._seen(dialler), dialler), self._now(), self._limits
+        host, now, limits = host_charged(self._seen(dialler), dialler), self._now(), self._limits
         if self._connects.is_exhausted(host, now):
             return *self._refuse(Code.BUSY, "too many calls from one host"), None, 0
         self._connects.spend(host, now)
@@ -384,7 +383,7 @@ class Relay(ServicerBase):
 
     async def rpc_observe(self, request: Observe, context: P2PContext) -> Observer:
         """Give a cookie for a session that tells at which address its other end is seen."""
-        host, now = _host_of(self._seen(context.remote_id), context.remote_id), self._now()
+        host, now = host_charged(self._seen(context.remote_id), context.remote_id), self._now()
         if self._observations.is_exhausted(host, now):
             raise BusyError("enough has been observed for this host: try again in a minute")
         self._observations.spend(host, now)
@@ -436,9 +435,3 @@ def _count_down(counts: Counter[K], key: K) -> None:
 
 def _text_of(address: Multiaddr | None) -> str:
     return "" if address is None else str(address)[:MAX_TEXT]
-
-
-def _host_of(seen_at: str, peer: PeerID) -> str:
-    """What is charged: identities cost nothing, hosts do."""
-    ip = ip_text_of(Multiaddr(seen_at)) if seen_at else None
-    return str(peer) if ip is None else host_of(ip)

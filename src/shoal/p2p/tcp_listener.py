@@ -18,6 +18,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from shoal.p2p.addresses import ip_text_of
+from shoal.p2p.identity import PeerID
+from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.tcp_stream import TcpSocket, disown_socket, own_socket
 
 MAX_HOSTS = 4096
@@ -111,6 +114,16 @@ def host_of(address: str) -> str:
     if isinstance(ip, ipaddress.IPv4Address):
         return str(ip)
     return str(ip.ipv4_mapped or ipaddress.IPv6Network((ip, 64), strict=False))
+
+
+def host_charged(seen_at: str, peer: PeerID) -> str:
+    """Whom to charge for what is done for a peer: identities cost nothing, hosts do.
+
+    Args:
+        seen_at: the address from which it has connected; empty if that is not known.
+    """
+    ip = ip_text_of(Multiaddr(seen_at)) if seen_at else None
+    return str(peer) if ip is None else host_of(ip)
 
 
 logger = logging.getLogger(__name__)
